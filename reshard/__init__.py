@@ -17,33 +17,50 @@ TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and w
 # The homes of all names, imported on first use: `__main__` takes hold of interrupts before anything slow begins.
 _HOMES = {
     "Block": "layout.block",
-    "Checkpoint": "source.checkpoint",
+    "BudgetError": "errors",
+    "ChangedError": "errors",
+    "Checkpoint": "api.checkpoints",
     "Checkpoint2": "targets.checkpoint2",
     "Cipher": "storage.cipher",
+    "convert": "api.conversions",
     "DCP": "formats.sets",
+    "EncryptedError": "errors",
+    "GoneError": "errors",
     "HuggingFaceSet": "formats.sets",
     "Layout": "layout.layout",
+    "LayoutError": "errors",
     "LinkedDCP": "formats.sets",
     "LoRA": "rules.lora",
     "make_manifest": "verify.verify",
     "Manifest": "verify.manifest",
     "merge_strategies": "strategy.files",
     "MindSporeSet": "formats.sets",
-    "open": "readers.open",
-    "plan": "plan.make",
-    "Plan": "plan.plan",
+    "NoBucketError": "errors",
+    "open": "api.checkpoints",
+    "plan": "api.plans",
+    "Plan": "api.plans",
+    "PlanError": "errors",
+    "Progress": "run.run",
     "read_layouts": "targets.pattern",
     "read_manifest": "verify.manifest",
-    "read_object": "readers.dcp.objects",
-    "read_plan": "plan.planfile",
+    "read_object": "api.checkpoints",
+    "read_plan": "api.plans",
     "read_strategy": "strategy.files",
+    "Report": "run.run",
     "ReshardError": "errors",
     "Rules": "rules.rules",
     "Selection": "plan.select",
+    "SourceError": "errors",
     "Strategy": "strategy.strategy",
-    "strategy_of": "source.strategies",
+    "strategy_of": "api.checkpoints",
+    "StrategyError": "errors",
+    "TargetError": "errors",
+    "UnansweredError": "errors",
+    "UnsentError": "errors",
+    "UsageError": "errors",
     "Verification": "verify.verify",
-    "verify": "verify.verify",
+    "verify": "api.verification",
+    "VerifyError": "errors",
     "write_manifest": "verify.manifest",
     "write_strategy": "strategy.files",
     "ZarrGroup": "formats.zarr",
@@ -52,22 +69,39 @@ _HOMES = {
 __all__ = [
     "DCP",
     "Block",
+    "BudgetError",
+    "ChangedError",
     "Checkpoint",
     "Checkpoint2",
     "Cipher",
+    "EncryptedError",
+    "GoneError",
     "HuggingFaceSet",
     "Layout",
+    "LayoutError",
     "LinkedDCP",
     "LoRA",
     "Manifest",
     "MindSporeSet",
+    "NoBucketError",
     "Plan",
+    "PlanError",
+    "Progress",
+    "Report",
     "ReshardError",
     "Rules",
     "Selection",
+    "SourceError",
     "Strategy",
+    "StrategyError",
+    "TargetError",
+    "UnansweredError",
+    "UnsentError",
+    "UsageError",
     "Verification",
+    "VerifyError",
     "ZarrGroup",
+    "convert",
     "make_manifest",
     "merge_strategies",
     "open",
@@ -84,28 +118,42 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from reshard.errors import ReshardError
+    from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.conversions import convert
+    from reshard.api.plans import Plan, plan, read_plan
+    from reshard.api.verification import verify
+    from reshard.errors import (
+        BudgetError,
+        ChangedError,
+        EncryptedError,
+        GoneError,
+        LayoutError,
+        NoBucketError,
+        PlanError,
+        ReshardError,
+        SourceError,
+        StrategyError,
+        TargetError,
+        UnansweredError,
+        UnsentError,
+        UsageError,
+        VerifyError,
+    )
     from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
     from reshard.formats.zarr import ZarrGroup
     from reshard.layout.block import Block
     from reshard.layout.layout import Layout
-    from reshard.plan.make import plan
-    from reshard.plan.plan import Plan
-    from reshard.plan.planfile import read_plan
     from reshard.plan.select import Selection
-    from reshard.readers.dcp.objects import read_object
-    from reshard.readers.open import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.source.strategies import strategy_of
+    from reshard.run.run import Progress, Report
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
     from reshard.targets.checkpoint2 import Checkpoint2
     from reshard.targets.pattern import read_layouts
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
-    from reshard.verify.verify import Verification, make_manifest, verify
+    from reshard.verify.verify import Verification, make_manifest
 
 
 class _Package(type(sys)):  # type: ignore[misc]  # a module
@@ -119,15 +167,17 @@ class _Package(type(sys)):  # type: ignore[misc]  # a module
 sys.modules[__name__].__class__ = _Package
 
 
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        from importlib import import_module
-
-        value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'reshard' has no attribute {name!r}")
-
-
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of this module
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            from importlib import import_module
+
+            value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}")

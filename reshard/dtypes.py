@@ -113,14 +113,18 @@ def _interned(name: str) -> DType:
 
 
 def by_name(name: str, error: type[ReshardError]) -> DType:
-    """Return the dtype of a name that a user gives, also a short one, or raise `error` naming the known ones.
+    """Return the dtype of a name, which may be a short one, or raise `error` naming the known ones.
 
     >>> from reshard.errors import UsageError
     >>> [by_name(name, UsageError).name for name in ("bfloat16", "bf16", "FP32", "f8_e4m3")]
     ['bfloat16', 'bfloat16', 'float32', 'float8_e4m3fn']
     """
     word = str(name).lower()
-    found = BY_NAME.get(word) or _BY_SHORT_NAME.get(re.sub("^fp", "f", word))
-    if found is None:
-        raise error(f"unknown dtype {name!r}; known are {', '.join(BY_NAME)}, and short names such as bf16 or fp32")
-    return found
+    dtype = BY_NAME.get(word) or _BY_SHORT_NAME.get(re.sub("^fp", "f", word))
+    if dtype is None:
+        raise error(
+            f"unknown dtype {name!r}",
+            code="unknown-dtype",
+            facts=[f"known dtypes: {', '.join(BY_NAME)}, and short names such as bf16 or fp32"],
+        )
+    return dtype

@@ -1,22 +1,28 @@
-"""What goes wrong, and the exit code each kind of it has at the command line.
+"""Errors: their kinds, exit codes and stable codes, and the form of their messages.
 
-Every error is one clear sentence: what, where, what was expected and found, what to do next. Where a file
-has several faults, all of them are reported at once, each with its place.
+An error has a message of one line that says what is wrong, facts, and a hint with what to type:
 
-What to do next is often an option, which the command line calls `overwrite` in another way than Python does, or one of
-MindSpore's functions. So a `Text` refers to an `Option`, and each of the three has a table of `Words`. To whom nothing
-else is known, as in `str(error)`, a text is in Python's.
+    error: dst already exists
+           4 files, written by an earlier run
+    hint:  pass --overwrite to replace it
+
+Its `code` names the cause and stays the same when the wording changes. Faults of one file are reported together, one
+example for each cause.
+
+A hint is often an option, which the command line, Python and MindSpore's functions write in different ways. So a `Text`
+refers to an `Option`, and each of the three has a table of `Words`. `str(error)` is in Python's words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _SHOWN_FAULTS = 20
+_SHOWN_OTHERS = 3
 
 Words = Mapping[str, tuple[str, ...]]
 """How options are written, by their names: without a value, and with one."""
@@ -25,23 +31,34 @@ PYTHON: Words = {
     "against": ("against=...",),
     "allow_missing": ("allow_missing={!r}",),
     "cast": ("cast={{{!r}: {!r}}}",),
+    "chunk_size": ("chunk_size=...",),
     "client": ("client=...",),
+    "compression": ("compression=...",),
     "deduplicated": ("deduplicated=True",),
     "drop": ("drop={!r}",),
     "exclude": ("exclude", "exclude={!r}"),
     "include": ("include", "include={!r}"),
     "iteration": ("iteration=...", "iteration={}"),
     "key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
-    "layout": ("layouts={{{!r}: {!r}}}",),
+    "layout": ("layout={{{!r}: {!r}}}",),
+    "layouts_of": ("target=reshard.read_layouts(...)",),
+    "link": ("files=reshard.LinkedDCP()",),
+    "link_replicas": ("link_replicas=True",),
     "lora_alpha": ("alpha=... to reshard.LoRA",),
     "lora_tied": ("tied={!r} to reshard.LoRA",),
+    "max_shard_size": ("max_shard_size=...",),
     "memory": ("memory=...", "memory={:_}"),
-    "name_map": ("names=...",),
+    "name_map": ("name_map=...",),
     "overwrite": ("overwrite=True",),
     "partial": ("partial=True",),
+    "prefix": ("prefix=...",),
     "rank_pattern": ("rank_pattern=...",),
+    "ranks": ("ranks=...",),
+    "remove_redundancy": ("remove_redundancy=True",),
     "restart": ("restart=True",),
+    "same_ranks": ("same_ranks",),
     "seed": ("seed={}",),
+    "shard_size": ("shard_size=...",),
     "source": ("source=...",),
     "source_key": ("source_cipher=...", "source_cipher=reshard.Cipher({!r}, key)"),
     "source_strategy": ("source_strategy=...", "source_strategy={!r}"),
@@ -51,13 +68,14 @@ PYTHON: Words = {
     "target_cipher": ("target_cipher=...", "target_cipher=reshard.Cipher({!r}, key)"),
     "target_key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
     "target_iteration": ("iteration=...", "iteration={}"),
-    "target_layout": ("layouts={{{!r}: {!r}}}",),
+    "target_layout": ("layout={{{!r}: {!r}}}",),
     "target_partial": ("partial=True",),
     "target_rank_pattern": ("rank_pattern=...",),
     "target_stage": ("stage={}",),
     "target_step": ("step=... to reshard.Checkpoint2",),
     "target_strategy": ("strategy=...", "strategy={!r}"),
     "target_suffix": ("suffix=...", "suffix={!r}"),
+    "to": ("to=...", "to={!r}"),
     "weights_only": ("weights_only",),
 }
 """As arguments of the public functions; those of the target, and of the source next to one, are `verify`'s."""
@@ -93,7 +111,7 @@ class Text(str):
 
     >>> text = Text("w: differs; give ", Option("layout", "w", "whole"))
     >>> str(text), spelled(text, {"layout": ("{1} as the layout of {0}",)})
-    ("w: differs; give layouts={'w': 'whole'}", 'w: differs; give whole as the layout of w')
+    ("w: differs; give layout={'w': 'whole'}", 'w: differs; give whole as the layout of w')
     """
 
     __slots__ = ("parts",)
@@ -129,129 +147,241 @@ def _written(parts: Iterable[str | Option], words: Words) -> Iterable[str]:
 
 
 class ReshardError(Exception):
-    """Something failed; the base of every error that `reshard` raises on purpose."""
+    """Something failed; the base of every error that `reshard` raises on purpose.
+
+    Args:
+        message: one line under 80 characters that says what is wrong, without advice.
+        code: the cause, in words joined by hyphens; by default that of the kind.
+        facts: lines that explain the message: an example, a count, what was expected.
+        hint: what to do about it, best a command or an option to type.
+
+    Attributes:
+        exit_code: that of the command line.
+        code: a stable name of the cause, for scripts and tests.
+        codes: all causes, if the error reports several faults.
+
+    >>> error = TargetError("dst already exists", code="already-exists", hint=Text("pass ", Option("overwrite")))
+    >>> print(error)
+    dst already exists
+    hint: pass overwrite=True
+    >>> error.code, error.exit_code
+    ('already-exists', 6)
+    """
 
     exit_code: ClassVar[int] = 1
+    code: str = "failed"
+
+    def __init__(self, message: str = "", *, code: str = "", facts: Iterable[str] = (), hint: str = "") -> None:
+        super().__init__(message)
+        if code:
+            self.code = code
+        self.facts = tuple(facts)
+        self.hint = hint
+        self.codes: tuple[str, ...] = (self.code,)
+
+    @property
+    def message(self) -> str:
+        """The one line that says what is wrong."""
+        return self.args[0] if self.args else ""
 
     @property
     def text(self) -> Text:
-        """What it says, to be put into others' words."""
-        return Text(*self.args)
+        """The message, the facts and the hint, to be put into others' words."""
+        lines = [Text(self.message), *(Text("  ", fact) for fact in self.facts)]
+        return joined("\n", [*lines, *([Text("hint: ", self.hint)] if self.hint else [])])
+
+    def __str__(self) -> str:
+        return str(self.text)
+
+    def changed(self, change: Callable[[str], str]) -> Self:
+        """Return the same error with its message, facts and hint changed, such as put into other words."""
+        error = type(self)(change(self.message), code=self.code, facts=map(change, self.facts), hint=change(self.hint))
+        error.codes = self.codes
+        return error
+
+    def about(self, *subject: str | Option) -> Self:
+        """Return the same error with a subject in front of its message, as `subject: message`."""
+        message = Text(*subject, ": ", self.message)
+        error = type(self)(message, code=self.code, facts=self.facts, hint=self.hint)
+        error.codes = self.codes
+        return error
 
 
 class UsageError(ReshardError, ValueError):
     """The call itself is wrong: options that contradict each other, a value outside its range."""
 
     exit_code = 2
+    code = "usage"
 
 
 class VerifyError(ReshardError):
     """Two checkpoints that should hold the same values do not."""
 
     exit_code = 3
+    code = "different"
 
 
 class SourceError(ReshardError, ValueError):
     """A source checkpoint is incomplete or corrupt."""
 
     exit_code = 4
+    code = "bad-source"
 
 
 class EncryptedError(SourceError):
     """A source file is encrypted, and there is no key."""
 
+    code = "encrypted"
+
 
 class GoneError(SourceError):
     """A source file is not there any more."""
+
+    code = "source-gone"
 
 
 class UnansweredError(SourceError):
     """An object store did not answer, or not properly, in any try to read."""
 
     exit_code = 1
+    code = "store-not-answering"
 
 
 class LayoutError(SourceError):
     """A layout cannot be applied to a tensor: sizes do not divide, axes are out of range."""
 
+    code = "bad-layout"
+
 
 class StrategyError(SourceError):
     """A strategy file cannot be read, contradicts itself or does not fit the checkpoint."""
 
+    code = "bad-strategy"
+
 
 class PlanError(SourceError):
     """A plan file cannot be read, contradicts itself, or would do something else than was planned."""
+
+    code = "bad-plan"
 
 
 class BudgetError(ReshardError):
     """Memory or disk space does not suffice."""
 
     exit_code = 5
+    code = "not-enough-room"
 
 
 class TargetError(ReshardError):
     """A target file exists already, is one of the sources, or a source changed under the run."""
 
     exit_code = 6
+    code = "bad-target"
 
 
 class NoBucketError(TargetError):
     """The bucket of a target does not exist."""
 
     exit_code = 1
+    code = "no-such-bucket"
 
 
 class UnsentError(TargetError):
     """An object store did not answer, or not properly, in any try to write."""
 
     exit_code = 1
+    code = "store-not-answering"
 
 
 class ChangedError(TargetError):
     """A source is not what it was, so that what is written of it is worth nothing."""
 
+    code = "source-changed"
+
 
 class Faults:
-    """Collect the faults of one subject, to raise them all at once.
+    """Collect the faults of one subject, to raise them together: one example for each cause.
 
     >>> faults = Faults("strategy.ckpt")
-    >>> faults.add("$.w.dev_matrix", "is empty; expected at least one axis")
-    >>> faults.add("$.b.tensor_map[0]", "is 3; expected -1 to 1")
+    >>> faults.add("$.w.dev_matrix", "is empty; expected at least one axis", code="empty-value")
+    >>> faults.add("$.b.tensor_map[0]", "is 3; expected -1 to 1", code="out-of-range")
+    >>> faults.add("$.c.tensor_map[0]", "is 4; expected -1 to 1", code="out-of-range")
     >>> faults.raise_if_any(StrategyError)
     Traceback (most recent call last):
     ...
-    reshard.errors.StrategyError: strategy.ckpt has 2 faults:
+    reshard.errors.StrategyError: strategy.ckpt has 3 faults
       $.w.dev_matrix: is empty; expected at least one axis
-      $.b.tensor_map[0]: is 3; expected -1 to 1
+      $.b.tensor_map[0]: is 3; expected -1 to 1 (likewise $.c.tensor_map[0])
     """
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
         self.count = 0
-        self._first: list[tuple[str, str]] = []  # no more than are shown: a hostile file has millions
+        self._causes: dict[tuple[str, str], _Cause] = {}
 
-    def add(self, where: str, what: str | Callable[[], str]) -> None:
-        """Remember one fault: `where` in the subject, and `what` is wrong there, or what finds that out slowly."""
+    def add(self, where: str, what: str | ReshardError | Callable[[], str], *, code: str = "", hint: str = "") -> None:
+        """Record one fault.
+
+        Args:
+            where: the place in the subject.
+            what: what is wrong there, an error that says it with its code and hint, or a function that finds the words,
+                called only if they are shown.
+            code: the cause. Faults of one code are shown as one example and a count; without a code each is shown.
+            hint: what to do about it; the hints of shown faults are joined.
+        """
         self.count += 1
-        if self.count <= _SHOWN_FAULTS:
+        if isinstance(what, ReshardError):
+            code, hint = code or what.code, hint or what.hint
+            what = joined("; ", [what.message, *what.facts])
+        cause = self._causes.get((code, "" if code else where))
+        if cause is not None:
+            cause.count += 1
+            if len(cause.others) < _SHOWN_OTHERS:
+                cause.others.append(where)
+        elif len(self._causes) < _SHOWN_FAULTS:  # a hostile file has millions
             said = what if isinstance(what, str) else what()
-            self._first.append((where if where.isprintable() else repr(where), said))
+            shown = where if isinstance(where, Text) or where.isprintable() else repr(where)
+            self._causes[code, "" if code else where] = _Cause(Text(shown, ": ", said), code, hint)
 
-    def raise_if_any(self, kind: type[ReshardError], *, advice: str = "") -> None:
-        """Raise `kind` with every fault, one a line, and `advice` behind them; return if there are none."""
-        if self.count:
-            self._raise(kind, advice)
+    def raise_if_any(self, kind: type[ReshardError], *, advice: str = "", code: str = "") -> None:
+        """Raise `kind` if there are faults.
 
-    def _raise(self, kind: type[ReshardError], advice: str) -> NoReturn:
+        Args:
+            kind: the class of the error.
+            advice: a hint for all faults.
+            code: the cause of faults that have none of their own.
+        """
+        if not self.count:
+            return
+        causes = list(self._causes.values())
+        hints = list(dict.fromkeys(hint for hint in (*(cause.hint for cause in causes), advice) if hint))
+        facts: list[str] = [cause.text() for cause in causes]
         if self.count == 1:
-            where, what = self._first[0]
-            raise kind(Text(f"{self.subject}: ", where, ": ", what, *(["; ", advice] if advice else [])))
-        lines: list[str] = [Text("  ", where, ": ", what) for where, what in self._first]
-        if self.count > _SHOWN_FAULTS:
-            lines.append(f"  and {self.count - _SHOWN_FAULTS} more")
-        if advice:
-            lines.append(Text("  ", advice))
-        raise kind(joined("\n", [f"{self.subject} has {self.count} faults:", *lines]))
+            message, facts = Text(f"{self.subject}: ", causes[0].example), []
+        else:
+            message = Text(f"{self.subject} has {self.count} faults")
+            hidden = self.count - sum(cause.count for cause in causes)
+            facts += [f"and {hidden} more"] if hidden else []
+        codes = tuple(dict.fromkeys(cause.code or code or kind.code for cause in causes))
+        error = kind(message, code=codes[0], facts=facts, hint=joined("; ", hints))
+        error.codes = codes
+        raise error
+
+
+class _Cause:
+    """A cause of faults: an example, and the places of others."""
+
+    def __init__(self, example: Text, code: str, hint: str) -> None:
+        self.example, self.code, self.hint = example, code, hint
+        self.count = 1
+        self.others: list[str] = []
+
+    def text(self) -> Text:
+        if self.count == 1:
+            return self.example
+        others = names(self.others, most=_SHOWN_OTHERS)
+        more = self.count - 1 - len(self.others)
+        return Text(self.example, f" (likewise {others}{f' and {more} more' if more else ''})")
 
 
 def bytes_text(nbytes: float) -> str:

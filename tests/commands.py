@@ -63,13 +63,19 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def next_command(result: Result) -> list[str]:
+    """The words of the command that a run proposes, after `reshard`; none if it proposes none."""
+    line = result.stdout.splitlines()[-1]
+    return shlex.split(line.removeprefix("next: reshard ")) if line.startswith("next: reshard ") else []
+
+
 def names_in(root: Path) -> set[str]:
     files = [path for path in root.rglob("*.*") if path.suffix in {".safetensors", ".ckpt"}]
     return {name for path in files for name in helpers.read_rank_file(path)}
 
 
 def proposed(result: Result) -> list[str]:
-    """The command that is proposed to look at what was written."""
+    """The command that a run with -v proposes to look at what was written."""
     return shlex.split(result.stderr.split("to look at it: reshard ", 1)[1])
 
 

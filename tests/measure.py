@@ -68,7 +68,7 @@ plan = reshard.plan(checkpoint, target)
 planned = time.process_time()
 graph = plan.graph(out).__dask_graph__()
 ended = time.process_time()
-print(opened - began, planned - opened, ended - planned, len(graph), len(plan.files), plan.stats.peak_memory)
+print(opened - began, planned - opened, ended - planned, len(graph), len(plan._record.files), plan.stats.peak_memory)
 """
 
 

@@ -18,6 +18,7 @@ from reshard.cli.main import cli
 from reshard.cli.terminal import OPTIONS, say
 from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, joined, spelled
 from reshard.mindspore.arguments import WORDS
+from reshard.targets.kinds import TAKEN_BY
 
 
 def test_every_kind_has_its_exit_code() -> None:
@@ -45,21 +46,43 @@ def test_every_kind_has_its_exit_code() -> None:
 def test_a_single_fault_is_one_line() -> None:
     faults = Faults("a.ckpt")
     faults.raise_if_any(SourceError)
-    faults.add("tensor 'w'", "is truncated")
-    with pytest.raises(SourceError, match=r"^a\.ckpt: tensor 'w': is truncated; copy it again$"):
+    faults.add("tensor 'w'", "is truncated", code="truncated")
+    with pytest.raises(SourceError) as caught:
         faults.raise_if_any(SourceError, advice="copy it again")
+    assert (caught.value.message, caught.value.facts) == ("a.ckpt: tensor 'w': is truncated", ())
+    assert (caught.value.code, caught.value.hint) == ("truncated", "copy it again")
 
 
-def test_many_faults_are_counted_and_the_first_twenty_shown() -> None:
+def test_many_causes_are_counted_and_the_first_twenty_shown() -> None:
     faults = Faults("a.ckpt")
     for number in range(23):
         faults.add(f"w{number}", "is wrong")
     with pytest.raises(SourceError) as caught:
-        faults.raise_if_any(SourceError, advice="copy it again")
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "a.ckpt has 23 faults:"
-    assert lines[1] == "  w0: is wrong"
-    assert lines[20:] == ["  w19: is wrong", "  and 3 more", "  copy it again"]
+        faults.raise_if_any(SourceError, code="wrong-size")
+    assert caught.value.message == "a.ckpt has 23 faults"
+    assert [fact.split(":")[0] for fact in caught.value.facts] == [
+        *(f"w{number}" for number in range(20)),
+        "and 3 more",
+    ]
+    assert caught.value.codes == ("wrong-size",)
+
+
+def test_a_cause_is_reported_once_with_one_example_and_a_count() -> None:
+    faults = Faults("src")
+    for number in range(1000):
+        faults.add(f"w{number}", lambda number=number: f"has {number} rows", code="wrong-rows", hint="cut it again")
+    faults.add("b", "is missing", code="missing-tensor")
+    with pytest.raises(SourceError) as caught:
+        faults.raise_if_any(SourceError)
+    assert caught.value.facts == ("w0: has 0 rows (likewise w1, w2, w3 and 996 more)", "b: is missing")
+    assert (caught.value.codes, caught.value.hint) == (("wrong-rows", "missing-tensor"), "cut it again")
+
+
+def test_an_error_that_is_changed_or_sent_keeps_its_code_facts_and_hint() -> None:
+    error = SourceError("w is odd", code="odd", facts=["5 rows"], hint=Text("pass ", Option("drop", "w")))
+    sent = pickle.loads(pickle.dumps(error))  # noqa: S301 -- made here
+    for one in (sent, error.changed(str), error.about("src").changed(lambda text: text.removeprefix("src: "))):
+        assert (type(one), one.code, str(one)) == (SourceError, "odd", str(error))
 
 
 def test_names_are_listed_as_far_as_one_reads() -> None:
@@ -70,10 +93,10 @@ def test_names_are_listed_as_far_as_one_reads() -> None:
 
 def test_a_text_is_in_the_words_of_whoever_reads_it() -> None:
     text = Text("w: differs; give ", Option("layout", "w", "RULE"), ", or ", Option("partial"))
-    assert text == "w: differs; give layouts={'w': 'RULE'}, or partial=True"
+    assert text == "w: differs; give layout={'w': 'RULE'}, or partial=True"
     assert spelled(text, OPTIONS) == "w: differs; give --layout 'w=RULE', or --partial"
     assert spelled(text, WORDS) == (
-        "w: differs; give layouts={'w': 'RULE'} to reshard.open, or partial=True to reshard.open"
+        "w: differs; give layout={'w': 'RULE'} to reshard.open, or partial=True to reshard.open"
     )
     assert spelled("a text that names none", OPTIONS) == "a text that names none"
     assert Text("choose with ", Option("suffix")) == "choose with suffix=..."
@@ -102,13 +125,14 @@ def test_options_are_known_through_faults_notes_and_pickling(capsys: pytest.Capt
     caught.value.add_note(Text("start over with ", Option("restart")))
     error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 -- made here
     assert str(error) == (
-        "src has 2 faults:\n  tensor 'a': is odd; give drop='a'\n  include='b*': matches nothing\n  or give source=..."
+        "src has 2 faults\n  tensor 'a': is odd; give drop='a'\n  include='b*': matches nothing\n"
+        "hint: or give source=..."
     )
     assert error.__notes__ == ["start over with restart=True"]
     say(joined("; ", [error.text, *error.__notes__]))
     assert capsys.readouterr().err == (
-        "src has 2 faults:\n  tensor 'a': is odd; give --drop 'a'\n  --include b*: matches nothing\n"
-        "  or give --source DIRECTORY; start over with --restart\n"
+        "src has 2 faults\n  tensor 'a': is odd; give --drop 'a'\n  --include b*: matches nothing\n"
+        "hint: or give --source DIRECTORY; start over with --restart\n"
     )
 
 
@@ -142,7 +166,7 @@ def arguments_of(module: object, names: list[str]) -> set[str]:
 
 
 def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> None:
-    assert referred_to() == set(PYTHON) == set(OPTIONS) == set(WORDS)
+    assert referred_to() | set(TAKEN_BY) == set(PYTHON) == set(OPTIONS) == set(WORDS)
     known = options_of(cli)
     assert {form.split()[0] for forms in OPTIONS.values() for form in forms} <= known
     arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith("Error")])

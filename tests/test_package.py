@@ -73,14 +73,18 @@ def files(folder: Path) -> set[str]:
 def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as wheel:
         notes = {f"{NAME}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
-        assert set(wheel.namelist()) == files(Path("reshard")) | notes | {f"{NAME}.dist-info/licenses/LICENSE"}
+        pages = {f"reshard/{name}" for name in files(Path("docs"))}
+        every = files(Path("reshard")) | pages | notes
+        assert set(wheel.namelist()) == every | {f"{NAME}.dist-info/licenses/LICENSE"}
 
 
 def test_the_sdist_has_what_its_tests_need(built: Path) -> None:
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     rest = {"README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml", ".gitignore", ".ci/run"}
-    assert names == files(Path("reshard")) | files(Path("tests")) | files(Path("notebooks")) | rest
+    assert (
+        names == files(Path("reshard")) | files(Path("tests")) | files(Path("notebooks")) | files(Path("docs")) | rest
+    )
     some = ["tests/cli/test_demo.py", "tests/test_dtypes.py", "reshard/layout"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *some],

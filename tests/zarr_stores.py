@@ -40,12 +40,12 @@ ALSO: dict[str, Array | str] = {
 }  # fmt: skip
 GROUPS = {
     "blocks": ZarrGroup(),
-    "a file a chunk": ZarrGroup(shard_bytes=0),
-    "chunks": ZarrGroup(chunk_bytes=100),
-    "odd shards": ZarrGroup(chunk_bytes=100, shard_bytes=300),
+    "a file a chunk": ZarrGroup(shard_size=0),
+    "chunks": ZarrGroup(chunk_size=100),
+    "odd shards": ZarrGroup(chunk_size=100, shard_size=300),
     "zstd": ZarrGroup(compression="zstd:3"),
-    "zstd chunks": ZarrGroup(chunk_bytes=100, shard_bytes=0, compression="zstd"),
-    "zstd shards": ZarrGroup(chunk_bytes=100, shard_bytes=700, compression="zstd:-3"),
+    "zstd chunks": ZarrGroup(chunk_size=100, shard_size=0, compression="zstd"),
+    "zstd shards": ZarrGroup(chunk_size=100, shard_size=700, compression="zstd:-3"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"chunks": (4, 3), "compressors": None},

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from reshard.cli.terminal import DEBUG, WROTE, message_of, paint, say, say_warnings, stopping
+from reshard.cli.terminal import DEBUG, JSON, WROTE, Told, paint, report_error, say, say_warnings, stopping, told
+from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,23 +38,22 @@ _WIDE = 28  # columns for the names of options; longer ones have a line of their
 _ADVICE = {
     "check compare diff": "`reshard verify TARGET --against SOURCE` compares checkpoints, `reshard strategy diff` "
     "strategies",
-    "combine gather join merge": "`reshard unify` merges shards into whole tensors, `reshard strategy merge` the "
-    "strategy files of a pipeline",
+    "combine gather join merge": "`reshard convert SOURCE TARGET --to hf` merges shards into whole tensors, `reshard "
+    "strategy merge` the strategy files of a pipeline",
     "continue resume": "type the same command again; it resumes what was begun",
     "dec-key dec_key": "--key-file FILE names the file that has the key of SOURCE; RESHARD_KEY in the environment is "
     "the key itself",
     "dec-mode dec_mode": "encrypted files say their mode themselves; leave it out",
     "dtype": "--cast float32=bfloat16 converts one dtype to another",
-    "hf huggingface": "`reshard unify` with --style huggingface writes a Hugging Face set",
     "enc-key enc_key": "--target-key-file FILE names the file that has the key of TARGET; RESHARD_TARGET_KEY in the "
     "environment is the key itself",
     "enc-mode enc_mode": "--encryption MODE is the mode of an encrypted TARGET, with --target-key-file",
-    "help": "`reshard --help` lists the commands, `reshard COMMAND --help` the options of one",
+    "format output-format": "--to FORMAT is the format of TARGET",
     "info list ls show": "`reshard inspect` shows a checkpoint, `reshard strategy show` a strategy",
     "key": "--key-file FILE names the file that has the key of SOURCE, --target-key-file FILE that of TARGET; in the "
     "environment RESHARD_KEY and RESHARD_TARGET_KEY are the keys themselves",
     "make": "`reshard strategy make` makes a strategy file",
-    "reshard shard split": "`reshard transform` with --target-strategy cuts tensors",
+    "reshard shard split": "`reshard convert` with --target-strategy cuts tensors",
 }
 _ADVICE_ON = {word: advice for words, advice in _ADVICE.items() for word in words.split()}
 """What to type for commands and options of other tools."""
@@ -64,7 +64,16 @@ _ALL = "reshard.all"
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]+")
 _RANK = re.compile(r"rank_[0-9]+")
+_UNIT = re.compile(r"[kMGTP]i?B?", re.IGNORECASE)
 _NOT_ONE = re.compile(r"'([^']+)' is not one of")
+
+
+class Slip(click.UsageError):
+    """Wrong usage, and what to type instead."""
+
+    def __init__(self, message: str, hint: str, ctx: click.Context) -> None:
+        super().__init__(message, ctx)
+        self.hint = hint
 
 
 class GroupedOption(click.Option):
@@ -119,9 +128,11 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments of the command, and refuse what is too many."""
         given = tuple(args)
+        if "--json" in given and any("--json" in param.opts for param in self.params):
+            ctx.meta[JSON] = True  # also if an option before it is refused
         extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
-            raise click.UsageError(_too_many(ctx, given, extra[0]), ctx)
+            raise Slip(*_too_many(ctx, given, extra[0]), ctx)
         return extra
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -160,7 +171,7 @@ class Group(click.Group):
         """Return the command that is asked for; where there is none, the error says which one may be meant."""
         if not ctx.resilient_parsing and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
             meant = _meant(args[0], self.list_commands(ctx), ctx)
-            raise click.UsageError(f"{args[0]}: not a command of {ctx.command_path}; {meant}", ctx)
+            raise Slip(f"no such command: {' '.join([*ctx.command_path.split()[1:], args[0]])}", meant, ctx)
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -287,9 +298,8 @@ class Border(Group):
                 say(traceback.format_exc())
             if isinstance(error, KeyboardInterrupt) and not (ctx.meta.get(WROTE) or hasattr(error, "__notes__")):
                 error.add_note("nothing was written")
-            message, code = message_of(error)
-            say(message)
-            ctx.exit(code)
+            report_error(what := told(error), ctx)
+            ctx.exit(what.exit_code)
 
 
 @contextmanager
@@ -300,32 +310,33 @@ def _usage_reported() -> Iterator[None]:
     except click.UsageError as error:
         if isinstance(error, click.exceptions.NoArgsIsHelpError):
             raise
-        say(f"error: {_usage_message(error)}")
+        message, hint = _usage_message(error)
+        report_error(Told(message, (), hint, UsageError.code, error.exit_code), error.ctx)
         raise click.exceptions.Exit(error.exit_code) from None
 
 
-def _usage_message(error: click.UsageError) -> str:
+def _usage_message(error: click.UsageError) -> tuple[str, str]:
     """Return what is wrong with a command, and what to type."""
-    if isinstance(error, click.BadOptionUsage):
-        return error.message.replace(f"Option {error.option_name!r} ", f"{error.option_name}: ").removesuffix(".")
     ctx = error.ctx
-    if ctx is None:
-        return error.format_message()
+    if isinstance(error, Slip) or ctx is None:
+        return error.format_message(), getattr(error, "hint", "")
+    if isinstance(error, click.BadOptionUsage):
+        needs = "takes no value" if "not take" in error.message else "needs a value"
+        return f"{error.option_name} {needs}", ""
     if isinstance(error, click.NoSuchOption):
         params = [param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option)]
-        known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
-        return f"{error.option_name}: not an option of {ctx.command_path}; {_meant(error.option_name, known, ctx)}"
+        known = [name for param in params if not param.hidden for name in (*param.opts, *param.secondary_opts)]
+        return f"{ctx.command_path} has no option {error.option_name}", _meant(error.option_name, known, ctx)
     param = error.param if isinstance(error, click.BadParameter) else None
     if param is None:
-        said = error.format_message()
-        return f"{said[0].lower()}{said[1:-1]}; see {ctx.command_path} --help" if said.endswith(".") else said
+        text = error.format_message().removesuffix(".")
+        return f"{text[0].lower()}{text[1:]}", f"{ctx.command_path} --help"
     name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
     if isinstance(error, click.MissingParameter):
         needed = (param.get_help_record(ctx) or [name])[0]
-        return f"{name}: is missing; expected {needed if isinstance(param, click.Option) else _usage(ctx)}"
+        return f"{name} is missing", needed if isinstance(param, click.Option) else _usage(ctx)
     value = _NOT_ONE.match(error.message)
-    advice = _ADVICE_ON.get(value[1].lower()) if value else None
-    return f"{name}: {error.message.removesuffix('.')}{f'; {advice}' if advice else ''}"
+    return f"{name}: {error.message.removesuffix('.')}", _ADVICE_ON.get(value[1].lower(), "") if value else ""
 
 
 def _usage(ctx: click.Context) -> str:
@@ -341,18 +352,19 @@ def _meant(word: str, known: Sequence[str], ctx: click.Context) -> str:
     bare = {name.lstrip("-"): name for name in known}
     near = [bare[name] for name in get_close_matches(word.lstrip("-"), bare, n=2)]
     safe = list(takewhile(lambda name: name not in _DESTRUCTIVE or name.startswith(word), near))
-    return f"did you mean {' or '.join(safe)}?" if safe else f"see {ctx.command_path} --help"
+    return f"did you mean {' or '.join(safe)}?" if safe else f"{ctx.command_path} --help"
 
 
-def _too_many(ctx: click.Context, given: Sequence[str], extra: str) -> str:
-    """Return what is wrong where there are too many arguments: it may be that a shell made several of one glob."""
+def _too_many(ctx: click.Context, given: Sequence[str], extra: str) -> tuple[str, str]:
+    """Return what is wrong with too many arguments, and what to type: a shell may have expanded a glob."""
     for one, two in pairwise(given):
+        if extra in {one, two} and one.replace(".", "", 1).isdigit() and _UNIT.fullmatch(two):
+            return f"unexpected argument {extra!r}", f"write a size as one word: {one}{two}"
         glob = _NUMBER.sub("*", one)
         if one < two and glob == _NUMBER.sub("*", two) and Path(one).exists() and Path(two).exists():
             if rank := next((place for place in (Path(one), *Path(one).parents) if _RANK.fullmatch(place.name)), None):
                 ranks = rank.with_name("rank_*")
-                return f"{ranks}: are several directories; expected one; give that of all ranks, {rank.parent}"
+                return f"{ranks} are several directories", f"give the directory of all ranks, {rank.parent}"
             if Path(one).is_file() and Path(two).is_file():
-                advice = "for a pipeline give the directory of its strategy files"
-                return f"{glob}: are several files; expected one; {advice}"
-    return f"{extra}: is one argument too many; expected {_usage(ctx)}"
+                return f"{glob} are several files", "for a pipeline give the directory of its strategy files"
+    return f"unexpected argument {extra!r}", f"expected {_usage(ctx)}"

@@ -10,20 +10,19 @@ import atexit
 import gc
 import os
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-import reshard
 from reshard.cli.commands import Border, option
-from reshard.cli.options import OPENING, json_option, source_options
+from reshard.cli.options import OPENING, json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
 from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
+from reshard.readers.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "completion": "reshard.cli.groups.about:completion",
+    "help": "reshard.cli.groups.about:help_command",
+    "version": "reshard.cli.groups.about:version",
     "convert": "reshard.cli.write:convert",
     "plan": "reshard.cli.plan:plan",
     "run": "reshard.cli.plan:run",
@@ -43,26 +45,14 @@ _HOMES = {
     "verify": "reshard.cli.verify:verify",
 }
 
-_RUNS_ON = (
-    "backports.zstd", "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "isal",
-    "ml_dtypes", "numcodecs", "numpy", "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
-)  # fmt: skip
-
 
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    """Print versions and exit: with --verbose, which is eager and so known, what it runs on as far as installed."""
-    if not value or ctx.resilient_parsing:
-        return
-    click.echo(f"reshard, version {reshard.__version__}")
-    if ctx.params["verbose"]:
-        import platform
-        from importlib.metadata import PackageNotFoundError, version
+    """Print versions and exit: with --verbose, which is eager and so known, what it runs on too."""
+    if value and not ctx.resilient_parsing:
+        from reshard.cli.groups.about import print_versions  # not on every start
 
-        click.echo(f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}")
-        for name in _RUNS_ON:
-            with suppress(PackageNotFoundError):
-                click.echo(f"{name} {version(name)}")
-    ctx.exit()
+        print_versions(verbose=ctx.params["verbose"])
+        ctx.exit()
 
 
 @click.group(
@@ -73,26 +63,25 @@ To see it work on real MindSpore files, and what to type next:
 
   reshard demo
 
-To complete commands, options and paths with Tab, in bash, zsh or fish:
-
-  eval "$(_RESHARD_COMPLETE=bash_source reshard)"
-  eval "$(_RESHARD_COMPLETE=zsh_source reshard)"
-  _RESHARD_COMPLETE=fish_source reshard | source
+`transform` and `unify`, the names of earlier versions, are `convert` with
+other defaults.
 """,
     homes=_HOMES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
-@click.option(
-    "--verbose", is_flag=True, is_eager=True, help="With --version: of Python and the libraries too, for bug reports."
-)
+@click.option("--verbose", is_flag=True, is_eager=True, help="With --version: of Python and the libraries too.")
 def cli(verbose: bool) -> None:
     """Turn the sharded checkpoint of M devices into that of N devices, from the files alone.
 
     No framework and no accelerator is needed, and no tensor is ever whole in memory.
     """
     if verbose:
-        raise UsageError("--verbose is only for --version; leave it out")
+        raise UsageError(
+            "--verbose is for --version alone",
+            code="missing-option",
+            hint="after the name of a command it is its own",
+        )
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
 
 
@@ -140,6 +129,14 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
     type=click.Choice(["bytes", "name"]),
     help="Largest first, or by name.  [default: the order of the files]",
 )
+@option(
+    "--picture",
+    under="Output",
+    first=True,
+    metavar="NAME",
+    help="Draw which ranks hold which block of this tensor.",
+)
+@raw_option
 @json_option
 @option("--csv", "as_csv", under="Output", first=True, is_flag=True, help="Print a row for each tensor, as RFC 4180.")
 def inspect(
@@ -148,6 +145,8 @@ def inspect(
     rules: Rules | None,
     match: tuple[str, ...],
     sort: str | None,
+    picture: str | None,
+    raw: bool,
     as_json: bool,
     as_csv: bool,
     **reading: Any,
@@ -162,19 +161,23 @@ def inspect(
     from reshard.formats.rank_dirs import rank_of
     from reshard.readers.open import has_several_ranks, iterations_at, noted, read_headers
     from reshard.readers.ranks import changed_text
+    from reshard.strategy.names import no_match
     from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.tables import (
         checkpoint_text,
         chosen,
         in_order,
         iterations_text,
+        picture_text,
         rank_files_text,
         rank_parts,
         table_rows,
     )
 
     if as_json and as_csv:
-        raise click.UsageError("--json and --csv exclude each other")
+        raise UsageError("--json and --csv exclude each other", code="conflicting-options", hint="leave one out")
+    if picture and (as_json or as_csv):
+        raise UsageError("--picture is drawn for a terminal", hint="leave out --json or --csv", code="bad-options")
     listed = iterations_at(source) if reading["iteration"] is None else []
     if listed and not (as_json or as_csv):  # also where none of them can be opened
         print_text(f"{iterations_text(listed, width=width())}\n")
@@ -189,13 +192,18 @@ def inspect(
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
-        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+        checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
         checkpoint = checkpoint.derive(rules) if rules else checkpoint
         warnings, whole = list(checkpoint.warnings), not checkpoint.lone_rank
         place = None if whole else rank_of(source)
         ranks = (place.rank,) * len(checkpoint.files) if place else checkpoint.ranks
         parts = [replace(checkpoint, ranks=ranks)]
     say_warnings(warnings)
+    if picture:
+        if picture not in parts[0].every:
+            raise UsageError(f"--picture {picture}: {no_match(picture, parts[0].every)}", code="unknown-tensor")
+        print_text(picture_text(parts[0], picture))
+        return
     parts = chosen(parts, match)
     if as_csv:
         print_csv(table_rows([in_order(part, sort) for part in parts], whole=whole))
@@ -207,7 +215,7 @@ def inspect(
             else rank_files_data(parts, warnings)
         )
     elif whole:
-        print_text(checkpoint_text(parts[0], sort=sort, width=width()))
+        print_text(checkpoint_text(parts[0], sort=sort, width=width(), raw=raw))
     else:
         print_text(rank_files_text(parts, sort=sort, width=width()))
 
@@ -218,11 +226,11 @@ Example:
 
   reshard demo
 """,
-    short_help="Make, transform and check a small example.",
+    short_help="Make, convert and check a small example.",
 )
 @click.argument("directory", type=TARGET, default="reshard-demo", required=False)
 def demo(directory: Path) -> None:
-    """Make the example of MindSpore's tutorial in DIRECTORY (default: reshard-demo), transform it and check every byte.
+    """Make the example of MindSpore's tutorial in DIRECTORY (default: reshard-demo), convert it and check every byte.
 
     8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is compared
     with numpy slices of the whole tensors. It then shows what to type next.

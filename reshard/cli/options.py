@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from reshard.cli.commands import option
+from reshard.cli.terminal import JSON
 from reshard.cli.values import (
-    DCP,
     READ,
     READ_PLACE,
     STRATEGY_PLACE,
     WRITE_PLACE,
     StyleType,
+    ToType,
     cluster_address,
     layout_rules,
     rank_list,
@@ -26,15 +27,15 @@ from reshard.errors import UsageError
 from reshard.storage.cipher import MODE, MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
-_PLANNING = (
-    "style", "prefix", "target_step", "layouts_of", "format", "link", "ranks", "remove_redundancy", "link_replicas",
-    "memory", "target_cipher",
-)  # fmt: skip
+CUT = ("target_strategy", "layouts_of", "ranks", "stage", "remove_redundancy", "link_replicas")
+"""The options that are about ranks of the target."""
+
+_FLAGS = {"stage": "--target-stage", "step": "--target-step", "cipher": "--target-key-file"}
 
 OPENING: dict[str, Any] = {
     "rank_pattern": "rank_{rank}/*",
@@ -45,6 +46,40 @@ OPENING: dict[str, Any] = {
     "partial": False,
 }
 """The parameters that say how a checkpoint is opened besides its strategy and its key, and what they are by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the options say of a target: their values, by the names of the options."""
+
+    to: str | None
+    format: str | None
+    style: str | None
+    target_strategy: Place | None
+    layouts_of: Place | None
+    ranks: tuple[int, ...] | None
+    stage: int | None
+    remove_redundancy: bool
+    link_replicas: bool
+    link: bool
+    same_ranks: bool
+    prefix: str | None
+    step: int | None
+    max_shard_size: int | None
+    chunk_size: int | None
+    shard_size: int | None
+    compression: str | None
+    memory: int | None
+    cipher: Cipher | None
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Return the flags of those of some options that were given."""
+        return [flag(name) for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
+
+
+def flag(name: str) -> str:
+    """Return what to type for an attribute of `Asked`."""
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 class Running(NamedTuple):
@@ -61,6 +96,14 @@ class Running(NamedTuple):
     write_manifest: Place | None
     as_json: bool
     quiet: bool
+    verbose: bool
+
+
+def remember_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
+    """Let errors be JSON, too."""
+    if value:
+        ctx.meta[JSON] = True
+    return value
 
 
 json_option = option(
@@ -69,9 +112,17 @@ json_option = option(
     under="Output",
     first=True,
     is_flag=True,
+    is_eager=True,
+    callback=remember_json,
     help="Print one JSON object; its keys: --help-all.",
 )
+raw_option = option(
+    "--raw", under="Output", is_flag=True, help="Show device matrices and tensor maps, as strategy files have them."
+)
 quiet_option = option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors.")
+verbose_option = option(
+    "-v", "--verbose", under="Output", first=True, is_flag=True, help="Print everything there is to say of it."
+)
 overwrite_file_option = option(
     "--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists."
 )
@@ -98,38 +149,6 @@ cluster_option = option(
     help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers reach SOURCE "
     "and TARGET by the same paths. With local or local:4 worker processes of this machine are started.",
 )
-max_shard_size_option = option(
-    "--max-shard-size",
-    under="Target",
-    first=True,
-    callback=size,
-    metavar="SIZE",
-    help="Most tensor bytes in a file of a set. One tensor alone may have more. A DCP's own default is 1GiB.  "
-    "[default: 4GB]",
-)
-
-
-prefix_option = option(
-    "--prefix",
-    under="Target",
-    metavar="PREFIX",
-    help="What names of files begin with: rank_0/PREFIX0.ckpt and so on, or PREFIX-model-… of --style checkpoint2.  "
-    "[default: checkpoint_, or the source's or checkpoint]",
-)
-target_step_option = option(
-    "--target-step",
-    under="Target",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="--style checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker "
-    "names it.  [default: what the source says]  With --format dcp likewise TARGET/iter_N, as Megatron has it.  "
-    "[default: TARGET itself]",
-)
-
-
-def style_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option of the style of a set, with what it means for a command."""
-    return option("--style", under="Target", first=True, type=StyleType(), help=text)
 
 
 def drop_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -209,8 +228,7 @@ source_strategy_option = option(
     first=True,
     type=STRATEGY_PLACE,
     metavar="STRATEGY",
-    help="Strategy file of the source, or directory of its ranks' strategy files. What reshard wrote, and copies of "
-    "that, need none.",
+    help="Strategy file of the source, or a directory of them. What reshard wrote, and copies of that, need none.",
 )
 target_strategy_option = option(
     "--target-strategy",
@@ -218,7 +236,7 @@ target_strategy_option = option(
     first=True,
     type=STRATEGY_PLACE,
     metavar="STRATEGY",
-    help="Strategy file, or rules (.yaml), of the target; without it, one rank of whole tensors.",
+    help="Strategy file or rules (.yaml) of the target. Without it, there is one rank of whole tensors.",
 )
 key_option = option(
     "--key-file",
@@ -231,8 +249,7 @@ key_option = option(
     help="Key of encrypted .ckpt files of SOURCE: 16, 24 or 32 bytes, or 48 or 64 hexadecimal digits. Without it "
     "$RESHARD_KEY_FILE names the file, or $RESHARD_KEY is the key; these are used only where files are encrypted.",
 )
-_target_key = functools.partial(
-    option,
+target_key_option = option(
     "--target-key-file",
     "target_cipher",
     under="Target",
@@ -243,9 +260,6 @@ _target_key = functools.partial(
     help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. With any of them nothing is "
     "written that cannot be encrypted. If a run is stopped, its encrypted files start over.",
 )
-target_key_option = _target_key()
-refused_target_key_option = _target_key(hidden=True)
-"""Of a command whose target is never encrypted, so that one who asks for that is told."""
 
 
 def encryption_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,7 +268,7 @@ def encryption_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def encrypting(*args: Any, target_cipher: Cipher | None, encryption: str | None, **others: Any) -> Any:
         if encryption and not target_cipher:
-            raise UsageError("--encryption is only for an encrypted target; give its key too: --target-key-file FILE")
+            raise UsageError("--encryption needs the key of TARGET", code="no-key", hint="add --target-key-file FILE")
         cipher = replace(target_cipher, mode=encryption) if target_cipher and encryption else target_cipher
         return command(*args, target_cipher=cipher, **others)
 
@@ -293,77 +307,151 @@ def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def target_options(style: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what adds the options that say what the target is, and passes them as `target_strategy` and `planning`.
-
-    Args:
-        style: what --style means for the command.
-    """
-    return functools.partial(_with_target_options, style)
+def target_options(verb: Literal["convert", "transform", "unify", "plan"]) -> Callable[..., Any]:
+    """Return what adds the options of the target to a command, and passes them as `asked`."""
+    return functools.partial(_with_target_options, verb)
 
 
-def _with_target_options(style: str, command: Callable[..., Any]) -> Callable[..., Any]:
+def _with_target_options(verb: str, command: Callable[..., Any]) -> Callable[..., Any]:
+    renamed = {"stage": "target_stage", "step": "target_step", "cipher": "target_cipher"}
 
     @functools.wraps(command)
-    def planning(*args: Any, **given: Any) -> Any:
-        asked = {key: given.pop(key) for key in _PLANNING}
-        return command(*args, planning=asked | {"stage": given.pop("target_stage")}, **given)
+    def asking(*args: Any, **given: Any) -> Any:
+        values = {field.name: given.pop(renamed.get(field.name, field.name)) for field in fields(Asked)}
+        return command(*args, asked=Asked(**values), **given)
 
-    wrapped: Callable[..., Any] = planning
-    for add in (
-        encryption_options,
-        memory_option,
-        option(
-            "--target-stage",
-            under="Target",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
-        ),
-        option("--link-replicas", under="Target", is_flag=True, help="Make equal target files links to one file."),
-        option(
-            "--remove-redundancy",
-            under="Target",
-            is_flag=True,
-            help="Store each block on one of the ranks that would hold it.",
-        ),
-        option(
-            "--ranks",
-            under="Target",
-            callback=rank_list,
-            metavar="LIST",
-            help="Only these ranks of the target, such as 0,3-5.",
-        ),
-        option(
-            "--format",
-            under="Target",
-            first=True,
-            type=click.Choice(["ckpt", "safetensors", DCP]),
-            help="Format of the files. That of a DCP, a distributed checkpoint of PyTorch, means .metadata and "
-            "__0_0.distcp and so on; without --target-strategy whole tensors.  [default: the source's]",
-        ),
-        option(
-            "--link",
-            under="Target",
-            is_flag=True,
-            help="--format dcp: link the files of SOURCE, a DCP or the directory of several, and write .metadata "
-            "alone: to rename, leave out or merge takes no time and no space.",
-        ),
-        target_step_option,
-        prefix_option,
-        option(
-            "--layouts-of",
-            under="Target",
-            type=READ_PLACE,
-            metavar="CHECKPOINT",
-            help="--style checkpoint2, --format dcp: cut the tensors as in this Checkpoint 2.0, of which metadata.json "
-            "is enough, in place of --target-strategy.",
-        ),
-        style_option(style),
-        target_strategy_option,
-    ):
+    wrapped: Callable[..., Any] = asking
+    for add in (encryption_options, memory_option, *_target_options(), *_format_options(verb), target_strategy_option):
         wrapped = add(wrapped)
     return wrapped
+
+
+def _target_options() -> Iterable[Callable[..., Any]]:
+    """Yield the options of targets, the last first."""
+    yield option(
+        "--compression", under="Target", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL like zstd:3.  [default: none]"
+    )
+    yield option(
+        "--shard-size",
+        under="Target",
+        callback=size,
+        metavar="SIZE",
+        help="zarr: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks are "
+        "small]",
+    )
+    yield option(
+        "--chunk-size",
+        under="Target",
+        callback=size,
+        metavar="SIZE",
+        help="zarr: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
+    )
+    yield option(
+        "--target-stage",
+        under="Target",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
+    )
+    yield option("--link-replicas", under="Target", is_flag=True, help="Make equal target files links to one file.")
+    yield option(
+        "--remove-redundancy",
+        under="Target",
+        is_flag=True,
+        help="Store each block on one of the ranks that would hold it.",
+    )
+    yield option(
+        "--ranks",
+        under="Target",
+        callback=rank_list,
+        metavar="LIST",
+        help="Only these ranks of the target, such as 0,3-5.",
+    )
+    yield option(
+        "--same-ranks",
+        under="Target",
+        is_flag=True,
+        help="ckpt, safetensors: keep each rank's file as it is cut; only the format changes. No strategy is needed.  "
+        "[default: if nothing says how SOURCE was sharded, and --to is given]",
+    )
+    yield option(
+        "--link",
+        under="Target",
+        is_flag=True,
+        help="dcp: link the files of SOURCE, a DCP or the directory of several, and write .metadata alone: to rename, "
+        "leave out or merge takes no time and no space.",
+    )
+    yield option(
+        "--target-step",
+        under="Target",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker names "
+        "it.  [default: what the source says]  dcp: likewise TARGET/iter_N, as Megatron has it.  [default: TARGET "
+        "itself]",
+    )
+    yield option(
+        "--prefix",
+        under="Target",
+        metavar="PREFIX",
+        help="What names of files begin with: rank_0/PREFIX0.ckpt and so on, or PREFIX-model-… of checkpoint2.  "
+        "[default: checkpoint_, or the source's or checkpoint]",
+    )
+    yield option(
+        "--max-shard-size",
+        under="Target",
+        callback=size,
+        metavar="SIZE",
+        help="hf, mindspore, dcp, checkpoint2: most tensor bytes in a file of whole tensors. One tensor alone may have "
+        "more.  [default: 4GB; dcp: 1GiB]",
+    )
+    yield option(
+        "--layouts-of",
+        under="Target",
+        type=READ_PLACE,
+        metavar="CHECKPOINT",
+        help="checkpoint2, dcp: cut the tensors as in this Checkpoint 2.0, of which metadata.json is enough, in place "
+        "of --target-strategy.",
+    )
+
+
+def _format_options(verb: str) -> Iterable[Callable[..., Any]]:
+    """Yield the options that say the format: `--to`, or `--format` and `--style` in the commands of old."""
+    old = verb in {"transform", "unify"}
+    default = "by --style" if verb == "unify" else "the source's"
+    yield option(
+        "--style",
+        under="Target",
+        first=old,
+        hidden=not old,
+        type=StyleType(),
+        metavar="STYLE",
+        help="Names of the files of a set: huggingface, mindspore or checkpoint2.",
+    )
+    yield option(
+        "--format",
+        under="Target",
+        first=old,
+        hidden=not old,
+        type=ToType(),
+        metavar="FORMAT",
+        help=f"Format of the files, in the words of `convert`.  [default: {default}]",
+    )
+    yield option(
+        "--to",
+        under="Target",
+        first=not old,
+        hidden=old,
+        type=ToType(),
+        metavar="FORMAT",
+        help="ckpt or safetensors (files of ranks, or one file), hf or mindspore (a set of whole tensors), dcp, "
+        "checkpoint2, or zarr. A DCP is of PyTorch, a Checkpoint 2.0 of MindSpore Transformers. The files of hf are "
+        "model-00001-of-00002.safetensors and so on with model.safetensors.index.json; those of mindspore "
+        "part0.safetensors with param_name_map.json, and hyper_param.safetensors for what the strategy does not name. "
+        "dcp and checkpoint2 are of blocks with --target-strategy or --layouts-of, else of whole tensors, which load "
+        "on every number of devices.  "
+        "[default: as TARGET is named, else as SOURCE]",
+    )
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -375,12 +463,17 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         cluster = running.cluster
         if cluster and (running.scheduler or (running.threads and not cluster.startswith("local"))):
             typed = "--scheduler" if running.scheduler else "--threads"
-            raise click.UsageError(f"{typed} is only for runs on this machine; the workers of {cluster} have their own")
+            raise UsageError(
+                f"{typed} is for this machine; the workers of {cluster} have their own",
+                code="conflicting-options",
+                hint=f"leave {typed} out",
+            )
         return command(*args, running=running, **given)
 
     wrapped: Callable[..., Any] = runs
     for add in (
         quiet_option,
+        verbose_option,
         json_option,
         cluster_option,
         option(
@@ -416,8 +509,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             under="Running",
             first=True,
             is_flag=True,
-            help="Replace what is in TARGET. Files that exist are replaced, and others that earlier runs wrote there "
-            "are removed at the end. The FILE of --write-manifest is replaced, too.",
+            help="Replace files that are in TARGET. Others that earlier runs wrote there are removed at the end. "
+            "The FILE of --write-manifest is replaced, too.",
         ),
         option(
             "--restart",

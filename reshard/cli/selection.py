@@ -10,6 +10,7 @@ import click
 from reshard.cli.commands import option
 from reshard.cli.options import drop_option
 from reshard.cli.values import READ, READ_PLACE, dtype_casts, numbers, read_name_map
+from reshard.errors import UsageError
 from reshard.plan.select import Selection
 from reshard.rules.lora import TIED, LoRA
 
@@ -69,7 +70,8 @@ def read_rules(rules: Place | None, model_config: Place | None, let: dict[str, i
     """Return the rules that are meant."""
     if rules is None:
         if model_config or let:
-            raise click.UsageError(f"{'--model-config' if model_config else '--let'} is for rules; give --rules FILE")
+            name = "--model-config" if model_config else "--let"
+            raise UsageError(f"{name} is for rules, and there are none", code="missing-option", hint="add --rules FILE")
         return None
     from reshard.rules.rules import Rules  # not on every start
 
@@ -82,7 +84,7 @@ def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA 
         return LoRA(str(root), alpha, tied or "")
     if alpha is not None or tied:
         name = "--lora-tied" if alpha is None else "--lora-alpha"
-        raise click.UsageError(f"{name} is for an adapter; give --lora DIR")
+        raise UsageError(f"{name} is for an adapter, and there is none", code="missing-option", hint="add --lora DIR")
     return None
 
 

@@ -16,9 +16,9 @@ import shutil
 import signal
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
@@ -38,7 +38,9 @@ OPTIONS: Words = {
     "against": ("--against SOURCE",),
     "allow_missing": ("--allow-missing '{}'",),
     "cast": ("--cast {}={}",),
+    "chunk_size": ("--chunk-size",),
     "client": ("--cluster",),
+    "compression": ("--compression",),
     "deduplicated": ("--deduplicated",),
     "drop": ("--drop '{}'",),
     "exclude": ("--exclude", "--exclude {}"),
@@ -46,15 +48,24 @@ OPTIONS: Words = {
     "iteration": ("--iteration", "--iteration {}"),
     "key": (_KEY, "--key-file FILE"),
     "layout": ("--layout '{}={}'",),
+    "layouts_of": ("--layouts-of",),
+    "link": ("--link",),
+    "link_replicas": ("--link-replicas",),
     "lora_alpha": ("--lora-alpha N",),
     "lora_tied": ("--lora-tied {}",),
+    "max_shard_size": ("--max-shard-size",),
     "memory": ("--memory", "--memory {1}"),
     "name_map": ("--name-map",),
     "overwrite": ("--overwrite",),
     "partial": ("--partial",),
+    "prefix": ("--prefix",),
     "rank_pattern": ("--rank-pattern",),
+    "ranks": ("--ranks",),
+    "remove_redundancy": ("--remove-redundancy",),
     "restart": ("--restart",),
+    "same_ranks": ("--same-ranks",),
     "seed": ("--seed {}",),
+    "shard_size": ("--shard-size",),
     "source": ("--source DIRECTORY",),
     "source_key": (_KEY, "--key-file FILE"),
     "source_strategy": ("--source-strategy", "--source-strategy {1}"),
@@ -71,13 +82,20 @@ OPTIONS: Words = {
     "target_step": ("--target-step N",),
     "target_strategy": ("--target-strategy", "--target-strategy {1}"),
     "target_suffix": ("--target-suffix", "--target-suffix {}"),
+    "to": ("--to", "--to {}"),
     "weights_only": ("--weights-only",),
 }
 """How the command line writes the options that texts refer to."""
 
 DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
-_LABEL = re.compile(r"(error|warning):")
+JSON, ANSWERED = "reshard.json", "reshard.answered"
+"""Whether an object is asked for, and whether it is printed."""
+TOLD = "reshard.told"
+"""Whether a command told on stdout of what its error says."""
+SCHEMA = 1  # of the objects of --json; it grows when a key goes or changes its meaning
+_LABEL = re.compile(r"^(error|warning|hint):", re.MULTILINE)
+_COLORS = {"error": "red", "warning": "yellow", "hint": "cyan"}
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
 
 
@@ -130,24 +148,54 @@ def wrote() -> None:
     click.get_current_context().meta[WROTE] = True
 
 
-def message_of(error: BaseException) -> tuple[str, int]:
-    """Return what to say of an error, and the exit code."""
+class Told(NamedTuple):
+    """What is told of an error: on stderr in lines, with `--json` on stdout as an object."""
+
+    message: str
+    facts: Sequence[str]
+    hint: str
+    code: str
+    exit_code: int
+
+    @property
+    def text(self) -> str:
+        """The lines for a person: the message, indented facts, and what to type."""
+        label = "" if self.code == "interrupted" else "error: "
+        lines = [Text(label, self.message), *(Text("       ", fact) for fact in self.facts)]
+        return joined("\n", [*lines, *([Text("hint:  ", self.hint)] if self.hint else [])])
+
+    def data(self) -> dict[str, object]:
+        """Return the object of `--json`."""
+        return {
+            "error": {
+                "code": self.code,
+                "exit_code": self.exit_code,
+                "message": spelled(self.message, OPTIONS),
+                "facts": [spelled(fact, OPTIONS) for fact in self.facts],
+                "hint": spelled(self.hint, OPTIONS),
+            }
+        }
+
+
+def told(error: BaseException) -> Told:
+    """Return what to tell of an error, and the exit code."""
+    notes = tuple(getattr(error, "__notes__", ()))
     if isinstance(error, KeyboardInterrupt):
         number = signal.Signals(getattr(error, "signum", signal.SIGINT))
         kind = "interrupted" if number is signal.SIGINT else f"stopped by {number.name}"
-        return joined("; ", [kind, *getattr(error, "__notes__", ())]), 128 + number
+        return Told(joined("; ", [kind, *notes]), (), "", "interrupted", 128 + number)
     if isinstance(error, ReshardError):
-        sentence = Text("error: ", error.text)
-        return joined("; ", [sentence, *getattr(error, "__notes__", ())]), error.exit_code
+        return Told(error.message, (*error.facts, *notes), error.hint, error.code, error.exit_code)
     if isinstance(error, MemoryError):
-        return "error: memory does not suffice", BudgetError.exit_code
+        return Told("out of memory", (), "", BudgetError.code, BudgetError.exit_code)
     if isinstance(error, OSError) and error.strerror:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        return f"error: {where}{error.strerror}", BudgetError.exit_code if full else 1
-    kind = f"{type(error).__name__}: {error}".splitlines()[0]
-    advice = "internal error, please report with `reshard --version --verbose`; add --debug to see where"
-    return f"error: unexpected {kind} ({advice})", 1
+        kind, code = (BudgetError.code, BudgetError.exit_code) if full else (ReshardError.code, 1)
+        return Told(f"{where}{error.strerror}", (), "", kind, code)
+    text = f"unexpected {type(error).__name__}: {error}".splitlines()[0]
+    advice = "internal error; please report it with `reshard version --verbose`; --debug shows where it is"
+    return Told(text, (), advice, "internal", 1)
 
 
 def say(text: str) -> None:
@@ -155,9 +203,7 @@ def say(text: str) -> None:
     lines = spelled(text, OPTIONS).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
     shown = printable("\n".join(lines), keep="\n")
-    if label := _LABEL.match(shown):
-        shown = paint(label[0], bold=True, fg="red" if label[1] == "error" else "yellow") + shown[label.end() :]
-    click.echo(shown, err=True)
+    click.echo(_LABEL.sub(lambda label: paint(label[0], bold=True, fg=_COLORS[label[1]]), shown), err=True)
 
 
 def paint(text: str, **style: Any) -> str:
@@ -178,11 +224,23 @@ def print_text(text: str) -> None:
     click.echo(printable(spelled(text, OPTIONS), keep="\n"))
 
 
-def print_json(data: dict[str, object]) -> None:
-    """Write the one JSON object of `--json` to stdout."""
-    sys.stdout.writelines(_json_pieces(data, "\n", 2))
+def print_json(data: dict[str, object], error: ReshardError | None = None) -> None:
+    """Write the one JSON object of `--json` to stdout, with the version of its schema and what failed, if anything."""
+    failure = told(error).data() if error else {}
+    click.get_current_context().meta[ANSWERED] = True
+    sys.stdout.writelines(_json_pieces({"schema": SCHEMA} | failure | data, "\n", 2))
     sys.stdout.write("\n")
     sys.stdout.flush()  # a reader that went away shows here, where it is not an error, rather than at the exit
+
+
+def report_error(error: Told, ctx: click.Context | None) -> None:
+    """Tell of an error on stderr, and on stdout if JSON is asked for, unless a command did."""
+    meta = ctx.meta if ctx else {}
+    if not meta.get(TOLD):
+        say(error.text)
+    if meta.get(JSON) and not meta.get(ANSWERED):
+        with ctx or nullcontext():
+            print_json(error.data())
 
 
 def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:

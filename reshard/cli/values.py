@@ -19,6 +19,8 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, ReshardError, SourceError, UsageError
 from reshard.formats.sets import DCP_NAME
 from reshard.layout.block import LONGEST_NAME
+from reshard.readers.open import open as open_checkpoint
+from reshard.sizes import parse_size
 from reshard.storage.cipher import Cipher, read_key
 from reshard.storage.places import as_place, is_url
 from reshard.storage.small import is_text, parse_json, pointed, read_small
@@ -26,13 +28,12 @@ from reshard.storage.small import is_text, parse_json, pointed, read_small
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.storage.places import AnyName, Place
+    from reshard.storage.places import AnyName
 
 _MOST_RANKS = 1 << 20
 _LARGEST_NAME_MAP = 1 << 26
 _MOST_KEY = 1 << 20
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
 
 
@@ -45,7 +46,7 @@ def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) ->
         match = _RANGE.fullmatch(part.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not low <= high < _MOST_RANKS:
-            raise click.BadParameter(f"{part!r}: invalid rank or range of ranks; expected e.g. 0,3-5", param=param)
+            raise click.BadParameter(f"{part!r} is not a rank or range of ranks, such as 0,3-5", param=param)
         found.update(range(low, high + 1))
     return tuple(sorted(found))
 
@@ -56,7 +57,7 @@ def layout_rules(_ctx: click.Context, param: click.Parameter, values: Sequence[s
     for value in values:
         name, equals, rule = value.rpartition("=")
         if not (name and equals and rule):
-            raise click.BadParameter(f"{value!r}: expected NAME=RULE, e.g. 'embedding.*=split:0'", param=param)
+            raise click.BadParameter(f"{value!r} is not NAME=RULE, such as 'embedding.*=split:0'", param=param)
         found[name] = rule
     return found
 
@@ -67,11 +68,11 @@ def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[st
     for value in values:
         old, equals, new = value.partition("=")
         if not (old and equals and new):
-            raise click.BadParameter(f"{value!r}: expected OLD=NEW, e.g. float32=bfloat16", param=param)
+            raise click.BadParameter(f"{value!r} is not OLD=NEW, such as float32=bfloat16", param=param)
         try:
             before, after = by_name(old, UsageError).name, by_name(new, UsageError).name
         except UsageError as error:
-            raise click.BadParameter(str(error), param=param) from None
+            raise click.BadParameter(error.message, param=param) from None
         if found.setdefault(before, after) != after:
             raise click.BadParameter(f"{before} cannot become both {found[before]} and {after}", param=param)
     return found
@@ -83,7 +84,7 @@ def numbers(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) 
     for value in values:
         word, _, number = value.partition("=")
         if not word.isidentifier() or not number.isascii() or not number.isdigit():
-            raise click.BadParameter(f"{value!r}: expected WORD=N, e.g. heads=32", param=param)
+            raise click.BadParameter(f"{value!r} is not WORD=N, such as heads=32", param=param)
         found[word] = int(number)
     return found
 
@@ -92,13 +93,10 @@ def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means; only 0 needs no unit."""
     if value is None:
         return None
-    match = _SIZE.fullmatch(value.strip())
-    if not match:
-        raise click.BadParameter(f"{value!r}: invalid size; expected e.g. 4GB or 512MiB", param=param)
-    if match["number"] == match[0] and float(match[0]):
-        raise click.BadParameter(f"{match[0]} has no unit; write {match[0]}GB or {match[0]}MB", param=param)
-    power = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    try:
+        return parse_size(value)
+    except UsageError as error:
+        raise click.BadParameter(error.message, param=param) from None
 
 
 def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
@@ -116,11 +114,15 @@ def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | Non
         content = parse_json(raw, repeated)
     except json.JSONDecodeError as error:
         shown = pointed(error.doc, error.lineno - 1, error.colno - 1)
-        raise UsageError(f"name map {path}: is not JSON: line {error.lineno}: {error.msg}{shown}") from None
+        message = f"name map {path} is not JSON: line {error.lineno}: {error.msg}{shown}"
+        raise UsageError(message, code="bad-name-map") from None
     except ValueError as error:
-        raise UsageError(f"name map {path}: is not JSON: {error}") from None
+        raise UsageError(f"name map {path} is not JSON: {error}", code="bad-name-map") from None
     if not isinstance(content, dict):
-        raise UsageError(f'name map {path}: is a JSON {type(content).__name__}; expected {{"old name": "new name"}}')
+        raise UsageError(
+            f"name map {path} is a JSON {type(content).__name__}, not an object", code="bad-name-map",
+            hint='write {"old name": "new name"}',
+        )  # fmt: skip
     for old in repeated:
         faults.add(f"name {old!r}", "is there twice")
     for old, new in content.items():
@@ -130,7 +132,7 @@ def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | Non
             faults.add(
                 f"name {old!r:.300}", f"becomes {new!r:.60}; expected text of 1 to {LONGEST_NAME} bytes in UTF-8"
             )
-    faults.raise_if_any(UsageError)
+    faults.raise_if_any(UsageError, code="bad-name-map")
     return content
 
 
@@ -138,7 +140,7 @@ def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | No
     """Check the address of a cluster."""
     if value is not None and not re.fullmatch(r"local(?::[1-9][0-9]{0,3})?|(?!local)[a-z]+://\S+", value):
         raise click.BadParameter(
-            f"{value!r}: invalid cluster; expected e.g. tcp://10.0.0.1:8786, local or local:4", param=param
+            f"{value!r} is not a cluster, such as tcp://10.0.0.1:8786, local or local:4", param=param
         )
     return value
 
@@ -150,7 +152,7 @@ def share(_ctx: click.Context, param: click.Parameter, value: str | None) -> flo
     match = _SHARE.fullmatch(value.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise click.BadParameter(f"{value!r}: invalid share; expected e.g. 5%", param=param)
+        raise click.BadParameter(f"{value!r} is not a share, such as 5%", param=param)
     return share
 
 
@@ -169,9 +171,9 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
         with path.open("rb") as file:
             mode, content = os.fstat(file.fileno()).st_mode, file.read(_MOST_KEY)
     except OSError as error:
-        raise UsageError(f"{which}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"cannot read {which}: {error.strerror}", code="bad-key") from None
     if S_ISREG(mode) and mode & S_IROTH:
-        text = f"{which}: every user of this machine may read it; chmod 600 {path}"
+        text = f"{which} can be read by every user of this machine: chmod 600 {path}"
         ctx.meta.setdefault(WARNINGS, []).append(text)
     if typed:
         ctx.meta.setdefault(KEY_FILES, {})[param.name] = path if S_ISREG(mode) else "FILE"
@@ -196,10 +198,10 @@ class PathType(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the place that a path names."""
         if value == "":
-            self.fail("is empty; expected a path", param, ctx)
+            self.fail("the path is empty", param, ctx)
         place = as_place(value)
         if is_url(place) and not self.remote:
-            self.fail(f"{value} is a URL; expected a path on this machine", param, ctx)
+            self.fail(f"{value} is a URL, not a path on this machine", param, ctx)
         if ctx is not None and self.role is not None:
             ctx.meta.setdefault(self.role, []).append(place)
         return place
@@ -223,33 +225,51 @@ class StyleType(click.Choice[str]):
         return super().convert({"hf": "huggingface", "ms": "mindspore"}.get(value, value), param, ctx)
 
 
+class ToType(click.Choice[str]):
+    """What is to be written."""
+
+    def __init__(self) -> None:
+        super().__init__(["ckpt", "safetensors", "hf", "mindspore", DCP, CHECKPOINT2, "zarr"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the format that a word means."""
+        return super().convert(_FORMAT_WORDS.get(str(value).lower(), value), param, ctx)
+
+
+_FORMAT_WORDS = {"huggingface": "hf", "distcp": DCP, "ms": "mindspore"}
+
 READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
 STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
 WRITE, WRITE_PLACE = PathType(OUTPUTS), PathType(OUTPUTS, remote=True)
 TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
 
 
-def refuse_store(target: Place) -> None:
-    """Refuse the name of a zarr store for the target of a command that writes none.
-
-    Raises:
-        UsageError: it is one.
-    """
-    if target.suffix == ".zarr":
-        raise UsageError(f"{target} is the name of a zarr store; `reshard unify` writes it, or choose another name")
-
-
 @contextmanager
 def noting_swap(
     path: AnyName, strategy: AnyName | None, other: AnyName | None, reading: dict[str, Any]
 ) -> Iterator[None]:
-    """Note on the error of a checkpoint that does not open with its strategy that it does with the other side's."""
+    """Say it if a checkpoint that does not open with its strategy does with that of the other side.
+
+    Raises:
+        SourceError: it does not open.
+    """
     try:
         yield
     except SourceError as error:
-        if strategy is not None and other is not None:
-            with suppress(ReshardError, OSError):
-                reshard.read_strategy(strategy)
-                reshard.open(path, strategy=other, **reading)
-                error.add_note(f"it fits {other}; are the two strategies swapped?")
+        if strategy is not None and other is not None and _fits_other(path, strategy, other, reading):
+            raise SourceError(
+                "the two strategies are swapped",
+                code="swapped-strategies",
+                facts=[f"{path} does not fit {strategy}; it fits {other}"],
+                hint="exchange --source-strategy and --target-strategy",
+            ) from error
         raise
+
+
+def _fits_other(path: AnyName, strategy: AnyName, other: AnyName, reading: dict[str, Any]) -> bool:
+    """Return whether a checkpoint opens with another strategy than its own, which can be read."""
+    with suppress(ReshardError, OSError):
+        reshard.read_strategy(strategy)
+        open_checkpoint(path, strategy=other, **reading)
+        return True
+    return False

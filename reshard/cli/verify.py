@@ -18,9 +18,19 @@ from reshard.cli.options import (
     quiet_option,
     source_options,
     threads_option,
+    verbose_option,
 )
 from reshard.cli.selection import selection_options
-from reshard.cli.terminal import OPTIONS, cluster_client, print_json, print_text, say, say_warnings, wrote
+from reshard.cli.terminal import (
+    OPTIONS,
+    TOLD,
+    cluster_client,
+    print_json,
+    print_text,
+    say,
+    say_warnings,
+    wrote,
+)
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, noting_swap, share
 from reshard.errors import UsageError, VerifyError
 from reshard.plan.select import Selection
@@ -78,16 +88,18 @@ Two directories of the same ranks need no strategies.
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
 
-The object of --json has the keys target, against, step and against_step (which
-of several checkpoints was read: name, and which are older), equal, changes (in
-what the target is not its source: kind, which is lora, rules, names, cast or
-selection; text, tensors: how many, detail: such as the adapter), note (why the
-two are compared so), absent (blocks that no file has), ranks, files, tensors,
-copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
-warnings, unchecked (what was not looked at), and differences: kind (values,
-missing, extra, dtype, shape, text, note; file, size, checksum), text, tensor,
-side, rank, path, block (start, stop), index (in the whole tensor),
-index_in_block, count, found, expected, reference.
+The object of --json has the keys schema (of the meaning of these keys, 1),
+target, against, step and against_step (which of several checkpoints was read:
+name, and which are older), equal, changes (in what the target is not its
+source: kind, which is lora, rules, names, cast or selection; text, tensors: how
+many, detail: such as the adapter), note (why the two are compared so), absent
+(blocks that no file has), ranks, files, tensors, copies, bytes_read,
+total_bytes, sample, seed, seconds, dropped, left_out, warnings, unchecked (what
+was not looked at), independent (how many files of TARGET the safetensors
+library read), and differences: kind (values, missing, extra, dtype, shape,
+text, note; file, size, checksum), text, tensor, side, rank, path, block (start,
+stop), index (in the whole tensor), index_in_block, count, found, expected,
+reference. If it fails, it has error: code, exit_code, message, facts, hint.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
@@ -108,6 +120,12 @@ index_in_block, count, found, expected, reference.
     under="Target",
     is_flag=True,
     help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
+)
+@option(
+    "--independent",
+    under="Target",
+    is_flag=True,
+    help="Read the safetensors files of TARGET with Hugging Face's library, in place of reshard's own reader.",
 )
 @source_options
 @selection_options
@@ -148,6 +166,7 @@ index_in_block, count, found, expected, reference.
 @threads_option
 @cluster_option
 @json_option
+@verbose_option
 @quiet_option
 def verify(
     target: Place,
@@ -158,6 +177,7 @@ def verify(
     cipher: Cipher | None,
     target_cipher: Cipher | None,
     deduplicated: bool,
+    independent: bool,
     selection: Selection,
     sample: float | None,
     seed: int | None,
@@ -168,6 +188,7 @@ def verify(
     threads: int | None,
     cluster: str | None,
     as_json: bool,
+    verbose: bool,
     quiet: bool,
     **reading: Any,
 ) -> None:
@@ -183,27 +204,38 @@ def verify(
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy, sample)
     if deduplicated and (manifest or write_manifest):
-        raise UsageError("--deduplicated is only for the ranks of a strategy; a manifest says what each file holds")
+        raise UsageError(
+            "--deduplicated is for a strategy; a manifest says what each file holds",
+            code="conflicting-options",
+            hint="leave it out",
+        )
     if write_manifest is not None:
         keys = {"--target-key-file": target_cipher, "--key-file": cipher}
         if typed := [name for name, key in keys.items() if required(key)]:
-            raise UsageError(f"a manifest is of files that are not encrypted; leave {' and '.join(typed)} out")
+            raise UsageError(
+                "a manifest is of files that are not encrypted",
+                code="not-encryptable",
+                hint=f"leave {' and '.join(typed)} out",
+            )
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
     given = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
     if cluster is not None and (manifest or write_manifest or (given and source is None)):
-        raise UsageError("workers of a cluster compare with a source; give --against, or leave --cluster out")
+        raise UsageError(
+            "the workers of a cluster compare with a source", code="needs-source", hint="add --against SOURCE"
+        )
     with cluster_client(cluster, threads, quiet=quiet) as client, progress(quiet=quiet, words=_WORDS) as shown:
         found: Verification
         if manifest is not None:
             partial = target_reading["partial"]
             found = verified(
-                target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial, memory=memory,
-                threads=threads, progress=shown,
+                target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial,
+                independent=independent, memory=memory, threads=threads, progress=shown,
             )  # fmt: skip
         elif not given:
             found = verified(
-                target, cipher=target_cipher, source_cipher=cipher, memory=memory, threads=threads, client=client,
+                target, cipher=target_cipher, source_cipher=cipher, independent=independent, memory=memory,
+                threads=threads, client=client,
                 progress=shown,
             )  # fmt: skip
         else:
@@ -217,6 +249,7 @@ def verify(
                 source_cipher=cipher,
                 selection=None if selection == Selection() else selection,
                 deduplicated=deduplicated,
+                independent=independent,
                 sample=sample,
                 seed=seed,
                 memory=memory,
@@ -226,12 +259,14 @@ def verify(
             )
     if not quiet:
         say_warnings(found.warnings)
+    error = None if found.equal else VerifyError(summary(found), code="different")
     if as_json:
-        print_json(verdict_data(found))
-    elif not quiet or not found.equal:
-        print_text(verdict_text(found, OPTIONS, "--json"))
-    if not found.equal:
-        raise VerifyError(summary(found))
+        print_json(verdict_data(found), error)
+    elif not quiet:
+        print_text(verdict_text(found, OPTIONS, "--json", verbose=verbose))
+        click.get_current_context().meta[TOLD] = True  # with a difference, the text is the error
+    if error:
+        raise error
 
 
 def _opened(
@@ -266,16 +301,22 @@ def _check_usage(
     chosen = {"--against": source, "--manifest": manifest, "--write-manifest": write_manifest}
     ways = [option for option, value in chosen.items() if value is not None]
     if len(ways) > 1:
-        raise UsageError(f"{' and '.join(ways)} are ways to check, each for itself; give one of them")
+        raise UsageError(
+            f"{' and '.join(ways)} exclude each other", code="conflicting-options", hint="give one of them"
+        )
     if source is not None:
         return
     for name, value in (("--source-strategy", source_strategy), ("--sample", sample)):
         if value is not None:
-            raise UsageError(f"{name} is only for a comparison; give --against SOURCE too")
+            raise UsageError(
+                f"{name} is for a comparison, and there is no SOURCE", code="needs-source", hint="add --against SOURCE"
+            )
     for name, default in OPENING.items():
         if reading[name] != default:
             raise UsageError(
-                f"{opening_flag(name)} is only for SOURCE; for TARGET give {opening_flag(name, 'target-')}"
+                f"{opening_flag(name)} is for SOURCE, and there is none",
+                code="needs-source",
+                hint=f"for TARGET it is {opening_flag(name, 'target-')}",
             )
 
 

@@ -1,4 +1,4 @@
-"""`reshard transform`, `unify` and `convert`: the commands that write checkpoints."""
+"""`reshard convert`, which writes checkpoints, and the names it had: `transform` and `unify`."""
 
 from __future__ import annotations
 
@@ -8,41 +8,88 @@ import click
 
 import reshard
 from reshard.cli.commands import Command, option
-from reshard.cli.options import (
-    Running,
-    drop_option,
-    encryption_options,
-    key_option,
-    max_shard_size_option,
-    memory_option,
-    prefix_option,
-    rank_pattern_option,
-    refused_target_key_option,
-    run_options,
-    source_options,
-    style_option,
-    suffix_option,
-    target_options,
-    target_step_option,
-)
-from reshard.cli.plan import KEYS, carry_out, check_manifest_place, made_plan, refuse_options, set_files
-from reshard.cli.selection import rules_options, selection_options
-from reshard.cli.terminal import say_warnings
-from reshard.cli.values import CHECKPOINT2, DCP, READ_PLACE, TARGET_PLACE, noting_swap, refuse_store, size
+from reshard.cli.jobs.carry import KEYS, carry_out, check_manifest_place
+from reshard.cli.options import OPENING, Asked, Running, run_options, source_options, target_options
+from reshard.cli.selection import selection_options
+from reshard.cli.terminal import say, say_warnings
+from reshard.cli.values import READ_PLACE, TARGET_PLACE
 from reshard.errors import TargetError, UsageError
-from reshard.formats import check_name
+from reshard.plan.make import plan as make_plan
 from reshard.plan.select import Selection
+from reshard.readers.open import open as open_checkpoint
 from reshard.storage.small import is_within
 
 if TYPE_CHECKING:
-    from reshard.rules.rules import Rules
-    from reshard.storage.cipher import Cipher
+    from collections.abc import Callable
+
+    from reshard.cli.jobs.target import Verb
     from reshard.storage.places import AnyName, Place
-    from reshard.targets.kinds import AnyFiles
+
+
+def _writing(verb: Verb) -> Callable[..., Any]:
+    """Return what makes a function the command of a verb: its arguments and options, which are those of all."""
+    via_zarr = option(
+        "--via-zarr",
+        under="Target",
+        type=TARGET_PLACE,
+        metavar="STORE",
+        help="Unify into this zarr store first, then make TARGET from it. A finished store of the same source is used "
+        "as it is, even if SOURCE is gone.",
+    )
+
+    def command(function: Callable[..., Any]) -> Any:
+        for add in (
+            run_options,
+            selection_options,
+            via_zarr,
+            target_options(verb),
+            source_options,
+            click.argument("target", type=TARGET_PLACE),
+            click.argument("source", type=READ_PLACE),
+        ):
+            function = add(function)
+        return function
+
+    return command
 
 
 @click.command(
     cls=Command,
+    epilog="""
+Examples:
+
+  reshard convert src_checkpoints dst --source-strategy src_strategy.ckpt \\
+      --target-strategy dst_strategy.ckpt
+  reshard convert dst weights --to hf --weights-only --cast float32=bfloat16
+""",
+    details=KEYS,
+    short_help="Convert a checkpoint: other devices, another format, other names.",
+)
+@_writing("convert")
+def convert(source: Place, target: Place, **options: Any) -> None:
+    """Convert the checkpoint SOURCE to other devices, another format, other names.
+
+    TARGET is cut as --target-strategy says; without it, it has whole tensors. To resume a stopped run, type it again.
+
+    \f
+    What becomes of which options:
+
+    - `--to ckpt` or `safetensors` with --target-strategy: TARGET/rank_0/checkpoint_0.ckpt and so on.
+    - Without: whole tensors in the one file TARGET, if that is named x.ckpt or x.safetensors, or if SOURCE is one file;
+      else in TARGET/rank_0.
+    - Without, SOURCE has several ranks, nothing says how they were sharded, and --to is given; or with --same-ranks:
+      each rank's file in the other format, with the tensors that it has.
+    - `--to hf`, `mindspore`, `zarr`: whole tensors; options about ranks are refused.
+    - `--to dcp`, `checkpoint2`: blocks with --target-strategy or --layouts-of, else whole tensors.
+    - No --to: x.zarr, x.ckpt and x.safetensors are what they are called; else the target is what SOURCE is. If that
+      holds whole tensors only (a set, a store) and --target-strategy is given, it is safetensors.
+    """  # noqa: D301 -- click's mark of what is not for the terminal
+    _write("convert", source, target, **options)
+
+
+@click.command(
+    cls=Command,
+    hidden=True,
     epilog="""
 Example:
 
@@ -52,220 +99,72 @@ Example:
     details=KEYS,
     short_help="Convert a checkpoint to another sharding strategy.",
 )
-@click.argument("source", type=READ_PLACE)
-@click.argument("target", type=TARGET_PLACE)
-@source_options
-@target_options(
-    "checkpoint2: add a Checkpoint 2.0 to TARGET, a run's directory. Its iteration has metadata.json of the blocks; "
-    "without --target-strategy and --layouts-of it has whole tensors, which MindSpore Transformers loads on every "
-    "number of cards. The other styles are those of `reshard unify`."
-)
-@option(
-    "--via-zarr",
-    under="Target",
-    type=TARGET_PLACE,
-    metavar="STORE",
-    help="Unify into this zarr store first, then make TARGET from it. A finished store of the same source is used as "
-    "it is, even if SOURCE is gone.",
-)
-@selection_options
-@run_options
-def transform(
-    source: Place,
-    target: Place,
-    source_strategy: Place | None,
-    target_strategy: Place | None,
-    planning: dict[str, Any],
-    via_zarr: Place | None,
-    selection: Selection,
-    running: Running,
-    **reading: Any,
-) -> None:
-    """Convert the checkpoint SOURCE to another sharding strategy, below TARGET.
+@_writing("transform")
+def transform(source: Place, target: Place, **options: Any) -> None:
+    """Convert the checkpoint SOURCE to another sharding strategy, below TARGET: as `reshard convert`, to rank files.
 
-    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a Checkpoint 2.0, a zarr store, or one file.
     Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To
     resume a stopped run, type the same command again.
     """
-    refuse_store(target)
-    if planning["style"] not in {None, CHECKPOINT2}:
-        raise UsageError(f"--style {planning['style']} is of whole tensors; `reshard unify` writes it")
-    if via_zarr is not None:
-        _check_apart(via_zarr, source, target, running.write_manifest)
-        check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
-        plain = str(via_zarr) if planning["target_cipher"] else f"{via_zarr} and {target}"
-        if not _make_store(source, source_strategy, via_zarr, plain, selection, planning["memory"], running, reading):
-            return
-        source, source_strategy, reading = via_zarr, None, {}
-        if planning["style"] is None:
-            planning["format"] = planning["format"] or _format_before(via_zarr)
-    with noting_swap(source, source_strategy, target_strategy, reading):
-        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    plan = made_plan(checkpoint, target_strategy, selection, planning, threads=running.threads)
-    carry_out(plan, target, running)
+    _write("transform", source, target, **options)
 
 
 @click.command(
     cls=Command,
+    hidden=True,
     epilog="""
 Example:
 
   reshard unify src_checkpoints weights --source-strategy src_strategy.ckpt \\
       --style huggingface --weights-only --cast float32=bfloat16
-  reshard unify src_checkpoints model.zarr --source-strategy src_strategy.ckpt
 """,
     details=KEYS,
-    short_help="Merge into whole tensors: a Hugging Face or MindSpore set, a Checkpoint 2.0, a DCP, or a zarr store.",
+    short_help="Merge into whole tensors.",
 )
-@click.argument("source", type=READ_PLACE)
-@click.argument("target", type=TARGET_PLACE)
-@source_options
-@option(
-    "--format",
-    under="Target",
-    first=True,
-    type=click.Choice(["safetensors", "zarr", DCP]),
-    help="Files and an index, a zarr v3 group, or a DCP. The group is in the directory TARGET; a DCP is a distributed "
-    "checkpoint of PyTorch, which loads it into any mesh.  [default: zarr if TARGET ends with .zarr, else safetensors]",
-)
-@style_option(
-    "Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
-    "does not name goes into hyper_param.safetensors; in Hugging Face's model-00001-of-00002.safetensors and "
-    "model.safetensors.index.json. checkpoint2: an iteration of a run, which MindSpore Transformers loads on every "
-    "number of cards.  [default: mindspore]"
-)
-@prefix_option
-@target_step_option
-@max_shard_size_option
-@option(
-    "--chunk-size",
-    under="Target",
-    callback=size,
-    metavar="SIZE",
-    help="zarr: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
-)
-@option(
-    "--shard-size",
-    under="Target",
-    callback=size,
-    metavar="SIZE",
-    help="zarr: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks are small]",
-)
-@option(
-    "--compression", under="Target", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL such as zstd:3.  [default: none]"
-)
-@refused_target_key_option
-@memory_option
-@selection_options
-@run_options
-def unify(
+@_writing("unify")
+def unify(source: Place, target: Place, **options: Any) -> None:
+    """Write the whole tensors of SOURCE into a few files in TARGET, with an index: as `reshard convert --to mindspore`.
+
+    With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
+    """
+    _write("unify", source, target, **options)
+
+
+def _write(
+    verb: Verb,
     source: Place,
     target: Place,
+    *,
     source_strategy: Place | None,
-    format: str | None,
-    style: str | None,
-    prefix: str | None,
-    target_step: int | None,
-    max_shard_size: int | None,
-    chunk_size: int | None,
-    shard_size: int | None,
-    compression: str | None,
-    target_cipher: Cipher | None,
-    memory: int | None,
+    asked: Asked,
+    via_zarr: Place | None,
     selection: Selection,
     running: Running,
     **reading: Any,
 ) -> None:
-    """Write the whole tensors of SOURCE into a few files in TARGET, with an index.
+    """Write a checkpoint."""
+    from reshard.cli.jobs.target import job, with_format  # not on every start
 
-    With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
-    """
-    written = format or ("zarr" if target.suffix == ".zarr" else "safetensors")
-    if written != "zarr":
-        if target.suffix == ".zarr":
-            check_name(str(target), written)
-        of_zarr = {"--chunk-size": chunk_size, "--shard-size": shard_size, "--compression": compression}
-        refuse_options(of_zarr, "--format zarr")
-    else:
-        refuse_options({"--max-shard-size": max_shard_size}, "--format safetensors or dcp")
-    if written != "safetensors":
-        refuse_options({"--style": style}, "--format safetensors")
-    if style != CHECKPOINT2:
-        refuse_options({"--prefix": prefix}, "--style checkpoint2")
-        refuse_options({} if written == DCP else {"--target-step": target_step}, "--style checkpoint2 or --format dcp")
-    files: AnyFiles
-    if written == "zarr":
-        files = reshard.ZarrGroup(chunk_size, shard_size, compression)
-    else:
-        files = set_files(DCP if written == DCP else style, max_shard_size, prefix, target_step)
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    plan = reshard.plan(
-        checkpoint, format=written, files=files, selection=selection, memory=memory, threads=running.threads,
-        target_cipher=target_cipher,
-    )  # fmt: skip
-    carry_out(plan, target, running)
-
-
-@click.command(
-    cls=Command,
-    epilog="""
-Example:
-
-  reshard convert src_checkpoints src_safetensors --format safetensors
-  reshard convert net.ckpt net.safetensors --format safetensors
-""",
-    details=KEYS,
-    short_help="Convert every file to another format.",
-)
-@click.argument("source", type=READ_PLACE)
-@click.argument("target", type=TARGET_PLACE)
-@option(
-    "--format",
-    under="Target",
-    first=True,
-    type=click.Choice(["ckpt", "safetensors"]),
-    required=True,
-    help="Format of the target files.",
-)
-@rank_pattern_option
-@suffix_option
-@key_option
-@encryption_options
-@drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
-@rules_options
-@run_options
-def convert(
-    source: Place,
-    target: Place,
-    format: str,
-    rank_pattern: str,
-    suffix: str | None,
-    cipher: Cipher | None,
-    target_cipher: Cipher | None,
-    drop: tuple[str, ...],
-    rules: Rules | None,
-    running: Running,
-) -> None:
-    """Convert every file of the checkpoint SOURCE to another format, below TARGET; nothing is cut or joined.
-
-    Files keep their places and names except for the extension. If SOURCE is one file, so is TARGET. No strategy is
-    needed.
-    """
-    from reshard.plan.make import plan_convert
-
-    directory, name = target, None
-    if source.is_file():
-        if target.is_dir():
-            raise TargetError(f"{target}: is a directory; expected the name of a file, because {source} is one")
-        check_name(str(target), format)
-        directory, name = target.parent, target.name
-    else:
-        refuse_store(target)
-    plan = plan_convert(
-        source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads,
-        cipher=cipher, target_cipher=target_cipher, rules=rules,
-    )  # fmt: skip
-    carry_out(plan, directory, running, result=target)
+    if via_zarr is not None:
+        if asked.same_ranks:
+            raise UsageError(
+                "--same-ranks keeps files as they are cut", code="conflicting-options", hint="leave --via-zarr out"
+            )
+        _check_apart(via_zarr, source, target, running.write_manifest)
+        check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
+        plain = str(via_zarr) if asked.cipher else f"{via_zarr} and {target}"
+        if not _make_store(source, source_strategy, via_zarr, plain, selection, asked.memory, running, reading):
+            return
+        source, source_strategy = via_zarr, None
+        reading = {**OPENING, "cipher": None}
+        asked = with_format(asked, target, _format_before(via_zarr))
+    plan, directory, result, notes = job(
+        source, source_strategy, target, asked, selection, reading, verb=verb, threads=running.threads
+    )
+    if not running.quiet:
+        for note in notes:
+            say(note)
+    carry_out(plan, directory or target, running, result=result)
 
 
 def _check_apart(store: Place, source: Place, target: Place, manifest: Place | None) -> None:
@@ -278,9 +177,9 @@ def _check_apart(store: Place, source: Place, target: Place, manifest: Place | N
     for path in places:
         if is_within(path, store) or is_within(store, path):
             raise TargetError(
-                f"{store}: overlaps with {path}; expected a directory of its own for the store of --via-zarr; choose "
-                "another"
-            )
+                f"{store} overlaps with {path}", code="overlaps",
+                hint="choose a directory of its own for the store of --via-zarr",
+            )  # fmt: skip
 
 
 def _make_store(
@@ -305,23 +204,23 @@ def _make_store(
 
     noted = noted_provenance(store)
     if noted is not None and not (source.is_dir() or source.is_file()):
-        say_warnings([f"{source} is not there; {store} is used, which is finished"])
+        say_warnings([f"{source} does not exist; {store} is finished, and is used"])
         return True
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     if checkpoint.cipher and not running.quiet:
         say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
     if noted is not None:
         now = provenance(checkpoint, times=True)
         if (now["sources"], now["strategy"]) != (noted.get("sources"), noted.get("strategy")):
             raise TargetError(
-                f"{store}: is finished, and of another source, or of {source} before it changed; choose another store, "
-                "remove it, or give it as SOURCE"
-            )
+                f"{store} is finished, and was made from another source, or from {source} before it changed",
+                code="other-store", hint="choose another store, remove it, or give it as SOURCE",
+            )  # fmt: skip
         if not running.quiet:
             say_warnings([f"{store} is finished and of this source; it is used as it is"])
         return True
     selection = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
-    plan = reshard.plan(
+    plan = make_plan(
         checkpoint, files=reshard.ZarrGroup(times=True), selection=selection, memory=memory, threads=running.threads
     )
     # The report is that of the second step.

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
+from shlex import quote
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError, Text, UsageError
+from reshard.errors import SourceError, UsageError
 from reshard.formats.entries import RangeReader
 from reshard.storage.cipher import DecryptingStore
 from reshard.storage.places import can
@@ -44,8 +45,9 @@ def check_name(path: str, written: str) -> None:
     named = PurePath(path).suffix.removeprefix(".")
     if named in {"zarr", *(known.NAME for known in formats())} - {written}:
         raise UsageError(
-            f"{path} is the name of a {named} {'store' if named == 'zarr' else 'file'}, and the format is {written}; "
-            f"choose another name, or the format {named}"
+            f"{path} is the name of a {named} {'store' if named == 'zarr' else 'file'}, and the format is {written}",
+            code="wrong-extension",
+            hint=f"choose another name, or the format {named}",
         )
 
 
@@ -58,7 +60,8 @@ def by_name(name: str) -> Format:
     for known in formats():
         if name == known.NAME:
             return known
-    raise UsageError(f"unknown format {name!r}; known are {', '.join(known.NAME for known in formats())}")
+    known_names = ", ".join(known.NAME for known in formats())
+    raise UsageError(f"unknown format {name!r}", code="unknown-format", facts=[f"known formats: {known_names}"])
 
 
 def is_known(path: str) -> bool:
@@ -82,10 +85,11 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
         return _index(path, store)
     except SourceError as error:
         cipher = store.cipher_of(path) if isinstance(store, DecryptingStore) else None
-        if cipher is None or cipher.has_tag or "with this key" in str(error):
+        if cipher is None or cipher.has_tag or "wrong-key" in error.codes:
             raise
         # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
-        raise SourceError(Text(error.text, f"; or the key is wrong, which {cipher.mode} cannot tell")) from None
+        error.facts += (f"or the key is wrong, which {cipher.mode} cannot tell",)
+        raise
 
 
 def _index(path: str, store: Readable | None) -> FileIndex:
@@ -96,8 +100,18 @@ def _index(path: str, store: Readable | None) -> FileIndex:
         if known.recognizes(start, reader.size):
             return known.index(reader)
     if not reader.size:
-        raise SourceError(f"{path}: is empty; a checkpoint was expected (was saving it interrupted?)")
+        raise SourceError(
+            f"{path} is empty", code="empty-file", facts=["expected a checkpoint; was saving it interrupted?"]
+        )
     # Of protobuf's first field MindSpore's .ckpt files have a message, and its strategy files the number of a stage.
-    is_strategy = re.match(rb"(\x08.)?\x12", start, re.DOTALL)
-    seen = "may be a strategy file" if is_strategy else f"begins with {start[:8].hex(' ')}"
-    raise SourceError(f"{path}: is of no known checkpoint format (it {seen}); expected safetensors or MindSpore .ckpt")
+    if re.match(rb"(\x08.)?\x12", start, re.DOTALL):
+        raise SourceError(
+            f"{path} is not a checkpoint, but may be a strategy file",
+            code="strategy-file",
+            hint=f"reshard strategy show {quote(path)}",
+        )
+    raise SourceError(
+        f"{path} is not a checkpoint of a known format",
+        code="not-a-checkpoint",
+        facts=[f"expected safetensors or MindSpore .ckpt; it begins with {start[:8].hex(' ')}"],
+    )

@@ -60,7 +60,9 @@ def index(reader: RangeReader) -> FileIndex:
     cipher = MAGICS.get(int.from_bytes(reader.upto(0, 4), "little"))
     if cipher:
         raise EncryptedError(
-            Text(f"{reader.path}: is encrypted ({cipher}); open it with its key: ", Option("key", cipher))
+            f"{reader.path} is encrypted ({cipher})",
+            code="encrypted",
+            hint=Text("open it with its key: ", Option("key", cipher)),
         )
     parts: dict[str, list[_Value]] = {}
     unreadable: dict[str, str] = {}
@@ -77,13 +79,17 @@ def index(reader: RangeReader) -> FileIndex:
             if value is not None and name == last:
                 first = parts[name][0]
                 if value[:2] != first[:2]:
+                    types = [f"{part.dtype} {shape_text(part.dims)}" for part in (first, value)]
                     raise SourceError(
-                        f"{reader.path}: tensor {name!r} goes on at byte {start} as {value.dtype} "
-                        f"{shape_text(value.dims)}; it began as {first.dtype} {shape_text(first.dims)}"
+                        f"{reader.path} has pieces of several types of tensor {name!r}",
+                        code="corrupt",
+                        facts=[f"the first is {types[0]}, that at byte {start} is {types[1]}"],
                     )
                 parts[name].append(value)
             elif name in parts or name in unreadable:
-                raise SourceError(f"{reader.path}: tensor {name!r} is there a second time, at byte {position}")
+                raise SourceError(
+                    f"{reader.path} has tensor {name!r} twice, again at byte {position}", code="duplicate-name"
+                )
             elif value is None:
                 unreadable[name] = "is a map parameter (a hash table), which has no layout"
             else:
@@ -132,20 +138,26 @@ def _entry(reader: RangeReader, name: str, parts: Sequence[_Value]) -> Entry:
         shape = ()  # a scalar in an older file
     if nbytes != prod(shape) * dtype.itemsize:
         raise SourceError(
-            f"{reader.path}: tensor {name!r} has {nbytes} bytes; "
-            f"{dtype} {shape_text(shape)} has {prod(shape) * dtype.itemsize}"
+            f"{reader.path} has {nbytes} bytes of tensor {name!r}",
+            code="wrong-size",
+            facts=[f"expected {prod(shape) * dtype.itemsize} bytes for {dtype} {shape_text(shape)}"],
         )
     return Entry(dtype, shape, runs)
 
 
 def _text(reader: RangeReader, name: str, runs: Runs, nbytes: int) -> str:
     if nbytes > _LONGEST_TEXT:
-        raise SourceError(f"{reader.path}: text entry {name!r} has {nbytes} bytes; at most {_LONGEST_TEXT} are taken")
+        raise SourceError(
+            f"{reader.path} has {nbytes} bytes of text entry {name!r}; at most {_LONGEST_TEXT} are read",
+            code="too-large",
+        )
     try:
         # numpy ends its text with zeros; MindSpore gives it out without them.
         return b"".join(reader.read(*run) for run in runs).decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
-        raise SourceError(f"{reader.path}: text entry {name!r} is not UTF-32: {error.reason}") from None
+        raise SourceError(
+            f"{reader.path} has text entry {name!r} that is not UTF-32: {error.reason}", code="bad-text"
+        ) from None
 
 
 def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | None]:
@@ -159,19 +171,23 @@ def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | 
         position = stop
     name = _string(reader, *fields[1], "name") if 1 in fields else ""
     if name and 3 in fields and 2 in fields:
-        raise SourceError(f"{reader.path}: {name!r} is both a tensor and a map parameter; corrupt")
+        raise SourceError(f"{reader.path} has {name!r} as a tensor and as a map parameter", code="corrupt")
     if name and 3 in fields:
         return name, None
     dims, kind, run = _tensor(reader, *fields[2]) if 2 in fields else ((), None, None)
     if not name or kind is None or run is None:
         missing = "name" if not name else "tensor" if 2 not in fields else "tensor_type or tensor_content"
         raise SourceError(
-            f"{reader.path}: the message that ends at byte {end} has no {missing}; not a MindSpore checkpoint"
+            f"{reader.path} is not a MindSpore checkpoint",
+            code="not-a-checkpoint",
+            facts=[f"the message that ends at byte {end} has no {missing}"],
         )
     dtype = BY_MINDSPORE.get(kind)
     if dtype is None:
         raise SourceError(
-            f"{reader.path}: tensor {name!r} has type {kind!r:.60}; known are {', '.join(map(str, BY_MINDSPORE))}"
+            f"{reader.path} has tensor {name!r} of unknown type {kind!r:.60}",
+            code="unknown-dtype",
+            facts=[f"known types: {', '.join(map(str, BY_MINDSPORE))}"],
         )
     return name, _Value(dims, dtype, run)
 
@@ -199,7 +215,9 @@ def _tensor(reader: RangeReader, position: int, end: int) -> tuple[Shape, str | 
         position = stop
     if not is_possible(tuple(dims)):
         raise SourceError(
-            f"{reader.path}: the tensor that ends at byte {end} has dims {shape_text(dims)}, which no array can have"
+            f"{reader.path} has a tensor of impossible dims {shape_text(dims)}",
+            code="bad-shape",
+            facts=[f"the tensor ends at byte {end}"],
         )
     return tuple(dims), kind, run
 
@@ -211,8 +229,9 @@ def _signed(number: int) -> int:
 def _unknown_field(reader: RangeReader, position: int, number: int, where: str) -> SourceError:
     """Return the error to raise: skipping a field, as protobuf does, would lose a tensor where one bit is wrong."""
     return SourceError(
-        f"{reader.path}: byte {position}: field {number} is none that a {where} has, or stands there twice; corrupt, "
-        "or of a MindSpore newer than this program"
+        f"{reader.path} has an unknown or repeated field {number} in a {where}, at byte {position}",
+        code="unknown-field",
+        facts=["the file is corrupt, or of a MindSpore newer than this program"],
     )
 
 
@@ -229,12 +248,15 @@ def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int,
         stop = start + (8 if wire == _FIXED64 else 4)
     else:
         raise SourceError(
-            f"{reader.path}: byte {position}: {key:#x} begins no field; not a MindSpore checkpoint, or corrupt"
+            f"{reader.path} is corrupt, or not a MindSpore checkpoint",
+            code="corrupt",
+            facts=[f"{key:#x} at byte {position} begins no field"],
         )
     if stop > end:
         raise SourceError(
-            f"{reader.path}: byte {position}: a field of {stop - start} bytes is expected; "
-            f"{end - start} are left (truncated?)"
+            f"{reader.path} is truncated or corrupt",
+            code="truncated",
+            facts=[f"the field at byte {position} has {stop - start} bytes, of which {end - start} are left"],
         )
     return number, wire, start, stop
 
@@ -247,18 +269,23 @@ def _varint(reader: RangeReader, position: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << (7 * count)
         if byte < 0x80:
             return value & 0xFFFF_FFFF_FFFF_FFFF, position + count + 1
-    raise SourceError(f"{reader.path}: byte {position}: a number does not end (truncated or corrupt)")
+    raise SourceError(
+        f"{reader.path} is truncated or corrupt",
+        code="truncated",
+        facts=[f"the number at byte {position} does not end"],
+    )
 
 
 def _string(reader: RangeReader, start: int, stop: int, what: str) -> str:
     if stop - start > LONGEST_NAME:
         raise SourceError(
-            f"{reader.path}: byte {start}: a {what} of {stop - start} bytes; at most {LONGEST_NAME} are taken"
+            f"{reader.path} has a {what} of {stop - start} bytes at byte {start}; at most {LONGEST_NAME} are read",
+            code="name-too-long",
         )
     try:
         return reader.read(start, stop - start).decode()
     except UnicodeDecodeError:
-        raise SourceError(f"{reader.path}: byte {start}: a {what} is not UTF-8") from None
+        raise SourceError(f"{reader.path} has a {what} that is not UTF-8, at byte {start}", code="bad-name") from None
 
 
 def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:  # noqa: ARG001 -- the format has none
@@ -276,10 +303,16 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
     position = 0
     for content in contents:
         if not content.name:
-            raise UsageError("a tensor without a name: a .ckpt file has none; rename it, or write safetensors")
+            raise UsageError(
+                "a .ckpt file cannot hold a tensor without a name",
+                code="bad-name",
+                hint="rename the tensor, or write safetensors",
+            )
         if content.dtype.mindspore is None:
             raise UsageError(
-                f"tensor {content.name!r}: a .ckpt file has no dtype {content.dtype}; write safetensors, or cast it"
+                f"a .ckpt file cannot hold tensor {content.name!r}, which is {content.dtype}",
+                code="unsupported-dtype",
+                hint="write safetensors, or cast the tensor",
             )
         # Empty text is one zero, as numpy has it: MindSpore cannot load an entry without contents.
         text = None if content.text is None else content.text.encode("utf-32-le") or bytes(4)

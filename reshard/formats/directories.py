@@ -45,7 +45,7 @@ class DirectoryFormat(NamedTuple):
     Attributes:
         files: matches the names of its files, which no other checkpoint's files have.
         problem: what such a file is, as the rest of a sentence.
-        advice: what is expected in its place, and what to do.
+        advice: what to do, as a hint.
         marks: names of files that others have too, and what finds this format in their first bytes.
     """
 
@@ -63,12 +63,11 @@ class DirectoryFormat(NamedTuple):
         return None
 
 
-_WHOLE = "expected rank files or whole tensors; "
-_SET = f"expected all of them with their index, {' or '.join(SET_INDEXES)}; "
+_SET = f"get the other files and their index, {' or '.join(SET_INDEXES)}"
 PARTS = DirectoryFormat(
     re.compile(r"(?:part\d+|hyper_param)\.(?:safetensors|ckpt)"),
     "is one of the parts of a unified set",
-    f"{_SET}get what is not there, or rename a file that has all of a model",
+    f"{_SET}, or rename a file that has all of a model",
 )
 """Told by short names, which the only file of a rank may have too."""
 
@@ -103,14 +102,14 @@ def is_iteration(name: str) -> bool:
 RUNS = DirectoryFormat(
     re.compile("|".join(re.escape(run.tracker) for run in RUN_FORMATS)),
     "names an iteration of a training run that saves distributed checkpoints",
-    "expected the directory of that iteration next to it; open the directory of the run",
+    "open the directory of the run, which has that of the iteration",
 )
 """Above the directories that have the files; a whole file next to it is not a part of it."""
 
 CHECKPOINT2 = DirectoryFormat(
     re.compile(r"(?P<prefix>(?:.+-)?)(?P<kind>model|opt)-(?P<number>\d{7,})-(?P<count>\d{7,})\.safetensors", re.DOTALL),
     "is of a Checkpoint 2.0 of MindSpore Transformers",
-    "expected all of its files; open their directory",
+    "open the directory of all its files",
     {"metadata.json": re.compile(rb'"state_dict_metadata"\s*:')},
 )
 
@@ -126,14 +125,14 @@ DCP_OF_RANK = re.compile(r"((?:__)?(?=\d+\.)|\.rank(?=\d+_))(0|[1-9]\d{0,8})[._]
 DCP = DirectoryFormat(
     re.compile("|".join(known.pattern for known in (*DCP_FILES.values(), DCP_OF_RANK)), re.DOTALL),
     "is of a distributed checkpoint (DCP) of PyTorch, Megatron or hyper-parallel",
-    "expected all of its files; open their directory",
+    "open the directory of all its files",
     {DCP_INDEX: re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
 )
 
 SAVES = DirectoryFormat(
     re.compile(r"(?P<kind>.+)_world_size_(?P<count>[1-9]\d{0,8})_rank_(?P<rank>0|[1-9]\d{0,8})\.pt", re.DOTALL),
     "is what one rank saved of its tensors (torch.save)",
-    "expected the files of all ranks; open their directory",
+    "open the directory of the files of all ranks",
 )
 
 SAVE_EXTENSIONS = {".pt", ".pth", ".bin"}
@@ -142,10 +141,10 @@ SAVE_EXTENSIONS = {".pt", ".pth", ".bin"}
 BLOCKS = DirectoryFormat(
     re.compile(r"shard-(?P<shard>\d{5,9})-.+-(?P<number>\d{5,9})-of-(?P<count>\d{5,9})\.safetensors", re.DOTALL),
     "has blocks that PyTorch saved for Hugging Face",
-    "expected all of its files; open their directory",
+    "open the directory of all its files",
 )
 
-_SAVED = "expected whole tensors; load all of them with the program that wrote them, and save the model in one"
+_SAVED = "load all of the files with the program that wrote them, and save the model in one"
 SAVED_PARTS = (
     DirectoryFormat(
         re.compile(r"(?:.+[-_.])?\d{5,}-of-(?!0*1\.)\d{5,}\.(?:bin|pt|pth)", re.DOTALL),
@@ -174,7 +173,7 @@ DIRECTORY_FORMATS = (
     DirectoryFormat(
         re.compile(r"(?:.+[-_.])?\d{5,}-of-(?!0*1\.)\d{5,}\.(?:safetensors|ckpt)"),
         "is one of the shards of a unified set",
-        f"{_SET}get what is not there",
+        _SET,
     ),
     PARTS,
     *SAVED_PARTS,
@@ -240,7 +239,7 @@ def refuse_directory(directory: Place, names: Iterable[str], *, besides: Collect
     names = sorted(names)
     for known in DIRECTORY_FORMATS:
         if known not in besides and (name := known.shown_by(directory, names)):
-            raise SourceError(f"{directory}: {name} {known.problem}; {known.advice}")
+            raise SourceError(f"{directory / name} {known.problem}", code="one-of-several", hint=known.advice)
 
 
 def refuse_one_of_several(path: Place) -> None:
@@ -264,15 +263,17 @@ def _refuse_one_of_several(path: Place) -> None:
     if path.name in files:
         if len(files) > 1:
             raise SourceError(
-                f"{path}: is one of {len(files)} files of a set, which {index} next to it names; expected all of them; "
-                f"open {directory}"
+                f"{path} is one of {len(files)} files of a set",
+                code="one-of-several",
+                facts=[f"{index} next to it names all of them"],
+                hint=f"open {directory}",
             )
         return
     others = _numbered_alike(path.name, beside)
     for known in DIRECTORY_FORMATS:
         if name := known.shown_by(directory, [path.name, *others, *set(known.marks).intersection(beside)]):
-            found = "" if name == path.name else f"{name} next to it "
-            raise SourceError(f"{path}: {found}{known.problem}; {known.advice}")
+            subject = path if name == path.name else f"{name} next to {path}"
+            raise SourceError(f"{subject} {known.problem}", code="one-of-several", hint=known.advice)
     numbered = [(path.name, others)]
     if directory.name.startswith("mp_rank_"):  # as Megatron-LM has them
         with suppress(SourceError, OSError):
@@ -282,8 +283,9 @@ def _refuse_one_of_several(path: Place) -> None:
         match = _NUMBERED.fullmatch(name)
         if match and (some or int(match["number"])):
             raise SourceError(
-                f"{path}: is one of several parts of a checkpoint by its name; expected all of them; open {directory}, "
-                "or rename a file that has all of it"
+                f"{path} is one of several parts of a checkpoint, by its name",
+                code="one-of-several",
+                hint=f"open {directory}, or rename a file that has all of the checkpoint",
             )
 
 
@@ -306,8 +308,10 @@ def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
     """
     if SHARDING_INFO in notes:
         raise SourceError(
-            f"{path}: has blocks that PyTorch saved, as its header says ({SHARDING_INFO}); {_WHOLE}give all such files "
-            "PyTorch's names, shard-00001-model-00001-of-00001.safetensors and so on, and open their directory"
+            f"{path} has blocks that PyTorch saved, as its header says ({SHARDING_INFO})",
+            code="one-of-several",
+            hint="give all such files PyTorch's names, shard-00001-model-00001-of-00001.safetensors and so on, and "
+            "open their directory",
         )
 
 

@@ -236,8 +236,9 @@ class RangeReader:
             return self._held[begin : begin + nbytes]
         if nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(
-                f"{self.path}: bytes {offset} to {offset + nbytes} are expected; the file ends at {self.size} "
-                "(truncated?)"
+                f"{self.path} is truncated or corrupt",
+                code="truncated",
+                facts=[f"expected bytes {offset} to {offset + nbytes}; the file ends at byte {self.size}"],
             )
         buffer = bytearray(min(max(nbytes, self._window), self.size - offset))
         self._store.read_into(self.path, offset, memoryview(buffer))
@@ -313,10 +314,12 @@ class RankFiles(NamedTuple):
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Put all tensors of a rank into one file."""
-        for part in (self.prefix, self.suffix):
-            hides = part is self.prefix and part.startswith(".")
+        for what, part in (("prefix", self.prefix), ("suffix", self.suffix)):
+            hides = what == "prefix" and part.startswith(".")
             if not part.isprintable() or "/" in part or "{rank}" in part or hides:
-                raise UsageError(f"prefix {part!r}: not the beginning of a file name; expected e.g. 'checkpoint_'")
+                raise UsageError(
+                    f"{what} {part!r} cannot be part of a file name", code="bad-name", hint="use one such as 'model_'"
+                )
         path = f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
         return ShardFiles((path,), {tensor.name: 0 for tensor in tensors})
 
@@ -330,7 +333,7 @@ class NamedFile(NamedTuple):
         """Put all tensors of a rank into the file of that name."""
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.name or not self.name.isprintable():
-            raise UsageError(f"file name {self.name!r} leads out of the target directory, or is none")
+            raise UsageError(f"file name {self.name!r} is empty or leads out of the target directory", code="bad-name")
         return ShardFiles((self.name,), {tensor.name: 0 for tensor in tensors})
 
 

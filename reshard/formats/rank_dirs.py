@@ -82,7 +82,11 @@ def rank_files(
         return {0: [root]}, Step.of([root])
     if not is_directory:
         root.require_bucket()
-        raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
+        raise SourceError(
+            f"{root} does not exist",
+            code="not-found",
+            facts=["expected a directory of rank directories, or one checkpoint file"],
+        )
     found = every_file(root, rank_pattern)
     by_rank = bool(found)
     if not found:
@@ -94,10 +98,10 @@ def rank_files(
         usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
         raise SourceError(
-            Text(
-                f"{root}: has no checkpoint at {' or '.join(map(repr, examples))} and so on; ",
-                _inside_instead(root, rank_pattern),
-            )
+            f"{root} has no checkpoint",
+            code="no-checkpoint",
+            facts=[f"expected files at {' or '.join(map(repr, examples))} and so on"],
+            hint=_inside_instead(root, rank_pattern),
         )
     if suffix is not None:
         found = {
@@ -107,7 +111,9 @@ def rank_files(
         without = [rank for rank, paths in found.items() if not paths]
         if without:
             raise SourceError(
-                Text(f"{root}: no file of {ranks_text(without)} ends with {suffix!r}; give another ", Option("suffix"))
+                f"{root} has no file of {ranks_text(without)} that ends with {suffix!r}",
+                code="no-match",
+                hint=Text("give another ", Option("suffix")),
             )
     chosen, older = _same_checkpoint(root, found, warnings)
     if not by_rank and len(chosen[0]) == 1:
@@ -176,8 +182,9 @@ def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:
     """
     if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
         raise SourceError(
-            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected e.g. "
-            "'node{rank}/*.ckpt'"
+            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory",
+            code="bad-rank-pattern",
+            hint="use one such as 'node{rank}/*.ckpt'",
         )
     any_extension = bool(Path(rank_pattern).suffix)
     matches = _matcher(rank_pattern)
@@ -189,7 +196,9 @@ def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:
             continue
         rank = int(match["rank"])
         if spelled.setdefault(rank, match["rank"]) != match["rank"]:
-            raise SourceError(f"{root}: rank {rank} is there twice, as {spelled[rank]!r} and {match['rank']!r}")
+            raise SourceError(
+                f"{root} has rank {rank} twice, as {spelled[rank]!r} and {match['rank']!r}", code="duplicate-rank"
+            )
         found.setdefault(rank, []).append(path)
     return dict(sorted(found.items()))
 
@@ -215,7 +224,11 @@ def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
         SourceError: the name has a line break.
     """
     if "\n" in path.name:  # it could say in a message what it likes
-        raise SourceError(f"{path.parent}: the file name {path.name!r} has a line break; rename the file")
+        raise SourceError(
+            f"{path.parent} has a file whose name has a line break: {path.name!r}",
+            code="bad-name",
+            hint="rename the file",
+        )
     if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
         return False
     return not path.name.startswith(".") and (any_extension or path.suffix in EXTENSIONS)
@@ -247,8 +260,13 @@ def _same_checkpoint(
             if formats == {(extension,) for extension in EXTENSIONS}
             else Text("choose the files with ", Option("suffix"))
         )
-        shown_first = names(shown, most=4)
-        raise SourceError(Text(f"{root}: the ranks have no checkpoint in common ({shown_first}); ", advice))
+        more = [f"and {len(shown) - 4} more ranks"] if len(shown) > 4 else []
+        raise SourceError(
+            f"the ranks of {root} have no checkpoint in common",
+            code="no-common-checkpoint",
+            facts=[*shown[:4], *more],
+            hint=advice,
+        )
     shared_names = set.intersection(*({(name, ext) for name, _, ext in known} for known in by_files.values()))
     steps = {next(iter(known))[1]: files for files, known in by_files.items()}
     if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
@@ -256,10 +274,10 @@ def _same_checkpoint(
         extensions = sorted({files[0].suffix for files in by_files})
         by_extension = extensions[-1] if len(extensions) == len(by_files) else None
         raise SourceError(
-            Text(
-                f"{root}: the ranks have several checkpoints ({names(listed)}); expected one; choose with ",
-                Option("suffix", by_extension),
-            )
+            f"the ranks of {root} have several checkpoints",
+            code="several-checkpoints",
+            facts=[names(listed)],
+            hint=Text("choose one with ", Option("suffix", by_extension)),
         )
     newest = max(steps, key=lambda step: step or (0, 0))
     later = {step for _, step, _ in families if step and newest and step > newest}

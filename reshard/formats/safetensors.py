@@ -51,30 +51,46 @@ def index(reader: RangeReader) -> FileIndex:
         SourceError: the header is not JSON, or does not describe the rest of the file exactly, without gap or overlap.
     """
     length = int.from_bytes(reader.read(0, 8), "little")
-    if length > min(_LONGEST_HEADER, reader.size - 8):
+    if length > _LONGEST_HEADER:
         raise SourceError(
-            f"{reader.path}: its header is said to be {length} bytes long; the file has {reader.size} "
-            f"(and headers may have {_LONGEST_HEADER}); it is truncated or corrupt"
+            f"{reader.path} is corrupt",
+            code="corrupt",
+            facts=[f"its header would have {length} bytes; at most {_LONGEST_HEADER} are allowed"],
+        )
+    if length > reader.size - 8:
+        raise SourceError(
+            f"{reader.path} is truncated",
+            code="truncated",
+            facts=[f"its header needs {8 + length} bytes; the file has {reader.size}"],
         )
     faults = Faults(reader.path)
     repeated: list[str] = []
     try:
         header = parse_json(reader.read(8, length), repeated)
     except ValueError as error:
-        raise SourceError(f"{reader.path}: its header is not JSON in UTF-8: {error}") from None
+        raise SourceError(
+            f"{reader.path} has a header that is not JSON in UTF-8", code="not-json", facts=[str(error)]
+        ) from None
     for name in repeated:
-        faults.add(f"{name!a:.60}", "stands twice in one object of the header")
+        faults.add(f"{name!a:.60}", "is twice in one object of the header", code="duplicate-name")
     faults.raise_if_any(SourceError)
     if not isinstance(header, dict):
-        raise SourceError(f"{reader.path}: its header is a JSON {type(header).__name__}; expected an object")
+        raise SourceError(
+            f"{reader.path} has a header that is a JSON {type(header).__name__}; expected an object", code="bad-header"
+        )
     metadata = header.pop("__metadata__", {})
     if not _are_texts(metadata):
-        raise SourceError(f"{reader.path}: its __metadata__ is not an object of strings in UTF-8")
+        raise SourceError(
+            f"{reader.path} has a __metadata__ that is not an object of strings in UTF-8", code="bad-metadata"
+        )
     entries = _entries(header, metadata, 8 + length, reader.size, faults)
     faults.raise_if_any(SourceError)
     for name, text in _texts(metadata, reader.path).items():
         if name in entries:
-            raise SourceError(f"{reader.path}: {name!r} is both a tensor and a text entry of its __metadata__")
+            raise SourceError(
+                f"{reader.path} has {name!r} as a tensor and as a text entry of its __metadata__",
+                code="duplicate-name",
+            )
         entries[name] = Entry(STR, (0,), (), text)
     crc = metadata.get("crc_num", "")
     return FileIndex(
@@ -101,7 +117,7 @@ def _entries(
         try:
             dtype, shape, begin, end = _tensor(name, item, is_int4=metadata.get(name) == INT4.mindspore)
         except SourceError as error:
-            faults.add(f"tensor {name!r:.300}", str(error))
+            faults.add(f"tensor {name!r:.300}", error)
             continue
         found.append((begin, end, name, Entry(dtype, shape, ((data_start + begin, end - begin),))))
     if faults.count:
@@ -112,12 +128,16 @@ def _entries(
             faults.add(
                 f"tensor {name!r}",
                 f"begins at byte {begin} of the data; expected {place} ({'a gap' if begin > place else 'an overlap'})",
+                code="bad-offsets",
             )
             break
         place = end
     else:
-        if data_start + place != size:
-            faults.add("end", f"the file has {size} bytes; its header describes {data_start + place}")
+        described = data_start + place
+        if size < described:
+            faults.add("end", f"the file has {size} bytes; its header describes {described}", code="truncated")
+        elif size > described:
+            faults.add("end", f"the file has {size} bytes; its header describes {described}", code="trailing-bytes")
     return {name: entry for _, _, name, entry in found}
 
 
@@ -128,26 +148,31 @@ def _tensor(name: str, item: object, *, is_int4: bool) -> tuple[DType, Shape, in
         SourceError: a short fact, to which the caller adds file and tensor.
     """
     if not is_text(name):
-        raise SourceError("has half of a surrogate pair in its name, which is not UTF-8")
+        raise SourceError("has half of a surrogate pair in its name, which is not UTF-8", code="bad-name")
     if len(name.encode()) > LONGEST_NAME:
-        raise SourceError(f"has a name of {len(name)} characters; at most {LONGEST_NAME} bytes are taken")
+        raise SourceError(
+            f"has a name of {len(name)} characters; at most {LONGEST_NAME} bytes are read", code="name-too-long"
+        )
     match item:
         case {"dtype": str(kind), "shape": [*extents], "data_offsets": [begin, end]} if all(
             type(number) is int and 0 <= number < 1 << 63 for number in (*extents, begin, end)
         ):
             dtype, shape = BY_SAFETENSORS.get(kind), tuple(extents)
         case _:
-            raise SourceError("has no valid dtype, shape and data_offsets in the header")
+            raise SourceError("has no valid dtype, shape and data_offsets in the header", code="bad-header")
     if dtype is None:
-        raise SourceError(f"has dtype {kind!r:.60}; known are {', '.join(BY_SAFETENSORS)}")
+        raise SourceError(
+            f"has unknown dtype {kind!r:.60}",
+            code="unknown-dtype",
+            facts=[f"known dtypes: {', '.join(BY_SAFETENSORS)}"],
+        )
     if is_int4:
         dtype = INT4
     if not is_possible(shape):
-        raise SourceError(f"has the shape {shape_text(shape)}, which no array can have")
+        raise SourceError(f"has the impossible shape {shape_text(shape)}", code="bad-shape")
     if end - begin != prod(shape) * dtype.itemsize:
-        raise SourceError(
-            f"occupies {end - begin} bytes; {dtype} {shape_text(shape)} has {prod(shape) * dtype.itemsize}"
-        )
+        expected = f"{prod(shape) * dtype.itemsize} for {dtype} {shape_text(shape)}"
+        raise SourceError(f"has {end - begin} bytes; expected {expected}", code="wrong-size")
     return dtype, shape, begin, end
 
 
@@ -157,7 +182,9 @@ def _texts(metadata: Mapping[str, str], path: str) -> dict[str, str]:
     except ValueError:
         texts = None
     if not _are_texts(texts):
-        raise SourceError(f"{path}: its __metadata__[{TEXTS!r}] is not a JSON object of strings")
+        raise SourceError(
+            f"{path} has a __metadata__[{TEXTS!r}] that is not a JSON object of strings", code="bad-metadata"
+        )
     return texts
 
 
@@ -180,9 +207,15 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
         if content.dtype is INT4:
             notes[content.name] = "Int4"
         if content.name == "__metadata__":
-            raise UsageError(f"tensor {content.name!r}: safetensors keeps its notes under this name; rename the tensor")
+            raise UsageError(
+                f"safetensors cannot hold a tensor {content.name!r}: it keeps its notes under this name",
+                code="bad-name",
+                hint="rename the tensor",
+            )
         if content.dtype.safetensors is None:
-            raise UsageError(f"tensor {content.name!r}: safetensors has no dtype {content.dtype}")
+            raise UsageError(
+                f"safetensors cannot hold tensor {content.name!r}, which is {content.dtype}", code="unsupported-dtype"
+            )
     tensors.sort(key=lambda content: (-_order(content), content.name))
     header: dict[str, Any] = {"__metadata__": notes} if notes else {}
     place = 0

@@ -64,13 +64,13 @@ class MindSporeSet:
     The parts are filled evenly, the largest tensors first, as MindSpore does; the map names what is in them.
 
     Attributes:
-        max_shard_bytes: how many bytes of tensors a part may hold, unless one tensor has more.
+        max_shard_size: how many bytes of tensors a part may hold, unless one tensor has more.
     """
 
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_size: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Share the tensors out to parts."""
@@ -78,11 +78,11 @@ class MindSporeSet:
         listed = [tensor for tensor in stored if tensor.listed] or stored
         parts = sorted(listed, key=lambda tensor: -tensor.nbytes)
         total = sum(tensor.nbytes for tensor in parts)
-        held = [0] * max(1, min(-(-total // self.max_shard_bytes), sum(tensor.nbytes > 0 for tensor in parts)))
+        held = [0] * max(1, min(-(-total // self.max_shard_size), sum(tensor.nbytes > 0 for tensor in parts)))
         of: dict[str, int] = {}
         for tensor in parts:
             least = held.index(min(held))
-            if tensor.nbytes and held[least] and held[least] + tensor.nbytes > self.max_shard_bytes:
+            if tensor.nbytes and held[least] and held[least] + tensor.nbytes > self.max_shard_size:
                 least = len(held)
                 held.append(0)
             of[tensor.name] = least
@@ -105,18 +105,18 @@ class HuggingFaceSet:
     """`model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
 
     Attributes:
-        max_shard_bytes: how many bytes of tensors a file may hold, unless one tensor has more.
+        max_shard_size: how many bytes of tensors a file may hold, unless one tensor has more.
     """
 
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_size: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Fill one file after the other."""
         # Text is among a file's notes, where no other reader looks for what the index names.
-        of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_bytes)
+        of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_size)
         count = max(of.values(), default=0) + 1
         paths = tuple(f"model-{k + 1:05d}-of-{count:05d}{extension}" for k in range(count))
         content = {
@@ -134,7 +134,7 @@ class DCP:
     """A distributed checkpoint of PyTorch: `__RANK_NUMBER.distcp`, in the tensors' order, and `.metadata`.
 
     Attributes:
-        max_shard_bytes: how many bytes of tensors a file may hold, unless one block has more.
+        max_shard_size: how many bytes of tensors a file may hold, unless one block has more.
         step: how many steps a training has done, to have the files where Megatron-Core looks for them: in `iter_STEP`
             of the directory of a run, whose tracker names it. By default they are in the directory itself.
 
@@ -142,11 +142,11 @@ class DCP:
         UsageError: a size below 1, or a number of steps below 0.
     """
 
-    max_shard_bytes: int = DCP_FILE_BYTES
+    max_shard_size: int = DCP_FILE_BYTES
     step: int | None = None
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
         check_step(self.step)
 
 
@@ -158,7 +158,7 @@ class LinkedDCP:
     """
 
 
-def one_after_the_other(tensors: Iterable[Stored], max_shard_bytes: int) -> dict[str, int]:
+def one_after_the_other(tensors: Iterable[Stored], max_shard_size: int) -> dict[str, int]:
     """Return the number of each tensor's file, where one is filled after the other.
 
     >>> from reshard.formats.entries import Stored
@@ -168,8 +168,8 @@ def one_after_the_other(tensors: Iterable[Stored], max_shard_bytes: int) -> dict
     of: dict[str, int] = {}
     count = room = 0
     for tensor in tensors:
-        if not count or (max(room, 0) < tensor.nbytes and room < max_shard_bytes):
-            count, room = count + 1, max_shard_bytes
+        if not count or (max(room, 0) < tensor.nbytes and room < max_shard_size):
+            count, room = count + 1, max_shard_size
         of[tensor.name] = count - 1
         room -= tensor.nbytes
     return of
@@ -198,16 +198,18 @@ def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
     return SomeFiles(every, tuple(numbers), with_index=process == 1)
 
 
-def check_size(max_shard_bytes: int) -> None:
-    """Raise `UsageError` where files would have no room for anything."""
-    if max_shard_bytes < 1:
-        raise UsageError(f"the largest file of a set is to have {max_shard_bytes} bytes; expected at least 1")
+def check_size(max_shard_size: int) -> None:
+    """Raise `UsageError` if files would have no room for anything."""
+    if max_shard_size < 1:
+        raise UsageError(
+            f"a file of a set cannot have at most {max_shard_size} bytes; expected at least 1", code="out-of-range"
+        )
 
 
 def check_step(step: int | None) -> None:
-    """Raise `UsageError` where a training cannot have done so many steps; None stands for any."""
+    """Raise `UsageError` if a training cannot have done so many steps; None stands for any."""
     if step is not None and not 0 <= step < MOST_STEPS:
-        raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}")
+        raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}", code="out-of-range")
 
 
 @reading(SourceError)
@@ -224,8 +226,11 @@ def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None
     if not indexes:
         return None
     if len(indexes) > 1:
-        found = names([path.name for path in indexes])
-        raise SourceError(f"{directory}: has the indexes of two sets, {found}; move one set to another directory")
+        raise SourceError(
+            f"{directory} has the indexes of two sets, {names([path.name for path in indexes])}",
+            code="several-checkpoints",
+            hint="move one set to another directory",
+        )
     path = indexes[0]
     weight_map, others = _read_map(path)
     faults = Faults(str(path))
@@ -233,15 +238,15 @@ def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None
     for name in dict.fromkeys((*weight_map.values(), *others)):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
-            faults.add(f"file {name!r:.300}", "is not in the same directory; expected a name without a slash")
+            what = "is not in the directory of the index; expected a name without a slash"
+            faults.add(f"file {name!r:.300}", what, code="bad-name")
         elif not _is_file(file):
-            faults.add(f"file {name!r:.300}", "is not there")
+            faults.add(f"file {name!r:.300}", "does not exist", code="not-found")
         files.append(file)
     for family, numbers in _numbered(weight_map.values()).items():
         if len(numbers) < int(family[1]):
-            faults.add(
-                f"{family[0]}…-of-{family[1]}", f"is named {len(numbers)} times; expected {int(family[1])} shards"
-            )
+            what = f"is named {len(numbers)} times; expected {int(family[1])} shards"
+            faults.add(f"{family[0]}…-of-{family[1]}", what, code="missing-shards")
     faults.raise_if_any(SourceError)
     if path.name == _MINDSPORE_INDEX:
         beside = [directory / name for name in SET_FILES[2:]]
@@ -291,16 +296,17 @@ def _read_map(path: Place) -> tuple[dict[str, str], list[str]]:
     try:
         content = parse_json(raw, repeated)
     except ValueError as error:
-        raise SourceError(f"{path}: is not JSON: {error}") from None
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     faults = Faults(str(path))
     for name in repeated:
-        faults.add(f"tensor {name!a:.200}", "is listed a second time")
+        faults.add(f"tensor {name!a:.200}", "is listed twice", code="duplicate-name")
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise SourceError(f"{path}: has no weight_map of tensor names to file names")
+        raise SourceError(f"{path} has no weight_map of tensor names to file names", code="bad-index")
     metadata = content.get("metadata") if path.name == _MINDSPORE_INDEX and weight_map is not content else None
     others = metadata.get(_HYPER_PARAMETERS) if isinstance(metadata, dict) else None
     if others is not None and others not in SET_FILES[2:]:
-        faults.add(f"metadata.{_HYPER_PARAMETERS}", f"is {others!a:.60}; expected {' or '.join(SET_FILES[2:])}")
+        what = f"is {others!a:.60}; expected {' or '.join(SET_FILES[2:])}"
+        faults.add(f"metadata.{_HYPER_PARAMETERS}", what, code="bad-value")
     faults.raise_if_any(SourceError)
     return weight_map, [] if others is None else [others]

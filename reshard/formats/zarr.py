@@ -81,8 +81,8 @@ class ZarrGroup:
     """One zarr v3 group of whole tensors.
 
     Attributes:
-        chunk_bytes: the most bytes in a chunk; None for chunks that follow the source's blocks.
-        shard_bytes: the most bytes of chunks in a shard; 0 for no shards; None for shards where chunks are small.
+        chunk_size: the most bytes in a chunk; None for chunks that follow the source's blocks.
+        shard_size: the most bytes of chunks in a shard; 0 for no shards; None for shards where chunks are small.
         compression: None, or `zstd` with a level, as in `zstd:3` (the level is 0, zstd's own choice, if left out).
         times: note the times of the source files too, so that a later run can see whether they changed. Without
             them the same source gives the same bytes, wherever it lies.
@@ -94,15 +94,17 @@ class ZarrGroup:
     5
     """
 
-    chunk_bytes: int | None = None
-    shard_bytes: int | None = None
+    chunk_size: int | None = None
+    shard_size: int | None = None
     compression: str | None = None
     times: bool = False
 
     def __post_init__(self) -> None:
-        for what, size, least in (("chunk", self.chunk_bytes, 1), ("shard", self.shard_bytes, 0)):
+        for what, size, least in (("chunk", self.chunk_size, 1), ("shard", self.shard_size, 0)):
             if size is not None and size < least:
-                raise UsageError(f"the largest {what} is to have {size} bytes; expected at least {least}")
+                raise UsageError(
+                    f"a {what} cannot have at most {size} bytes; expected at least {least}", code="out-of-range"
+                )
         _ = self.level
 
     @property
@@ -116,7 +118,11 @@ class ZarrGroup:
         except ValueError:
             number = _LEVELS.stop
         if kind != "zstd" or number not in _LEVELS:
-            raise UsageError(f"unknown compression {self.compression!r}; expected zstd or zstd:LEVEL, at most 22")
+            raise UsageError(
+                f"unknown compression {self.compression!r}",
+                code="unknown-compression",
+                hint="use zstd, or zstd:LEVEL with a level of at most 22",
+            )
         return number
 
     def array(self, shape: Shape, dtype: DType, blocks: Iterable[Block]) -> Array:
@@ -124,8 +130,8 @@ class ZarrGroup:
         if not prod(shape):
             return Array(shape, dtype, tuple(max(extent, 1) for extent in shape), None, self.level)
         block = _common_shape(shape, blocks)
-        if self.chunk_bytes is not None:
-            chunk = cut(shape, self.chunk_bytes // dtype.itemsize)
+        if self.chunk_size is not None:
+            chunk = cut(shape, self.chunk_size // dtype.itemsize)
         elif block is None:
             most = OTHER_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES
             chunk = cut(shape, most // dtype.itemsize)
@@ -137,7 +143,7 @@ class ZarrGroup:
 
     def _shard(self, shape: Shape, chunk: Shape, itemsize: int) -> Shape | None:
         nbytes = prod(chunk) * itemsize
-        most = self.shard_bytes
+        most = self.shard_size
         if most is None:
             most = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
         many = cut(counts(shape, chunk), most // nbytes)
@@ -370,11 +376,10 @@ def escaped(name: str) -> str:
         text = _percent(text[0]) + text[1:]
     if len(text.encode()) > _LONGEST_FILE_NAME:
         raise UsageError(
-            Text(
-                f"tensor {name[:40]!r}…: its name is {len(text.encode())} bytes as that of a directory; at most "
-                f"{_LONGEST_FILE_NAME} are possible; give it another with ",
-                Option("name_map"),
-            )
+            f"the name of tensor {name[:40]!r}… is too long for a directory",
+            code="name-too-long",
+            facts=[f"it has {len(text.encode())} bytes there; at most {_LONGEST_FILE_NAME} are possible"],
+            hint=Text("rename it with ", Option("name_map")),
         )
     return text
 

@@ -320,7 +320,11 @@ def _not_decoded(path: str, number: int, why: object) -> SourceError:
     reason = str(why)
     if not reason:  # Python's own MemoryError has no text
         reason = "there is too little memory" if isinstance(why, MemoryError) else type(why).__name__
-    return SourceError(f"{path}: chunk {number} cannot be decoded: {reason} (damaged, or its metadata is wrong)")
+    return SourceError(
+        f"cannot decode chunk {number} of {path}",
+        code="bad-chunk",
+        facts=[reason, "the chunk is damaged, or its metadata is wrong"],
+    )
 
 
 # --- writing ----------------------------------------------------------------------------------------------------
@@ -438,7 +442,11 @@ class _Compressing:
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- it ends with its last chunk
         """Check that every chunk came: `TargetError`."""
         if not self.ended:
-            raise TargetError(f"{self.path}: not every byte of its chunks came; internal error, please report")
+            raise TargetError(
+                f"{self.path} is incomplete",
+                code="internal-error",
+                hint="this is an error of reshard; please report it",
+            )
 
     def abort(self) -> None:
         """Give up."""

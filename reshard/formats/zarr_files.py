@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
-from reshard.storage.base import Status, stem_of_unfinished
+from reshard.storage.base import Status, read_error, stem_of_unfinished
 from reshard.storage.places import Place, as_place, of_each
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class StoreFiles:
         try:
             return self._contents[path] if path in self._contents else path.read_bytes()
         except OSError as error:
-            raise _not_read(path, error) from None
+            raise read_error(SourceError, path, error) from None
 
     def directories(self, directory: Place) -> list[Place]:
         """Return the directories in a directory that have metadata, by name."""
@@ -121,7 +121,9 @@ def _walked(root: str) -> dict[str, Status | None]:
             with os.scandir(directory) as entries:
                 for entry in entries:
                     if entry.is_symlink():
-                        raise SourceError(f"{entry.path}: is a link; those in a zarr store are not followed")
+                        raise SourceError(
+                            f"{entry.path} is a link; links in a zarr store are not followed", code="not-a-file"
+                        )
                     if entry.is_dir():
                         waiting.append(entry.path)
                         found[entry.path] = None
@@ -131,7 +133,7 @@ def _walked(root: str) -> dict[str, Status | None]:
                         raise _is_other(entry.path)
         except OSError as error:
             if not (isinstance(error, FileNotFoundError) and directory == root):
-                raise _not_read(directory, error) from None
+                raise read_error(SourceError, directory, error) from None
     return found
 
 
@@ -144,11 +146,7 @@ def _listed(base: Place) -> dict[str, Status | None]:
 
 
 def _is_other(path: object) -> SourceError:
-    return SourceError(f"{path}: is not a regular file; expected a chunk")
-
-
-def _not_read(path: object, error: OSError) -> SourceError:
-    return SourceError(f"{path}: cannot be read: {error.strerror}")
+    return SourceError(f"{path} is not a regular file; expected a chunk", code="not-a-file")
 
 
 def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
@@ -160,14 +158,16 @@ def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
         SourceError: it is none, or not there, or has keys that nobody knows.
     """
     status = files.status(path)
-    if status is None or status.nbytes > LARGEST_METADATA:
-        raise SourceError(f"{path}: is larger than {LARGEST_METADATA} bytes, which no metadata is, or not there")
+    if status is None:
+        raise SourceError(f"{path} does not exist", code="not-found")
+    if status.nbytes > LARGEST_METADATA:
+        raise SourceError(f"{path} has more than {LARGEST_METADATA} bytes, which no metadata has", code="too-large")
     try:
         content = json.loads(files.read(path))
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: cannot be read as JSON: {error}") from None
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     if not isinstance(content, dict) or content.get("zarr_format") != 3:
-        raise SourceError(f"{path}: is not metadata of zarr's format 3")
+        raise SourceError(f"{path} is not metadata of zarr's format 3", code="bad-metadata")
     kind = str(content.get("node_type"))
     needless = {
         key for key, value in content.items() if isinstance(value, dict) and value.get("must_understand") is False
@@ -176,25 +176,29 @@ def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
     attributes = content.get("attributes", {})
     if not isinstance(attributes, dict) or not isinstance(attributes.get(ATTRIBUTES, {}), dict):
         raise SourceError(
-            f"{path}: its attributes are {attributes!r:.60}; expected an object, and one in {ATTRIBUTES!r}"
+            f"{path} has the attributes {attributes!r:.60}; expected an object, and one in {ATTRIBUTES!r}",
+            code="bad-metadata",
         )
     refuse_unknown(path, f"attributes.{ATTRIBUTES}.", own_notes(content), _NOTED.get(kind, own_notes(content)))
     return content
 
 
-def refuse_unknown(path: object, where: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise `SourceError` where metadata have a key that is not known.
+def refuse_unknown(path: object, where: str, keys: Iterable[str], known: Collection[str]) -> None:
+    """Raise `SourceError` if metadata have a key that is not known.
 
     Args:
         path: the file.
         where: what stands before the keys, for the message.
-        given: the keys.
+        keys: those of the metadata.
         known: those that there may be.
     """
-    unknown = sorted(set(given).difference(known))
+    unknown = sorted(set(keys).difference(known))
     if unknown:
-        listed = names([f"{where}{key}" for key in unknown])
-        raise SourceError(f"{path}: has {listed}, which is not known; expected {names(sorted(known), most=20)}")
+        raise SourceError(
+            f"{path} has unknown keys: {names([f'{where}{key}' for key in unknown])}",
+            code="unknown-key",
+            facts=[f"known keys: {names(sorted(known), most=20)}"],
+        )
 
 
 def option(given: Mapping[Any, Any], key: str, default: object) -> Any:
@@ -211,7 +215,7 @@ def check_options(where: str, given: object) -> None:
     refuse_unknown(where, "", given, {"name", "configuration", "must_understand"})
     options = given.get("configuration", {})
     if not isinstance(name, str) or not isinstance(options, dict):
-        raise SourceError(f"{where}: has {given!r:.60}; expected a name and an object of options")
+        raise SourceError(f"{where} has {given!r:.60}; expected a name and an object of options", code="bad-metadata")
     if name in _OPTIONS:
         refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
     for inner in ("codecs", "index_codecs"):
@@ -228,5 +232,7 @@ def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def strings(given: object, base: Place) -> dict[str, str]:
     """Return the notes or texts of a store, once it is known that all are strings."""
     if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
-        raise SourceError(f"{base / METADATA}: its notes or texts are not an object of strings")
+        raise SourceError(
+            f"{base / METADATA} has notes or texts that are not an object of strings", code="bad-metadata"
+        )
     return given

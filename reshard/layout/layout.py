@@ -81,14 +81,15 @@ class Layout:
         for kind, entries in (("dev_matrix", self.dev_matrix), ("tensor_map", self.tensor_map)):
             if len(entries) > _MOST_AXES:
                 raise LayoutError(
-                    f"{kind} has {len(entries)} entries; more than {_MOST_AXES} is taken for a corrupt file"
+                    f"{kind} has {len(entries)} entries; at most {_MOST_AXES} are possible", code="too-large"
                 )
         if not self.dev_matrix or any(extent < 1 for extent in self.dev_matrix):
-            raise LayoutError(f"dev_matrix is {shape_text(self.dev_matrix)}; expected extents of at least 1")
+            raise LayoutError(
+                f"dev_matrix is {shape_text(self.dev_matrix)}; expected extents of at least 1", code="out-of-range"
+            )
         if prod(self.dev_matrix) > MOST_DEVICES:
             raise LayoutError(
-                f"dev_matrix {shape_text(self.dev_matrix)} is of more than {MOST_DEVICES} devices, which is taken for "
-                "a corrupt file"
+                f"dev_matrix {shape_text(self.dev_matrix)} has more than {MOST_DEVICES} devices", code="too-large"
             )
         used: set[int] = set()
         for dim, axes in enumerate(self.tensor_map):
@@ -96,13 +97,16 @@ class Layout:
                 if not 0 <= value < len(self.dev_matrix):
                     raise LayoutError(
                         f"tensor_map[{dim}] is {value}; expected -1 to {len(self.dev_matrix) - 1} "
-                        f"for dev_matrix {shape_text(self.dev_matrix)}"
+                        f"for dev_matrix {shape_text(self.dev_matrix)}",
+                        code="out-of-range",
                     )
                 if value in used:
-                    raise LayoutError(f"tensor_map[{dim}] uses device axis {value} a second time")
+                    raise LayoutError(f"tensor_map[{dim}] uses device axis {value} twice", code="repeated-axis")
                 used.add(value)
         if self.opt_weight_shard_size < -1:
-            raise LayoutError(f"opt_weight_shard_size is {self.opt_weight_shard_size}; expected -1 or more")
+            raise LayoutError(
+                f"opt_weight_shard_size is {self.opt_weight_shard_size}; expected -1 or more", code="out-of-range"
+            )
 
     @classmethod
     def of(
@@ -168,11 +172,16 @@ class Layout:
             if 1 <= len(rest) <= 2 and kind != "split":
                 entries = [[int(value) for value in entry.split("+")] for entry in rest[0].split(",") if rest[0]]
                 return cls.of([int(n) for n in kind.split(",")], entries, *map(int, rest[1:]))
+        except LayoutError as error:
+            raise error.about(f"rule {rule!r}") from None
         except ValueError as error:
-            raise LayoutError(f"rule {rule!r}: {error}") from None
+            raise LayoutError(
+                f"rule {rule!r} has no number where one is expected", code="bad-rule", facts=[str(error)]
+            ) from None
         raise LayoutError(
-            f"rule {rule!r} is none for {ndim} dimensions; expected whole, split:DIM or "
-            "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1 (nested entries joined by +)"
+            f"{rule!r} is not a rule for a tensor of {ndim} dimensions",
+            code="bad-rule",
+            hint="use whole, split:DIM or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1 (+ joins nested entries)",
         )
 
     @property
@@ -203,8 +212,9 @@ class Layout:
         size = replicas if self.opt_weight_shard_size == -1 else self.opt_weight_shard_size
         if replicas % size:
             raise LayoutError(
-                f"opt_weight_shard_size {size} does not divide the {replicas} devices that share a block "
-                f"(dev_matrix {shape_text(self.dev_matrix)}, tensor_map {map_text(self.tensor_map)})"
+                f"opt_weight_shard_size {size} does not divide the {replicas} devices that share a block",
+                code="not-divisible",
+                facts=[f"dev_matrix {shape_text(self.dev_matrix)}, tensor_map {map_text(self.tensor_map)}"],
             )
         return size
 
@@ -247,7 +257,10 @@ class Layout:
                 axes_of[0].append(at + 1)
                 sharing = 1
             else:
-                raise LayoutError(f"{self.optimizer_shards} pieces by the optimizer are not along axes of {self}")
+                raise LayoutError(
+                    f"the optimizer cuts {self.optimizer_shards} pieces, which are not along the axes of {self}",
+                    code="unsupported-layout",
+                )
         depth = len(matrix) - 1
         return replace(
             self, dev_matrix=tuple(matrix), tensor_map=tuple(tuple(depth - axis for axis in axes) for axes in axes_of),
@@ -282,13 +295,17 @@ class Layout:
         if len(shard) != len(self.tensor_map):
             raise LayoutError(
                 f"the files store {len(shard)} dimensions {shape_text(shard)}, "
-                f"the layout has {len(self.tensor_map)} (tensor_map {map_text(self.tensor_map)})"
+                f"the layout has {len(self.tensor_map)} (tensor_map {map_text(self.tensor_map)})",
+                code="wrong-dimensions",
             )
         whole = tuple(extent * ways for extent, ways in zip(shard, self.splits, strict=True))
         if self.param_split_shape:
             whole = (sum(self.param_split_shape), *whole[1:])
         if not is_possible(whole):
-            raise LayoutError(f"the files store {shape_text(shard)}, of which the layout {self} makes no array")
+            raise LayoutError(
+                f"the files store {shape_text(shard)}, which makes no possible array by the layout {self}",
+                code="bad-shape",
+            )
         return whole
 
     def grid(self, shape: Shape) -> Grid:
@@ -387,11 +404,15 @@ def grid(shape: Shape, places: tuple[tuple[Layout, int], ...]) -> Grid:
 def _blocks(layout: Layout, shape: Shape) -> Iterator[Block]:
     """Yield the block of every rank of a stage, in rank order."""
     if layout.field:
-        raise LayoutError(f"field is {layout.field}: its rows are interleaved by device, which no block describes")
+        raise LayoutError(
+            f"field is {layout.field}: its rows are interleaved by device, which no block describes",
+            code="unsupported-layout",
+        )
     if len(shape) != len(layout.tensor_map):
         raise LayoutError(
             f"the tensor has {len(shape)} dimensions {shape_text(shape)}, "
-            f"the layout has {len(layout.tensor_map)} (tensor_map {map_text(layout.tensor_map)})"
+            f"the layout has {len(layout.tensor_map)} (tensor_map {map_text(layout.tensor_map)})",
+            code="wrong-dimensions",
         )
     edges = _edges(layout, shape)
     depth = len(layout.dev_matrix) - 1
@@ -423,18 +444,21 @@ def _edges(layout: Layout, shape: Shape) -> list[Sequence[int]]:
             if layout.opt_weight_shard_size or len(sizes) != ways or sum(sizes) != extent or min(sizes) < 0:
                 raise LayoutError(
                     f"dimension 0 of size {extent} is split {ways} ways, "
-                    f"which param_split_shape {shape_text(sizes)} does not describe"
+                    f"which param_split_shape {shape_text(sizes)} does not describe",
+                    code="wrong-sizes",
                 )
             edges.append([0, *accumulate(sizes)])
             continue
         if extent % ways:
             near = nearest_divisors(extent, ways)
             raise LayoutError(
-                f"dimension {dim} of size {extent} does not divide into {_factors(layout, dim)}; it does into {near}"
+                f"dimension {dim} of size {extent} does not divide into {_factors(layout, dim)}",
+                code="not-divisible",
+                facts=[f"it divides into {near}"],
             )
         edges.append(range(0, extent + 1, extent // ways) if extent else [0] * (ways + 1))
     if not shape and layout.optimizer_shards > 1:
-        raise LayoutError("a tensor without dimensions cannot be sharded by the optimizer")
+        raise LayoutError("a tensor without dimensions cannot be sharded by the optimizer", code="wrong-dimensions")
     return edges
 
 
@@ -477,7 +501,9 @@ def least_shape(layouts: Sequence[Layout]) -> Shape:
     """
     if len({len(layout.tensor_map) for layout in layouts}) > 1:
         dims = " and ".join(str(len(layout.tensor_map)) for layout in layouts)
-        raise LayoutError(f"the layouts are for {dims} dimensions; give those of one tensor")
+        raise LayoutError(
+            f"the layouts are for {dims} dimensions", code="wrong-dimensions", hint="give the layouts of one tensor"
+        )
     shape = [lcm(*ways) for ways in zip(*(layout.splits for layout in layouts), strict=True)]
     uneven = [sum(layout.param_split_shape) for layout in layouts if layout.param_split_shape]
     if uneven:
@@ -505,7 +531,9 @@ def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shap
     if len(shape) < ndim:
         return []
     if comb(len(binds_right), len(shape) - ndim) > _MOST_FOLDINGS:
-        raise LayoutError(f"an expanded layout of {len(shape)} dimensions can be folded in too many ways")
+        raise LayoutError(
+            f"an expanded layout of {len(shape)} dimensions can be folded in too many ways", code="too-large"
+        )
     found = []
     for chosen in combinations(binds_right, len(shape) - ndim):
         axes: list[Axes] = []

@@ -51,10 +51,10 @@ def is_placement(text: object) -> bool:
 
 
 def placement(text: str) -> Placement:
-    """Return the placement that a text is, as PyTorch writes it or in small letters.
+    """Parse a placement, as PyTorch writes it or in small letters.
 
     Raises:
-        LayoutError: it is none.
+        LayoutError: the text is not a placement.
 
     >>> placement("shard(0)"), placement("_StridedShard(dim=0, sf=4)"), placement("Replicate()")
     (Shard(dim=0, factor=None), Shard(dim=0, factor=4), None)
@@ -64,7 +64,9 @@ def placement(text: str) -> Placement:
     match = _SHARD.fullmatch(text)
     if not match or bool(match["strided"]) != bool(match["factor"]):
         raise LayoutError(
-            f"{text!r:.60} is not a placement; expected shard(DIM), strided_shard(DIM, split_factor=N) or replicate"
+            f"{text!r:.60} is not a placement",
+            code="bad-placement",
+            hint="use shard(DIM), strided_shard(DIM, split_factor=N) or replicate",
         )
     return Shard(int(match["dim"]), int(match["factor"]) if match["factor"] else None)
 
@@ -94,7 +96,10 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
         axes = axes_of[one.dim]
         before = prod(extents[other] for other in axes)
         if one.factor not in {None, before}:
-            raise LayoutError(f"has the split_factor {one.factor}; later axes cut dimension {one.dim} {before} ways")
+            raise LayoutError(
+                f"has the split_factor {one.factor}; later axes cut dimension {one.dim} {before} ways",
+                code="bad-split-factor",
+            )
         axes.insert(0 if one.factor is None else len(axes), axis)
     sizes: Shape = ()
     for dim, axes in enumerate(axes_of):
@@ -104,8 +109,9 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
         if len(set(pieces)) > 1:
             if dim:
                 raise LayoutError(
-                    f"splits dimension {dim} of size {shape[dim]} {len(pieces)} ways, which does not divide it; only "
-                    "dimension 0 can have pieces of several sizes"
+                    f"splits dimension {dim} of size {shape[dim]} {len(pieces)} ways, which does not divide it",
+                    code="not-divisible",
+                    facts=["only dimension 0 can have pieces of several sizes"],
                 )
             sizes = tuple(pieces)
     last = len(extents) - 1
@@ -146,7 +152,9 @@ def held(extents: Shape, placements: Sequence[Placement], shape: Shape, place: S
         size = sum(stop - start for start, stop in some)
         length = -(-size // (one.factor or 1)) or 1
         if size > length * _MOST_PIECES:
-            raise LayoutError(f"has the split_factor {one.factor}; at most {_MOST_PIECES} are read")
+            raise LayoutError(
+                f"has the split_factor {one.factor}; at most {_MOST_PIECES} are read", code="bad-split-factor"
+            )
         for begin in range(0, size, length):
             piece = min(length, size - begin)
             step = -(-piece // count)
@@ -170,7 +178,7 @@ def _within(ranges: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator
 
 def _check_dim(one: Shard, shape: Shape) -> None:
     if not -len(shape) <= one.dim < len(shape):
-        raise LayoutError(f"shards dimension {one.dim}; a tensor that it is for has {len(shape)} dimensions")
+        raise LayoutError(f"shards dimension {one.dim} of a tensor of {len(shape)} dimensions", code="out-of-range")
 
 
 def _chunks(extent: int, count: int) -> list[int]:

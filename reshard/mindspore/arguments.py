@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import PYTHON, Faults, SourceError, StrategyError, Text, UsageError, Words, names, spelled
+from reshard.errors import PYTHON, Faults, SourceError, StrategyError, UsageError, Words, joined, names, spelled
 from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.plan.select import all_states
 from reshard.readers.open import open as open_source
@@ -52,7 +52,7 @@ WORDS: Words = {
     **PYTHON,
     "iteration": ("iteration to reshard.open", "iteration={} to reshard.open"),
     "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
-    "layout": ("layouts={{{!r}: {!r}}} to reshard.open",),
+    "layout": ("layout={{{!r}: {!r}}} to reshard.open",),
     "partial": ("partial=True to reshard.open",),
     "rank_pattern": ("rank_pattern to reshard.open",),
     "strategy": ("src_strategy_file",),
@@ -90,12 +90,12 @@ def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
     if isinstance(given, str | os.PathLike):
         path = path_of(argument, given)
         if not path.exists():
-            raise StrategyError(f"{argument} {path} is not there; expected a strategy file")
+            raise StrategyError(f"{argument} {path} does not exist; expected a strategy file", code="not-found")
         return read_strategy(path)
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument} is a {type(given).__name__}; expected the name of a strategy file")
     if not given:
-        raise StrategyError(f"{argument} names no parameter")
+        raise StrategyError(f"{argument} names no parameter", code="no-tensors")
     staged = merged_names(given)
     layouts: dict[str, dict[int, Layout]] = {}
     shapes: dict[str, Shape] = {}
@@ -122,7 +122,7 @@ def thread_count(argument: str, given: object) -> int:
     """
     count = whole_number(argument, given)
     if count < 1:
-        raise UsageError(f"{argument} is {given}; expected at least 1")
+        raise UsageError(f"{argument} is {given}; expected at least 1", code="out-of-range")
     return min(count, len(os.sched_getaffinity(0)))
 
 
@@ -145,7 +145,7 @@ def check_rank(argument: str, given: object) -> None:
         UsageError: it is below 0.
     """
     if whole_number(argument, given) < 0:
-        raise UsageError(f"{argument} is {given}; expected 0 or more")
+        raise UsageError(f"{argument} is {given}; expected 0 or more", code="out-of-range")
 
 
 def check_order(argument: str, files: Mapping[int, Path]) -> None:
@@ -168,8 +168,10 @@ def check_order(argument: str, files: Mapping[int, Path]) -> None:
     if wrong and len(set(wanted)) == len(wanted):
         rank = wrong[0]
         raise UsageError(
-            f"{argument}[{rank}] is {files[rank]}, by its path of rank {said[rank]}; expected the files in the order "
-            f"of their ranks (sort by number: as text rank_10 comes before rank_2)"
+            f"{argument}[{rank}] is {files[rank]}, by its path of rank {said[rank]}",
+            code="wrong-rank",
+            facts=["expected the files in the order of their ranks"],
+            hint="sort by number: as text rank_10 comes before rank_2",
         )
 
 
@@ -180,7 +182,7 @@ def check_format(argument: str, given: object) -> None:
         UsageError: it is none.
     """
     if given not in FORMATS:
-        raise UsageError(f"{argument} is {given!r}; expected 'ckpt' or 'safetensors'")
+        raise UsageError(f"{argument} is {given!r}; expected 'ckpt' or 'safetensors'", code="unknown-format")
 
 
 def target_directory(argument: str, given: object) -> Path:
@@ -192,7 +194,7 @@ def target_directory(argument: str, given: object) -> Path:
     """
     path = path_of(argument, given)
     if path.exists() and not path.is_dir():
-        raise DirectoryError(f"{argument} {path} is a file; expected a directory")
+        raise DirectoryError(f"{argument} {path} is a file; expected a directory", code="not-a-directory")
     return path
 
 
@@ -206,7 +208,7 @@ def path_of(argument: str, given: object) -> Path:
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected a path")
     if not os.fspath(given):
-        raise UsageError(f"{argument} is empty; expected a path")
+        raise UsageError(f"{argument} is empty; expected a path", code="empty-value")
     return Path(given)
 
 
@@ -216,7 +218,7 @@ def own_words() -> Iterator[None]:
     try:
         yield
     except SourceError as error:
-        raise type(error)(spelled(error.text, WORDS)) from error.__cause__
+        raise error.changed(lambda text: spelled(text, WORDS)) from error.__cause__
 
 
 _MOST_NAMED = 20
@@ -260,7 +262,7 @@ def open_ranks(
         lacking = {rank: lacking_ranks(source, after, rank, present) for rank in target_ranks}
         for rank, needing in lacking_ranks(source, None, 0, present).items():
             by = [target for target, ranks in lacking.items() if rank in ranks]
-            faults.add(f"source rank {rank}", f"has no file; {needed_text(needing, by)}")
+            faults.add(f"source rank {rank}", f"has no file; {needed_text(needing, by)}", code="missing-ranks")
         faults.raise_if_any(SourceError)
         with own_words():
             opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
@@ -280,8 +282,9 @@ def check_all_stages(path: Path, source: Checkpoint) -> None:
     """
     if source.part is not None and present_ranks(path) - set(source.ranks):
         raise StrategyError(
-            f"{path}: src_strategy_file is that of stage {source.part} of a pipeline, and files of other stages are "
-            "there; give that of all, which merge_pipeline_strategys makes"
+            f"src_strategy_file covers stage {source.part} of a pipeline only, and {path} has files of others",
+            code="one-stage",
+            hint="use the strategy of all stages, which merge_pipeline_strategys makes",
         )
 
 
@@ -297,8 +300,10 @@ def check_target_stages(argument: str, source: Checkpoint, after: Strategy | Non
     lost = [n for n, t in source.tensors.items() if not (n in after.tensors or n in states or is_training_state(n, t))]
     if lost:
         raise StrategyError(
-            f"{source.root}: {argument} is that of stage {after.stages.start} of a pipeline, and names none of "
-            f"{_counted(lost)}; give that of all stages, which merge_pipeline_strategys makes"
+            f"{argument} covers stage {after.stages.start} of a pipeline only, unlike {source.root}",
+            code="one-stage",
+            facts=[f"it names none of {_counted(lost)}"],
+            hint="use the strategy of all stages, which merge_pipeline_strategys makes",
         )
 
 
@@ -317,8 +322,10 @@ def check_model(source: Checkpoint, after: Strategy | None) -> None:
     for strategy, which in ((before, "source"), (after, "target")):
         if strategy is not None and source.tensors and not any(name in strategy.tensors for name in source.tensors):
             raise StrategyError(
-                f"{source.root}: the {which} strategy names none of the tensors; it has {names(strategy.tensors)}, "
-                f"the files {names(source.tensors)}; is it of another model?"
+                f"the {which} strategy names none of the tensors of {source.root}",
+                code="other-strategy",
+                facts=[f"it has {names(strategy.tensors)}", f"the files have {names(source.tensors)}"],
+                hint="use the strategy of this model",
             )
 
 
@@ -364,8 +371,12 @@ def _check_complete(planned: Plan, after: Strategy | None, rank: int | None = No
     lost = [name for name in _missing(planned, after, rank) if name in source.strategy.tensors]
     if lost and others and (len(lost) > 1 or _is_deduplicated(source, source.strategy)):
         raise SourceError(
-            f"{source.root}: {_counted(lost)} are in none of the files that are there, as in a de-duplicated source; "
-            f"files of source {ranks_text(others)} are not there, and may have them"
+            f"no file of {source.root} has {_counted(lost)}",
+            code="missing-ranks",
+            facts=[
+                "this happens in a de-duplicated source",
+                f"source {ranks_text(others)} have no files here, and may have them",
+            ],
         )
 
 
@@ -418,7 +429,11 @@ def checked_format(path: Path) -> str | None:
     """
     found = {file.suffix.removeprefix(".") for file in _rank_files(path)}
     if len(found) > 1:
-        raise SourceError(f"{path}: its rank directories hold both .ckpt and .safetensors files; expected one kind")
+        raise SourceError(
+            f"rank directories of {path} hold both .ckpt and .safetensors files",
+            code="mixed-formats",
+            hint="move one kind away",
+        )
     return found.pop() if found else None
 
 
@@ -446,11 +461,10 @@ def open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Ch
         source = open_source(path, layouts={"*": "whole"}, suffix=suffix, partial=True)
     except SourceError as error:
         raise SourceError(
-            Text(
-                f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; "
-                "give src_strategy_file if each has a part; ",
-                error.text,
-            )
+            f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors",
+            code="no-layout",
+            facts=[error.message, *error.facts],
+            hint=joined("; ", ["give src_strategy_file if each has a part", *([error.hint] if error.hint else [])]),
         ) from error
     tensors = {name: tensor._replace(listed=False) for name, tensor in source.tensors.items()}
     return replace(source, tensors=tensors, strategy=None)

@@ -97,14 +97,18 @@ def _convert(
     try:
         pattern = re.compile(file_name_regex or "")
     except re.error as error:
-        raise UsageError(f"file_name_regex {file_name_regex!r} is not a regular expression: {error}") from None
+        raise UsageError(
+            f"file_name_regex {file_name_regex!r} is not a regular expression", code="bad-pattern", facts=[str(error)]
+        ) from None
     if source.is_dir():
         places = _places(source, Path(save_path or source), pattern, extension, f".{format}")
     else:
         if source.suffix != extension:
-            raise UsageError(f"{source}: does not end with {extension}")
+            raise UsageError(f"{source} does not end with {extension}", code="wrong-extension")
         if not pattern.search(os.fspath(file_path)):
-            raise UsageError(f"{source}: file_name_regex {file_name_regex!r} is not found in its name")
+            raise UsageError(
+                f"the name of {source} does not match file_name_regex {file_name_regex!r}", code="no-match"
+            )
         places = {Path(save_path or source.parent): {f"{source.stem}.{format}": source}}
     found: set[str] = set()
     for directory, sources in places.items():
@@ -137,24 +141,30 @@ def _in_order(file: SourceFile) -> SourceFile:
 def _selection(file: SourceFile, name_map: Mapping[str, str]) -> Selection:
     """Return everything in a file, under new names; the map names each, as optimizer states do not follow weights."""
     new_names = {old: name_map.get(old, old) for old in file.index.entries} if name_map else {}
-    return Selection(names=new_names, drop=("*",))
+    return Selection(name_map=new_names, drop=("*",))
 
 
 def _check(source: Path, save_path: object, name_map: object, processes_num: object) -> None:
     if not source.exists():
-        raise SourceError(f"{source}: does not exist; expected a file or a directory of rank directories")
+        raise SourceError(
+            f"{source} does not exist", code="not-found", facts=["expected a file or a directory of rank directories"]
+        )
     if save_path is not None:
         if not isinstance(save_path, str | os.PathLike):
-            raise UsageError(f"save_path is a {type(save_path).__name__}; expected a directory")
+            raise UsageError(f"save_path is a {type(save_path).__name__}; expected a directory", code="wrong-type")
         path = Path(save_path)
         if path.is_file() or (path.suffix and not path.is_dir()):
-            raise UsageError(f"save_path {path} is not a directory (one whose name has a dot must be there already)")
+            raise UsageError(
+                f"save_path {path} is not a directory",
+                code="not-a-directory",
+                facts=["a directory whose name has a dot must exist already"],
+            )
     if name_map is not None and not (
         isinstance(name_map, dict) and all(isinstance(name, str) for item in name_map.items() for name in item)
     ):
-        raise UsageError("name_map is not a dict of old names to new names")
+        raise UsageError("name_map is not a dict of old names to new names", code="bad-name-map")
     if not isinstance(processes_num, int) or processes_num < 1:
-        raise UsageError(f"processes_num is {processes_num!r}; expected a number from 1 on")
+        raise UsageError(f"processes_num is {processes_num!r}; expected a number from 1 on", code="out-of-range")
 
 
 def _places(source: Path, target: Path, pattern: re.Pattern[str], old: str, new: str) -> dict[Path, dict[str, Path]]:
@@ -164,7 +174,11 @@ def _places(source: Path, target: Path, pattern: re.Pattern[str], old: str, new:
     """
     ranks = sorted(path for path in source.iterdir() if path.name.startswith("rank") and path.is_dir())
     if not ranks:
-        raise SourceError(f"{source}: has no directories whose names begin with 'rank'; expected rank_0 and so on")
+        raise SourceError(
+            f"{source} has no directories whose names begin with 'rank'",
+            code="no-checkpoint",
+            facts=["expected rank_0 and so on"],
+        )
     found: dict[Path, dict[str, Path]] = {}
     for rank in ranks:
         place = (target / rank.name).resolve()
@@ -173,7 +187,10 @@ def _places(source: Path, target: Path, pattern: re.Pattern[str], old: str, new:
                 found.setdefault(place.parent, {})[f"{place.name}/{path.stem}{new}"] = path
     if not found:
         raise SourceError(
-            f"{source}: its {len(ranks)} rank directories have no file to convert; expected names that end with {old}"
-            + (f" and contain {pattern.pattern!r}" if pattern.pattern else "")
+            f"the {len(ranks)} rank directories of {source} have no file to convert",
+            code="no-checkpoint",
+            facts=[
+                f"expected names that end with {old}" + (f" and contain {pattern.pattern!r}" if pattern.pattern else "")
+            ],
         )
     return found

@@ -120,7 +120,10 @@ def _rank_and_size() -> tuple[int, int]:
                 rank = _number(pair[0], 0)
                 size = _number(pair[1], 1)
                 if rank >= size and pair[1] in os.environ:
-                    raise UsageError(f"{pair[0]} is {rank} and {pair[1]} is {size}; expected a rank below the size")
+                    raise UsageError(
+                        f"{pair[0]} is {rank} and {pair[1]} is {size}; expected a rank below the size",
+                        code="out-of-range",
+                    )
                 return rank, size
     return 0, 1
 
@@ -128,7 +131,9 @@ def _rank_and_size() -> tuple[int, int]:
 def _number(variable: str, default: int) -> int:
     text = os.environ.get(variable, str(default))
     if not text.isdecimal():
-        raise UsageError(f"{variable} is {text!r} in the environment; expected a number, as a launcher sets it")
+        raise UsageError(
+            f"{variable} is {text!r} in the environment; expected a number, as a launcher sets it", code="bad-number"
+        )
     return int(text)
 
 

@@ -107,7 +107,9 @@ def _check_arguments(parameter_dict: object, strict_load: object, remove_redunda
     if not isinstance(strict_load, bool):
         raise TypeError(f"strict_load is a {type(strict_load).__name__}; expected a bool")
     if not isinstance(remove_redundancy, bool):
-        raise UsageError(f"remove_redundancy is a {type(remove_redundancy).__name__}; expected a bool")
+        raise UsageError(
+            f"remove_redundancy is a {type(remove_redundancy).__name__}; expected a bool", code="wrong-type"
+        )
     if not isinstance(parameter_dict, dict):
         raise TypeError(f"parameter_dict is a {type(parameter_dict).__name__}; expected a dict")
     for name, value in parameter_dict.items():
@@ -175,15 +177,17 @@ def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
         extra = len(tensor.shape) - len(shape)
         if extra <= 0 or tensor.shape != (*shape, *(1,) * extra):
             raise NetworkError(
-                f"parameter {name!r} has shape {shape} in the network and {tensor.shape} in the checkpoint; "
-                "is it the checkpoint of this network, and of this rank?"
+                f"parameter {name!r} has shape {shape} in the network and {tensor.shape} in the checkpoint",
+                code="wrong-shape",
+                hint="load the checkpoint of this network, and of this rank",
             )
         tensor = Tensor.of_kind(tensor.array.reshape(shape), tensor.kind)
     if tensor.kind is not kind:
         if strict_load or not any({tensor.kind.name, kind.name} <= family for family in _FAMILIES):
             raise NetworkError(
                 f"parameter {name!r} is {kind} in the network and {tensor.kind} in the checkpoint"
-                + ("; strict_load converts nothing" if strict_load else "")
+                + ("; strict_load converts nothing" if strict_load else ""),
+                code="wrong-dtype",
             )
         _log.warning("%r is %s in the checkpoint; converted to the network's %s", name, tensor.kind, kind)
         tensor = _converted(name, tensor, kind)
@@ -200,7 +204,10 @@ def _converted(name: str, tensor: Tensor, kind: DType) -> Tensor:
         converted = tensor.astype(qint4x2 if kind is INT4 else kind.numpy())
     if converted.array.dtype.kind == "i":
         if not np.array_equal(converted.array, tensor.array):
-            raise NetworkError(f"parameter {name!r} is {kind} in the network, and the checkpoint has larger numbers")
+            raise NetworkError(
+                f"parameter {name!r} is {kind} in the network, and the checkpoint has larger numbers",
+                code="out-of-range",
+            )
     elif lost := int((np.isfinite(tensor.array) & ~np.isfinite(converted.array)).sum()):
         _log.warning("%r: %d numbers are too large for %s, and are infinite now", name, lost, kind)
     return converted
@@ -212,7 +219,10 @@ def _kind(name: str, place: Any) -> DType:
         return place.kind
     kind = kind_of(place.dtype)
     if kind is None:
-        raise NetworkError(f"parameter {name!r} is {place.dtype} in the network; no checkpoint holds such elements")
+        raise NetworkError(
+            f"parameter {name!r} is {place.dtype} in the network; no checkpoint holds such elements",
+            code="unsupported-dtype",
+        )
     return kind
 
 

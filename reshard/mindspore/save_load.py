@@ -98,8 +98,10 @@ def load_checkpoint(
     loaded = _loaded(path, index, store, is_wanted)
     if not loaded:
         raise UsageError(
-            f"{path}: nothing is left to load of its {len(index.entries)} entries "
-            f"({names(index.entries, most=3)}); check filter_prefix, specify_prefix and choice_func"
+            f"nothing is left to load of the {len(index.entries)} entries of {path}",
+            code="no-tensors",
+            facts=[f"it has {names(index.entries, most=3)}"],
+            hint="check filter_prefix, specify_prefix and choice_func",
         )
     if net is not None:
         load_param_into_net(net, loaded, strict_load, remove_redundancy)
@@ -132,8 +134,10 @@ def load_parts(
             for name in part:
                 if name in loaded and not _are_same(loaded[name], part[name]):
                     raise SourceError(
-                        f"{path}: {name!r} differs from that in {found_in[name]}; expected parts of one checkpoint; "
-                        "move away what is of another one, or choose with specify_prefix, filter_prefix or choice_func"
+                        f"{name!r} in {path} differs from that in {found_in[name]}",
+                        code="files-disagree",
+                        facts=["expected parts of one checkpoint"],
+                        hint="move away files of others, or choose with specify_prefix, filter_prefix or choice_func",
                     )
             loaded |= part
             found_in |= dict.fromkeys(part, path)
@@ -227,7 +231,9 @@ def save_checkpoint(
     _expect("integrated_save", integrated_save, bool, TypeError)
     _expect("async_save", async_save, (bool, str), TypeError)
     if isinstance(async_save, str) and async_save not in {"process", "thread"}:
-        raise UsageError(f"save_checkpoint: async_save is {async_save!r}; expected a bool, 'process' or 'thread'")
+        raise UsageError(
+            f"save_checkpoint: async_save is {async_save!r}; expected a bool, 'process' or 'thread'", code="bad-value"
+        )
     cipher = _cipher(enc_key, enc_mode, format, "enc")
     _expect("crc_check", crc_check, bool)
     remove_redundancy = kwargs.pop("remove_redundancy", None)
@@ -359,14 +365,19 @@ class _InMemory:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         if offset + len(buffer) > len(self._content):
-            raise SourceError(f"{path}: ends at byte {len(self._content)}; {len(buffer)} bytes from {offset} expected")
+            raise SourceError(
+                f"{path} ends at byte {len(self._content)}; expected {len(buffer)} bytes from {offset}",
+                code="truncated",
+            )
         buffer[:] = self._content[offset : offset + len(buffer)]
 
 
 def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Readable]:  # noqa: A002 -- as above
     """Check the file's name, and return it with what reads it."""
     if format not in _FORMATS:
-        raise UsageError(f"load_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'")
+        raise UsageError(
+            f"load_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'", code="unknown-format"
+        )
     if isinstance(file, BytesIO):
         if format == "ckpt":
             raise TypeError("load_checkpoint: a BytesIO can be loaded with format='safetensors' only")
@@ -375,9 +386,13 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Read
         raise TypeError(f"load_checkpoint: ckpt_file_name is a {type(file).__name__}; expected a path")
     path: str = os.fspath(file)
     if not path.endswith(format):
-        raise UsageError(f"load_checkpoint: {path} does not end with {format!r}; give format= as its name ends")
+        raise UsageError(
+            f"load_checkpoint: {path} does not end with {format!r}",
+            code="wrong-extension",
+            hint="give format= as its name ends",
+        )
     if not Path(path).exists():
-        raise SourceError(f"{path}: does not exist")
+        raise SourceError(f"{path} does not exist", code="not-found")
     return os.path.realpath(path), _source_store(cipher)
 
 
@@ -428,7 +443,9 @@ def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
             for way in (True, False)
         )
     if not is_right:
-        raise SourceError(f"{path}: its contents do not have the CRC that it carries ({index.crc}); it is damaged")
+        raise SourceError(
+            f"the contents of {path} do not have the CRC that it carries ({index.crc})", code="wrong-checksum"
+        )
 
 
 def _prefixes(given: object, argument: str) -> tuple[str, ...] | None:
@@ -441,7 +458,10 @@ def _prefixes(given: object, argument: str) -> tuple[str, ...] | None:
         if not isinstance(prefix, str):
             raise TypeError(f"load_checkpoint: {argument} holds a {type(prefix).__name__}; expected strings")
     if not prefixes or "" in prefixes:
-        raise UsageError(f"load_checkpoint: {argument} is empty or holds an empty string; expected beginnings of names")
+        raise UsageError(
+            f"load_checkpoint: {argument} is empty or holds an empty string; expected beginnings of names",
+            code="empty-value",
+        )
     return prefixes
 
 
@@ -459,7 +479,11 @@ def _cipher(key: object, mode: object, format: str, which: str) -> Cipher | None
     _expect(f"{which}_key", key, (bytes, type(None)))
     _expect(f"{which}_mode", mode, str)
     if format == "safetensors" and (key is not None or mode != "AES-GCM"):
-        raise UsageError(f"safetensors files are not encrypted; leave {which}_key and {which}_mode out")
+        raise UsageError(
+            "safetensors files are not encrypted",
+            code="not-encryptable",
+            hint=f"leave {which}_key and {which}_mode out",
+        )
     return Cipher(mode, key) if isinstance(key, bytes) and isinstance(mode, str) else None
 
 
@@ -472,7 +496,9 @@ def _expect(argument: str, value: object, kinds: type | tuple[type, ...], error:
 
 def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str:  # noqa: A002 -- as above
     if format not in _FORMATS:
-        raise UsageError(f"save_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'")
+        raise UsageError(
+            f"save_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'", code="unknown-format"
+        )
     if isinstance(save_obj, str | bytes | int | float | None):
         raise TypeError(
             f"save_checkpoint: save_obj is a {type(save_obj).__name__}; expected a dict, a list or a network"

@@ -83,7 +83,7 @@ def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, 
         try:
             merged = _merged(slices, _folded(*layout_of(strategy[first.name]), first.shape))
         except LayoutError as error:
-            raise LayoutError(f"parameter {first.name!r}: {error}") from None
+            raise error.about(f"parameter {first.name!r}") from None
     elif first.shape:
         merged = np.concatenate(slices)
     else:
@@ -120,15 +120,18 @@ def _checked(given: object) -> list[Parameter]:
 def _merged(slices: Sequence[Array], layout: Layout) -> Array:
     """Put the slices of all ranks together by a layout."""
     if len(slices) != layout.devices:
-        raise LayoutError(f"{len(slices)} slices are given; its layout {layout} is for {layout.devices} devices")
+        raise LayoutError(
+            f"{len(slices)} slices are given; its layout {layout} is for {layout.devices} devices", code="wrong-count"
+        )
     if layout.field:
         return _interleaved(slices, layout)
     if layout.param_split_shape:
         layout = _with_row_sizes(layout)
     elif len({part.shape for part in slices}) > 1:
         raise LayoutError(
-            f"the slices have {names(part.shape[0] for part in slices)} rows; expected the same number in each, "
-            "because the layout has no param_split_shape"
+            f"the slices have {names(part.shape[0] for part in slices)} rows; expected the same number in each",
+            code="row-mismatch",
+            facts=["the layout has no param_split_shape"],
         )
     whole = Block.whole(layout.full_shape(slices[0].shape))
     merged = np.empty(whole.stop, slices[0].dtype)
@@ -138,12 +141,14 @@ def _merged(slices: Sequence[Array], layout: Layout) -> Array:
             if slices[rank].shape != block.shape:
                 raise LayoutError(
                     f"slice {rank} is {shape_text(slices[rank].shape)}; its layout {layout} makes it "
-                    f"{shape_text(block.shape)}"
+                    f"{shape_text(block.shape)}",
+                    code="wrong-shape",
                 )
             if not np.array_equal(_bits(slices[rank]), _bits(slices[ranks[-1]])):
                 raise LayoutError(
-                    f"slices {rank} and {ranks[-1]} differ; its layout {layout} says that they are the same; are the "
-                    "slices in the order of their ranks, and is it this parameter's layout?"
+                    f"slices {rank} and {ranks[-1]} differ; its layout {layout} says that they are the same",
+                    code="replicas-differ",
+                    hint="give the slices in the order of their ranks, and this parameter's layout",
                 )
         merged[block.within(whole)] = slices[ranks[-1]]
     return merged
@@ -161,7 +166,8 @@ def _folded(layout: Layout, expanded: Shape | None, part: Shape) -> Layout:
         if layout.full_shape(part) != expanded:
             raise LayoutError(
                 f"its JSON layout {layout} is of a tensor {shape_text(expanded)}; slices {shape_text(part)} make one "
-                f"of {shape_text(layout.full_shape(part))}"
+                f"of {shape_text(layout.full_shape(part))}",
+                code="wrong-shape",
             )
         return layout
     found = {
@@ -170,7 +176,9 @@ def _folded(layout: Layout, expanded: Shape | None, part: Shape) -> Layout:
     if len(found) != 1:
         raise LayoutError(
             f"its JSON layout {layout} of expanded shape {shape_text(expanded)} stands for {len(found)} layouts whose "
-            f"slices are {shape_text(part)}; expected one; read the protobuf strategy file instead"
+            f"slices are {shape_text(part)}; expected one",
+            code="ambiguous-layout" if found else "strategy-mismatch",
+            hint="read the protobuf strategy file instead",
         )
     return next(iter(found.values()))
 
@@ -185,14 +193,17 @@ def _with_row_sizes(layout: Layout) -> Layout:
     """
     if layout.optimizer_shards > 1:
         raise LayoutError(
-            f"its layout {layout} has param_split_shape and is sharded by the optimizer, too; expected one"
+            f"its layout {layout} has param_split_shape and is sharded by the optimizer, too",
+            code="unsupported-layout",
+            facts=["expected one of the two"],
         )
     rows, beside = layout.splits[0] if layout.splits else 1, prod(layout.splits[1:])
     sizes = layout.param_split_shape
     if len(sizes) != rows * beside or any(sizes[i] != sizes[i - i % beside] for i in range(len(sizes))):
         raise LayoutError(
             f"param_split_shape is {shape_text(sizes)}; expected {rows * beside} sizes, a row size for each slice"
-            + (f" and the same for the {beside} next to each other" if beside > 1 else "")
+            + (f" and the same for the {beside} next to each other" if beside > 1 else ""),
+            code="wrong-sizes",
         )
     return replace(layout, param_split_shape=sizes[::beside], opt_weight_shard_size=0)
 
@@ -202,7 +213,8 @@ def _interleaved(slices: Sequence[Array], layout: Layout) -> Array:
     if layout.param_split_shape or not layout.tensor_map or layout.field < 0:
         raise LayoutError(
             f"field is {layout.field} and param_split_shape {shape_text(layout.param_split_shape)}; expected a tensor "
-            "of rows and fields of equal size"
+            "of rows and fields of equal size",
+            code="unsupported-layout",
         )
     plain = replace(layout, field=0)
     groups = plain.grid(plain.full_shape(slices[0].shape)).ranks
@@ -213,7 +225,9 @@ def _interleaved(slices: Sequence[Array], layout: Layout) -> Array:
     devices = plain.splits[0] // plain.optimizer_shards
     rows, rest = divmod(len(merged), devices * layout.field)
     if rest:
-        raise LayoutError(f"a device's {len(merged) // devices} rows do not divide into {layout.field} fields")
+        raise LayoutError(
+            f"a device's {len(merged) // devices} rows do not divide into {layout.field} fields", code="not-divisible"
+        )
     parts = merged.reshape(devices, layout.field, rows, *merged.shape[1:])
     return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(merged.shape)
 

@@ -111,7 +111,8 @@ def layout_of(given: Any) -> tuple[Layout, Shape | None]:
     except (AttributeError, TypeError) as error:
         raise StrategyError(
             f"a layout is {type(given).__name__} {given!r:.60}, which lacks what a value of "
-            f"build_searched_strategy has ({error})"
+            f"build_searched_strategy has ({error})",
+            code="wrong-type",
         ) from None
     shape = getattr(given, "tensor_shape", None)
     return layout, None if shape is None else tuple(shape)
@@ -184,14 +185,21 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     path = Path(_path(group_info_file_name, "group_info_file_name"))
     content = read_small(path, "group info file", 1 << 26, StrategyError)
     if not content:
-        raise StrategyError(f"{path}: is empty; a group info file was expected (was saving it interrupted?)")
+        raise StrategyError(
+            f"{path} is empty", code="empty-file", facts=["expected a group info file; was saving it interrupted?"]
+        )
     message: Any = message_class("mindspore.straspb.ParallelGroupMap")()
     try:
         message.ParseFromString(content)
     except (DecodeError, UnicodeDecodeError) as error:
-        raise StrategyError(f"{path}: is not a group info file ({error})") from None
+        raise StrategyError(
+            f"{path} is not a group info file", code="not-a-group-info-file", facts=[str(error)]
+        ) from None
     if not message.HasField("ckpt_restore_rank_list"):
-        raise StrategyError(f"{path}: has no ckpt_restore_rank_list; it is truncated, or not a group info file")
+        raise StrategyError(
+            f"{path} has no ckpt_restore_rank_list; it is truncated, or not a group info file",
+            code="not-a-group-info-file",
+        )
     return list(message.ckpt_restore_rank_list.dim)
 
 
@@ -246,7 +254,7 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
                 first_rank = initial_rank
             found[name] = replica_groups(layout, first_rank)
         except LayoutError as error:
-            raise LayoutError(f"parameter {name!r}: {error}") from None
+            raise error.about(f"parameter {name!r}") from None
     return found
 
 
@@ -277,7 +285,9 @@ def remove_param_redundancy(
     if not isinstance(keep_redundancy, int) or isinstance(keep_redundancy, bool):
         raise TypeError(f"keep_redundancy is a {type(keep_redundancy).__name__}; expected an int")
     if keep_redundancy < 0:
-        raise UsageError(f"keep_redundancy is {keep_redundancy}; expected the number of replicas to store")
+        raise UsageError(
+            f"keep_redundancy is {keep_redundancy}; expected the number of replicas to store", code="out-of-range"
+        )
     stored: dict[int, set[str]] = defaultdict(set)
     groups = {name: [tuple(group) for group in held] for name, held in param_redundancy_dict.items()}
     for name, chosen in by_turns(groups, copies=keep_redundancy).items():
@@ -330,7 +340,9 @@ def any_layout(given: Any) -> Layout:
     if isinstance(given, Placed) or not isinstance(given, list | tuple):
         return layout_of(given)[0]
     if len(given) < 2:
-        raise LayoutError(f"its layout is {given!r:.60}; expected (dev_matrix, tensor_map, slice_shape, …)")
+        raise LayoutError(
+            f"its layout is {given!r:.60}; expected (dev_matrix, tensor_map, slice_shape, …)", code="bad-value"
+        )
     layout = Layout.of(given[0], given[1])
     group = given[5] if len(given) > 5 else ""
     if not group:
@@ -340,7 +352,9 @@ def any_layout(given: Any) -> Layout:
     if pieces < 2 or rest:
         raise LayoutError(
             f"its layout names the optimizer's group {group!r}, and slice shape {shape_text(given[2])} does not tell "
-            "into how many pieces that cuts it; give the strategy file instead"
+            "into how many pieces that cuts it",
+            code="unknown-count",
+            hint="give the strategy file instead",
         )
     return replace(layout, opt_weight_shard_size=pieces)
 
@@ -355,7 +369,8 @@ def _is_complete(path: str) -> bool:
         with Path(path).open("rb") as file:
             if int.from_bytes(file.read(4), "little") in MAGICS:
                 return True  # what is inside shows only with the key
-        warnings.warn(f"passed over: {error}", stacklevel=3)
+        reason = "; ".join([error.message, *error.facts])
+        warnings.warn(f"passed over: {reason}", stacklevel=3)
         return False
     return True
 

@@ -108,7 +108,11 @@ def transform_checkpoints(
     source_dir = path_of("src_checkpoints_dir", src_checkpoints_dir)
     target_dir = target_directory("dst_checkpoints_dir", dst_checkpoints_dir)
     if not source_dir.exists():
-        raise DirectoryError(f"src_checkpoints_dir {source_dir} is not there; expected a directory of rank directories")
+        raise DirectoryError(
+            f"src_checkpoints_dir {source_dir} does not exist",
+            code="not-found",
+            facts=["expected a directory of rank directories"],
+        )
     before = strategy_of("src_strategy_file", src_strategy_file)
     after = strategy_of("dst_strategy_file", dst_strategy_file)
     stage: int | Literal["own"] = "own"
@@ -166,17 +170,21 @@ def transform_checkpoint_by_rank(
     target = path_of("save_checkpoint_file_name", save_checkpoint_file_name)
     format = target.suffix.removeprefix(".")  # noqa: A001 -- the word of every such tool
     if format not in FORMATS:
-        raise UsageError(f"save_checkpoint_file_name {target} does not end with .ckpt or .safetensors")
+        raise UsageError(
+            f"save_checkpoint_file_name {target} does not end with .ckpt or .safetensors", code="wrong-extension"
+        )
     files: dict[int, Path] = {}
     faults = Faults("checkpoint_files_map")
     for rank, file in checkpoint_files_map.items():
         check_rank("a key of checkpoint_files_map", rank)
         files[rank] = path_of(f"checkpoint_files_map[{rank}]", file)
         if not files[rank].is_file():
-            faults.add(f"rank {rank}", f"{file} is not there")
+            faults.add(f"rank {rank}", f"{file} does not exist", code="not-found")
     faults.raise_if_any(SourceError)
     if not files:
-        raise UsageError("checkpoint_files_map is empty; expected the files of rank_list_for_transform's ranks")
+        raise UsageError(
+            "checkpoint_files_map is empty; expected the files of rank_list_for_transform's ranks", code="empty-value"
+        )
     check_order("checkpoint_files_map", files)
     before = strategy_of("src_strategy_file", src_strategy_file)
     after = strategy_of("dst_strategy_file", dst_strategy_file)
@@ -184,10 +192,12 @@ def transform_checkpoint_by_rank(
         if others := sorted(set(files) - set(before.ranks)):
             raise UsageError(
                 f"checkpoint_files_map has {ranks_text(others)}; src_strategy_file has ranks {before.ranks.start} to "
-                f"{before.ranks.stop - 1}; give the strategy of all stages (merge_pipeline_strategys), or those ranks"
+                f"{before.ranks.stop - 1}",
+                code="no-such-rank",
+                hint="give the strategy of all stages (merge_pipeline_strategys), or the files of those ranks",
             )
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():
-            faults.add(f"source rank {rank}", f"is not there; {needed_text(needing, [rank_id])}")
+            faults.add(f"source rank {rank}", f"has no file; {needed_text(needing, [rank_id])}", code="missing-ranks")
         faults.raise_if_any(SourceError)
         with own_words():
             source = open_source(files, strategy=before, stage="own", partial=True)
@@ -281,18 +291,23 @@ def load_segmented_checkpoints(
     """
     directory = path_of("ckpt_file_dir", ckpt_file_dir)
     if not directory.is_dir():
-        raise DirectoryError(f"ckpt_file_dir {directory} is not there, or no directory")
+        raise DirectoryError(f"ckpt_file_dir {directory} is not a directory", code="not-a-directory")
     parts = {format: sorted(directory.glob(f"*.{format}")) for format in FORMATS}  # noqa: A001 -- as above
     if all(parts.values()):
-        raise SourceError(f"{directory}: holds both .ckpt and .safetensors files; expected one kind; move one away")
+        raise SourceError(
+            f"{directory} holds both .ckpt and .safetensors files", code="mixed-formats", hint="move one kind away"
+        )
     found = parts["ckpt"] or parts["safetensors"]
     if not found:
-        raise SourceError(f"{directory}: holds no checkpoint file; expected names that end with .ckpt")
+        raise SourceError(
+            f"{directory} holds no checkpoint file; expected names that end with .ckpt", code="no-checkpoint"
+        )
     loaded = load_parts(found, filter_prefix, dec_key, dec_mode, specify_prefix, choice_func)
     if not loaded:
         raise UsageError(
-            f"{directory}: nothing is left to load of its {len(found)} files; check filter_prefix, specify_prefix and "
-            "choice_func"
+            f"nothing is left to load of the {len(found)} files of {directory}",
+            code="no-tensors",
+            hint="check filter_prefix, specify_prefix and choice_func",
         )
     if net is not None:
         load_param_into_net(net, loaded, strict_load)

@@ -120,7 +120,11 @@ def unified_safetensors(
     threads = min(thread_count("max_process_num", max_process_num), THREADS)
     process, processes = _share(split_dst_file)
     if not source_dir.is_dir():
-        raise SourceError(f"src_dir {source_dir} is not there, or a file; expected a directory of rank directories")
+        raise SourceError(
+            f"src_dir {source_dir} is not a directory",
+            code="not-a-directory",
+            facts=["expected a directory of rank directories"],
+        )
     before = strategy_of("src_strategy_file", src_strategy_file)
     checked_format(source_dir)
     opened = open_ranks(source_dir, before, None, suffix=file_suffix)
@@ -141,7 +145,7 @@ def unified_safetensors(
         replace(opened, tensors={name: opened.tensors[name] for name in mine}),
         format="safetensors",
         files=files,
-        selection=Selection(names=mine),
+        selection=Selection(name_map=mine),
         drop=["*"],
         allow_missing=["*"],
     )
@@ -229,7 +233,11 @@ def load_distributed_checkpoint(
         cipher = None if dec_key is None else Cipher(dec_mode, dec_key)
         source = _opened_ranks(checkpoint_filenames, train_strategy_filename, cipher)
     elif any(only_ckpt.values()):
-        raise UsageError(f"with format='safetensors' leave out {names(n for n, given in only_ckpt.items() if given)}")
+        raise UsageError(
+            f"format='safetensors' does not take {names(n for n, given in only_ckpt.items() if given)}",
+            code="option-of-another-format",
+            hint="leave it out",
+        )
     else:
         source = _opened_set(unified_safetensors_dir)
     new_names = _renamed(source, name_map)
@@ -238,7 +246,9 @@ def load_distributed_checkpoint(
     if network is None:
         name, ranks = _target(after, rank_id, output_format)
         if dst_safetensors_dir is None:
-            raise UsageError("dst_safetensors_dir is None; without a network it is where the files go")
+            raise UsageError(
+                "dst_safetensors_dir is None; without a network it is where the files go", code="missing-option"
+            )
         target_dir = target_directory("dst_safetensors_dir", dst_safetensors_dir)
         if ranks is None:
             check_target_stages("predict_strategy", source, after)
@@ -263,10 +273,16 @@ def load_distributed_checkpoint(
 def _opened_set(unified_safetensors_dir: PathLike | None) -> Checkpoint:
     """Open whole tensors."""
     if unified_safetensors_dir is None:
-        raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
+        raise UsageError(
+            "unified_safetensors_dir is None; with format='safetensors' it is the source", code="missing-option"
+        )
     source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
     if present_ranks(source_dir) - {0} and not read_index(as_place(source_dir)):
-        raise SourceError(f"{source_dir}: has rank directories and no whole tensors; first use unified_safetensors")
+        raise SourceError(
+            f"{source_dir} has rank directories and no whole tensors",
+            code="needs-whole-tensors",
+            hint="first use unified_safetensors",
+        )
     return open_source(source_dir)
 
 
@@ -279,7 +295,10 @@ def _share(split_dst_file: object) -> tuple[int, int]:
     for number in split_dst_file:
         whole_number("a number of split_dst_file", number)
     if len(split_dst_file) != 2 or not 1 <= split_dst_file[0] <= split_dst_file[1]:
-        raise UsageError(f"split_dst_file is {split_dst_file}; expected (number, count), numbers from 1 to count")
+        raise UsageError(
+            f"split_dst_file is {split_dst_file}; expected (number, count), numbers from 1 to count",
+            code="out-of-range",
+        )
     return split_dst_file[0], split_dst_file[1]
 
 
@@ -304,8 +323,10 @@ def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None)
     if accumulated:
         _log.info("%s: accumulated gradients are left out: %s", source.root, names(accumulated))
     if not found:
-        raise UsageError(f"{source.root}: choice_func keeps none of {len(source.tensors)} tensors")
-    return Selection(names=found).renamed(list(found))
+        raise UsageError(
+            f"choice_func keeps none of the {len(source.tensors)} tensors of {source.root}", code="no-tensors"
+        )
+    return Selection(name_map=found).renamed(list(found))
 
 
 def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
@@ -320,18 +341,22 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
     faults = Faults("name_map")
     for old, found in in_network.items():
         if len(found) > 1:
-            faults.add(f"name {old!r} in the files", f"is given to {names(found)}; expected one name in the network")
+            faults.add(f"name {old!r} in the files", f"is given to {names(found)}; expected one", code="duplicate-name")
     faults.raise_if_any(UsageError)
     unknown = [old for old in in_network if old not in source.tensors]
     if unknown and len(unknown) == len(in_network):
         raise UsageError(
-            f"name_map: no file has {names(map(repr, unknown))}; expected names in the network to names in the files, "
-            f"which are {names(map(repr, source.tensors))}"
+            f"name_map: no file has {names(map(repr, unknown))}",
+            code="no-match",
+            facts=[
+                "expected names in the network to names in the files",
+                f"the files have {names(map(repr, source.tensors))}",
+            ],
         )
     if unknown:
         _log.warning("name_map: no file has %s", names(map(repr, unknown)))
     known = {old: found[0] for old, found in in_network.items() if old in source.tensors}
-    return Selection(names=known).renamed(list(source.tensors))
+    return Selection(name_map=known).renamed(list(source.tensors))
 
 
 def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) -> dict[str, str]:
@@ -346,8 +371,10 @@ def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) ->
         _log.warning("%s: left out, as predict_strategy does not name it: %s", source.root, names(left_out, most=20))
     if not any(new in after.tensors for new in new_names.values()):
         raise StrategyError(
-            f"{source.root}: predict_strategy names none of the tensors; it has {names(after.tensors)}, the files have "
-            f"{names(new_names.values())}; is it of another model?"
+            f"predict_strategy names none of the tensors of {source.root}",
+            code="other-strategy",
+            facts=[f"it has {names(after.tensors)}", f"the files have {names(new_names.values())}"],
+            hint="use the strategy of this model",
         )
     return kept
 
@@ -368,9 +395,13 @@ def _with_place(new_names: Mapping[str, str], network: Any) -> dict[str, str]:
 def _planned(source: Checkpoint, after: Strategy | None, new_names: Mapping[str, str], **options: Any) -> Plan:
     """Plan some tensors of a source, under new names; what was left out on purpose is not missing."""
     if not new_names:
-        raise SourceError(f"{source.root}: the network has no place for any of {names(source.tensors)}")
+        raise SourceError(
+            f"the network has no place for any tensor of {source.root}",
+            code="different-model",
+            facts=[f"it has {names(source.tensors)}"],
+        )
     some = replace(source, tensors={name: source.tensors[name] for name in new_names})
-    selection = Selection(names=new_names, drop=("*",), allow_missing=("*",))
+    selection = Selection(name_map=new_names, drop=("*",), allow_missing=("*",))
     planned = plan(some, after, stage=own_stage(after), selection=selection, **options)
     return replace(planned, missing=tuple(name for name in planned.missing if name not in source.tensors))
 
@@ -383,14 +414,15 @@ def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher
     faults = Faults("checkpoint_filenames")
     for number, file in enumerate(files):
         if not file.is_file() or not file.stat().st_size:
-            faults.add(f"[{number}]", f"{file} is not there, or is empty")
+            faults.add(f"[{number}]", f"{file} does not exist, or is empty", code="not-found")
     faults.raise_if_any(SourceError)
     before = strategy_of("train_strategy_filename", train_strategy)
     ranks = before.ranks if before else range(1)
     if len(files) != len(ranks):
         raise UsageError(
             f"checkpoint_filenames has {len(files)} files; "
-            + (f"the training strategy has {len(ranks)} ranks" if before else "several need train_strategy_filename")
+            + (f"the training strategy has {len(ranks)} ranks" if before else "several need train_strategy_filename"),
+            code="wrong-count",
         )
     check_order("checkpoint_filenames", dict(enumerate(files)))
     with own_words():

@@ -121,12 +121,10 @@ class Budget(NamedTuple):
                 return self._replace(threads=fewer, band_bytes=band)
         megabytes = ceil((taken + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
-            Text(
-                f"{bytes_text(memory)} of memory are too little; ",
-                Option("memory", megabytes * 1_000_000, f"{megabytes}MB"),
-                f" works: {bytes_text(taken)} for {what}, and the rest to hold a band of {band_of}",
-            )
-        )
+            f"{bytes_text(memory)} of memory is not enough", code="not-enough-memory",
+            facts=[f"{bytes_text(taken)} is for {what}, the rest for a band of {band_of}"],
+            hint=Text("the least that works is ", Option("memory", megabytes * 1_000_000, f"{megabytes}MB")),
+        )  # fmt: skip
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
         """Return what a run of so many tasks takes, whose largest band has so many bytes."""

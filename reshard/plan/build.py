@@ -145,12 +145,12 @@ class _Routes:
         for source, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True):
             if not replicas and any(source & block for block in wanted.blocks):
                 grid = strategy.grid(spec.name, spec.shape) if strategy else None
-                given = zip(grid.blocks, grid.ranks, strict=True) if grid else ()
-                ranks = next((ranks for block, ranks in given if block == source), ())
+                owners = zip(grid.blocks, grid.ranks, strict=True) if grid else ()
+                ranks = next((ranks for block, ranks in owners if block == source), ())
                 self._faults.add(
-                    f"tensor {spec.name!r}",
-                    f"block {source} is in no file that is there; expected in that of {ranks_text(ranks)}",
-                )
+                    f"tensor {spec.name!r}", f"lacks block {source}; expected it in the file of {ranks_text(ranks)}",
+                    code="missing-block",
+                )  # fmt: skip
 
 
 def _route(tensor: Tensor, wanted: Wanted, only: Where | None) -> Route | None:

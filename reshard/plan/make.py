@@ -94,13 +94,18 @@ def plan(
         UsageError: an unknown format or rank, an invalid prefix, or a format that is not encrypted.
     """
     if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
-        raise UsageError(f"source is {source!r}; expected a Checkpoint: open it with reshard.open")
+        raise UsageError(
+            f"source is {source!r}; expected a Checkpoint", code="wrong-type", hint="open it with reshard.open"
+        )
     if isinstance(memory, str):
-        raise UsageError(f"memory is {memory!r}; expected a number of bytes")
+        raise UsageError(f"memory is {memory!r}; expected a number of bytes", code="wrong-type")
     if threads is not None and threads < 1:
-        raise UsageError(f"threads is {threads}; expected at least 1")
+        raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
-        raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
+        raise UsageError(
+            f"target is {target!r}; expected a Strategy", code="wrong-type",
+            hint="read the file with reshard.read_strategy",
+        )  # fmt: skip
     source.require_whole()
     selection = selection or Selection()
     source = derived(source, selection)
@@ -180,7 +185,7 @@ def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Pl
 def _format_of(source: Checkpoint, files: AnyFiles, own: str, asked: str | None) -> str:
     """Return the format of a target's files: their own, the only one, or the one asked for, or the source's."""
     if asked not in {None, own} and (own or asked in OF_FORMATS):
-        raise UsageError(f"format {asked} and {type(files).__name__} do not go together")
+        raise UsageError(f"{type(files).__name__} does not write format {asked}", code="wrong-format")
     before = source.format if source.format in {known.NAME for known in formats()} else "safetensors"
     return own or by_name(asked or str(before)).NAME
 
@@ -199,24 +204,25 @@ def _of_stage(
         if isinstance(target, Strategy) and target.others:
             number = target.stages.start
             raise StrategyError(
-                Text(
-                    f"the target strategy is that of stage {number} of a pipeline, which has others; give "
-                    f"{ALL_STAGES}, or ",
-                    Option("target_stage", number),
-                    " if only the ranks of this one are wanted",
-                )
-            )
+                f"the target strategy covers only stage {number} of a pipeline", code="one-stage",
+                hint=Text(f"give {ALL_STAGES}, or ", Option("target_stage", number), " to write only its ranks"),
+            )  # fmt: skip
         return target, wanted
     if not isinstance(target, Strategy):
-        raise UsageError(f"stage {stage} of the target is asked for, and no strategy says which ranks it has")
-    one = target.of_stage(stage)
-    outside = set(wanted or ()).difference(one.ranks)
+        raise UsageError(
+            f"no target strategy says which ranks stage {stage} has", code="missing-strategy",
+            hint=Text("give ", Option("target_strategy")),
+        )  # fmt: skip
+    part = target.of_stage(stage)
+    outside = set(wanted or ()).difference(part.ranks)
     if outside:
-        asked = f"{ranks_text(outside)} {'is' if len(outside) == 1 else 'are'} asked for"
-        raise UsageError(f"{asked}; stage {stage} has the {ranks_text(one.ranks)}")
+        raise UsageError(
+            f"{ranks_text(outside)} {'is' if len(outside) == 1 else 'are'} not in stage {stage} of the target",
+            code="no-such-rank", facts=[f"stage {stage} has {ranks_text(part.ranks)}"],
+        )  # fmt: skip
     if len(target.stages) == 1:
-        return one, wanted
-    return target, tuple(one.ranks) if wanted is None else wanted  # all of it says which tensors other stages have
+        return part, wanted
+    return target, tuple(part.ranks) if wanted is None else wanted  # all of it says which tensors other stages have
 
 
 def plan_convert(
@@ -259,8 +265,10 @@ def plan_convert(
     path = as_place(path)
     if rules is not None:
         if path.is_dir():
-            why = "rules make tensors of those of several files; unify it, or transform it"
-            raise UsageError(f"{path}: is a directory, and {why}")
+            raise UsageError(
+                f"{path} is a directory; rules are applied to all files together", code="not-a-file",
+                hint=Text("leave ", Option("same_ranks"), " out"),
+            )  # fmt: skip
         selection = Selection(drop=globs(drop), rules=rules)
         return plan(
             open_checkpoint(path, cipher=cipher), format=format, files=NamedFile(name or path.name),
@@ -275,7 +283,10 @@ def plan_convert(
             return plan(opened, target, format=format, drop=dropped, threads=threads, target_cipher=target_cipher)
         kind = "distributed checkpoint"
     if kind:
-        raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
+        raise UsageError(
+            f"{path} is a {kind}, which is not converted file by file", code="not-convertible",
+            hint=Text("leave ", Option("same_ranks"), " out: whole tensors are written"),
+        )  # fmt: skip
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     if name is not None:
         NamedFile(name).shard_files([], "")  # refuses what is not a name
@@ -330,11 +341,11 @@ def plan_files(
 
 
 def _to_write(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A002 -- as above
-    """Return what encrypts target files, in its mode: `UsageError` where there is no such thing in their format."""
+    """Return what encrypts target files, in its mode; raise `UsageError` if their format has no encryption."""
     if cipher is not None and format != "ckpt":
         raise UsageError(
-            Text(f"{format} files are not encrypted; choose the format ckpt, which `reshard transform` and `convert` "
-                 "write, or leave the key of the target out (", Option("target_cipher"), ")")
+            f"{format} files cannot be encrypted", code="not-encryptable",
+            hint=Text("choose format ckpt, or leave ", Option("target_cipher"), " out"),
         )  # fmt: skip
     return cipher and replace(cipher, mode=cipher.mode or MODE, required=True)
 

@@ -66,17 +66,25 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
         UsageError: an unknown partition, or one that the storage has no way for.
     """
     if partition not in {None, *PARTITIONS}:
-        raise UsageError(f"unknown partition {partition!r}; known are {' and '.join(PARTITIONS)}")
+        raise UsageError(
+            f"there is no partition {partition!r}", code="unknown-partition",
+            hint=f"choose {' or '.join(PARTITIONS)}",
+        )  # fmt: skip
     if partition == "tensor" and not can(directory).positioned:
         raise UsageError(
-            f"{directory}: files at URLs are written from first byte to last; leave partition 'tensor' out"
-        )
+            f"files in {directory} can only be written from first byte to last", code="wrong-partition",
+            hint="leave partition 'tensor' out",
+        )  # fmt: skip
     if partition == "tensor" and plan.cipher is not None:
-        raise UsageError("files that are encrypted are written from first byte to last; leave partition 'tensor' out")
+        raise UsageError(
+            "encrypted files can only be written from first byte to last", code="wrong-partition",
+            hint="leave partition 'tensor' out",
+        )  # fmt: skip
     if plan.exclusive and partition == "file" and can(directory).positioned:
         raise UsageError(
-            f"{directory}: a zarr store in a local directory is written by tensor; leave partition 'file' out"
-        )
+            f"a zarr store in a local directory such as {directory} is written by tensor", code="wrong-partition",
+            hint="leave partition 'file' out",
+        )  # fmt: skip
     by_file = partition == "file" or plan.cipher is not None or not can(directory).positioned
     if not by_file or plan.by_file:
         return plan

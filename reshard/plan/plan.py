@@ -333,7 +333,10 @@ class Plan:
             UsageError: the plan does not write this rank.
         """
         if rank not in self.ranks:
-            raise UsageError(f"rank {rank} is not written by this plan; its ranks are {ranges_text(self.ranks)}")
+            raise UsageError(
+                f"this plan does not write rank {rank}", code="no-such-rank",
+                facts=[f"it writes ranks {ranges_text(self.ranks)}"],
+            )  # fmt: skip
         arrays: RankArrays = upward("RankArrays")(self.source, self.blocks(rank), self.texts)
         return arrays
 
@@ -353,7 +356,10 @@ class Plan:
         """
         if name is not None and not any(name in label for label in self.labels):
             alike = get_close_matches(name, (label.name for label in self.labels), n=3)
-            raise UsageError(f"the plan moves no tensor {name!r}{f'; did you mean {names(alike)}?' if alike else ''}")
+            raise UsageError(
+                f"the plan moves no tensor {name!r}", code="no-match",
+                hint=f"did you mean {names(alike)}?" if alike else "",
+            )  # fmt: skip
         drawn: Picture = upward("picture")(self, name)
         return drawn
 
@@ -362,7 +368,7 @@ class Plan:
         directory: AnyName,
         *,
         client: Any = None,
-        scheduler: str | None = None,
+        scheduler: str | Callable[..., Any] | None = None,
         threads: int | None = None,
         fsync: bool = True,
         drop_cache: bool | None = None,

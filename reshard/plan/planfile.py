@@ -164,13 +164,13 @@ class PlanFile:
         mode = content["target"]["encryption"]
         if mode is not None and target_cipher is None:
             raise UsageError(
-                Text(f"{self.path}: the target is to be encrypted, and a plan file holds no key; give it: ",
-                     Option("target_cipher", mode))
+                f"the target that {self.path} plans is to be encrypted", code="no-key",
+                facts=["a plan file holds no key"], hint=Text("give it: ", Option("target_cipher", mode)),
             )  # fmt: skip
         if mode is None and target_cipher is not None:
             raise UsageError(
-                Text(f"{self.path}: the target was planned plain; plan again with the key, or leave it out (",
-                     Option("target_cipher"), ")")
+                f"the target that {self.path} plans is not encrypted", code="not-encrypted",
+                hint=Text("plan again with the key, or leave ", Option("target_cipher"), " out"),
             )  # fmt: skip
         root = Path(source or self.source).absolute()
         iteration = Path(self.source).name
@@ -196,17 +196,20 @@ class PlanFile:
             from reshard import __version__
 
             raise PlanError(
-                f"{self.path}: this reshard ({__version__}) would write something else than was planned (by reshard "
-                f"{content['made_by']}), or the file was changed; plan again"
-            )
+                f"this reshard would not write what {self.path} planned", code="different-plan",
+                facts=[
+                    f"reshard {content['made_by']} made the plan, and this is {__version__}; or the file was changed"
+                ],
+                hint="plan again",
+            )  # fmt: skip
         return made
 
     def _opened(self, root: Path, cipher: Cipher | None) -> Checkpoint:
         given = self._content["source"]
         if given["encrypted"] and cipher is None:
             raise UsageError(
-                Text(f"{self.path}: the source is encrypted, and a plan file holds no key; give it: ",
-                     Option("key"))
+                f"the source that {self.path} plans with is encrypted", code="no-key",
+                facts=["a plan file holds no key"], hint=Text("give it: ", Option("key")),
             )  # fmt: skip
         self._check_sizes(root)
         paths: dict[int, list[Place]] = {}
@@ -215,7 +218,10 @@ class PlanFile:
         if given["described_by"]:
             checkpoint = open_checkpoint(as_place(root), contents=False)
             if checkpoint.described_by != given["described_by"]:
-                raise TargetError(f"{root}: has no {given['described_by']}; {_OTHER_FILES}")
+                raise TargetError(
+                    f"{root} has no {given['described_by']}, unlike when it was planned", code="source-changed",
+                    hint=_OTHER_FILES,
+                )  # fmt: skip
             tensors = with_varying(checkpoint.tensors, set(given["varying"]))
             checkpoint = replace(checkpoint, tensors=tensors)
         else:
@@ -240,12 +246,13 @@ class PlanFile:
             try:
                 status = (root / path).stat()
             except OSError as error:
-                missing.add(path, f"cannot be found ({error.strerror})")
+                missing.add(path, f"cannot be found ({error.strerror})", code="not-found")
                 continue
             if not S_ISREG(status.st_mode):  # to open a pipe would wait for ever
-                missing.add(path, "is not a regular file")
+                missing.add(path, "is not a regular file", code="not-a-file")
             elif status.st_size != nbytes:
-                changed.add(path, f"has {status.st_size} bytes; it had {nbytes} when it was planned")
+                sizes = f"has {status.st_size} bytes; it had {nbytes} when it was planned"
+                changed.add(path, sizes, code="source-changed")
         missing.raise_if_any(SourceError, advice=Text("say where the source is: ", Option("source")))
         changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
@@ -255,18 +262,19 @@ class PlanFile:
         files = {file.path: file for file in _listed(checkpoint)}
         planned = {path for _, path, *_ in given["files"]}
         for path in files.keys() ^ planned:  # of a store, which lists its own
-            changed.add(path, "was there when it was planned; it is gone" if path in planned else "was not there then")
+            problem = "is gone since it was planned" if path in planned else "is new since it was planned"
+            changed.add(path, problem, code="files-gone" if path in planned else "files-added")
         for _, path, _, header, pages in given["files"]:
             if path not in files:
                 continue
             if files[path].header != given["headers"][header]:
-                changed.add(path, "has other tensors, in its header, than when it was planned")
+                changed.add(path, "has another header than when it was planned", code="header-changed")
             elif pages_digest(files[path].place) != pages:
-                changed.add(path, "has other contents than when it was planned")
+                changed.add(path, "has other contents than when it was planned", code="source-changed")
         changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
 
-_OTHER_FILES = "they are not the files that were planned with; give those, or plan again"
+_OTHER_FILES = "give the files that were planned with, or plan again"
 
 
 def read_plan(
@@ -317,8 +325,9 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
     """
     if plan.request is None:
         raise UsageError(
-            "a plan to convert file by file needs nothing but the files, and cannot be saved; run it where they are"
-        )
+            "a plan to convert file by file cannot be saved", code="not-savable",
+            hint="run it where the files are; it needs nothing else",
+        )  # fmt: skip
     source = files_read(plan.source.root, plan.source.files)
     refuse_inputs([path], source, "one of the source files", "choose another name for the plan")
     refuse_existing(path, overwrite=overwrite)
@@ -326,7 +335,7 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
     try:
         _checked(content, "plan")
     except PlanError as error:
-        raise UsageError(f"this plan cannot be saved: {error}") from None
+        raise UsageError("this plan cannot be saved", code="not-savable", facts=[error.message, *error.facts]) from None
     write_whole(Path(path), content)
 
 
@@ -362,7 +371,11 @@ def read_selection(content: Json) -> Selection:
     """Return the selection that `selection_data` wrote, or raise `ValueError` where it is not valid."""
     check(content, SELECTION)
     _check_names(content["names"])
-    return Selection(**content)
+    return _selection(content)
+
+
+def _selection(content: Json) -> Selection:
+    return Selection(**{"name_map" if key == "names" else key: value for key, value in content.items()})
 
 
 def _source_data(source: Checkpoint) -> Json:
@@ -424,8 +437,9 @@ def _listed(source: Checkpoint) -> list[_Listed]:
     for (rank, place, nbytes), header in parts.items():
         if not Path(place).is_relative_to(root):
             raise UsageError(
-                f"{place}: is not below {root}; a plan can be saved if all files of its source are in one directory"
-            )
+                f"{place} is not below {root}", code="not-savable",
+                facts=["a plan can be saved only if all files of its source are in one directory"],
+            )  # fmt: skip
         below = Path(place).relative_to(root).as_posix()
         found.append(_Listed(rank, below, nbytes, header, place))
     return found
@@ -434,11 +448,14 @@ def _listed(source: Checkpoint) -> list[_Listed]:
 def _way_data(files: AnyFiles) -> Json:
     fields: Any = files  # each of the classes below is a tuple or a dataclass
     if isinstance(files, ZarrGroup) and files.times:
-        raise UsageError("a plan of a zarr store with the times of its source files cannot be saved; leave them out")
+        raise UsageError(
+            "a plan of a zarr store with the times of its source files cannot be saved", code="not-savable",
+            hint="leave the times out",
+        )  # fmt: skip
     for name, (way, _) in _WAYS.items():
         if type(files) is way:
             return {"way": name, "fields": fields if isinstance(fields, tuple) else astuple(fields)}
-    raise UsageError(f"a plan whose files are laid out by {type(files).__name__} cannot be saved")
+    raise UsageError(f"a plan with files of {type(files).__name__} cannot be saved", code="not-savable")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -456,7 +473,11 @@ def _checked(content: bytes, path: str) -> PlanFile:
         read_small_strategy(found["source"]["strategy"])
         _request(found)
     except (ValueError, ReshardError) as error:
-        raise PlanError(f"{path}: is not a valid plan file: {error}") from None
+        raise PlanError(
+            f"{path} is not a valid plan file",
+            code="not-a-plan",
+            facts=[line.strip() for line in str(error).splitlines()],
+        ) from None
     return PlanFile(path, found["source"]["root"], found["directory"], found)
 
 
@@ -505,7 +526,7 @@ def _request(content: Json) -> Request:
         target["format"],
         _WAYS[files["way"]][0](*files["fields"]),
         target["ranks"],
-        Selection(**content["selection"]),
+        _selection(content["selection"]),
         target["remove_redundancy"],
         target["link_replicas"],
         target["memory"],
@@ -521,6 +542,6 @@ def check_directory(directory: str) -> None:
     """
     if not is_inner_path(directory):
         raise UsageError(
-            f"target {directory!r} is not below the current directory, and so no plan file may name it; leave it out "
-            "and give it to `reshard run`"
-        )
+            f"target {directory!r} is not below the current directory", code="outside-directory",
+            facts=["a plan file may not name such a directory"], hint="leave it out, and give it to `reshard run`",
+        )  # fmt: skip

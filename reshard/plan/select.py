@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Selection:
     """Which tensors are selected, under which names, as which dtypes.
 
@@ -61,7 +62,7 @@ class Selection:
         include: only tensors that one of these matches; all where there is none.
         exclude: no tensors that one of these matches.
         weights_only: no optimizer states, nor what else only training needs (`global_step`, `learning_rate`, text).
-        names: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
+        name_map: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
             stars stand in the new name too, in order; the first that matches counts, exact names before globs.
             Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
         cast: source dtype to target dtype, by name (`bfloat16` or `bf16`), as numpy's and ml_dtypes' `astype`: to
@@ -76,47 +77,65 @@ class Selection:
     Raises:
         UsageError: an unknown dtype, a cast or a map of names that contradicts itself; all at once.
 
-    >>> Selection(names={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
+    >>> Selection(name_map={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
     {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}
-    >>> Selection(names={"model.wq": "model.q_proj"}).renamed(["model.wq", "optim.state.wq.exp_avg"])
+    >>> Selection(name_map={"model.wq": "model.q_proj"}).renamed(["model.wq", "optim.state.wq.exp_avg"])
     {'model.wq': 'model.q_proj', 'optim.state.wq.exp_avg': 'optim.state.q_proj.exp_avg'}
     """
 
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    weights_only: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    cast: Mapping[str, str] = field(default_factory=dict)
-    drop: tuple[str, ...] = ()
-    allow_missing: tuple[str, ...] = ()
-    rules: Rules | None = None
-    lora: LoRA | None = None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    weights_only: bool
+    name_map: Mapping[str, str]
+    cast: Mapping[str, str]
+    drop: tuple[str, ...]
+    allow_missing: tuple[str, ...]
+    rules: Rules | None
+    lora: LoRA | None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.rules, Mapping):
+    def __init__(
+        self,
+        include: str | Iterable[str] = (),
+        exclude: str | Iterable[str] = (),
+        weights_only: bool = False,
+        name_map: Mapping[str, str] = MappingProxyType({}),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        drop: str | Iterable[str] = (),
+        allow_missing: str | Iterable[str] = (),
+        rules: Rules | Mapping[str, Any] | None = None,
+        lora: LoRA | Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(rules, Mapping):
             from reshard.rules.rules import Rules  # seldom
 
-            object.__setattr__(self, "rules", Rules.of(self.rules))
-        if isinstance(self.lora, Mapping):
+            rules = Rules.of(rules)
+        if isinstance(lora, Mapping):
             from reshard.rules.lora import LoRA  # likewise
 
-            object.__setattr__(self, "lora", LoRA(**self.lora))
-        for attribute in ("include", "exclude", "drop", "allow_missing"):
-            object.__setattr__(self, attribute, globs(getattr(self, attribute)))
+            lora = LoRA(**lora)
+        given = {
+            "include": globs(include), "exclude": globs(exclude), "weights_only": weights_only,
+            "name_map": dict(name_map), "drop": globs(drop), "allow_missing": globs(allow_missing), "rules": rules,
+            "lora": lora,
+        }  # fmt: skip
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
         faults = Faults("selection")
-        cast: dict[str, str] = {}
-        for old, new in self.cast.items():
+        casts: dict[str, str] = {}
+        for old, new in cast.items():
             before, after = by_name(old, UsageError), by_name(new, UsageError)
             if fault := cast_fault(before, after):
-                faults.add(f"cast {old}={new}", fault)
-            if (first := cast.setdefault(before.name, after.name)) != after.name:
-                faults.add(f"cast {old}={new}", f"{before} cannot become both {first} and {after}")
-        object.__setattr__(self, "cast", cast)
-        for old, new in self.names.items():
+                faults.add(f"cast {old}={new}", fault, code="unsupported-cast")
+            if (first := casts.setdefault(before.name, after.name)) != after.name:
+                both = f"{before} cannot become both {first} and {after}"
+                faults.add(f"cast {old}={new}", both, code="conflicting-options")
+        object.__setattr__(self, "cast", casts)
+        for old, new in self.name_map.items():
             if new.count("*") > old.count("*"):
-                faults.add(f"name {old!r}", f"becomes {new!r}, which has more stars than the old name")
+                more = f"becomes {new!r}, which has more stars than the old name"
+                faults.add(f"name {old!r}", more, code="bad-pattern")
             if not old or not new:
-                faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty")
+                faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty", code="bad-name")
         faults.raise_if_any(UsageError)
 
     def target_dtype(self, source: Checkpoint, name: str) -> DType:
@@ -138,27 +157,29 @@ class Selection:
         Raises:
             UsageError: two tensors would have one name, or an old name is not there; all at once.
         """
-        rename = _Renaming(self.names, set(known or chosen))
-        found = [(name, rename(name)) for name in chosen]
+        rename = _Renaming(self.name_map, set(known or chosen))
+        pairs = [(name, rename(name)) for name in chosen]
         faults = Faults("name map")
         for old in rename.unused():
-            faults.add(f"name {old!r}", partial(_no_match, old, rename.known, before))
+            faults.add(f"name {old!r}", partial(_no_match, old, rename.known, before), code="no-match")
         by_new: dict[str, list[str]] = {}
-        for old, new in found:
+        for old, new in pairs:
             by_new.setdefault(new, []).append(old)
         for new, olds in by_new.items():
             if len(olds) > 1 or not new:
-                faults.add(f"name {new!r}", f"is given to {names(olds)}; every tensor needs a name of its own")
+                shared = f"is given to {names(olds)}; every tensor needs its own name"
+                faults.add(f"name {new!r}", shared, code="duplicate-name")
         faults.raise_if_any(UsageError)
-        return dict(found)
+        return dict(pairs)
 
 
 def selection_data(selection: Selection) -> dict[str, object]:
     """Return a selection as JSON has it; `planfile.read_selection` reads it."""
-    given = ((one.name, getattr(selection, one.name)) for one in fields(selection))
-    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given}
+    pairs = ((field.name, getattr(selection, field.name)) for field in fields(selection))
+    values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in pairs}
+    values["names"] = values.pop("name_map")  # as ledgers and plan files have it
     return {
-        **found,
+        **values,
         "rules": selection.rules and selection.rules.data(),
         "lora": selection.lora and asdict(selection.lora),
     }
@@ -177,9 +198,9 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
     twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]
     if source.lora and twice:
         raise UsageError(
-            f"cast {names(twice)}: would round merged weights twice, as they are rounded to their own dtype; cast in a "
-            "run of its own, before or after"
-        )
+            f"cast {names(twice)} would round merged weights twice", code="rounds-twice",
+            facts=["merged weights are rounded to their own dtype"], hint="cast in a run of its own, before or after",
+        )  # fmt: skip
     return source
 
 
@@ -288,15 +309,16 @@ def select(
         if target is not None and new not in wanted and has_no_place(source, target, name):
             dropped.append(name)
             if not (name in states or target.others or matches(name, selection.drop)):
-                fault = Text("is not in the target strategy; to leave it out give ", Option("drop", name))
-                faults.add(f"tensor {name!r}", fault)
+                hint = Text("to leave it out, give ", Option("drop", name))
+                faults.add(f"tensor {name!r}", "is not in the target strategy", code="not-in-strategy", hint=hint)
     for name, reason in source.unreadable.items():
         if name in chosen:
             dropped.append(name)
             if not matches(name, selection.drop):
-                faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
+                hint = Text("to leave it out, give ", Option("drop", name))
+                faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=hint)
     if target is not None:
-        rename = _Renaming(selection.names, set(source.every))
+        rename = _Renaming(selection.name_map, set(source.every))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
         had = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
@@ -313,7 +335,7 @@ def select(
         if name in renamed and name not in without
     ]
     if chosen and not kept:
-        raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
+        raise UsageError("every chosen tensor is dropped; the target would be empty", code="no-tensors")
     taken = [name for name in source.tensors if selection.weights_only and name in states and name not in chosen]
     left_out = tuple(name for name in source.every if name not in chosen)
     return Selected(
@@ -374,7 +396,7 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
         no_weights = {*states, *source.objects}
         chosen = {n for n in chosen if n not in no_weights and not is_training_state(n, source.tensors.get(n))}
     if every and not chosen:
-        raise UsageError("selection: leaves no tensor of the source")
+        raise UsageError("the selection leaves no tensor of the source", code="no-tensors")
     return chosen
 
 
@@ -392,18 +414,18 @@ def _no_match(pattern: str, every: Collection[str], before: Collection[str]) -> 
 def _matched(
     every: Collection[str], patterns: Iterable[str], option: Option, faults: Faults, before: Collection[str]
 ) -> set[str]:
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
         counted = None if pattern in every else _COUNTED.match(pattern)  # a name may end so
         glob = counted["glob"] if counted else pattern
-        some = matching(glob, every)
+        of_pattern = matching(glob, every)
         where = Text(option._replace(value=pattern))
-        if not some:
-            faults.add(where, partial(_no_match, glob, every, before))
-        elif counted and len(some) != int(counted["count"]):
-            faults.add(where, f"matches {len(some)} tensors; expected {counted['count']}")
-        found.update(some)
-    return found
+        if not of_pattern:
+            faults.add(where, partial(_no_match, glob, every, before), code="no-match")
+        elif counted and len(of_pattern) != int(counted["count"]):
+            faults.add(where, f"matches {len(of_pattern)} tensors; expected {counted['count']}", code="wrong-count")
+        matched.update(of_pattern)
+    return matched
 
 
 def _counts_steps(target: Strategy | Pattern, name: str) -> bool:
@@ -427,10 +449,8 @@ def _missing(
     own = source.strategy.tensors if source.part is not None and source.strategy else absent
     for name in absent:
         if name in own and name not in states and not matches(name, selection.allow_missing):
-            faults.add(
-                f"tensor {name!r}",
-                Text("is in the strategy and in no source file; to do without it give ", Option("allow_missing", name)),
-            )
+            hint = Text("to do without it, give ", Option("allow_missing", name))
+            faults.add(f"tensor {name!r}", "is in the strategy but in no source file", code="missing-tensor", hint=hint)
     return absent
 
 

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from reshard.errors import Option, ReshardError, Text, names
+from reshard.errors import Option, ReshardError, SourceError, Text, names
 from reshard.readers.ranks import changed_text
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy, strategy_files
@@ -29,8 +29,8 @@ _MOST_OPENED = 4  # with each the headers of the checkpoint are read
 _MOST_BYTES = 16 << 20  # of one file, or of all in one directory
 
 
-def unknown_layout(root: str, ranks: Sequence[int], change: str, fits: Callable[[Strategy], object]) -> Text:
-    """Return the message for several ranks of which nothing says how they were sharded.
+def unknown_layout(root: str, ranks: Sequence[int], change: str, fits: Callable[[Strategy], object]) -> SourceError:
+    """Return the error for several ranks of which nothing says how they were sharded.
 
     Args:
         root: their directory.
@@ -38,17 +38,17 @@ def unknown_layout(root: str, ranks: Sequence[int], change: str, fits: Callable[
         change: why the layout in the ledger is not used, if there is one.
         fits: opens them with a strategy.
     """
-    options = Text("give ", Option("strategy"), ", or ", Option("layout", "*", "RULE"))
+    hint = Text("pass ", Option("strategy"), ", or ", Option("layout", "*", "RULE"))
     if beside := fitting_strategies(as_place(root), ranks, fits):
         first, several = str(beside[0]), len(beside) > 1
-        options = Text(
-            f"{names(beside, most=3)} {'fit' if several else 'fits'}: give ",
+        hint = Text(
+            f"{names(beside, most=3)} {'fit' if several else 'fits'}: pass ",
             Option("strategy", first, quote(first)),
             ", or another of them" if several else "",
         )
-    if change:
-        return Text(changed_text(root, change), "; ", options)
-    return Text(f"{root} has {len(set(ranks))} ranks, and nothing says how they were sharded; ", options)
+    facts = [changed_text(root, change)] if change else []
+    message = f"{root} has {len(set(ranks))} ranks, and nothing says how they were sharded"
+    return SourceError(message, code="no-layout", facts=facts, hint=hint)
 
 
 def fitting_strategies(root: Place, ranks: Collection[int], fits: Callable[[Strategy], object]) -> list[Place]:

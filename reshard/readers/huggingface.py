@@ -52,12 +52,16 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
     matches = sorted(filter(None, map(BLOCKS.files.fullmatch, there)), key=lambda match: match[0])
     counts = sorted({int(match["count"]) for match in matches})
     if len(counts) > 1:
-        raise SourceError(f"{place}: has files of sets of {names(counts)} files; move one set to another directory")
+        raise SourceError(
+            f"{place} has files of sets of {names(counts)} files",
+            code="several-checkpoints",
+            hint="move one set to another directory",
+        )
     numbers = {int(match["number"]) for match in matches}
     if absent := [
         number for count in counts for number in range(1, min(count, _MOST_FILES) + 1) if number not in numbers
     ]:
-        raise SourceError(f"{place}: has no file {names(absent)} of {counts[0]} of any rank; were some not copied?")
+        raise SourceError(f"{place} has no file {names(absent)} of {counts[0]} of any rank", code="missing-shards")
     by_rank: dict[int, list[Place]] = {}
     for match in matches:
         by_rank.setdefault(int(match["shard"]) - 1, []).append(place / match[0])
@@ -83,7 +87,7 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
         else:
             tensors[name] = found
     if not tensors:
-        raise SourceError(f"{place}: {nothing_readable(unreadable)}")
+        raise SourceError(f"{place}: {nothing_readable(unreadable)}", code="no-tensors")
     unknown = (
         f"the files do not say how large whole tensors are: they are of {len(by_rank)} ranks, and if there were more, "
         "whose files are missing, tensors are smaller than they were"
@@ -129,9 +133,9 @@ def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
         if isinstance(offsets, list) and all(type(each) is int and 0 <= each < 1 << 63 for each in offsets):
             found[name] = tuple(offsets)
         if name not in file.index.entries:
-            faults.add(file.path, f"has no {name!r:.60}, of which it has the offsets")
+            faults.add(file.path, f"has offsets for {name!r:.60} but no such tensor", code="unknown-tensor")
     if not isinstance(content, dict):
-        faults.add(file.path, f"does not say where its blocks lie ({SHARDING_INFO} in its header)")
+        faults.add(file.path, f"has no {SHARDING_INFO} in its header, so its blocks are unplaced", code="no-layout")
     return found
 
 

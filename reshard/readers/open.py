@@ -99,11 +99,17 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if opener is not None:
         if not bare or required(cipher):
             raise UsageError(
-                f"{path}: says itself which block is where; give no strategy, layout, stage, suffix, pattern or key"
+                f"{path} describes its own blocks",
+                code="self-described",
+                hint="leave the strategy, layout, stage, suffix, pattern and key out",
             )
         return opener(contents=contents)
     if iteration is not None:
-        raise UsageError(Text(f"{path}: has no iterations; leave ", Option("iteration", iteration), " out"))
+        raise UsageError(
+            f"{path} has no iterations",
+            code="no-iterations",
+            hint=Text("leave ", Option("iteration", iteration), " out"),
+        )
     made = None if isinstance(path, Mapping) else _with_strategy(as_place(path))
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     change = made.change(files, partial=partial) if made else ""
@@ -128,19 +134,21 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         from reshard.readers.beside import unknown_layout  # on this error only
 
         again = applied(open, path, rank_pattern=rank_pattern, suffix=suffix, partial=partial, cipher=cipher)
-        raise SourceError(unknown_layout(root, ranks, change, lambda beside: again(strategy=beside)))
+        raise unknown_layout(root, ranks, change, lambda beside: again(strategy=beside))
     elsewhere: set[str] = set()
     if strategy is not None and part is not None:
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
         if not inside:
             raise SourceError(
-                f"{root}: stage {part} has the {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"
+                f"{root} has no file of stage {part}",
+                code="missing-ranks",
+                facts=[f"the stage has {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"],
             )
         elsewhere.update(every.tensors if every else (), *(file.index.entries for file in files))
         files, ranks = tuple(files[n] for n in inside), tuple(ranks[n] for n in inside)
         elsewhere.difference_update(strategy.tensors, *(file.index.entries for file in files))
     if not any(file.index.entries for file in files):
-        raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
+        raise SourceError(f"{root} has no tensor", code="no-tensors")
     tensors = assemble(root, files, ranks, strategy, partial=partial)
     if own and strategy is not None and part is None and (layouts or not by_ledger):
         _refuse_other_strategy(root, strategy, own, tensors, ruled)
@@ -193,7 +201,11 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
         return applied(open_save, root)
     opener = _described(root, there)
     if opener is not None and iteration not in {None, iteration_of(root)}:
-        raise SourceError(f"{root}: is one checkpoint; expected a run that has iteration {iteration}; open that")
+        raise SourceError(
+            f"{root} is one checkpoint, not a run with iteration {iteration}",
+            code="no-such-iteration",
+            hint="open the directory of the run",
+        )
     return opener
 
 
@@ -245,7 +257,7 @@ def _open_iteration(
 def _open_distributed(place: Place, *, contents: bool | Literal["blocks"]) -> Checkpoint:
     opener = _described(place, place.names())
     if opener is None:
-        raise SourceError(f"{place}: has no file of a distributed checkpoint; was saving it interrupted?")
+        raise SourceError(f"{place} has no file of a distributed checkpoint", code="not-a-checkpoint")
     return opener(contents=contents)
 
 
@@ -282,12 +294,10 @@ def _refuse_other_strategy(
         by_rule = next((name for name in wrong if name in ruled), None)
         option = Option("layout", by_rule, ruled[by_rule]) if by_rule else Option("strategy")
         raise SourceError(
-            Text(
-                f"{root}: was written with another strategy, as its ledger says, which cuts "
-                f"{names(wrong, most=3)} otherwise; leave ",
-                option,
-                " out",
-            )
+            f"{root} was written with another strategy, by its ledger",
+            code="strategy-mismatch",
+            facts=[f"it cuts {names(wrong, most=3)} otherwise"],
+            hint=Text("leave ", option, " out"),
         )
 
 
@@ -454,14 +464,14 @@ def read_headers(
     faults = Faults(str(root))
     for name, file_name in weight_map.items():
         if name not in held[file_name]:
-            faults.add(f"tensor {name!r}", f"is not in {file_name}, where the index says it is")
+            faults.add(f"tensor {name!r}", f"is not in {file_name}, as the index says", code="missing-tensor")
     replicas: dict[str, list[str]] = {}
     for file_name, entries in held.items():
         for name in entries:
             replicas.setdefault(name, []).append(file_name)
     for name, file_names in replicas.items():
         if len(file_names) > 1:  # one of them may be of an older set
-            faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
+            faults.add(f"tensor {name!r}", f"is in several files: {names(file_names)}", code="duplicate-name")
     faults.raise_if_any(SourceError)
     return found
 

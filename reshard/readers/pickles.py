@@ -147,7 +147,7 @@ def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
                 break
         else:
             return tuple(value)
-    raise SourceError(f"has {shown(value)} for a shape or offsets; expected whole numbers")
+    raise SourceError(f"has {shown(value)} for a shape or offsets; expected whole numbers", code="bad-shape")
 
 
 def unpickled(reader: Readable, what: str, *, outside: bool = False) -> Any:
@@ -287,7 +287,7 @@ class _Machine:
 
     def refuse(self, why: str) -> NoReturn:
         where = f"byte {self.begin + self.at:,} of a pickle"
-        raise SourceError(f"{self.reader.path}: {why} ({where}); expected {self.what}")
+        raise SourceError(f"{self.reader.path} {why} ({where}); expected {self.what}", code="bad-pickle")
 
     def refuse_instruction(self) -> NoReturn:
         from pickletools import opcodes  # not on every start
@@ -295,7 +295,7 @@ class _Machine:
         self.at -= 1
         code = self.held[self.at]
         name = next((known.name for known in opcodes if known.code == chr(code)), f"0x{code:02x}")
-        self.refuse(f"has the instruction {name}, which is not followed")
+        self.refuse(f"has the unsupported instruction {name}")
 
     # --- reading ---
 

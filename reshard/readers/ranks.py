@@ -50,12 +50,9 @@ def lone_rank(
     if strategy is not None:
         if own != rank and len(strategy.ranks) > 1:
             raise SourceError(
-                Text(
-                    f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the "
-                    "directory above it; open that, with ",
-                    Option("partial"),
-                    " if other ranks are not there",
-                )
+                f"{path} is rank {own} by its place, and would be taken for rank {rank}",
+                code="one-rank",
+                hint=Text("open the directory above, with ", Option("partial"), " if other ranks are missing"),
             )
         return ""
     shared = next((file.path for file in files if file.index.deduplicated), None)
@@ -137,10 +134,14 @@ def one_stage(
         StrategyError: it is one stage and none is asked for, or the strategy does not have the one that is.
     """
     if not (stage in {None, "own"} or isinstance(stage, int)):
-        raise UsageError(f"stage is {stage!r}; expected the number of one, or 'own'")
+        raise UsageError(f"stage is {stage!r}; expected a number or 'own'", code="bad-value")
     if strategy is None:
         if isinstance(stage, int):
-            raise UsageError(f"stage {stage} is asked for, and no strategy says which ranks it has")
+            raise UsageError(
+                f"stage {stage} needs a strategy",
+                code="missing-strategy",
+                hint=Text("pass ", Option("strategy")),
+            )
         return None, None
     if isinstance(stage, int):
         return strategy.of_stage(stage), stage
@@ -149,13 +150,11 @@ def one_stage(
         return strategy, None
     number = strategy.stages.start
     if stage is None:
-        others = ", and files of other stages are there" if beside else ", which has others"
         raise StrategyError(
-            Text(
-                f"{root}: the strategy is that of stage {number} of a pipeline{others}; give {ALL_STAGES}, or ",
-                Option("stage", number),
-                " if only this one is meant",
-            )
+            f"{root}: the strategy covers only stage {number} of a pipeline",
+            code="one-stage",
+            facts=["files of other stages are there"] if beside else [],
+            hint=Text(f"give {ALL_STAGES}, or ", Option("stage", number), " to read only this stage"),
         )
     warnings.append(
         f"the strategy is that of stage {number} of a pipeline: of {len(set(ranks))} ranks only "
@@ -210,7 +209,9 @@ def with_rules(
     for pattern, rule in rules.items():
         some = matching(pattern, shapes)
         if not some:
-            raise StrategyError(Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"))
+            raise StrategyError(
+                Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"), code="no-match"
+            )
         for name in some:
             if not shapes[name] and name != pattern and rule != COPY:
                 continue  # a glob for tensors that can be cut means no scalar
@@ -218,8 +219,8 @@ def with_rules(
                 layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
                 result = result.with_layout(name, layout)
             except (LayoutError, StrategyError) as error:
-                option = Option("layout", pattern, rule)
-                raise StrategyError(Text(option, f": tensor {name!r}: ", error.text)) from None
+                about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
+                raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
             ruled[name] = rule
             before = strategy.tensors.get(name, ()) if strategy else ()
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):

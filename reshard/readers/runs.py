@@ -56,18 +56,26 @@ def checkpoint_of(root: Place, there: Sequence[str], run: RunFormat, iteration: 
         SourceError: it is not there, or the run names none.
     """
     known = dict(_checkpoints(root, there, run))
-    held = f"iteration{'s' * (len(known) > 1)} {names(sorted(known))}"
+    available = f"iteration{'s' * (len(known) > 1)} {names(sorted(known))}"
     if iteration is None:
         if run.tracker not in there:
-            unnamed = f"{root}: has {held}, and no {run.tracker} that says which is complete; give e.g. "
-            raise SourceError(Text(unnamed, Option("iteration", max(known))))
+            raise SourceError(
+                f"{root} has no {run.tracker}, which says which iteration is complete",
+                code="missing-tracker",
+                facts=[f"it has {available}"],
+                hint=Text("pass ", Option("iteration", max(known))),
+            )
         text = read_small(root / run.tracker, "number of an iteration", 64, SourceError)
         if not re.fullmatch(rb"\s*\d{1,18}\s*", text):
-            raise SourceError(f"{root / run.tracker}: has {text!r:.60}; expected the number of an iteration")
+            raise SourceError(
+                f"{root / run.tracker} holds {text!r:.60}; expected the number of an iteration", code="bad-tracker"
+            )
         iteration = int(text)
-        held = f"{run.tracker} names it, and {held} is there"
+        available = f"{available}; {run.tracker} names {iteration}"
     if iteration not in known:
-        raise SourceError(f"{root}: has no iteration {iteration}; {held}")
+        raise SourceError(
+            f"{root} has no iteration {iteration}", code="no-such-iteration", facts=[f"it has {available}"]
+        )
     return known[iteration]
 
 
@@ -103,7 +111,8 @@ def iterations(root: Place, there: Sequence[str], opened: Callable[[Place], Chec
                 name, reason = next(iter(checkpoint.unreadable.items()))
                 problem = f"{len(checkpoint.unreadable)} tensors cannot be read, such as {name!r}, which {reason}"
         except SourceError as error:
-            problem = str(error).removeprefix(f"{place}: ")
+            text = "; ".join([error.message, *error.facts])
+            problem = text.removeprefix(f"{place}: ").removeprefix(f"{place} ")
         nbytes = sum(file.status().nbytes for file in place.files(depth=1))
         found.append(Iteration(number, str(place), nbytes, number == last, problem, tuple(warnings)))
     return found

@@ -61,11 +61,18 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
     top = files.base / METADATA
     if files.status(top) is None:
         older = any(files.status(files.base / name) for name in V2)
-        why = "of zarr's format 2; expected 3" if older else f"unfinished: it has no {METADATA} at its root"
-        raise SourceError(f"{root}: is a zarr store {why}; write it again")
+        if older:
+            raise SourceError(f"{root} is a zarr store of format 2; expected 3", code="unsupported-version")
+        raise SourceError(
+            f"{root} is an unfinished zarr store: it has no {METADATA}", code="unfinished", hint="write it again"
+        )
     metadata = read_metadata(files, top)
     if metadata.get("node_type") != "group":
-        raise SourceError(f"{top}: is of {metadata.get('node_type')!r}; expected the group of all tensors")
+        raise SourceError(
+            f"{top} is of node type {metadata.get('node_type')!r}; expected a group",
+            code="not-a-group",
+            hint="open the group of all tensors",
+        )
     return _Store(files, own_notes(metadata)).checkpoint(str(root))
 
 
@@ -97,16 +104,16 @@ class _Store:
         shards = (Shard(Block.whole((0,)), (Extent(len(self.files), ()),)),)  # of texts, in the group's own file
         for name, text in strings(self.own.get("texts", {}), self.base).items():
             if name in self.tensors:
-                raise SourceError(f"{self.base}: {name!r} is both an array and a text")
+                raise SourceError(f"{self.base} has {name!r} both as an array and as text", code="duplicate-name")
             self.tensors[name] = Tensor.of(TensorSpec(name, STR, (0,)), shards, listed=False, text=text)
         order = self.own.get("tensors")
         order = [name for name in order if isinstance(name, str)] if isinstance(order, list) else []
         absent = [name for name in order if name not in self.tensors and name not in self.unreadable]
         if absent:
-            raise SourceError(f"{self.base}: tensor {absent[0]!r} is in the list of the group, and has no array")
+            raise SourceError(f"{self.base} lists tensor {absent[0]!r} but has no such array", code="missing-tensor")
         ordered = {name: self.tensors[name] for name in (*order, *self.tensors) if name in self.tensors}
         if not ordered:
-            raise SourceError(f"{root}: holds no tensor; was writing it interrupted?")
+            raise SourceError(f"{root} has no tensor", code="no-tensors")
         # The group's own file, last of all files, says the order of the tensors.
         entries = {
             name: Entry(tensor.spec.dtype, tensor.spec.shape, (), tensor.text) for name, tensor in ordered.items()
@@ -140,23 +147,28 @@ class _Store:
         own = own_notes(metadata)
         name = own.get("name", str(directory).removeprefix(f"{self.base}/"))
         if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
-            raise SourceError(f"{directory}: tensor {name!r} is there a second time, or its name is not text")
+            raise SourceError(f"{directory} has a second tensor {name!r}, or its name is not text", code="bad-name")
         noted = self.own.get("tensors")
         if own and not self.own:
             raise SourceError(
-                f"{self.base / METADATA}: has no notes of reshard ({ATTRIBUTES!r} in its attributes), and array "
-                f"{name!r} has; its texts may be lost; open the group that reshard wrote, or write it again"
+                f"{self.base / METADATA} has no notes of reshard, but array {name!r} has",
+                code="missing-notes",
+                facts=[f"expected {ATTRIBUTES!r} in its attributes; texts may be lost"],
+                hint="open the group that reshard wrote, or write it again",
             )
         if (own or (isinstance(noted, list) and name in noted)) and "dtype" not in own:
             raise SourceError(
-                f"{directory / METADATA}: has no notes of reshard (dtype in {ATTRIBUTES!r} in its attributes), which "
-                "wrote it; write the store again"
+                f"{directory / METADATA} has no notes of reshard, which wrote it",
+                code="missing-notes",
+                facts=[f"expected a dtype in {ATTRIBUTES!r} in its attributes"],
+                hint="write the store again",
             )
         array = _Array.parse(directory, metadata, own)
         if array is None and own:
             raise SourceError(
-                f"{directory / METADATA}: is of zarr's dtype {metadata.get('data_type')!r}, which reshard never "
-                "writes; write the store again"
+                f"{directory / METADATA} has dtype {metadata.get('data_type')!r}, which reshard never writes",
+                code="unknown-dtype",
+                hint="write the store again",
             )
         if array is None:
             self.unreadable[name] = f"is of zarr's dtype {metadata.get('data_type')!r}, which no checkpoint has"
@@ -225,33 +237,35 @@ class _Array:
             }:  # fmt: skip
                 separator = option(keys, "separator", "/" if encoding == "default" else ".")
             case _:
-                raise SourceError(
-                    f"{where}: lacks what describes an array, or has a chunk grid or names of another kind"
-                )
+                raise SourceError(f"{where} does not describe an array of regular chunks", code="bad-metadata")
         for given in (metadata["chunk_grid"], metadata["chunk_key_encoding"], *codecs):
             check_options(where, given)
         if metadata.get("storage_transformers"):
-            raise SourceError(f"{where}: has storage transformers; none are known; write it without")
+            raise SourceError(f"{where} has storage transformers, which are not supported", code="unsupported-storage")
         stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
         if stored is None or stored is STR or stored is INT4:
             return None
         dtype = BY_NAME.get(str(own.get("dtype", stored.name)))
         if dtype is None or dtype is STR or dtype.itemsize != stored.itemsize:
-            raise SourceError(f"{where}: says dtype {own.get('dtype')!r} in its attributes, and stores {data_type}")
+            raise SourceError(
+                f"{where} stores {data_type}, but its attributes say dtype {own.get('dtype')!r}", code="wrong-dtype"
+            )
         chunk, sharded, at_end = unit, False, True
         match codecs:
             case [{"name": "sharding_indexed", "configuration": {"chunk_shape": [*chunk], "codecs": inner, **rest}}]:
                 sharded = rest.get("index_codecs") == _INDEX_CODECS
                 location = rest.get("index_location", "end")
                 if location not in ("start", "end"):
-                    raise SourceError(f"{where}: has index_location {location!r:.60}; expected 'start' or 'end'")
+                    raise SourceError(
+                        f"{where} has index_location {location!r:.60}; expected 'start' or 'end'", code="bad-metadata"
+                    )
                 at_end = location == "end"
                 codec = _codec(inner, stored) if sharded else "foreign"
             case _:
                 codec = _codec(codecs, stored)
         _check_shapes(where, shape, unit, chunk, dtype.itemsize)
         if separator not in {"/", "."}:
-            raise SourceError(f"{where}: separates the numbers of chunks by {separator!r}; expected '/' or '.'")
+            raise SourceError(f"{where} has separator {separator!r}; expected '/' or '.'", code="bad-metadata")
         return cls(
             directory, tuple(shape), dtype, tuple(unit), tuple(chunk), sharded, at_end, codec, separator,
             "c" if encoding == "default" else "", _fill(where, fill, stored), bool(own),
@@ -290,17 +304,22 @@ def _check_shapes(where: str, shape: list[Any], unit: list[Any], chunk: list[Any
         if len(extents) > _MOST_DIMS or not all(
             type(extent) is int and least <= extent < 1 << 62 for extent in extents
         ):
-            raise SourceError(f"{where}: has {what} {extents[:4]}{'…' * (len(extents) > 4)}, which is none")
+            raise SourceError(f"{where} has {what} {extents[:4]}{'…' * (len(extents) > 4)}", code="bad-shape")
         if prod(extents) * itemsize >= 1 << 62:
-            raise SourceError(f"{where}: has {what} {shape_text(extents)}, more bytes than any disk holds")
+            raise SourceError(f"{where} has {what} {shape_text(extents)}, larger than any disk", code="bad-shape")
     if not len(shape) == len(unit) == len(chunk) or any(a % b for a, b in zip(unit, chunk, strict=True)):
         raise SourceError(
-            f"{where}: shape {shape_text(shape)}, chunks {shape_text(unit)} and inner chunks {shape_text(chunk)} "
-            "do not fit each other"
+            f"{where} has a shape and chunks that do not fit",
+            code="wrong-shape",
+            facts=[f"shape {shape_text(shape)}, chunks {shape_text(unit)}, inner chunks {shape_text(chunk)}"],
         )
     count = prod(counts(tuple(shape), tuple(chunk)))
     if count > _MOST_CHUNKS:
-        raise SourceError(f"{where}: has {count} chunks; at most {_MOST_CHUNKS} are taken; write it with larger ones")
+        raise SourceError(
+            f"{where} has {count} chunks; at most {_MOST_CHUNKS} are supported",
+            code="too-many-blocks",
+            hint="write it with larger chunks",
+        )
 
 
 def _fill(where: str, value: object, stored: DType) -> bytes:
@@ -323,7 +342,7 @@ def _fill(where: str, value: object, stored: DType) -> bytes:
             number = float(number)  # "NaN" and "-Infinity" are such
         return np.asarray(number, kind).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
-        raise SourceError(f"{where}: has fill value {value!r}, which is not a {stored}") from None
+        raise SourceError(f"{where} has fill value {value!r}, which is not a {stored}", code="bad-value") from None
 
 
 class _Shards:
@@ -342,7 +361,7 @@ class _Shards:
             box = part(array.shape, array.unit, place)
             assert box is not None  # noqa: S101 -- of the array's own grid
             if status is None:
-                self._note_absent(f"{path}: is not there", sum(1 for _ in self._blocks(place)))
+                self._note_absent(f"{path} is missing", sum(1 for _ in self._blocks(place)))
                 shards.append(self._filled(box))
             elif array.codec == "foreign":
                 shards += self._foreign(place, path, status)
@@ -377,8 +396,10 @@ class _Shards:
         """Count chunks that are absent; where this program wrote the array they are lost."""
         if self.array.own:
             raise SourceError(
-                f"{what}: reshard wrote every chunk of tensor {self.name!r}, and this one is lost; copy the store "
-                "again, or write it again"
+                what,
+                code="missing-chunk",
+                facts=[f"reshard wrote every chunk of tensor {self.name!r}; this one is lost"],
+                hint="copy the store again, or write it again",
             )
         self.store.absent[self.name] = self.store.absent.get(self.name, 0) + count
 
@@ -398,8 +419,9 @@ class _Shards:
             self.store.units[str(path)] = Compressed(array.chunk_bytes, ((0, status.nbytes),))
         elif status.nbytes != array.chunk_bytes:
             raise SourceError(
-                f"{path}: has {status.nbytes} bytes; a chunk of {array.dtype} {shape_text(array.chunk)} has "
-                f"{array.chunk_bytes} (truncated, or its metadata is wrong)"
+                f"{path} has {status.nbytes} bytes; expected {array.chunk_bytes}",
+                code="wrong-size",
+                facts=[f"its chunk is {array.dtype} {shape_text(array.chunk)}"],
             )
         return self._shard(box, path, status, runs)
 
@@ -432,7 +454,7 @@ class _Shards:
         held = [spans[number] for number, _ in blocks]
         for number, _ in blocks:
             if spans[number][0] == ABSENT:
-                self._note_absent(f"{path}: has no chunk {number} in its index", 1)
+                self._note_absent(f"{path} has no chunk {number} in its index", 1)
         in_line = all(span == (held[0][0] + i * array.chunk_bytes, array.chunk_bytes) for i, span in enumerate(held))
         if array.codec == "plain" and in_line and held[0][0] != ABSENT and follows(array.unit, array.chunk):
             runs = clipped(held[0][0], array.unit, box.shape, itemsize)
@@ -458,10 +480,13 @@ class _Shards:
         count = prod(array.inner)
         nbytes = 16 * count + 4
         if status.nbytes < nbytes:
-            raise SourceError(f"{path}: has {status.nbytes} bytes; the index alone of {count} chunks has {nbytes}")
+            raise SourceError(
+                f"{path} is truncated: it has {status.nbytes} bytes; the index of {count} chunks has {nbytes}",
+                code="truncated",
+            )
         begin = status.nbytes - nbytes if array.index_at_end else 0
         if struct.unpack_from("<I", content, nbytes - 4)[0] != crc32c(memoryview(content)[:-4]):
-            raise SourceError(f"{path}: its index of chunks is damaged: it has not the checksum that it carries")
+            raise SourceError(f"{path} has an index that does not match its checksum", code="wrong-checksum")
         spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))
         for number, (offset, length) in enumerate(spans):
             if (offset, length) == (ABSENT, ABSENT):
@@ -469,9 +494,12 @@ class _Shards:
             valid = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.nbytes - length
             if not valid or (array.codec == "plain" and length != array.chunk_bytes):
                 raise SourceError(
-                    f"{path}: chunk {number} is said to be {length} bytes at {offset}; expected "
-                    f"{array.chunk_bytes if array.codec == 'plain' else 'them'} within the file's {status.nbytes}, "
-                    "next to the index"
+                    f"{path} has chunk {number} at bytes {offset} to {offset + length} by its index",
+                    code="out-of-range",
+                    facts=[
+                        f"the file has {status.nbytes} bytes, {nbytes} of them the index",
+                        *([f"a chunk has {array.chunk_bytes} bytes"] if array.codec == "plain" else []),
+                    ],
                 )
         return spans
 

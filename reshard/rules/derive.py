@@ -112,10 +112,14 @@ def derive(source: Checkpoint, rules: Rules) -> Derived:
     source.require_whole()
     if source.origin is not None and source.origin.rules is not None:
         raise UsageError(
-            f"{source.root}: is made by {source.origin.rules.root} already; make these and {rules.root} one file"
-        )
+            f"{source.origin.rules.root} was already applied to {source.root}", code="already-derived",
+            hint=f"put it and {rules.root} into one file",
+        )  # fmt: skip
     if source.part is not None:
-        raise UsageError(f"{source.root}: is one stage of a pipeline, and rules are of all tensors; open all stages")
+        raise UsageError(
+            f"{source.root} is one stage of a pipeline; rules need all tensors", code="one-stage",
+            hint="open all stages",
+        )  # fmt: skip
     return _Deriving(source, rules).made()
 
 
@@ -153,8 +157,12 @@ class _Deriving:
             for bound, members in groups.items():
                 try:
                     self._apply(use, dict(bound), members)
-                except (SourceError, ValueError) as error:
-                    self.faults.add(use.rule.where, f"{family.of(use.rule.fused.text)} {error}")
+                except (SourceError, UsageError) as error:
+                    about = SourceError(
+                        f"{family.of(use.rule.fused.text)} {error.message}",
+                        code=error.code, facts=error.facts, hint=error.hint,
+                    )  # fmt: skip
+                    self.faults.add(use.rule.where, about)
         self.faults.raise_if_any(SourceError)
         self._check_numbers()
         for what, some in self.padding.items():
@@ -184,8 +192,8 @@ class _Deriving:
         """Check that no tensor is lost: one range of numbers for each word, and as many layers as the model has."""
         source = {*self.source.every, *self.source.left_out}
         sides = (source, self.tensors) if self.side == 0 else (self.tensors, source)
-        for where, fault in self.ranges.lost(sides, self.side):
-            self.faults.add(where, fault)
+        for where, lost in self.ranges.lost(sides, self.side):
+            self.faults.add(where, lost)
         weights = [
             name
             for (_, family), use in self.uses.items()
@@ -193,7 +201,7 @@ class _Deriving:
             for name in (use.targets if self.side == use.rule.made else use.sources)
         ]
         if not self.source.left_out and (fault := layers_fault(weights, self.rules.numbers.config)):
-            self.faults.add(self.source.root, f"{fault}; give the whole source, or its own config.json")
+            self.faults.add(self.source.root, fault)
         self.faults.raise_if_any(SourceError)
 
     # --- names
@@ -216,15 +224,15 @@ class _Deriving:
                     self.made_by[name] = "the source"
                 else:
                     self.faults.add(
-                        f"tensor {name!r}",
-                        f"is in no rule; add one, with null for {self.rules.sides[1 - self.side]} to leave it out",
-                    )
+                        f"tensor {name!r}", "matches no rule", code="unmatched-tensor",
+                        hint=f"add a rule, with null for {self.rules.sides[1 - self.side]} to leave a tensor out",
+                    )  # fmt: skip
                 continue
             numbers = {number for number, _, _, _ in uses}
             matched |= numbers
             if len(numbers) > 1:
                 where = names(self.rules.rules[number].where for number in sorted(numbers))
-                self.faults.add(f"tensor {name!r}", f"is in several rules: {where}; expected one")
+                self.faults.add(f"tensor {name!r}", f"matches several rules: {where}", code="ambiguous-rules")
                 continue
             number, family, part, bound = uses[0]
             rule = self.rules.rules[number]
@@ -240,8 +248,11 @@ class _Deriving:
             found.setdefault((number, family), {}).setdefault(key, {})[name] = (part, bound)
         for number, rule in enumerate(self.rules.rules):
             if number not in matched and not rule.optional and rule.side(self.side):
-                said = names(pattern.text for pattern in rule.side(self.side))
-                self.faults.add(rule.where, f"matches no tensor: {said}; correct it, or make it optional: true")
+                patterns = names(pattern.text for pattern in rule.side(self.side))
+                self.faults.add(
+                    rule.where, f"matches no tensor: {patterns}", code="no-match",
+                    hint="correct the rule, or add optional: true to it",
+                )  # fmt: skip
         return found
 
     def _uses_of(self, name: str) -> Iterator[tuple[int, Family, int, _Bound]]:
@@ -270,7 +281,7 @@ class _Deriving:
         for name in () if is_number or (rule.is_name_only and len(members) == 1) else members:
             tensor = self.source.tensors[name]
             if tensor.text is not None:
-                raise SourceError(f"has to do with {name!r}, which is text; expected a tensor, to be cut and joined")
+                raise SourceError(f"needs {name!r}, which is text; expected a tensor", code="not-a-tensor")
             if tensor.varies and len(tensor.sharding.replicas[0]) > 1:
                 self.warnings.append(f"{name} is taken from one rank; those of others may be different")
         if rule.is_name_only or is_number:
@@ -296,7 +307,10 @@ class _Deriving:
             return
         counts = self._counts(rule)
         if rule.by and None in counts.values():
-            raise SourceError(f"is a single number of each of several: say in by how many {names(counts)} there are")
+            raise SourceError(
+                "is a single number that several tensors get", code="unknown-count",
+                hint=f"say in by how many {names(counts)} there are",
+            )  # fmt: skip
         _check_count(prod(count or 0 for count in counts.values()) * len(rule.parts))
         for index in product(*(range(count or 0) for count in counts.values())):
             for part in range(len(rule.parts)):
@@ -310,7 +324,7 @@ class _Deriving:
 
         for other in others:
             if not equal(self.source, first, other):
-                raise SourceError(f"is made of {first!r} and {other!r}, which differ; expected equal ones")
+                raise SourceError(f"ties {first!r} and {other!r}, which differ", code="not-equal")
         if self.source.tensors[first].spec.nbytes > WHOLE_BYTES:
             self.ties[new] = tuple(self.source.tensors[name] for name in (first, *others))
             self.warnings.append(
@@ -320,22 +334,24 @@ class _Deriving:
     def _counts(self, rule: Rule) -> dict[str, int | None]:
         """Return how many there are of each number that is an axis, where that is said."""
         try:
-            found = {word: None if n is None else self.rules.numbers.value(n) for word, n in rule.by}
-        except ValueError as error:
-            raise SourceError(f"{error} (in by)") from None
-        for word, count in found.items():
+            counts = {word: None if n is None else self.rules.numbers.value(n) for word, n in rule.by}
+        except UsageError as error:
+            raise UsageError(f"{error.message} (in by)", code=error.code, hint=error.hint) from None
+        for word, count in counts.items():
             if count is not None and count < 1:
-                raise SourceError(f"has {count} of {word} in by; expected at least 1")
-        return found
+                raise SourceError(f"has {count} of {word} in by; expected at least 1", code="out-of-range")
+        return counts
 
     def _scale_rows(self) -> int:
         try:
-            found = self.rules.numbers.value("scale_block") if "scale_block" in self.rules.numbers.let else _SCALE_ROWS
-        except ValueError as error:
-            raise UsageError(f"{self.rules.root}: $.let.scale_block: {error}") from None
-        if found < 1:
-            raise UsageError(f"{self.rules.root}: $.let.scale_block is {found}; expected at least 1")
-        return found
+            rows = self.rules.numbers.value("scale_block") if "scale_block" in self.rules.numbers.let else _SCALE_ROWS
+        except UsageError as error:
+            raise error.about(f"{self.rules.root}: $.let.scale_block") from None
+        if rows < 1:
+            raise UsageError(
+                f"{self.rules.root}: $.let.scale_block is {rows}; expected at least 1", code="out-of-range"
+            )
+        return rows
 
     def _scale(self, use: Use) -> int:
         return self.scale_rows if use.family.suffix in SCALES else 1
@@ -383,36 +399,45 @@ class _Deriving:
         """Make a tensor of its parts."""
         rule = use.rule
         counts = self._counts(rule)
-        there: dict[tuple[Shape, int], str] = {}
-        for name, (part, found) in members.items():
-            there[tuple(int(found[word]) for word in counts), part] = name
+        sources: dict[tuple[Shape, int], str] = {}
+        for name, (part, words) in members.items():
+            sources[tuple(int(words[word]) for word in counts), part] = name
         front = tuple(
-            max(index[n] for index, _ in there) + 1 if said is None else said for n, said in enumerate(counts.values())
+            max(index[n] for index, _ in sources) + 1 if count is None else count
+            for n, count in enumerate(counts.values())
         )
         keys = ((index, part) for index in indices(front) for part in range(len(rule.parts)))
         every = []
         for index, part in keys:
-            if (index, part) not in there:
+            if (index, part) not in sources:
                 absent = rule.parts[part].write({**bound, **dict(zip(counts, index, strict=True))})
-                raise SourceError(f"lacks {use.family.of(absent)!r}, and the source has {names(members, most=2)}")
+                raise SourceError(
+                    f"lacks {use.family.of(absent)!r}; the source has {names(members, most=2)}", code="missing-tensor"
+                )
             every.append((index, part))
         for word, count in zip(counts, front, strict=True):
             other, name = self.extents.setdefault((rule.where, word), (count, use.family.of(rule.fused.write(bound))))
             if count != other:
-                raise SourceError(f"has {count} of {word}, and {name!r} has {other}; were some not saved?")
-        if len(there) > len(every):
-            raise SourceError(f"has {len(there)} parts; expected {shape_text(front)} of {names(counts)}")
-        specs = [self.source.tensors[there[key]].spec for key in every]
+                raise SourceError(
+                    f"has {count} of {word}, but {name!r} has {other}", code="wrong-count",
+                    hint="check that all tensors were saved",
+                )  # fmt: skip
+        if len(sources) > len(every):
+            raise SourceError(
+                f"has {len(sources)} parts; expected {shape_text(front)} of {names(counts)}", code="wrong-count"
+            )
+        specs = [self.source.tensors[sources[key]].spec for key in every]
         dtypes = {spec.dtype.name for spec in specs}
         if len(dtypes) > 1:
-            raise SourceError(f"is made of {names(sorted(dtypes))}; expected parts of one dtype")
+            raise SourceError(f"mixes {names(sorted(dtypes))}; expected parts of one dtype", code="wrong-dtype")
         shapes: list[set[Shape]] = [set() for _ in rule.parts]
         for spec, (_, part) in zip(specs, every, strict=True):
             shapes[part].add(spec.shape)
-        for pattern, some in zip(rule.parts, shapes, strict=True):
-            if len(some) > 1:
-                raise SourceError(f"is made of {pattern.text} of {names(map(shape_text, sorted(some)))}")
-        self._check_scales(use, [there[key] for key in every[: len(rule.parts)]], front)
+        for pattern, of_part in zip(rule.parts, shapes, strict=True):
+            if len(of_part) > 1:
+                shown = names(map(shape_text, sorted(of_part)))
+                raise SourceError(f"mixes shapes of {pattern.text}: {shown}; expected one", code="wrong-shape")
+        self._check_scales(use, [sources[key] for key in every[: len(rule.parts)]], front)
         cut = rule.cut(self.rules.numbers, scale=self._scale(use))
         equation = of_parts([shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed)
         dtype = specs[0].dtype
@@ -441,12 +466,14 @@ class _Deriving:
         for name in scales:
             weight = name.removesuffix(use.family.suffix)
             if weight not in self.source.tensors:
-                raise SourceError(f"is of the scales of {weight!r}, which is not there")
-            shape, found = self.source.tensors[weight].spec.shape, self.source.tensors[name].spec.shape
+                raise SourceError(f"has scales of {weight!r}, which is missing", code="missing-tensor")
+            shape, of_scales = self.source.tensors[weight].spec.shape, self.source.tensors[name].spec.shape
             expected = (*shape[:-2], *(-(-extent // block) for extent in shape[-2:]))
-            if found != expected and not rule.flat:
-                what = f"is of {name!r} of {shape_text(found)}, and {weight!r} is of {shape_text(shape)}"
-                raise SourceError(f"{what}; expected {shape_text(expected)}")
+            if of_scales != expected and not rule.flat:
+                raise SourceError(
+                    f"has scales {name!r} of {shape_text(of_scales)}; expected {shape_text(expected)}",
+                    code="wrong-shape", facts=[f"{weight!r} is {shape_text(shape)}"],
+                )  # fmt: skip
             shapes.append(shape)
         cut = rule.cut(self.rules.numbers)
         options = {"flat": rule.flat, "transposed": rule.transposed}
@@ -459,7 +486,9 @@ class _Deriving:
         rows += [made.space[last]] if made.axes[cut.axis % len(made.axes)] > 1 else []
         rows += [prod(made.space[: made.axes[0]])] if rule.flat and prod(made.front) > 1 else []
         if wrong := [row for row in rows if row % block]:
-            raise SourceError(f"would be cut at row {wrong[0]} of the weights, and a scale is of {block}")
+            raise SourceError(
+                f"is cut at row {wrong[0]} of the weights; a scale covers {block} rows", code="not-divisible"
+            )
 
     def _add_part(self, use: Use, part: int, bound: _Bound, tensor: Tensor) -> None:
         """Add a part of a rule, whose words stand for these."""
@@ -470,7 +499,8 @@ class _Deriving:
         """Add a tensor, by the name of its weight."""
         name = use.family.of(weight)
         if name in self.made_by:
-            self.faults.add(f"tensor {name!r}", f"is made by {self.made_by[name]} and {use.rule.where}; expected one")
+            makers = f"is made by both {self.made_by[name]} and {use.rule.where}"
+            self.faults.add(f"tensor {name!r}", makers, code="duplicate-name")
             return
         self.made_by[name] = use.rule.where
         use.targets.append(name)
@@ -480,4 +510,4 @@ class _Deriving:
 def _check_count(count: int) -> None:
     """Check that a tensor becomes no more than a model may have: what says how many may be a few bytes."""
     if count > _MOST_PARTS:
-        raise SourceError(f"would be {count:,} tensors; expected {_MOST_PARTS:,} at most")
+        raise SourceError(f"would be {count:,} tensors; expected {_MOST_PARTS:,} at most", code="too-many-tensors")

@@ -15,12 +15,16 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.errors import SourceError
 from reshard.layout.block import Block, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.layout.block import Shape
+
+
+_SIZES_HINT = "say with sizes how many rows each part has"
 
 
 class Part(NamedTuple):
@@ -111,13 +115,16 @@ def of_parts(shapes: Sequence[Shape], cut: Cut, front: Shape, *, flat: bool, tra
         transposed: the parts have the last two dimensions the other way round.
 
     Raises:
-        ValueError: they do not make one; with why.
+        SourceError: they do not make one; the message is a predicate.
     """
     bodies = [_turned(shape, transposed=transposed) for shape in shapes]
     axis = _axis(cut.axis, bodies[0])
     rest = {(*body[:axis], *body[axis + 1 :]) if body else () for body in bodies}
     if len(rest) > 1 or len({len(body) for body in bodies}) > 1:
-        raise ValueError(f"has parts of {' and '.join(map(shape_text, shapes))}, which differ in more than one axis")
+        raise SourceError(
+            f"has parts of {' and '.join(map(shape_text, shapes))}, which differ in more than one axis",
+            code="wrong-shape",
+        )
     rows = tuple(body[axis] if body else 1 for body in bodies)
     return _made(bodies[0], rows, None, cut, front, flat=flat, transposed=transposed)
 
@@ -136,21 +143,27 @@ def of_fused(
         transposed: likewise.
 
     Raises:
-        ValueError: it cannot be; with why.
+        SourceError: it cannot be split; the message is a predicate.
     """
     if flat:
         every = [number for number in front if number is not None]
         if len(every) < len(front):
-            raise ValueError("has axes in front that are not its own: say how many of each there are")
+            raise SourceError(
+                "merges the axes in front with its rows", code="unknown-count",
+                hint="say in by how many there are of each",
+            )  # fmt: skip
         if not shape or not prod(every) or shape[0] % prod(every):
-            raise ValueError(f"is of {shape_text(shape)}, whose rows are not {prod(every)} equal parts")
+            raise SourceError(
+                f"is {shape_text(shape)}; its rows do not split into {prod(every)} equal parts", code="not-divisible"
+            )
         body: Shape = (shape[0] // prod(every), *shape[1:])
     else:
         if len(shape) < len(front):
-            raise ValueError(f"is of {shape_text(shape)}; expected {len(front)} axes in front")
+            raise SourceError(f"is {shape_text(shape)}; expected {len(front)} axes in front", code="wrong-shape")
         every = list(shape[: len(front)])
-        if any(said not in {None, there} for said, there in zip(front, every, strict=True)):
-            raise ValueError(f"is of {shape_text(shape)}; expected {shape_text(n or 0 for n in front)} in front")
+        if any(count not in {None, extent} for count, extent in zip(front, every, strict=True)):
+            expected = shape_text(n or 0 for n in front)
+            raise SourceError(f"is {shape_text(shape)}; expected {expected} in front", code="wrong-shape")
         body = shape[len(front) :]
     axis = _axis(cut.axis, body)
     rows = body[axis] if body else 1
@@ -161,15 +174,18 @@ def _turned(shape: Shape, *, transposed: bool) -> Shape:
     if not transposed:
         return shape
     if len(shape) < 2:
-        raise ValueError(f"is of {shape_text(shape)}; what is transposed has two dimensions at least")
+        raise SourceError(
+            f"is {shape_text(shape)}; to transpose, two dimensions are needed",
+            code="wrong-dimensions",
+        )
     return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _axis(axis: int, body: Shape) -> int:
-    found = axis + len(body) if axis < 0 else axis
-    if not 0 <= found < max(len(body), 1):
-        raise ValueError(f"has no axis {axis}: it is of {shape_text(body)}")
-    return found
+    number = axis + len(body) if axis < 0 else axis
+    if not 0 <= number < max(len(body), 1):
+        raise SourceError(f"is {shape_text(body)} and has no axis {axis}", code="out-of-range")
+    return number
 
 
 def _made(
@@ -180,7 +196,7 @@ def _made(
     if not body:
         count = len(rows) if rows else fused[1] if fused else 1
         if count > 1 or cut.pads or cut.halves or flat:
-            raise ValueError("is of single numbers, which have no rows")
+            raise SourceError("consists of single numbers, which have no rows", code="wrong-dimensions")
         return Equation(front, (), (), flat, (Part(Block((), ()), (), ()),))
     axis = _axis(cut.axis, body)
     extents, spans, padding = _of_axis(rows, fused, cut)
@@ -214,7 +230,10 @@ def _of_axis(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tup
     if cut.halves:
         total = rows[0] if rows else fused[0] if fused else 0
         if not cut.groups or total % (cut.groups * cut.halves):
-            raise ValueError(f"has {total} rows, which are not {cut.groups} groups of {cut.halves} equal pieces")
+            raise SourceError(
+                f"has {total} rows, which do not split into {cut.groups} groups of {cut.halves} equal pieces",
+                code="not-divisible",
+            )
         extents = (cut.groups, total // cut.groups // cut.halves, cut.halves)
         return extents, [((0, 0, 0), extents)], None
     groups, sizes = _shares(rows, fused, cut)
@@ -228,17 +247,17 @@ def _of_axis(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tup
 def _padded(rows: int | None, total: int | None, cut: Cut) -> tuple[Shape, list[_Span], _Span | None]:
     size = cut.size if rows is None else rows
     if size is None:
-        raise ValueError("is padded: say with size how many rows are not padding")
+        raise SourceError("is padded", code="missing-size", hint="say with size how many rows are not padding")
     if cut.size not in {None, size}:
-        raise ValueError(f"has {size} rows; the rule says {cut.size}")
+        raise SourceError(f"has {size} rows; the rule says {cut.size}", code="row-mismatch")
     if total is None:
         total = -(-size // cut.multiple) * cut.multiple if cut.multiple else cut.padded
     if total is None:
-        raise ValueError("is to be padded: say with to, or with multiple, to how many rows")
+        raise SourceError("needs padding", code="missing-size", hint="say with to, or with multiple, to how many rows")
     if total < size:
-        raise ValueError(f"has {size} rows without padding and {total} with it")
+        raise SourceError(f"has {size} rows without padding and {total} with it", code="row-mismatch")
     if cut.padded not in {None, total}:
-        raise ValueError(f"has {total} rows with padding; the rule says {cut.padded}")
+        raise SourceError(f"has {total} rows with padding; the rule says {cut.padded}", code="row-mismatch")
     return (total,), [((0,), (size,))], ((size,), (total,)) if size < total else None
 
 
@@ -247,10 +266,15 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
     count = len(rows) if rows else fused[1] if fused else 1
     sizes, groups = cut.sizes, cut.groups if cut.interleaved else 1
     if sizes is not None and (len(sizes) != count or min(sizes) < 1):
-        raise ValueError(f"has the sizes {shape_text(sizes)} for {count} parts; expected one of at least 1 for each")
+        raise SourceError(
+            f"has sizes {shape_text(sizes)} for {count} parts; expected one of at least 1 for each", code="wrong-count"
+        )
     if rows:
         if sizes is None and len(set(rows)) > 1:  # the way back would make equal ones
-            raise ValueError(f"has parts of {' and '.join(map(str, rows))} rows, which are not equal; say the sizes")
+            raise SourceError(
+                f"has parts of {' and '.join(map(str, rows))} rows, which are not equal", code="missing-sizes",
+                hint=_SIZES_HINT,
+            )  # fmt: skip
         if sizes is None and groups is None:
             sizes = (1,) * count  # row by row
         if groups is None:
@@ -258,18 +282,27 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
         if sizes is None:
             sizes = tuple(-(-count // groups) for count in rows) if groups else ()
         if [groups * size for size in sizes] != [*rows]:
-            raise ValueError(f"has parts of {shape_text(rows)} rows; {groups} groups of {shape_text(sizes)} are others")
+            raise SourceError(
+                f"has parts of {shape_text(rows)} rows, which are not {groups} groups of {shape_text(sizes)}",
+                code="row-mismatch",
+            )
         return groups, sizes
     total = fused[0] if fused else 1
     if sizes is None:
         if count > 2 and not (cut.interleaved and groups is None):
-            raise ValueError(f"has {count} parts in {total} rows, which need not be equal; say the sizes")
+            raise SourceError(
+                f"has {count} parts in {total} rows, which need not be equal", code="missing-sizes", hint=_SIZES_HINT
+            )
         each = count if groups is None else total // groups
         if each % count:
-            raise ValueError(f"has {total} rows, of which {count} equal parts cannot be made; say the sizes")
+            raise SourceError(
+                f"has {total} rows, which do not split into {count} equal parts", code="not-divisible", hint=_SIZES_HINT
+            )
         sizes = (each // count,) * count
     if groups is None:
         groups = total // sum(sizes)
     if groups * sum(sizes) != total:
-        raise ValueError(f"has {total} rows; {groups} groups of {shape_text(sizes)} have {groups * sum(sizes)}")
+        raise SourceError(
+            f"has {total} rows; {groups} groups of {shape_text(sizes)} have {groups * sum(sizes)}", code="row-mismatch"
+        )
     return groups, sizes

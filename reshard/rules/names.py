@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.errors import UsageError
 from reshard.layout.block import LONGEST_NAME
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if not self.text or len(self.text) > LONGEST_NAME:
-            raise ValueError("is empty" if not self.text else f"has {len(self.text)} letters")
+            problem = f"has {len(self.text)} letters; expected {LONGEST_NAME} at most" if self.text else "is empty"
+            raise UsageError(problem, code="bad-name")
         words: list[str] = []
         regex = ""
         at = stars = 0
@@ -68,22 +70,21 @@ class Pattern:
                 words.append(place[1])
                 regex += f"(?P<w_{place[1]}>0|[1-9][0-9]{{0,8}})"
         if _NOT_APART.search(self.text) or len(words) > _MOST_WORDS:
-            raise ValueError(
-                "has a star that is not a whole dotted part, words next to each other, or more than "
-                f"{_MOST_WORDS} of them"
+            raise UsageError(
+                f"has a star inside a dotted part, adjacent words, or more than {_MOST_WORDS} words", code="bad-pattern"
             )
         rest = self.text[at:]
         if "{" in rest or "}" in rest or "{" in _PLACE.sub("", self.text):
-            raise ValueError("has a brace that is not part of a word in braces, such as {layer}")
+            raise UsageError("has a stray brace", code="bad-pattern", hint="put words in braces, such as {layer}")
         object.__setattr__(self, "words", tuple(words))
         object.__setattr__(self, "_regex", re.compile(regex + re.escape(rest), re.DOTALL))
 
     def match(self, name: str) -> dict[str, int | str] | None:
-        """Return what the words stand for in a name; None where it does not match."""
-        found = self._regex.fullmatch(name)
-        if found is None:
+        """Return what the words stand for in a name, or None if it does not match."""
+        match = self._regex.fullmatch(name)
+        if match is None:
             return None
-        return {word: found[f"s_{word[1:]}"] if word[0] == "*" else int(found[f"w_{word}"]) for word in self.words}
+        return {word: match[f"s_{word[1:]}"] if word[0] == "*" else int(match[f"w_{word}"]) for word in self.words}
 
     def write(self, bound: Mapping[str, int | str]) -> str:
         """Return the name in which the words stand for these."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from operator import add, floordiv, mul, sub
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -19,13 +21,13 @@ _DONE: dict[type[ast.operator], Callable[[int, int], int]] = {
 _LONGEST = 200
 _MOST = 1 << 40
 _DEEPEST = 20
+_HINT = "give it a value in let, or pass the model's config.json"
 
 
-class UnknownError(ValueError):
-    """A number that nothing says."""
+class UnknownError(UsageError):
+    """A name in an expression has no value."""
 
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"needs {name}, which {problem}; give it a value in let, or the model's config.json")
+    code = "unknown-number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +46,30 @@ class Numbers:
     let: Mapping[str, int | str]
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    def value(self, given: int | str) -> int:
-        """Return the number that is meant.
+    def value(self, expression: int | str) -> int:
+        """Evaluate a number or an expression.
 
         Raises:
             UnknownError: it is a name that nothing gives a value.
-            ValueError: it is not an expression, or not of a whole number.
+            UsageError: it is not an expression, or not of a whole number.
         """
-        return self._of(given, 0, {})
+        return self._of(expression, 0, {})
 
-    def _of(self, given: object, depth: int, known: dict[str, int]) -> int:
-        if isinstance(given, int) and not isinstance(given, bool):
-            return given
-        if not isinstance(given, str) or len(given) > _LONGEST or depth > _DEEPEST:
-            raise ValueError(f"has {given!r:.60}, which is not a number, too long, or of too many others")
+    def _of(self, expression: object, depth: int, known: dict[str, int]) -> int:
+        if isinstance(expression, int) and not isinstance(expression, bool):
+            return expression
+        if not isinstance(expression, str) or len(expression) > _LONGEST or depth > _DEEPEST:
+            raise UsageError(
+                f"has {expression!r:.60}, which is not a number, is too long, or refers to too many others",
+                code="bad-number",
+            )
         try:
-            tree = ast.parse(given.strip(), mode="eval").body
+            tree = ast.parse(expression.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise ValueError(f"has {given!r:.60}, which is not an expression, such as heads / groups * head") from None
-        return self._evaluated(tree, given, depth, known)
+            raise UsageError(
+                f"has {expression!r:.60}, which is not an expression such as heads / groups * head", code="bad-number"
+            ) from None
+        return self._evaluated(tree, expression, depth, known)
 
     def _evaluated(self, node: ast.expr, text: str, depth: int, known: dict[str, int]) -> int:
         match node:
@@ -70,7 +77,7 @@ class Numbers:
                 return value
             case ast.Name(id=name):
                 if name not in self.let:
-                    raise UnknownError(name, "is not in let")
+                    raise UnknownError(f"needs {name}, which is not in let", code="unknown-number", hint=_HINT)
                 if name not in known:  # once, though a few lines may name it more often than could be counted
                     known[name] = self._of(self.let[name], depth + 1, known)
                 return known[name]
@@ -84,10 +91,12 @@ class Numbers:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _DONE:
                 a, b = self._evaluated(left, text, depth, known), self._evaluated(right, text, depth, known)
                 if isinstance(op, ast.Div) and (not b or a % b):
-                    raise ValueError(f"has {text!r:.60}, and {a} / {b} is not a whole number")
-                if abs(found := _DONE[type(op)](a, b)) <= _MOST:
-                    return found
-        raise ValueError(f"has {text!r:.60}; expected whole numbers, words, config.NAME and + - * / | alone")
+                    raise UsageError(f"has {text!r:.60}, and {a} / {b} is not a whole number", code="not-divisible")
+                if abs(result := _DONE[type(op)](a, b)) <= _MOST:
+                    return result
+        raise UsageError(
+            f"has {text!r:.60}; expected only whole numbers, words, config.NAME and + - * / |", code="bad-number"
+        )
 
     def _of_config(self, node: ast.expr, text: str) -> int:
         path: list[str] = []
@@ -95,11 +104,12 @@ class Numbers:
             path.append(node.attr)
             node = node.value
         if not (isinstance(node, ast.Name) and node.id == "config"):
-            raise ValueError(f"has {text!r:.60}, with a dot behind something else than config")
-        found: Any = self.config
+            raise UsageError(f"has {text!r:.60}; a dot may follow config only", code="bad-number")
+        value: Any = self.config
         for key in reversed(path):
-            found = found.get(key) if hasattr(found, "get") else None
-        if isinstance(found, bool) or not isinstance(found, int):
+            value = value.get(key) if hasattr(value, "get") else None
+        if isinstance(value, bool) or not isinstance(value, int):
             name = ".".join(["config", *reversed(path)])
-            raise UnknownError(name, f"is {'not there' if found is None else f'{found!r:.40}'}")
-        return found
+            problem = "is missing" if value is None else f"is {value!r:.40}"
+            raise UnknownError(f"needs {name}, which {problem}", code="unknown-number", hint=_HINT)
+        return value

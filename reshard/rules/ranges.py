@@ -14,7 +14,7 @@ from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import names
+from reshard.errors import SourceError, names
 from reshard.strategy.names import ranges_text
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Ranges:
         series = self._series.setdefault((rule.where, family, part, stars), _Series(rule, set()))
         series.numbers.add(tuple(int(bound[word]) for word in words if word[0] != "*"))
 
-    def lost(self, present: tuple[Container[str], Container[str]], side: int) -> Iterator[tuple[str, str]]:
-        """Yield each rule that lacks numbers which other rules bind to the same word: its place, and what it lacks.
+    def lost(self, present: tuple[Container[str], Container[str]], side: int) -> Iterator[tuple[str, SourceError]]:
+        """Yield the place of each rule that lacks numbers which other rules bind to the same word, and an error.
 
         Args:
             present: the names on both sides. A name that a nearer rule took is not lost.
@@ -76,11 +76,14 @@ class Ranges:
                                      side))
             )  # fmt: skip
             if shown := list(islice(absent, _MOST_NAMES + 1)):
-                said = " and ".join(
+                bounds = " and ".join(
                     f"{{{word}}} is {ranges_text(span)}" for word, span in zip(words, spans, strict=True)
                 )
                 lacks = f"lacks {names(map(repr, shown[:_MOST_NAMES]))}{' and more' * (len(shown) > _MOST_NAMES)}"
-                yield where, f"{lacks}, and {said} in the rules; if no tensor is lost, use another word here"
+                yield where, SourceError(
+                    f"{lacks}, but {bounds} in the rules", code="missing-tensor",
+                    hint="if no tensor is lost, use another word in this rule",
+                )  # fmt: skip
 
 
 def _words(rule: Rule, part: int) -> list[str]:
@@ -103,8 +106,8 @@ def _absent(
     return fused if side == rule.made else name
 
 
-def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> str:
-    """Return what contradicts the number of layers in a model's configuration; nothing if it is right or not known.
+def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> SourceError | None:
+    """Return an error if layers are fewer or more than a model's configuration says, or None.
 
     Layers are what the first number in a name counts. Other things may be counted so, too, such as the layers of a
     decoder besides those of an encoder: one of them must be what the configuration says. Layers behind these predict
@@ -114,8 +117,9 @@ def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> str:
         weights: names of weights.
         config: the numbers in the configuration.
 
-    >>> layers_fault(["layers.0.w", "layers.1.w", "norm"], {"num_hidden_layers": 3})
-    'has the layers 0-1 of layers.*; num_hidden_layers in config.json is 3'
+    >>> print(layers_fault(["layers.0.w", "layers.1.w", "norm"], {"num_hidden_layers": 3}))
+    has layers 0-1 of layers.*; num_hidden_layers in config.json is 3
+    hint: give the whole source, or its own config.json
     """
     nested = config.get("text_config")
     said = nested if "num_hidden_layers" not in config and isinstance(nested, Mapping) else config
@@ -130,10 +134,13 @@ def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> str:
             layers.setdefault(prefix, set()).add(int(pieces[place]))
             names_of[prefix] += 1
     if not isinstance(count, int) or not layers:
-        return ""
+        return None
     counts = {count, count + more} if isinstance(more, int) else {count}
     if any(len(numbers) == max(numbers) + 1 in counts for numbers in layers.values()):
-        return ""
+        return None
     prefix = names_of.most_common(1)[0][0]
-    there = ranges_text(sorted(layers[prefix]))
-    return f"has the layers {there} of {prefix}*; num_hidden_layers in config.json is {count}"
+    numbers_text = ranges_text(sorted(layers[prefix]))
+    return SourceError(
+        f"has layers {numbers_text} of {prefix}*; num_hidden_layers in config.json is {count}", code="missing-layers",
+        hint="give the whole source, or its own config.json",
+    )  # fmt: skip

@@ -129,20 +129,20 @@ class Rule:
             scale: how many rows are one: of the scales of a quantised weight, one is of a block of it.
 
         Raises:
-            ValueError: something is not a number.
+            UsageError: something is not a number.
         """
 
-        def known(given: Number | None) -> int | None:
-            if given is None:
+        def known(expression: Number | None) -> int | None:
+            if expression is None:
                 return None
-            found = numbers.value(given)
-            if found < 1:
-                raise ValueError(f"has {given!r:.60}, which is {found}; expected at least 1")
-            return found
+            value = numbers.value(expression)
+            if value < 1:
+                raise UsageError(f"has {expression!r:.60}, which is {value}; expected at least 1", code="out-of-range")
+            return value
 
-        def rows(given: Number | None) -> int | None:
-            found = known(given)
-            return None if found is None else -(-found // scale)
+        def rows(expression: Number | None) -> int | None:
+            value = known(expression)
+            return None if value is None else -(-value // scale)
 
         of_parts = None if self.sizes is None else tuple(rows(size) or 0 for size in self.sizes)
         return Cut(
@@ -198,12 +198,12 @@ class Rules:
         faults.raise_if_any(UsageError)
         if isinstance(top, Mapping) and {"mesh", "operators"} & top.keys() and HEADER not in top:
             raise UsageError(
-                f"{path}: says how tensors are cut among ranks; expected rules of their names and shapes, with the key "
-                f"{HEADER}"
-            )
+                f"{path} describes how tensors are sharded, not their names and shapes", code="not-rules",
+                facts=[f"expected the key {HEADER}"],
+            )  # fmt: skip
         if config is None and isinstance(top, Mapping):
-            said = top.get("config")
-            config = place.parent / said if isinstance(said, str) else said
+            value = top.get("config")
+            config = place.parent / value if isinstance(value, str) else value
         read: Any = config or {}
         if config is not None and not isinstance(config, (Mapping, list, int, float)):
             read = read_config(as_place(config))
@@ -221,25 +221,33 @@ class Rules:
         """
         faults = Faults(root)
         if not isinstance(data, Mapping) or data.get(HEADER) != VERSION:
-            found = f"has {HEADER} {data.get(HEADER)!r:.40}" if isinstance(data, Mapping) else "has no keys"
-            raise UsageError(f"{root}: {found}; expected rules, with the keys {HEADER} ({VERSION}), sides and rules")
-        for key in data.keys() - _KEYS:
-            faults.add(f"$.{key}", f"is not known; expected {names(sorted(_KEYS), most=9)}")
+            problem = f"has {HEADER} {data.get(HEADER)!r:.40}" if isinstance(data, Mapping) else "has no keys"
+            raise UsageError(
+                f"{root} {problem}; it is not a rules file", code="not-rules",
+                facts=[f"expected the keys {HEADER} ({VERSION}), sides and rules"],
+            )  # fmt: skip
+        for key in (key for key in data if key not in _KEYS):
+            faults.add(f"$.{key}", f"is unknown; expected {names(sorted(_KEYS), most=9)}", code="unknown-key")
         sides: Any = data.get("sides")
-        given: Any = data.get("rules")
+        items: Any = data.get("rules")
         let = data.get("let") or {}
         if not (_is_texts(sides) and len(set(sides)) == len(sides) == 2 and "optional" not in sides):
-            faults.add("$.sides", f"is {sides!r:.60}; expected the names of the two sides, such as [hf, mcore]")
-        if not isinstance(given, list) or not given or len(given) > _MOST_RULES:
-            faults.add("$.rules", f"is a {type(given).__name__}; expected a list of rules, {_MOST_RULES:,} at most")
+            expected = "expected the names of the two sides, such as [hf, mcore]"
+            faults.add("$.sides", f"is {sides!r:.60}; {expected}", code="bad-value")
+        if not isinstance(items, list) or not items or len(items) > _MOST_RULES:
+            length = f" of {len(items):,}" if isinstance(items, list) else ""
+            faults.add(
+                "$.rules", f"is a {type(items).__name__}{length}; expected a list of 1 to {_MOST_RULES:,} rules",
+                code="bad-value",
+            )  # fmt: skip
         if not isinstance(let, Mapping) or not all(_is_word(key) and _is_number(let[key]) for key in let):
-            faults.add("$.let", "expected words, and for each a number or an expression")
+            faults.add("$.let", "is wrong; expected words, and for each a number or an expression", code="bad-value")
         faults.raise_if_any(UsageError)
         both = (sides[0], sides[1])
         source = source or data.get("source") or ""
         if source and source not in both:
-            raise UsageError(f"{root}: has the sides {names(both)}; {source!r} is neither")
-        rules = [_rule(item, f"$.rules[{n}]", both, faults) for n, item in enumerate(given)]
+            raise UsageError(f"{root} has no side {source!r}", code="no-such-side", hint=f"choose {' or '.join(both)}")
+        rules = [_rule(item, f"$.rules[{n}]", both, faults) for n, item in enumerate(items)]
         faults.raise_if_any(UsageError)
         numbers = Numbers(dict(let), data.get("config") or {})
         return cls(both, tuple(rule for rule in rules if rule), numbers, source, root, dict(data))
@@ -259,13 +267,14 @@ class Rules:
         if not any(counts):
             shown = names((rule.side(rule.made)[0].text for rule in self.rules), most=3)
             raise UsageError(
-                f"{source.root}: has {names(source.tensors, most=3)}; {self.root} names none of them: {shown}"
-            )
+                f"{self.root} names no tensor of {source.root}", code="no-match",
+                facts=[f"{source.root} has {names(source.tensors, most=3)}", f"{self.root} names {shown}"],
+            )  # fmt: skip
         if counts[0] == counts[1]:
             raise UsageError(
-                f"{self.root}: the names of {source.root} are those of both sides ({names(self.sides)}); say which is "
-                "the source"
-            )
+                f"the names in {source.root} fit both sides of {self.root}", code="ambiguous-side",
+                hint=f"say which is the source: {' or '.join(self.sides)}",
+            )  # fmt: skip
         return int(counts[1] > counts[0])
 
     def _matches(self, weights: Iterable[str]) -> list[int]:
@@ -315,93 +324,101 @@ def read_config(place: Place) -> Any:
     try:
         return parse_json(content, [])
     except ValueError as error:
-        raise UsageError(f"{place}: is not JSON: {error}") from None
+        raise UsageError(f"{place} is not JSON", code="not-json", facts=[str(error)]) from None
 
 
 def plain(config: object) -> dict[str, Any]:
     """Return the numbers of a configuration, which is all that rules ask for."""
     if not isinstance(config, Mapping):
-        raise UsageError(f"the model configuration is a {type(config).__name__}; expected a JSON object")
-    found: dict[str, Any] = {}
+        raise UsageError(
+            f"the model configuration is a {type(config).__name__}; expected a JSON object", code="wrong-type"
+        )
+    numbers: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, int) and not isinstance(value, bool):
-            found[str(key)] = value
+            numbers[str(key)] = value
         elif isinstance(value, Mapping) and (below := plain(value)):
-            found[str(key)] = below
-    return found
+            numbers[str(key)] = below
+    return numbers
 
 
-def _is_texts(given: object) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(item, str) for item in given)
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
-def _is_word(given: object) -> bool:
-    return isinstance(given, str) and given.isidentifier() and given != "config"
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and value.isidentifier() and value != "config"
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, (int, str)) and not isinstance(given, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, str)) and not isinstance(value, bool)
 
 
 def _rule(item: object, where: str, sides: tuple[str, str], faults: Faults) -> Rule | None:
     """Return a rule as the file has it; None where faults were found."""
     before = faults.count
     if not isinstance(item, Mapping) or not set(sides) <= item.keys() <= {*sides, "optional"}:
-        faults.add(where, f"is {item!r:.80}; expected {sides[0]}, {sides[1]} and perhaps optional")
+        expected = f"expected {sides[0]}, {sides[1]} and perhaps optional"
+        faults.add(where, f"is {item!r:.80}; {expected}", code="bad-rule")
         return None
-    given = [item[side] for side in sides]
-    verbs = [n for n, one in enumerate(given) if isinstance(one, Mapping)]
-    absent = [n for n, one in enumerate(given) if one is None]
-    if len(verbs) + len(absent) > 1 or [] in given or all(isinstance(one, list) for one in given):
-        faults.add(where, "has a verb, a list or nothing on both sides, or an empty list; expected names on one")
+    values = [item[side] for side in sides]
+    verbs = [n for n, value in enumerate(values) if isinstance(value, Mapping)]
+    absent = [n for n, value in enumerate(values) if value is None]
+    if len(verbs) + len(absent) > 1 or [] in values or all(isinstance(value, list) for value in values):
+        faults.add(
+            where, "has a verb, a list or nothing on both sides, or an empty list; expected names on one side",
+            code="no-names",
+        )  # fmt: skip
         return None
-    made = verbs[0] if verbs else 1 - absent[0] if absent else int(not isinstance(given[1], list))
+    made = verbs[0] if verbs else 1 - absent[0] if absent else int(not isinstance(values[1], list))
     if not isinstance(item.get("optional", False), bool):
-        faults.add(f"{where}.optional", "expected true or false")
+        faults.add(f"{where}.optional", f"is {item['optional']!r:.60}; expected true or false", code="wrong-type")
     verb, options = "rename", dict[str, Any]()
-    name = given[made]
+    name = values[made]
     if verbs:
         options = dict(name)
         known = [key for key in options if key in _OPTIONS]
         if len(known) != 1:
-            faults.add(
-                f"{where}.{sides[made]}", f"is {name!r:.80}; expected one of {names(_OPTIONS, most=9)} with a name"
-            )
+            expected = f"expected one of {names(_OPTIONS, most=9)} with a name"
+            faults.add(f"{where}.{sides[made]}", f"is {name!r:.80}; {expected}", code="unknown-verb")
             return None
         verb = known[0]
         name = options.pop(verb)
-    others = given[1 - made]
+    others = values[1 - made]
     parts = [] if others is None else others if isinstance(others, list) else [others]
     fused = _pattern(name, f"{where}.{sides[made]}", faults)
     patterns = [_pattern(part, f"{where}.{sides[1 - made]}", faults) for part in parts]
-    for key in options.keys() - _OPTIONS[verb] - _OF_ALL:
-        faults.add(
-            f"{where}.{sides[made]}.{key}", f"is not known; expected {names(sorted(_OPTIONS[verb] | _OF_ALL), most=9)}"
-        )
+    for key in (key for key in options if key not in _OPTIONS[verb] | _OF_ALL):
+        expected = f"expected {names(sorted(_OPTIONS[verb] | _OF_ALL), most=9)}"
+        faults.add(f"{where}.{sides[made]}.{key}", f"is unknown; {expected}", code="unknown-key")
     fields = _fields(options, f"{where}.{sides[made]}", faults)
     transposed = verb == "transpose" or options.get("transposed", False)
     if not isinstance(transposed, bool):
-        faults.add(f"{where}.{sides[made]}.transposed", f"is {transposed!r:.60}; expected true or false")
+        expected = "expected true or false"
+        faults.add(f"{where}.{sides[made]}.transposed", f"is {transposed!r:.60}; {expected}", code="wrong-type")
     if faults.count > before or fused is None:
         return None
     rule = Rule(
-        where, made, tuple(one for one in patterns if one), fused, verb, transposed=transposed,
+        where, made, tuple(pattern for pattern in patterns if pattern), fused, verb, transposed=transposed,
         optional=item.get("optional", False), **fields,
     )  # fmt: skip
-    if fault := _misfit(rule):
-        faults.add(where, fault)
+    try:
+        _check_options(rule)
+        _check_words(rule)
+    except UsageError as error:
+        faults.add(where, error)
         return None
     return rule
 
 
 def _pattern(text: object, where: str, faults: Faults) -> Pattern | None:
     if not isinstance(text, str):
-        faults.add(where, f"is {text!r:.60}; expected the name of a tensor")
+        faults.add(where, f"is {text!r:.60}; expected the name of a tensor", code="wrong-type")
         return None
     try:
         return Pattern(text)
-    except ValueError as error:
-        faults.add(where, str(error))
+    except UsageError as error:
+        faults.add(where, error)
         return None
 
 
@@ -409,63 +426,77 @@ def _fields(options: Mapping[str, Any], where: str, faults: Faults) -> dict[str,
     """Return what a verb's options say."""
 
     def checked(key: str, what: str, valid: Callable[[Any], bool]) -> Any:
-        given = options.get(key)
-        if given is not None and not valid(given):
-            faults.add(f"{where}.{key}", f"is {given!r:.60}; expected {what}")
+        value = options.get(key)
+        if value is not None and not valid(value):
+            faults.add(f"{where}.{key}", f"is {value!r:.60}; expected {what}", code="bad-value")
             return None
-        return given
+        return value
 
     by = options.get("by", [])
     listed = by if isinstance(by, (list, Mapping)) else [by]
     counted = list(listed.items() if isinstance(listed, Mapping) else [(word, None) for word in listed])
     valid = all(_is_word(word) and (count is None or _is_number(count)) for word, count in counted)
     if not valid or len({word for word, _ in counted}) < len(counted):
-        faults.add(f"{where}.by", f"is {by!r:.60}; expected a word, a list of words, or words with how many there are")
-    sizes = checked("sizes", "a list of numbers or expressions", lambda given: isinstance(given, list) and bool(given))
+        expected = "expected a word, a list of words, or words with how many there are"
+        faults.add(f"{where}.by", f"is {by!r:.60}; {expected}", code="bad-value")
+    sizes = checked("sizes", "a list of numbers or expressions", lambda value: isinstance(value, list) and bool(value))
     for size in sizes or ():
         if not _is_number(size):
-            faults.add(f"{where}.sizes", f"has {size!r:.60}; expected a number or an expression")
+            faults.add(f"{where}.sizes", f"has {size!r:.60}; expected a number or an expression", code="bad-value")
     number = "a number or an expression"
     return {
-        "axis": checked("axis", "a small whole number", lambda given: _is_small(given, -_MOST_AXES)) or 0,
+        "axis": checked("axis", "a small whole number", lambda value: _is_small(value, -_MOST_AXES)) or 0,
         "sizes": None if sizes is None else tuple(sizes),
         "groups": checked("groups", number, _is_number),
-        "halves": checked("halves", "a small whole number from 2 on", lambda given: _is_small(given, 2)) or 0,
+        "halves": checked("halves", "a small whole number from 2 on", lambda value: _is_small(value, 2)) or 0,
         "size": checked("size", number, _is_number),
         "padded": checked("to", number, _is_number),
         "multiple": checked("multiple", number, _is_number),
         "by": tuple(counted),
-        "flat": bool(checked("flat", "true or false", lambda given: isinstance(given, bool))),
+        "flat": bool(checked("flat", "true or false", lambda value: isinstance(value, bool))),
     }
 
 
-def _is_small(given: object, least: int) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and least <= given <= _MOST_AXES
+def _is_small(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST_AXES
 
 
-def _misfit(rule: Rule) -> str:
-    """Return what in a rule does not go together; nothing as a rule."""
+def _check_options(rule: Rule) -> None:
+    """Raise `UsageError` if the options of a rule contradict each other or its verb; the message is a predicate."""
+    count, sizes = len(rule.parts), rule.sizes
+    if rule.verb == "interleave" and count == 1 and not rule.halves:
+        raise UsageError(
+            "interleaves one part", code="missing-option", hint="say with halves how many pieces a group has"
+        )
+    if rule.halves and rule.groups is None:
+        raise UsageError("has halves without groups", code="missing-option", hint="say with groups how many there are")
+    if rule.halves and count > 1:
+        raise UsageError("has both halves and several parts", code="conflicting-options")
+    if rule.verb not in {"concat", "interleave", "tie"} and count > 1:
+        raise UsageError(
+            f"has {count} parts; {rule.verb} takes one", code="wrong-count",
+            hint="concat, interleave and tie take several",
+        )  # fmt: skip
+    if rule.verb == "tie" and (rule.by or rule.transposed):
+        raise UsageError("ties tensors, and has by or transposed", code="conflicting-options")
+    if sizes is not None and len(sizes) != count:
+        raise UsageError(f"has {len(sizes)} sizes for {count} parts; expected one for each", code="wrong-count")
+
+
+def _check_words(rule: Rule) -> None:
+    """Raise `UsageError` if the words in a rule's names do not fit its `by`; the message is a predicate."""
     by, made = {word for word, _ in rule.by}, set(rule.fused.words)
-    one = rule.verb not in {"concat", "interleave", "tie"}
-    wrong = {
-        "interleaves one part; say with halves how many pieces a group has": (
-            rule.verb == "interleave" and len(rule.parts) == 1 and not rule.halves
-        ),
-        "has halves; say with groups how many of them there are": rule.halves and rule.groups is None,
-        "has halves and several parts; expected one of these": rule.halves and len(rule.parts) > 1,
-        f"has {len(rule.parts)} parts; {rule.verb} is of one: concat, interleave and tie are of several": (
-            one and len(rule.parts) > 1
-        ),
-        "stacks; say with by which numbers become axes": rule.verb == "stack" and not by,
-        "ties; what is equal has no by and is not transposed": rule.verb == "tie" and (by or rule.transposed),
-        f"has {len(rule.sizes or ())} sizes and {len(rule.parts)} parts; expected one for each": (
-            rule.sizes is not None and len(rule.sizes) != len(rule.parts)
-        ),
-        "is flat; say with by which numbers become rows": rule.flat and not by,
-        f"has {names(sorted(by & made))} in by and in the name of what is made": by & made,
-    }
+    if rule.verb == "stack" and not by:
+        raise UsageError("stacks without by", code="missing-option", hint="say with by which numbers become axes")
+    if rule.flat and not by:
+        raise UsageError("is flat without by", code="missing-option", hint="say with by which numbers become rows")
+    if by & made:
+        raise UsageError(
+            f"has {names(sorted(by & made))} both in by and in the name of what is made", code="conflicting-options"
+        )
     for part in rule.parts:
-        alone = (set(part.words) ^ made) - by or by - set(part.words)
-        said = f"has {names(sorted(alone))} in one name and not in the other; name in by what becomes an axis"
-        wrong[said] = bool(alone)
-    return next((text for text, is_so in wrong.items() if is_so), "")
+        if alone := (set(part.words) ^ made) - by or by - set(part.words):
+            raise UsageError(
+                f"has {names(sorted(alone))} in one name but not in the other", code="unmatched-word",
+                hint="name in by what becomes an axis",
+            )  # fmt: skip

@@ -102,10 +102,13 @@ def shown(derived: Derived, name: str) -> Fusion:
         UsageError: the rules neither fuse nor split such a tensor.
     """
     every = derived.fused
-    found = every.get(name) or next((made for made in every.values() if name in made.parts), None)
-    if found is None:
-        raise UsageError(f"{derived.checkpoint.root}: {name!r} {no_match(name, every)} that rules fuse or split")
-    return _fusion(found)
+    fused = every.get(name) or next((tensor for tensor in every.values() if name in tensor.parts), None)
+    if fused is None:
+        raise UsageError(
+            f"the rules neither fuse nor split {name!r} in {derived.checkpoint.root}", code="no-match",
+            facts=[f"{name!r} {no_match(name, every)}"],
+        )  # fmt: skip
+    return _fusion(fused)
 
 
 def _fusion(made: Fused) -> Fusion:

@@ -74,7 +74,7 @@ def map_tasks(
             report(result)
             left -= 1
         if left:
-            raise ReshardError("the cluster ended before the work was done")
+            raise ReshardError("the cluster ended before the work was done", code="cluster-ended")
 
     def give_up() -> None:
         completed.clear()  # or it waits for a scheduler that is lost
@@ -111,7 +111,8 @@ def _on_cluster(
             settle()
         if raised or isinstance(error, ReshardError) or not isinstance(error, Exception):
             raise
-        raise ReshardError(f"the cluster failed: {str(error) or type(error).__name__}") from error
+        reason = str(error) or type(error).__name__
+        raise ReshardError("the cluster failed", code="cluster-failed", facts=[reason]) from error
 
 
 REACHED_WITHIN = 10
@@ -135,18 +136,24 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
     try:
         from distributed import Client, LocalCluster
     except ImportError:
-        raise ReshardError("a cluster needs the library distributed; pip install 'reshard[distributed]'") from None
+        raise ReshardError(
+            "a cluster needs the library distributed", code="library-missing", hint="pip install 'reshard[distributed]'"
+        ) from None
     if not cluster.startswith("local"):
         try:
             client = Client(cluster, timeout=REACHED_WITHIN, set_as_default=False)
         except (OSError, ValueError, RuntimeError) as error:
-            raise ReshardError(f"cluster {cluster}: cannot be reached within {REACHED_WITHIN} s: {error}") from None
+            raise ReshardError(
+                f"cluster {cluster} did not answer within {REACHED_WITHIN} s", code="not-reachable", facts=[str(error)]
+            ) from None
         with client:
             try:
                 client.wait_for_workers(1, timeout=REACHED_WITHIN)
             except TimeoutError:
                 raise ReshardError(
-                    f"cluster {cluster}: has no worker after {REACHED_WITHIN} s; start one: dask worker {cluster}"
+                    f"cluster {cluster} has no worker after {REACHED_WITHIN} s",
+                    code="no-workers",
+                    hint=f"start one: dask worker {cluster}",
                 ) from None
             yield client
         return
@@ -184,11 +191,15 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
         answers = client.run(look, expected, probe, on_error="return")
         for worker, answer in answers.items():
             if isinstance(answer, SourceError | TargetError):
-                raise type(answer)(
-                    f"worker {worker}: {answer}; every worker must reach the source and the target by the same paths"
-                )
+                error = answer.about(f"worker {worker}")
+                error.hint = "make the source and the target reachable by the same paths on every worker"
+                raise error
             if isinstance(answer, BaseException):
-                raise ReshardError(f"worker {worker}: cannot run reshard: {type(answer).__name__}: {answer}")
+                raise ReshardError(
+                    f"worker {worker} cannot run reshard",
+                    code="worker-failed",
+                    facts=[f"{type(answer).__name__}: {answer}"],
+                )
     return here if all(answer == here for answer in answers.values()) else ""
 
 
@@ -203,9 +214,11 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
         if isinstance(status, SourceError):
             raise status
         if status[:2] != known:
-            raise SourceError(f"{path}: is another file there (other size or time) than the one that was opened")
+            raise SourceError(
+                f"{path} is not the file that was opened", code="different-file", facts=["its size or time differs"]
+            )
     if probe is not None and not os.path.exists(probe):
-        raise TargetError(f"{os.path.dirname(probe)}: is another directory there, or none")
+        raise TargetError(f"{os.path.dirname(probe)} is another directory there, or none", code="different-directory")
     return cache_of(os.path.dirname(probe)) if probe is not None else ""
 
 
@@ -222,7 +235,7 @@ def _probe(root: str) -> Iterator[str | None]:
         with open(path, "x"):
             pass
     except OSError as error:
-        raise TargetError(f"{root}: cannot be written: {error.strerror}") from None
+        raise TargetError(f"cannot write to {root}: {error.strerror}", code="cannot-write") from None
     try:
         yield path
     except BaseException:
@@ -269,7 +282,7 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
             if future.key == graph.ready:
                 found = result
         if found is None:
-            raise ReshardError("the cluster ended before the work was done")
+            raise ReshardError("the cluster ended before the work was done", code="cluster-ended")
         return found
 
     def give_up() -> None:
@@ -281,6 +294,24 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
         client.run(settled, graph.run)
 
     return _on_cluster(work, on_event, give_up, settle)
+
+
+def work_by(get: Callable[..., Any], graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
+    """Have the work of a graph done by a dask scheduler, which may use other processes; return its receipts.
+
+    Args:
+        get: called with the tasks and a key, such as `dask.threaded.get`.
+        graph: what to do; the files are not given their names.
+        on_event: called with each task's receipt, when all are done.
+    """
+    try:
+        receipts: list[Receipt] = list(get(graph.work(), graph.ready))
+    except BaseException:
+        live_runs.stopped.add(graph.run)
+        raise
+    for receipt in receipts:
+        on_event(receipt)
+    return receipts
 
 
 async def settled(run: str) -> None:

@@ -15,6 +15,7 @@ again, a file there replaces the one before as a whole.
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from collections import Counter
 from copy import copy
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.plan.plan import Plan
+    from reshard.run.run import Report
     from reshard.run.tasks import Receipt
     from reshard.targets.destination import TargetFile
 
@@ -236,9 +238,16 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return what identifies the collection."""
         return self._token
 
-    def __dask_postcompute__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        """Return how the computed keys become the result: the receipts."""
-        return _first, ()
+    if TYPE_CHECKING:
+
+        def compute(self, **options: Any) -> Report:
+            """Write the target files."""
+
+    def __dask_postcompute__(self) -> tuple[Callable[..., Report], tuple[Report, float]]:
+        """Return how the computed keys become the result: a report."""
+        from reshard.run.run import report_of  # which imports this module
+
+        return _reported, (report_of(self.plan, self.directory, (), 0.0), time.time())
 
     def __dask_postpersist__(self) -> tuple[Callable[..., Graph], tuple[()]]:
         """Return how the persisted task, which has run, becomes a graph again."""
@@ -273,5 +282,12 @@ def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
-def _first(results: Sequence[Any]) -> Any:
-    return results[0]
+def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float) -> Report:
+    """Return the report of a graph that was computed, from one that has no receipts yet."""
+    receipts = tuple(results[0])
+    return empty._replace(
+        bytes_read=sum(receipt.read for receipt in receipts),
+        bytes_written=sum(receipt.written for receipt in receipts),
+        seconds=time.time() - began,
+        receipts=receipts,
+    )

@@ -229,14 +229,19 @@ def refuse_foreign(directory: str) -> None:
         SourceError: the storage cannot be reached.
     """
     if as_place(directory).is_symlink():
-        raise TargetError(f"{directory} is a link; remove it, or choose another target")
+        raise TargetError(f"{directory} is a link", code="is-link", hint="remove it, or choose another target")
     if can(directory).positioned and os.path.lexists(directory) and not os.path.isdir(directory):
-        raise TargetError(f"{directory} is a file, where the ledger of the store goes; choose another target")
+        raise TargetError(
+            f"{directory} is a file, and the ledger of the store goes there",
+            code="not-a-directory",
+            hint="choose another target",
+        )
     foreign = sorted(set(listed(directory)).difference(own_files(directory)))
     if foreign:
         raise TargetError(
-            f"{directory} has {names(foreign, most=3)}, and the ledger of the store goes there; move "
-            f"{'it' if len(foreign) == 1 else 'them'} away, or choose another target"
+            f"{directory} has {names(foreign, most=3)}, and the ledger of the store goes there",
+            code="other-files",
+            hint=f"move {'it' if len(foreign) == 1 else 'them'} away, or choose another target",
         )
 
 

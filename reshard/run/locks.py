@@ -35,6 +35,8 @@ from reshard.storage.remote import forget_listings, remote_store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_WAIT = "wait for its end, or choose another target"
+
 REFRESH_SECONDS = 30.0
 """How often a run at a URL says that it goes on."""
 
@@ -90,9 +92,7 @@ class LockFile:
             if not taken:
                 return
             self.release()
-        raise TargetError(
-            f"{self._root}: another run writes {names(taken, most=3)}; wait for its end, or choose another target"
-        )
+        raise TargetError(f"another run writes {names(taken, most=3)} of {self._root}", code="locked", hint=_WAIT)
 
     def spare(self, files: Sequence[str]) -> list[str]:
         """See `Locks.spare`."""
@@ -185,12 +185,13 @@ class LockObjects:
         who = f"process {lock['process']} on {lock['host']!r:.80}"
         if seconds < STALE_SECONDS:
             return TargetError(
-                f"{self._root}: another run writes {names(taken, most=3)} ({who}); wait for its end, or choose another "
-                "target"
+                f"another run writes {names(taken, most=3)} of {self._root}", code="locked", facts=[who], hint=_WAIT
             )
         return TargetError(
-            f"{self._root}: another run wrote {names(taken, most=3)} ({who}), and gave no sign for "
-            f"{seconds / 60:.0f} minutes; if it has ended, remove its lock, {path}, and start again"
+            f"another run wrote {names(taken, most=3)} of {self._root}",
+            code="stale-lock",
+            facts=[f"{who}, silent for {seconds / 60:.0f} minutes"],
+            hint=f"if it has ended, remove its lock, {path}, and start again",
         )
 
     def _write(self) -> None:
@@ -240,7 +241,7 @@ def refuse_link(root: str) -> None:
     """Refuse logs that are behind a link, which may lead out of the target: `TargetError`."""
     directory = f"{root}/{DIRECTORY}"
     if as_place(directory).is_symlink():
-        raise TargetError(f"{directory}: is a link; remove it, or choose another target directory")
+        raise TargetError(f"{directory} is a link", code="is-link", hint="remove it, or choose another target")
 
 
 def opened(path: str, flags: int, tries: int = 100) -> int:
@@ -254,7 +255,8 @@ def opened(path: str, flags: int, tries: int = 100) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if os.path.islink(path):  # it may lead out of the target directory
-            raise TargetError(f"{path}: is a link; remove it, or choose another target directory") from None
+            hint = "remove it, or choose another target"
+            raise TargetError(f"{path} is a link", code="is-link", hint=hint) from None
         # Another run has just removed the empty directory, before or while `makedirs` looked.
         if error.errno in {errno.ENOENT, errno.EEXIST} and tries > 1:
             return opened(path, flags, tries - 1)
@@ -272,7 +274,7 @@ def _locked(path: str, files: Sequence[str]) -> tuple[int, list[str]]:
             taken = [file for file in files if not _take(descriptor, *_place(file))]
         except OSError as error:
             os.close(descriptor)
-            raise TargetError(f"{path}: cannot be locked: {error.strerror}") from error
+            raise TargetError(f"cannot lock {path}: {error.strerror}", code="cannot-lock") from error
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor, taken

@@ -191,17 +191,24 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
     below = root.rstrip("/") + "/"
     if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):
         raise TargetError(
-            f"{root}: is an iteration by its name; expected the directory of the run; give {os.path.dirname(root)}"
+            f"{root} is an iteration, not the directory of a run",
+            code="is-iteration",
+            hint=f"name {os.path.dirname(root)}",
         )
     _check_apart(plan, root)
     linked = plan.linked
     if linked and not can(root).positioned:
-        raise TargetError(f"{root}: is at a URL, where no file of a source can be linked; make a copy, without links")
+        raise TargetError(
+            f"no file can be linked at a URL such as {root}", code="not-linkable", hint="make a copy, without links"
+        )
     sources = {str(as_place(file.path).real()) for file in plan.source.files}
     indexes = {os.path.dirname(below + file.path) for file in plan.files if file.last and not file.pointer}
     if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):
         raise TargetError(
-            f"{root}: holds the source; next to it, the index of what is written would hide it; choose another"
+            f"{root} holds the source",
+            code="overlaps",
+            facts=["the index of the target would hide it"],
+            hint="choose another target",
         )
     # A link is one of the source files already where an earlier run made it; nothing is written into it.
     written = [below + file.path for file in plan.files if file.link not in linked]
@@ -211,7 +218,11 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
         path = below + file.path
         resolved = str(as_place(path).real())
         if not resolved.startswith(below):
-            raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
+            raise TargetError(
+                f"{path} leads out of the target directory, to {resolved}",
+                code="outside-directory",
+                hint="remove the link",
+            )
     if can(root).positioned:  # where there are directories
         _check_kinds(plan, root)
     if plan.exclusive:
@@ -224,7 +235,8 @@ def _check_apart(plan: Plan, root: str) -> None:
     """Refuse a target inside its source, and a source inside its target; two directories that are one may be.
 
     In the directory of a run only the iteration that is written is the target. A source of files that were named one by
-    one, or of one that is given itself, is not the directory that they are in.
+    one, or of one that is given itself, is not the directory that they are in; nor is a target of
+    one file.
     """
     source = plan.source.opened
     place = as_place(source.root).absolute()
@@ -234,9 +246,15 @@ def _check_apart(plan: Plan, root: str) -> None:
     targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]
     for target in targets:
         if is_within(target, source.root) and not is_within(source.root, target):
-            raise TargetError(f"{target} is inside its source, {source.root}; choose a target outside it")
-        if is_within(source.root, target) and not is_within(target, source.root):
-            raise TargetError(f"{target} has its source inside, {source.root}; choose a directory of its own")
+            raise TargetError(
+                f"{target} is inside its source, {source.root}", code="overlaps", hint="choose a target outside it"
+            )
+        if is_within(source.root, target) and not (plan.alone or is_within(target, source.root)):
+            raise TargetError(
+                f"{target} has its source inside, {source.root}",
+                code="overlaps",
+                hint="choose a directory of its own for the target",
+            )
 
 
 def _check_kinds(plan: Plan, root: str) -> None:
@@ -246,10 +264,16 @@ def _check_kinds(plan: Plan, root: str) -> None:
         place = os.path.dirname(place)
     for directory in (place, *sorted({os.path.dirname(f"{root}/{file.path}") for file in plan.files})):
         if os.path.lexists(directory) and not os.path.isdir(directory):
-            raise TargetError(f"{directory}: is not a directory; expected one for the target")
+            raise TargetError(
+                f"{directory} is not a directory", code="not-a-directory", hint="remove it, or choose another target"
+            )
     for file in plan.files:
         if os.path.isdir(f"{root}/{file.path}"):
-            raise TargetError(f"{root}/{file.path}: is a directory, and a file is to be there; move it away")
+            raise TargetError(
+                f"{root}/{file.path} is a directory, and a file of the target goes there",
+                code="is-directory",
+                hint="move it away, or choose another target",
+            )
 
 
 def _check_exclusive(plan: Plan, root: str, older: Collection[str]) -> None:
@@ -265,7 +289,11 @@ def _check_exclusive(plan: Plan, root: str, older: Collection[str]) -> None:
         if planned.isdisjoint((path, stem_of_unfinished(path))) and not path.startswith(f"{DIRECTORY}/")
     ]
     if other:
-        raise TargetError(f"{root}: has {names(sorted(other), most=3)} too; choose another directory, or remove it")
+        raise TargetError(
+            f"{root} has other files too: {names(sorted(other), most=3)}",
+            code="other-files",
+            hint="choose another directory, or remove them",
+        )
 
 
 def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]) -> None:
@@ -279,7 +307,9 @@ def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]
     other = sorted(name for name in found if is_of_a_set(name) and f"{directory}/{name}" not in planned)
     if other:
         raise TargetError(
-            f"{directory}: has {names(other, most=3)} of another set; choose another directory, or remove it"
+            f"{directory} has {names(other, most=3)} of another set",
+            code="other-set",
+            hint="choose another directory, or remove the other set",
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import UsageError, names
 from reshard.plan.partition import partitioned
 from reshard.run.beside import refuse_other_ranks
-from reshard.run.executor import check_workers, work_here, work_on
+from reshard.run.executor import check_workers, work_by, work_here, work_on
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
 from reshard.run.preflight import check_target
@@ -29,7 +29,7 @@ from reshard.storage.places import any_store, as_place, can
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName
@@ -141,7 +141,7 @@ def run(
     directory: AnyName,
     *,
     client: Any = None,
-    scheduler: str | None = None,
+    scheduler: str | Callable[..., Any] | None = None,
     threads: int | None = None,
     fsync: bool = True,
     drop_cache: bool | None = None,
@@ -161,7 +161,8 @@ def run(
         directory: where the target files go; it is made if it is not there. A local path, or a URL that fsspec knows.
         client: a `distributed.Client`; its workers must reach the source and the target by the same paths. Where a
             worker is lost, its tasks run again elsewhere.
-        scheduler: `threads` (default) or `synchronous`, where no client is given.
+        scheduler: `threads` (default) or `synchronous`, if no client is given; or a function such as
+            `dask.threaded.get`, which is called with the tasks and the key of the result.
         threads: how many; by default one for each available processor. No more than the plan is made for
             (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory
             than was predicted.
@@ -192,7 +193,11 @@ def run(
     """
     began = time.perf_counter()
     if isinstance(client, str):
-        raise UsageError(f"client is {client!r}; expected a distributed.Client: Client({client!r})")
+        raise UsageError(
+            f"client is {client!r}; expected a distributed.Client",
+            code="wrong-type",
+            hint=f"pass client=distributed.Client({client!r})",
+        )
     target = as_place(directory)
     root = str(target.real())
     plan = partitioned(plan, partition, root)
@@ -202,6 +207,7 @@ def run(
         refuse_other_ranks(plan, root, older)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})
+    get = _scheduler(scheduler, client)
     threads = _threads(threads, scheduler, plan.threads)
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
@@ -217,7 +223,7 @@ def run(
     how = How(
         fsync,
         drop_cache,
-        apart=client is not None,
+        apart=client is not None or get is not None,
         checksums=checksums,
         cached=cached,
         seen=_lock_of(root) if client else "",
@@ -226,11 +232,7 @@ def run(
     try:
         reporter.begin()
         graph = Graph(session.plan, root, how)
-        if client is not None:
-            receipts = work_on(client, graph, reporter.add)
-            check_sources(plan, None)  # what the workers did not see
-        else:
-            receipts = work_here(graph.work(), graph.ready, graph.run, threads, reporter.add)
+        receipts = _work(graph, client, get, threads, reporter)
         receipts = work_here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
         receipts = work_here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
@@ -247,12 +249,38 @@ def run(
         drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
+    report = report_of(plan, root, receipts, time.perf_counter() - began)
+    return report._replace(
+        resumed=session.resumed,
+        finished=sum(file.done for file in session.plan.files),
+        touched=session.touched,
+        checksums=sums,
+        removed=session.removed,
+    )
+
+
+def _work(
+    graph: Graph, client: Any, get: Callable[..., Any] | None, threads: int, reporter: _Reporter
+) -> Sequence[Receipt]:
+    """Make the files and fill them; return the receipts."""
+    if client is not None:
+        receipts = work_on(client, graph, reporter.add)
+    elif get is not None:
+        receipts = work_by(get, graph, reporter.add)
+    else:
+        return work_here(graph.work(), graph.ready, graph.run, threads, reporter.add)
+    check_sources(graph.plan, None)  # what other processes did not see
+    return receipts
+
+
+def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float) -> Report:
+    """Return the report of a run that began with nothing in the target."""
     return Report(
         root,
         tuple(file.path for file in plan.files),
         sum(receipt.read for receipt in receipts),
         sum(receipt.written for receipt in receipts),
-        time.perf_counter() - began,
+        seconds,
         tuple(receipts),
         plan.stats.tensors,
         plan.stats.source_files,
@@ -262,23 +290,27 @@ def run(
         plan.dropped,
         plan.missing,
         _peak_memory(),
-        session.resumed,
-        sum(file.done for file in session.plan.files),
-        session.touched,
-        sums,
-        session.removed,
     )
 
 
-def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
+def _scheduler(scheduler: str | Callable[..., Any] | None, client: Any) -> Callable[..., Any] | None:
+    """Return the function that does the work, if one is given."""
+    if not callable(scheduler):
+        return None
+    if client is not None:
+        raise UsageError("a client is a scheduler, and another is given", code="two-schedulers")
+    return scheduler
+
+
+def _threads(threads: int | None, scheduler: object, most: int) -> int:
     """Return how many threads do the work; 0 for the one that calls."""
     if threads is None:
         threads = len(os.sched_getaffinity(0))
     if threads < 1:
-        raise UsageError(f"{threads} threads are asked for; expected at least 1")
+        raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
     threads = min(threads, most)
-    if scheduler not in {None, "threads", "synchronous"}:
-        raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
+    if not callable(scheduler) and scheduler not in {None, "threads", "synchronous"}:
+        raise UsageError(f"scheduler is {scheduler!r}; expected 'threads' or 'synchronous'", code="unknown-scheduler")
     return 0 if scheduler == "synchronous" else threads
 
 

@@ -310,20 +310,17 @@ class Session:
         if changed := of(self._fates, Do.CHANGED):
             key = ", or with another key" if self._whole.cipher else ""
             raise TargetError(
-                Text(
-                    f"{self._root}: {names(changed, most=3)} {'was' if len(changed) == 1 else 'were'} written by a run "
-                    f"of another plan{key}, or from sources that changed since; start over with ",
-                    Option("restart"),
-                    ", or choose another target",
-                )
+                f"{self._root} holds {names(changed, most=3)} of a different run",
+                code="other-run",
+                facts=[f"it was of another plan{key}, or its sources changed since"],
+                hint=Text("to start over, pass ", Option("restart"), "; or choose another target"),
             )
         if there := of(self._fates, Do.UNMANAGED):
+            them = "it" if len(there) == 1 else "them"
             raise TargetError(
-                Text(
-                    f"{self._root}: has {names(there, most=3)} already; choose another target directory, or replace "
-                    f"{'it' if len(there) == 1 else 'them'} with ",
-                    Option("overwrite"),
-                )
+                f"{self._root} already has {names(there, most=3)}",
+                code="already-exists",
+                hint=Text(f"to replace {them}, pass ", Option("overwrite"), "; or choose another target"),
             )
 
     def _sync(self, kept: Iterable[int]) -> None:
@@ -403,8 +400,10 @@ class Session:
         free = free_bytes(self._root)
         if needed > free:
             raise BudgetError(
-                f"{self._root}: the target files need {bytes_text(needed)} more, and {bytes_text(free)} are free; free "
-                f"{bytes_text(needed - free)} or choose another target"
+                f"{self._root} has too little room for the target",
+                code="no-space",
+                facts=[f"the files need {bytes_text(needed)} more; {bytes_text(free)} are free"],
+                hint=f"free {bytes_text(needed - free)}, or choose another target",
             )
 
     def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:

@@ -107,7 +107,10 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
     try:
         live_runs.check_cancelled(how.run)
         if how.seen and not os.path.exists(how.seen):  # a worker that came after `check_workers`
-            raise TargetError(f"{directory}: is another directory on a worker, or none; every worker must reach it")
+            raise TargetError(
+                f"{directory} is another directory on a worker, or none",
+                code="different-directory", hint="every worker must reach the target by the same path",
+            )  # fmt: skip
         yield
         if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
             for path in written:
@@ -266,13 +269,17 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     for number, status in _statuses(plan).items():
         file = plan.source.files[number]
         if isinstance(status, GoneError):
-            raise ChangedError(f"{status}; it was there when it was opened; start again")
+            raise ChangedError(
+                f"{file.path} is gone since it was opened", code="source-gone", facts=[str(status)], hint="start again"
+            )
         if isinstance(status, SourceError):
             raise status
         if not status.is_still(file.status):
             only = status[:2] == file.status[:2]
-            how = ", though its size and time are as they were (its contents, links, owner or rights)" if only else ""
-            raise ChangedError(f"{file.path}: changed since it was opened{how}; start again")
+            how = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
+            raise ChangedError(
+                f"{file.path} changed since it was opened", code="source-changed", facts=how, hint="start again"
+            )
     return []
 
 

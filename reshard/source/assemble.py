@@ -29,9 +29,9 @@ _MOST_TIMES = 256  # the ranks of a strategy that are no more than so many times
 
 
 def unlisted(name: str) -> Text:
-    """Return what to do about a tensor that the strategy does not list, where ranks hold different bytes of it."""
+    """Return what to do about a tensor that the strategy does not list, if ranks hold different bytes of it."""
     return Text(
-        "it may be sharded but not listed: save the strategy with only_trainable_params=False, or give ",
+        "save the strategy with only_trainable_params=False if it is sharded, or give ",
         Option("layout", name, "RULE"),
         " (RULE: split:DIM, DEV_MATRIX:TENSOR_MAP; whole; copy if every rank has a value of its own)",
     )
@@ -110,7 +110,11 @@ class _WithoutStrategy:
         """Return whole tensors, of the one rank that there may be."""
         ranks = {self.ranks[number] for number in self.numbers}
         if len(ranks) > 1:
-            raise SourceError(f"{self.root} has {len(ranks)} ranks, and nothing says how they were sharded")
+            raise SourceError(
+                f"{self.root} has {len(ranks)} ranks, and nothing says how they were sharded",
+                code="no-layout",
+                hint=Text("give ", Option("strategy"), ", or ", Option("layout", "*", "RULE")),
+            )
         found = {name: self.unlisted(name, replicas) for name, replicas in self.replicas().items()}
         self.faults.raise_if_any(SourceError)
         return found
@@ -143,11 +147,10 @@ class _WithoutStrategy:
             if entry is not first and (entry.dtype, entry.shape) != (first.dtype, first.shape):
                 self.faults.add(
                     f"tensor {name!r}",
-                    Text(
-                        f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
-                        f"{shape_text(first.shape)} in rank {self.ranks[replicas[0]]}, and no strategy lists it; ",
-                        unlisted(name),
-                    ),
+                    f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
+                    f"{shape_text(first.shape)} in rank {self.ranks[replicas[0]]}, and no strategy lists it",
+                    code="unlisted-tensor",
+                    hint=unlisted(name),
                 )
                 break
         spec = TensorSpec(name, first.dtype, first.shape)
@@ -211,18 +214,18 @@ class _WithStrategy(_WithoutStrategy):
         unknown = sorted({rank for rank in self.ranks if rank not in expected})
         if unknown:
             raise SourceError(
-                f"{self.root}: has {ranks_text(unknown)}; the strategy describes ranks {expected.start} to "
-                f"{expected.stop - 1}; give the strategy of all {len(set(self.ranks))} ranks (of a pipeline: the "
-                "directory of its strategy files, or the merged file)"
+                f"{self.root} has {ranks_text(unknown)}, which the strategy does not describe",
+                code="strategy-mismatch",
+                facts=[f"the strategy describes ranks {expected.start} to {expected.stop - 1}"],
+                hint=f"give the strategy of all {len(set(self.ranks))} ranks (of a pipeline: the directory of its "
+                "strategy files, or the merged file)",
             )
 
         if not self.partial and len(expected) > _MOST_TIMES * len(set(self.ranks)):
             raise SourceError(
-                Text(
-                    f"{self.root}: has {len(set(self.ranks))} ranks; the strategy describes {len(expected)}, so it is "
-                    "not of this checkpoint; give its own, or ",
-                    Option("partial"),
-                )
+                f"{self.root} has {len(set(self.ranks))} ranks; the strategy describes {len(expected)}",
+                code="strategy-mismatch",
+                hint=Text("give the checkpoint's own strategy, or ", Option("partial")),
             )
 
     def _tell_missing(self) -> None:
@@ -235,20 +238,25 @@ class _WithStrategy(_WithoutStrategy):
         for rank in sorted(set(self._needing) & set(missing)):
             needing = self._needing.pop(rank)
             self.faults.add(
-                f"rank {rank}", f"has no file; it is needed for {len(needing)} tensors ({names(needing, most=3)})"
+                f"rank {rank}",
+                f"has no file; it is needed for {len(needing)} tensors ({names(needing, most=3)})",
+                code="missing-ranks",
             )
             missing.remove(rank)
         for rank, needing in sorted(self._needing.items()):
-            self.faults.add(f"rank {rank}", f"has no {names(needing, most=3)} in its file, nor has any replica")
+            self.faults.add(
+                f"rank {rank}",
+                f"has no {names(needing, most=3)} in its file, nor has any replica",
+                code="missing-blocks",
+            )
         if missing:
             has = "has" if len(missing) == 1 else "have"
             self.faults.add(
                 ranks_text(missing),
-                Text(
-                    f"{has} no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is "
-                    "known to be lost: if it is the right strategy, give ",
-                    Option("partial"),
-                ),
+                f"{has} no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is "
+                "known to be lost",
+                code="missing-replicas",
+                hint=Text("if it is the right strategy, give ", Option("partial")),
             )
 
     def _listed(self, name: str, replicas: tuple[int, ...]) -> Tensor | None:
@@ -270,6 +278,7 @@ class _WithStrategy(_WithoutStrategy):
                     f"tensor {name!r}",
                     f"is {tensor.spec.dtype} {shape_text(tensor.spec.shape)} in stage {stage} and {found.spec.dtype} "
                     f"{shape_text(found.spec.shape)} in a stage before",
+                    code="stages-differ",
                 )
             if found is None and tensor.is_complete:
                 found = tensor
@@ -285,6 +294,7 @@ class _WithStrategy(_WithoutStrategy):
             self.faults.add(
                 f"tensor {name!r}",
                 f"is in {ranks_text(where)}; the strategy has it in stage {names(stages)}, other ranks",
+                code="wrong-stage",
             )
         found = found or some
         if found is None:
@@ -300,16 +310,18 @@ class _WithStrategy(_WithoutStrategy):
         return self._stages[key]
 
     def _in_stage(self, name: str, stage: int, replicas: tuple[int, ...]) -> Tensor | None:
-        """Join what the ranks of one stage hold; None where a fault was found."""
+        """Join what the ranks of one stage hold; None if a fault was found."""
         first = self.entry(replicas[0], name)
         try:
             shape = self.strategy.whole_shape(name, first.shape, stage=stage)
             grid = self.strategy.grid(name, shape, stage=stage)
         except LayoutError as error:
-            self.faults.add(self.files[replicas[0]].path, error.text)
+            named = f"tensor {name!r}: "
+            bare = error.changed(lambda text: text.removeprefix(named) if text.startswith(named) else text)
+            self.faults.add(f"tensor {name!r}", bare)
             return None
         faults = self.faults.count
-        self._check_stated_shape(name, stage, shape)
+        self._check_stated_shape(name, stage, shape, first.shape)
         held = self._held_by(grid, replicas)
         self._check_entries(name, first, held)
         if self.faults.count > faults:
@@ -317,35 +329,36 @@ class _WithStrategy(_WithoutStrategy):
         runs = tuple(self.entry(number, name).runs for number in held.firsts)
         return Tensor(TensorSpec(name, first.dtype, shape), held.sharding, runs)
 
-    def _check_stated_shape(self, name: str, stage: int, shape: Shape) -> None:
+    def _check_stated_shape(self, name: str, stage: int, shape: Shape, stored: Shape) -> None:
         """Compare with the shape that a JSON strategy gives; whole tensors under a splitting layout show there."""
         placed = next(p for p in self.strategy.tensors[name] if p.stage == stage)
         if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
-            self.faults.add(
-                f"tensor {name!r}",
-                Text(
-                    f"would be {shape_text(shape)} by what the files store; the strategy says "
-                    f"{shape_text(placed.shape)} (saved whole with integrated_save=True? then give ",
-                    Option("layout", name, "whole"),
-                    ")",
-                ),
+            wrong = (
+                f"would be {shape_text(shape)} by what the files store; the strategy says {shape_text(placed.shape)}"
             )
+            if stored == placed.shape:
+                hint = Text("if it was saved whole (integrated_save=True), give ", Option("layout", name, "whole"))
+                self.faults.add(f"tensor {name!r}", wrong, code="saved-whole", hint=hint)
+            else:
+                self.faults.add(
+                    f"tensor {name!r}",
+                    wrong,
+                    code="strategy-mismatch",
+                    hint=Text("give the strategy that the checkpoint was saved with: ", Option("strategy")),
+                )
 
     def _check_entries(self, name: str, first: Entry, held: _Held) -> None:
         """Compare what each file has of a tensor with the block that its rank should have."""
         for numbers, shape in held.expected:
             entry = self.entry(numbers[0], name)
-            if entry.dtype is not first.dtype:
-                fault = f"tensor {name!r} is {entry.dtype}; other ranks have {first.dtype}"
-            elif entry.shape != shape:
-                fault = (
-                    f"tensor {name!r} has shape {shape_text(entry.shape)}; the strategy and the other ranks say "
-                    f"{shape_text(shape)}"
-                )
-            else:
-                continue
-            for number in numbers:
-                self.faults.add(self.files[number].path, fault)
+            for number in numbers if entry.dtype is not first.dtype or entry.shape != shape else ():
+                where = f"tensor {name!r} in {self.files[number].path}"
+                if entry.dtype is not first.dtype:
+                    what = f"is {entry.dtype}; other ranks have {first.dtype}"
+                    self.faults.add(where, what, code="mixed-dtypes")
+                else:
+                    what = f"is {shape_text(entry.shape)}; the strategy and the other ranks say {shape_text(shape)}"
+                    self.faults.add(where, what, code="wrong-shape")
 
     def _held_by(self, grid: Grid, replicas: tuple[int, ...]) -> _Held:
         key = (grid, replicas)

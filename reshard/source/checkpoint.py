@@ -296,7 +296,7 @@ class Checkpoint(Mapping[str, Any]):
             SourceError: its place or its header does; what to do is in the error.
         """
         if self.lone_rank:
-            raise SourceError(self.lone_rank)
+            raise SourceError(self.lone_rank, code="one-rank")
 
     def entry_text(self, number: int, name: str) -> str | None:
         """Return the value of a `str` entry in a file, by the file's number."""
@@ -420,7 +420,7 @@ class Checkpoint(Mapping[str, Any]):
         if not isinstance(name, str):
             raise KeyError(name)
         if name in self.unreadable:
-            raise SourceError(Text(f"{self.root}: tensor {name!r} ", self.unreadable[name]))
+            raise SourceError(Text(f"tensor {name!r} of {self.root} ", self.unreadable[name]), code="unreadable-tensor")
         if name not in self.tensors:
             alike = get_close_matches(name, self.tensors, n=3)
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
@@ -439,8 +439,8 @@ class Checkpoint(Mapping[str, Any]):
         self,
         store: AnyName,
         *,
-        chunk_bytes: int | None = None,
-        shard_bytes: int | None = None,
+        chunk_size: int | None = None,
+        shard_size: int | None = None,
         compression: str | None = None,
         selection: Selection | None = None,
         memory: int | None = None,
@@ -450,8 +450,8 @@ class Checkpoint(Mapping[str, Any]):
 
         Args:
             store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
-            chunk_bytes: the most bytes in a chunk; by default chunks are the source's blocks.
-            shard_bytes: the most bytes of chunks in a file; by default small chunks share files.
+            chunk_size: the most bytes in a chunk; by default chunks are the source's blocks.
+            shard_size: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.
             selection: which tensors, under which names, as which dtypes.
             memory: resident memory in bytes that it may use at its peak.
@@ -462,7 +462,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         from reshard.formats.zarr import ZarrGroup  # not on every start
 
-        files = ZarrGroup(chunk_bytes, shard_bytes, compression)
+        files = ZarrGroup(chunk_size, shard_size, compression)
         plan: Plan = upward("plan")(self, files=files, selection=selection, memory=memory)
         return plan.run(store, **running)
 
@@ -495,8 +495,8 @@ def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[s
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        some = matching(pattern, every)
-        if not some:
-            raise UsageError(f"{root}: {pattern!r}: {no_match(pattern, every)}")
-        chosen.update(some)
+        members = matching(pattern, every)
+        if not members:
+            raise UsageError(f"{pattern!r} {no_match(pattern, every)}", code="no-match", facts=[f"checkpoint: {root}"])
+        chosen.update(members)
     return chosen

@@ -162,8 +162,10 @@ def key_of(paths: Sequence[Place], cipher: Cipher | None) -> Cipher | None:
             (encrypted if int.from_bytes(start, "little") in MAGICS else plain).append(path)
     if encrypted and plain:
         raise SourceError(
-            f"{plain[0]}: is not encrypted, and {encrypted[0]} is; expected all files of a checkpoint to be, or none; "
-            "it may have been replaced: get it again from where it was saved"
+            f"{plain[0]} is not encrypted, and {encrypted[0]} is",
+            code="mixed-encryption",
+            facts=["expected all files of a checkpoint to be encrypted, or none; it may have been replaced"],
+            hint="get the file again from where it was saved",
         )
     return replace(cipher, required=True) if encrypted else required(cipher)
 

@@ -165,8 +165,12 @@ class _Look:
         if differs and name == _STEP and self.checkpoint.described_by:
             self.unreadable[name] = "differs between the ranks, which are of different steps"
         elif differs and name == _STEP:
-            advice = Text("choose the files with ", Option("suffix"))
-            self.faults.add(_STEP, Text("differs between the ranks, which are of different steps; ", advice))
+            self.faults.add(
+                _STEP,
+                "differs between the ranks, which are of different steps",
+                code="several-steps",
+                hint=Text("choose the files with ", Option("suffix")),
+            )
         elif differs:
             self.warnings.append(
                 f"{names([name])} differs between the ranks; each target rank gets that of one source rank"
@@ -231,24 +235,27 @@ class _Look:
 
     def _tell_differing(self, tensor: Tensor, block: int, one: int, other: int) -> None:
         name, ranks = tensor.spec.name, f"rank {self.ranks[one]} and rank {self.ranks[other]}"
-        where = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
+        subject = f"tensor {name!r}"
+        differs = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
         metadata = self.checkpoint.described_by
         if metadata and not tensor.listed:
             self.unreadable[name] = f"differs between the ranks, and {metadata} does not say that it is cut"
             return
         if metadata:
-            fault = Text(f"{where}, which {metadata} says hold the same")
+            self.faults.add(subject, f"{differs}, which {metadata} says hold the same", code="replicas-differ")
         elif not tensor.listed:
-            fault = Text("differs between the ranks and no strategy lists it; ", unlisted(name))
+            what = "differs between the ranks, and no strategy lists it"
+            self.faults.add(subject, what, code="unlisted-tensor", hint=unlisted(name))
         elif name in self.ruled:
-            fault = Text(f"{where}, which the rule {self.ruled[name]!r} says hold the same")
+            what = f"{differs}, which the rule {self.ruled[name]!r} says hold the same"
+            self.faults.add(subject, what, code="replicas-differ-by-rule")
         else:
-            fault = Text(
-                f"{where}, which the strategy says hold the same; give the strategy that the checkpoint was saved "
-                "with, or the layout of this tensor with ",
+            hint = Text(
+                "give the strategy that the checkpoint was saved with, or the layout of this tensor with ",
                 Option("layout", name, "RULE"),
             )
-        self.faults.add(f"tensor {name!r}", fault)
+            what = f"{differs}, which the strategy says hold the same"
+            self.faults.add(subject, what, code="replicas-differ", hint=hint)
 
     def _compare_blocks(self, tensor: Tensor, samples: list[bytearray]) -> None:
         """Note whether a tensor is split: where the samples of its blocks are equal, look at all blocks, and closer."""
@@ -273,18 +280,19 @@ class _Look:
         if self.alike:
             rule = Option("layout", self.alike[0] if self.proven_split else "*", "whole")
             more = " and so on" if self.proven_split and len(self.alike) > 1 else ""
+            subject = f"tensor {names([repr(name) for name in self.alike], most=3)}"
             by_rule = {self.ruled[name] for name in self.alike if name in self.ruled}
             if by_rule and all(name in self.ruled for name in self.alike):
-                wrong = f"is not split as the rule {names(map(repr, by_rule))} says"
-                fault = Text(f"{wrong}: every rank holds the same bytes; give ", rule, more)
+                what = f"is not split as the rule {names(map(repr, by_rule))} says: every rank holds the same bytes"
+                self.faults.add(subject, what, code="saved-whole", hint=Text("give ", rule, more))
             else:
-                fault = Text(
-                    "is split by the strategy, and every rank holds the same bytes: whole tensors, saved with "
-                    "integrated_save=True? Then give ",
+                hint = Text(
+                    "if tensors were saved whole (integrated_save=True), give ",
                     rule,
                     f"{more}; else the layout as a rule",
                 )
-            self.faults.add(f"tensor {names([repr(name) for name in self.alike], most=3)}", fault)
+                what = "is split by the strategy, and every rank holds the same bytes"
+                self.faults.add(subject, what, code="saved-whole", hint=hint)
         if doubtful:
             self.warnings.append(
                 Text(

@@ -66,7 +66,9 @@ def shards_in(tensor: Tensor, space: Shape) -> Iterator[Shard]:
     have = tensor.space or tensor.spec.shape
     axes = factors(have, space)
     if axes is None:
-        raise LayoutError(f"has blocks of {shape_text(have)}, of which {shape_text(space)} cannot be made")
+        raise LayoutError(
+            f"has blocks of {shape_text(have)}, which cannot make {shape_text(space)}", code="wrong-shape"
+        )
     itemsize = tensor.spec.dtype.itemsize
     for block, replicas in tensor.shards:
         for box, piece in refined(block, axes):

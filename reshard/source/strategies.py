@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 
+def _leave_out(name: str) -> Text:
+    return Text("to leave it out, give ", Option("drop", name))
+
+
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
     """Return the strategy of a checkpoint: that which it was opened with, or what it says itself, as Checkpoint 2.0 do.
 
@@ -43,10 +47,15 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
         kept = {name: placed for name, placed in checkpoint.strategy.tensors.items() if name not in dropped}
         return replace(checkpoint.strategy, tensors=kept)
     if not checkpoint.holders:
-        raise UsageError(f"{checkpoint.root}: says of no rank which block it holds; whole tensors need no strategy")
+        raise UsageError(
+            f"{checkpoint.root} does not say which rank holds which block",
+            code="no-layout",
+            facts=["whole tensors need no strategy"],
+        )
     devices = max((layout.devices for layout in checkpoint.layouts.values()), default=len(set(checkpoint.ranks)))
     faults = Faults(checkpoint.root)
-    reasons = dict(checkpoint.unreadable)
+    for name, reason in checkpoint.unreadable.items():
+        faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name))
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
         ranks = checkpoint.holders.get(name)
@@ -58,12 +67,11 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
             layout = replace(layout, dev_matrix=_filled(layout, devices))
             tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(held))
         elif ranks:
-            there = f"lies on ranks {ranges_text(ranks)}, which are not whole stages of {devices} ranks in order"
-            reasons[name] = f"{there}; no strategy can say that"
+            what = f"is on ranks {ranges_text(ranks)}, which are not whole stages of {devices} ranks in order"
+            faults.add(f"tensor {name!r}", what, code="not-whole-stages", hint=_leave_out(name))
         else:
-            reasons[name] = "lies on other ranks than its layout is about, too, and which blocks these hold is not said"
-    for name, reason in reasons.items():
-        faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
+            what = "is on ranks that its layout does not describe"
+            faults.add(f"tensor {name!r}", what, code="unknown-blocks", hint=_leave_out(name))
     faults.raise_if_any(SourceError)
     stages = range(max(max(ranks, default=0) for ranks in checkpoint.holders.values()) // devices + 1)
     several = len(stages) > 1

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reshard.errors import TargetError
+from reshard.errors import SourceError, TargetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -323,8 +323,10 @@ class Ordered:
         """
         if self._waiting or self._size not in {None, self._position}:
             raise TargetError(
-                f"{self._path}: not all of it came; expected {self._size} bytes, found {self._position} in order; "
-                "internal error, please report"
+                f"{self._path} is incomplete",
+                code="internal-error",
+                facts=[f"expected {self._size} bytes, found {self._position} in order"],
+                hint="this is an error of reshard; please report it",
             )
         self._into = self._into or self._begin()
         self._into.finish(durable=durable)
@@ -390,9 +392,32 @@ def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
 
     Args:
         error: the kind.
-        path: what is read, where the system does not say.
+        path: what is read, if the system does not say.
     """
     try:
         yield
     except OSError as failed:
-        raise error(f"{failed.filename or path or 'a file'}: cannot be read: {failed.strerror}") from failed
+        raise read_error(error, failed.filename or path or "a file", failed) from failed
+
+
+def read_error(kind: type[ReshardError], path: object, error: OSError, where: str = "") -> ReshardError:
+    """Return the error of a file that does not exist or cannot be read.
+
+    Args:
+        kind: of the error.
+        path: the file.
+        error: what the system says.
+        where: the place in the file, if known.
+    """
+    if isinstance(error, FileNotFoundError):
+        return kind(f"{path} does not exist", code="not-found")
+    return kind(f"cannot read {path}{where and f' {where}'}: {error.strerror}", code="cannot-read")
+
+
+def truncated(path: object, end: int, missing: int) -> SourceError:
+    """Return the error of a file that ends before what is read of it."""
+    return SourceError(
+        f"{path} is truncated, or changed since it was opened",
+        code="truncated",
+        facts=[f"ends at byte {end}; expected {missing} more bytes"],
+    )

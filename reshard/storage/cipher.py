@@ -62,7 +62,6 @@ _PIECE_BYTES = 4 << 20
 _IMPORTED_BYTES, _THREAD_BYTES = 20 << 20, 9 << 20  # measured with up to 24 threads, in each mode
 # MindSpore 2.10 puts a CRC trailer of zeros behind the blocks when both are asked for, and cannot read that itself.
 _TRAILER, _TRAILER_BYTES = b"crc_num", 17
-_WRONG_KEY = "{path}: cannot be decrypted with this key; it is wrong, or the file was changed"
 
 
 def read_key(content: bytes, where: str) -> bytes:
@@ -84,16 +83,19 @@ def read_key(content: bytes, where: str) -> bytes:
     if digits := next(filter(_DIGITS.fullmatch, lines), None):
         if len(digits) == _AMBIGUOUS:
             raise UsageError(
-                f"{where}: has {_AMBIGUOUS} hexadecimal digits, which may be a key of as many bytes, or of half; "
-                "expected the bytes of a key of 16 (openssl rand 16), or twice as many digits for one of 32"
+                f"{where} has {_AMBIGUOUS} hexadecimal digits, which may be a key of 32 bytes or of 16",
+                code="ambiguous-key",
+                hint="write 16 bytes as they are (openssl rand 16), or 32 bytes as 64 digits (openssl rand -hex 32)",
             )
         return bytes.fromhex(digits.decode())
     for key in lines:
         if len(key) in _KEY_BYTES[MODE]:
             return key
     raise UsageError(
-        f"{where}: is not a key; expected 16, 24 or 32 bytes (openssl rand 32), or 48 or 64 hexadecimal digits "
-        f"(openssl rand -hex 32), found {len(content)} bytes"
+        f"{where} is not a key",
+        code="bad-key",
+        facts=[f"expected 16, 24 or 32 bytes, or 48 or 64 hexadecimal digits; found {len(content)} bytes"],
+        hint="make a key with openssl rand 32, or openssl rand -hex 32",
     )
 
 
@@ -127,11 +129,16 @@ class Cipher:
         mode = self.mode or MODE
         lengths = _KEY_BYTES.get(mode)
         if lengths is None:
-            raise UsageError(f"unknown encryption mode {self.mode!r}; known are {', '.join(_KEY_BYTES)}")
+            raise UsageError(
+                f"unknown encryption mode {self.mode!r}",
+                code="unknown-mode",
+                facts=[f"known modes: {', '.join(_KEY_BYTES)}"],
+            )
         if not isinstance(self.key, bytes):
-            raise UsageError(f"the key is a {type(self.key).__name__}; expected bytes")
+            raise UsageError(f"the key is a {type(self.key).__name__}; expected bytes", code="bad-key")
         if len(self.key) not in lengths:
-            raise UsageError(f"the key has {len(self.key)} bytes; {mode} takes {' or '.join(map(str, lengths))}")
+            sizes = " or ".join(map(str, lengths))
+            raise UsageError(f"the key has {len(self.key)} bytes; {mode} takes {sizes}", code="bad-key")
 
     @property
     def has_tag(self) -> bool:
@@ -342,7 +349,9 @@ class DecryptingStore(Around):
             done += count
         if done < len(buffer):
             raise SourceError(
-                f"{path}: ends at byte {offset + done} decrypted; {len(buffer) - done} more bytes were expected"
+                f"{path} is truncated",
+                code="truncated",
+                facts=[f"ends at byte {offset + done} of what is decrypted; expected {len(buffer) - done} more bytes"],
             )
 
     def cipher_of(self, path: str) -> Cipher | None:
@@ -365,13 +374,21 @@ class DecryptingStore(Around):
     def _head(self, path: str, position: int, start: int, size: int) -> _Sealed:
         mode = MAGICS.get(int.from_bytes(self._raw(path, position, min(4, size - position)), "little"))
         if mode is None and not position:
-            raise SourceError(Text(f"{path}: is not encrypted; leave the key out (", Option("key"), ")"))
+            raise SourceError(
+                f"{path} is not encrypted", code="not-encrypted", hint=Text("leave out the key: ", Option("key"))
+            )
         if mode not in {None, self.cipher.mode or mode}:
-            raise SourceError(f"{path}: is encrypted in mode {mode}; the mode given is {self.cipher.mode}")
+            raise SourceError(
+                f"{path} is encrypted in mode {mode}, not {self.cipher.mode}",
+                code="wrong-mode",
+                hint=Text("pass ", Option("key", mode)),
+            )
         try:
             cipher = replace(self.cipher, mode=mode) if mode else self.cipher
         except UsageError as error:
-            raise UsageError(f"{path}: is encrypted in mode {mode}: {error}") from None
+            raise UsageError(
+                f"{path} is encrypted in mode {mode}, and the key does not fit", code="bad-key", facts=[error.message]
+            ) from None
         tag_bytes = _UNIT if cipher.has_tag else 0
         head = self._raw(path, position, min(cipher.head_bytes, size - position))
         try:
@@ -383,7 +400,11 @@ class DecryptingStore(Around):
             valid &= cipher.has_tag or cipher_bytes % _UNIT == 0
             offset = position + len(head)
         if mode is None or not valid or offset + cipher_bytes > size:
-            raise SourceError(f"{path}: byte {position}: no encrypted block; truncated or corrupt")
+            raise SourceError(
+                f"{path} is truncated or corrupt",
+                code="corrupt",
+                facts=[f"no encrypted block begins at byte {position}"],
+            )
         padding = 0 if cipher.has_tag else self._padding(path, cipher, offset, cipher_bytes, iv)
         return _Sealed(cipher, start, cipher_bytes - padding, offset, cipher_bytes, iv, head[4 : 4 + tag_bytes])
 
@@ -394,7 +415,7 @@ class DecryptingStore(Around):
         plain: bytes = cipher.decryptor(iv, 0, previous).update(self._raw(path, last, _UNIT))
         count = plain[-1]
         if not 0 < count <= _UNIT or plain[-count:] != bytes([count]) * count:
-            raise SourceError(_WRONG_KEY.format(path=path))
+            raise _wrong_key(path)
         return count
 
     def _decrypt(self, path: str, block: _Sealed, begin: int, buffer: memoryview) -> None:
@@ -424,7 +445,7 @@ class DecryptingStore(Around):
             try:
                 check.finalize()
             except _library().InvalidTag:
-                raise SourceError(_WRONG_KEY.format(path=path)) from None
+                raise _wrong_key(path) from None
             self._authentic.add((path, block.start))
 
     def _raw(self, path: str, offset: int, nbytes: int) -> bytes:
@@ -439,15 +460,25 @@ class DecryptingStore(Around):
 
 
 def _library() -> Any:
-    """Return what is used of the library `cryptography`, which is an extra and takes 50 ms to import."""
+    """Import what is used of the library `cryptography`, which is an extra and takes 50 ms."""
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError as error:
         raise ReshardError(
-            "encrypted checkpoints need the library cryptography; pip install 'reshard[crypto]'"
+            "encrypted checkpoints need the library cryptography",
+            code="library-missing",
+            hint="pip install 'reshard[crypto]'",
         ) from error
     return SimpleNamespace(InvalidTag=InvalidTag, Cipher=Cipher, algorithms=algorithms, modes=modes)
+
+
+def _wrong_key(path: str) -> SourceError:
+    return SourceError(
+        f"{path} cannot be decrypted with this key",
+        code="wrong-key",
+        facts=["the key is wrong, or the file was changed"],
+    )
 
 
 @lru_cache(maxsize=8)
@@ -461,5 +492,5 @@ def store_of(coding: Coding | None) -> ReadStore:
 
 
 def required(cipher: Cipher | None) -> Cipher | None:
-    """Return a key if it must be used: whoever gave it expects that something is encrypted."""
+    """Return the cipher if it is required, else None."""
     return cipher if cipher is not None and cipher.required else None

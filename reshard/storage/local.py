@@ -26,8 +26,10 @@ from reshard.storage.base import (
     Capabilities,
     Status,
     is_of_a_run,
+    read_error,
     reading,
     stem_of_unfinished,
+    truncated,
     unfinished_path,
     unfinished_stem,
 )
@@ -93,7 +95,7 @@ class LocalStore:
             status = os.stat(path)
         except OSError as error:
             kind = GoneError if isinstance(error, FileNotFoundError) else SourceError
-            raise kind(f"{path}: cannot be read: {error.strerror}") from None
+            raise read_error(kind, path, error) from None
         return Status.of(status)
 
     def size(self, path: str) -> int:
@@ -119,25 +121,22 @@ class LocalStore:
                 try:
                     count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
                 except OSError as error:
-                    raise SourceError(f"{path}: cannot be read at byte {offset + done}: {error.strerror}") from error
+                    raise read_error(SourceError, path, error, f"at byte {offset + done}") from error
                 if not count:
-                    raise SourceError(
-                        f"{path}: ends at byte {offset + done}; {len(buffer) - done} more bytes were expected "
-                        "(truncated, or changed since it was opened)"
-                    )
+                    raise truncated(path, offset + done, len(buffer) - done)
                 done += count
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
-        """Return whether a file has certain bytes at certain offsets; `SourceError` where it cannot be read."""
+        """Return whether a file has certain bytes at certain offsets; `SourceError` if it cannot be read."""
         with self._opened(path, os.O_RDONLY) as fd:
             try:
                 for offset, piece in pieces:
-                    found = bytearray(len(piece) if len(piece) <= GLANCE_BYTES else 0)
-                    is_there = self._glances.read(path, fd, offset, found) == len(piece)
-                    if (found if is_there else os.pread(fd, len(piece), offset)) != piece:
+                    glanced = bytearray(len(piece) if len(piece) <= GLANCE_BYTES else 0)
+                    is_complete = self._glances.read(path, fd, offset, glanced) == len(piece)
+                    if (glanced if is_complete else os.pread(fd, len(piece), offset)) != piece:
                         return False
             except OSError as error:
-                raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+                raise read_error(SourceError, path, error) from error
         return True
 
     def drop_glances(self, paths: Collection[str]) -> None:
@@ -174,7 +173,7 @@ class LocalStore:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             fd = _open_own(path)
         except OSError as error:
-            raise TargetError(f"{path}: cannot be made: {error.strerror}") from error
+            raise TargetError(f"cannot create {path}: {error.strerror}", code="cannot-write") from error
         held = os.fstat(fd).st_size
         try:
             if size is not None and held > size:
@@ -250,7 +249,7 @@ class LocalStore:
             if durable:
                 _sync_directory(path)
         except OSError as error:
-            raise write_error(unfinished, error, 0, "given its final name") from error
+            raise write_error(unfinished, error, 0, "rename") from error
 
     def link(self, original: str, unfinished: str) -> None:
         """Make an unfinished file with the bytes of another: a copy that shares its blocks, or else a hard link."""
@@ -262,10 +261,11 @@ class LocalStore:
         except OSError as error:
             if error.errno == errno.EXDEV:
                 raise TargetError(
-                    f"{unfinished}: cannot be linked to {original}, which is on another file system; choose a target "
-                    "on that one, or make a copy, without links"
+                    f"cannot link {unfinished} to {original}, which is on another file system",
+                    code="other-file-system",
+                    hint="choose a target on that file system, or make a copy, without links",
                 ) from error
-            raise write_error(unfinished, error, 0, f"linked to {original}") from error
+            raise write_error(unfinished, error, 0, f"link {original} to") from error
 
     def remove(self, path: str) -> None:
         """Remove a finished file, if it is there."""
@@ -275,7 +275,7 @@ class LocalStore:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise TargetError(f"{path}: cannot be removed: {error.strerror}") from error
+            raise TargetError(f"cannot remove {path}: {error.strerror}", code="cannot-remove") from error
 
     def discard(self, path: str) -> None:
         """Remove an unfinished file, if it is there; never raises."""
@@ -408,12 +408,12 @@ def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as failed:
-        raise error(f"{path}: cannot be read: {failed.strerror}") from failed
+        raise read_error(error, path, failed) from failed
     except ValueError as failed:  # a zero byte, or half of a surrogate pair, which no path can have
-        raise error(f"{str(path)!r}: cannot be read: {failed}") from None
+        raise error(f"cannot read {str(path)!r}: {failed}", code="bad-name") from None
     if not S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise error(f"{path}: is not a regular file but a directory, a pipe or a device")
+        raise error(f"{path} is a directory, a pipe or a device; expected a regular file", code="not-a-file")
     return fd
 
 
@@ -426,7 +426,7 @@ def _open(path: str, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise TargetError(f"{path}: cannot be opened: {error.strerror}") from error
+        raise TargetError(f"cannot open {path}: {error.strerror}", code="cannot-write") from error
 
 
 def _open_own(path: str) -> int:
@@ -484,18 +484,20 @@ def free_bytes(path: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def write_error(path: str, error: OSError, nbytes: int, done: str = "written") -> BudgetError | TargetError:
-    """Return the error that so many bytes cannot be written to a file, or that it cannot be `done` something else."""
+def write_error(path: str, error: OSError, nbytes: int, action: str = "write") -> BudgetError | TargetError:
+    """Return the error of an action on a file that failed, such as to write so many bytes."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         free = ""
         if error.errno == errno.ENOSPC:
             with suppress(OSError):
                 free = f"; {bytes_text(free_bytes(path))} are free"
         return BudgetError(
-            f"{path}: no room for {bytes_text(nbytes)} more ({error.strerror}{free}); free space or choose "
-            "another target"
+            f"no room for {bytes_text(nbytes)} more in {path}",
+            code="no-space",
+            facts=[f"{error.strerror}{free}"],
+            hint="free space, or choose another target",
         )
-    return TargetError(f"{path}: cannot be {done}: {error.strerror}")
+    return TargetError(f"cannot {action} {path}: {error.strerror}", code="cannot-write")
 
 
 @lru_cache(maxsize=1)

@@ -185,12 +185,12 @@ class RemotePath:
         return status_of(ask(self.url, "looked at", "info"))
 
     def require_bucket(self) -> None:
-        """Check that its bucket exists, if its file system has such: a `SourceError` if not."""
+        """Check that its bucket exists, if its file system has buckets: a `SourceError` if not."""
         try:
             ask(f"{self.url}/any", "looked at", "info")  # of a bucket alone the error does not say that it is one
         except SourceError as error:  # whatever else is wrong is told where it matters
-            if str(error).startswith("the bucket "):
-                raise SourceError(str(error)) from None
+            if error.code == "no-such-bucket":
+                raise SourceError(error.message, code="no-such-bucket") from None
 
     def iterdir(self) -> list[RemotePath]:
         """Return what is directly in it."""

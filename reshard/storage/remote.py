@@ -18,8 +18,8 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import GoneError, SourceError, TargetError
-from reshard.storage.base import Capabilities, Status, unfinished_path
+from reshard.errors import GoneError, TargetError
+from reshard.storage.base import Capabilities, Status, truncated, unfinished_path
 from reshard.storage.urls.requests import Call, ask, ask_each, filesystem, telling
 
 if TYPE_CHECKING:
@@ -328,10 +328,7 @@ def _requested(requests: Sequence[Range]) -> list[bytes]:
 
 def _check_length(path: str, offset: int, nbytes: int, piece: bytes) -> None:
     if len(piece) != nbytes:
-        raise SourceError(
-            f"{path}: ends at byte {offset + len(piece)}; {nbytes - len(piece)} more bytes were expected "
-            "(truncated, or changed since it was opened)"
-        )
+        raise truncated(path, offset + len(piece), nbytes - len(piece))
 
 
 @lru_cache(maxsize=1)

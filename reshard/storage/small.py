@@ -18,7 +18,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, TargetError, Text, UsageError
-from reshard.storage.base import stem_of_unfinished, unfinished_path, unfinished_stem
+from reshard.storage.base import read_error, stem_of_unfinished, unfinished_path, unfinished_stem
 from reshard.storage.local import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
 from reshard.storage.remote import remote_store
@@ -37,13 +37,15 @@ _SCHEMES = {"s3a": "s3", "gcs": "gs"}  # two names of one thing
 
 
 def refuse_existing(path: AnyName, *, overwrite: bool) -> None:
-    """Raise `TargetError` where a file would be replaced that nobody has said may be, or where something else is."""
+    """Raise `TargetError` if a file exists and may not be replaced, or if something else has its name."""
     place = as_place(path)
     place.refresh()
     _refuse_others(place)
     if place.is_there() and not overwrite:
         raise TargetError(
-            Text(f"{path}: is there already; choose another name, or replace it with ", Option("overwrite"))
+            f"{path} already exists",
+            code="already-exists",
+            hint=Text("choose another name, or replace it with ", Option("overwrite")),
         )
 
 
@@ -74,11 +76,15 @@ def refuse_inputs(
     for output in outputs if read else ():
         for name in (output, f"{output}.partial"):
             for path in (read[identity] for identity in _identities(name) if identity in read):
-                first = "" if name is output else f"is written as {name} first, which "
+                first = "" if name is output else f"written as {name} first, which is "
                 called = "" if os.path.abspath(str(path)) == os.path.abspath(str(name)) else f", {path}"
-                raise TargetError(f"{output}: {first}is {what}{called}; {advice}")
+                raise TargetError(f"{output} is {first}{what}{called}", code="target-is-source", hint=advice)
         if unfinished and (begun := unfinished.get(unfinished_stem(os.path.realpath(str(output))))):
-            raise TargetError(f"{output}: {begun}, which has the name of an unfinished file of it, is {what}; {advice}")
+            raise TargetError(
+                f"{begun} is {what}, and has the name of an unfinished file of {output}",
+                code="target-is-source",
+                hint=advice,
+            )
 
 
 def is_within(path: AnyName, directory: AnyName) -> bool:
@@ -136,22 +142,22 @@ def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
             unfinished.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise TargetError(f"{place}: cannot be written: {error.strerror or error}") from None
+        raise TargetError(f"cannot write {place}: {error.strerror or error}", code="cannot-write") from None
 
 
 def _refuse_others(place: Place) -> None:
     if isinstance(place, RemotePath):
         if place.is_dir():
-            raise TargetError(f"{place}: is a directory; expected the name of a file")
+            raise TargetError(f"{place} is a directory; expected the name of a file", code="not-a-file")
         return
     try:
         mode = place.stat().st_mode
     except OSError:  # it is not there, or writing says why it cannot be
         return
     if S_ISDIR(mode):
-        raise TargetError(f"{place}: is a directory; expected the name of a file")
+        raise TargetError(f"{place} is a directory; expected the name of a file", code="not-a-file")
     if not S_ISREG(mode):
-        raise TargetError(f"{place}: is not a regular file but a pipe or a device; choose another name")
+        raise TargetError(f"{place} is a pipe or a device", code="not-a-file", hint="choose another name")
 
 
 def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -> bytes:
@@ -168,7 +174,7 @@ def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -
     """
     if isinstance(path, RemotePath):
         if path.status().nbytes > most:
-            raise error(f"{path}: has more than {most} bytes, which no {what} has")
+            raise error(f"{path} has more than {most} bytes, which no {what} has", code="too-large")
         return path.read_bytes()
     try:
         with os.fdopen(open_regular(path, error), "rb") as file:
@@ -178,9 +184,9 @@ def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -
             while not large and len(content) <= most and (more := file.read(1 << 20)):
                 content += more  # a file of /proc says nothing of its size
     except OSError as failed:
-        raise error(f"{path}: cannot be read: {failed.strerror}") from None
+        raise read_error(error, path, failed) from None
     if large or len(content) > most:
-        raise error(f"{path}: has more than {most} bytes, which no {what} has")
+        raise error(f"{path} has more than {most} bytes, which no {what} has", code="too-large")
     return content
 
 
@@ -267,17 +273,19 @@ def read_yaml(path: Place, what: str, faults: Faults) -> Any:
         node = loader.get_single_node()
         for key in _repeated(node):
             mark = key.start_mark
-            shown = pointed(content.decode(errors="replace"), mark.line, mark.column)
-            faults.add(f"line {mark.line + 1}", f"has the key {key.value!r} a second time{shown}")
+            faults.add(f"line {mark.line + 1}, key {key.value!r}", "is a duplicate", code="duplicate-key")
         top = loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
-        raise UsageError(f"{path}: is not YAML: {_where(error, content.decode(errors='replace'))}") from None
+        where = _where(error, content.decode(errors="replace")).splitlines()
+        raise UsageError(f"{path} is not YAML", code="not-yaml", facts=where) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{path} is not YAML", code="not-yaml", facts=[" ".join(str(error).split())]) from None
     except RecursionError:
-        raise UsageError(f"{path}: is not YAML: it is nested too deeply") from None
+        raise UsageError(f"{path} is nested too deeply for YAML", code="too-deep") from None
     except (LookupError, TypeError, AttributeError):  # as PyYAML finds out
-        raise UsageError(f"{path}: is not YAML: a value does not fit the tag before it") from None
+        raise UsageError(
+            f"{path} is not YAML", code="not-yaml", facts=["a value does not fit the tag before it"]
+        ) from None
     finally:
         if loader:
             loader.dispose()

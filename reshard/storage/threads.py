@@ -184,9 +184,9 @@ class LiveRuns:
             self.tasks[run] += number
 
     def check_cancelled(self, run: str) -> None:
-        """Raise where a run is given up; a task that writes large files takes long."""
+        """Raise if a run is cancelled; a task that writes large files takes long."""
         if run in self.stopped:
-            raise ReshardError("the run was given up")
+            raise ReshardError("the run was cancelled", code="cancelled")
 
     def are_given_up(self) -> bool:
         """Return whether tasks are at work, all of them for runs that are given up."""

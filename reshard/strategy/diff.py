@@ -107,6 +107,10 @@ def _same_blocks(a: Layout, b: Layout) -> bool:
         return False
 
 
+def _without_subject(error: LayoutError, subject: str) -> LayoutError:
+    return error.changed(lambda text: text.removeprefix(subject))
+
+
 def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     """Check that every layout of a strategy fits the tensors of a checkpoint, and that each has the other's weights.
 
@@ -128,22 +132,26 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
             try:
                 strategy.grid(name, shape)
             except LayoutError as error:
-                faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
+                faults.add(f"tensor {name!r}", _without_subject(error, f"tensor {name!r}: "))
             stated = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
             if stated:
                 expected = " and ".join(map(shape_text, stated))
-                faults.add(f"tensor {name!r}", f"is of shape {shape_text(shape)}; the strategy says {expected}")
+                faults.add(
+                    f"tensor {name!r}",
+                    f"has shape {shape_text(shape)}; the strategy says {expected}",
+                    code="wrong-shape",
+                )
         elif name in states:
-            warnings.append(f"optimizer state {name!r} is in the strategy and not in the files")
+            warnings.append(f"optimizer state {name!r} is in the strategy, not in the files")
         else:
-            faults.add(f"tensor {name!r}", "is in the strategy and not in the files")
+            faults.add(f"tensor {name!r}", "is in the strategy, not in the files", code="missing-tensor")
     for name, tensor in checkpoint.tensors.items():
         if name in strategy.tensors:
             continue
         one_stage = strategy.others and checkpoint.part is None and not is_training_state(name, tensor)
         if name in states or (checkpoint.strategy is None and not one_stage):
-            warnings.append(f"tensor {name!r} is in the files and not in the strategy")
+            warnings.append(f"tensor {name!r} is in the files, not in the strategy")
         elif tensor.listed or one_stage:
-            faults.add(f"tensor {name!r}", "is in the files and not in the strategy")
+            faults.add(f"tensor {name!r}", "is in the files, not in the strategy", code="not-in-strategy")
     faults.raise_if_any(StrategyError, advice=one_stage_advice(strategy, checkpoint.tensors, states))
     return warnings

@@ -79,8 +79,9 @@ def read_strategy(path: AnyName) -> Strategy:
     strategy = _read_file(where)
     if not strategy.tensors:
         raise StrategyError(
-            f"{where}: names no tensor; expected the layout of at least one (MindSpore leaves such a file when the "
-            "network has no parallel parameter, or its compilation failed)"
+            f"{where} names no tensor",
+            code="no-tensors",
+            facts=["MindSpore leaves such a file if the network has no parallel parameter, or did not compile"],
         )
     if not (where.can.waits or strategy.merged or strategy.others):
         return replace(strategy, others=_has_others_beside(where, strategy))
@@ -126,18 +127,24 @@ def strategy_files(directory: Place) -> list[Place]:
     Raises:
         StrategyError: both formats are there, or none.
     """
-    found: dict[str, list[Place]] = {
+    files: dict[str, list[Place]] = {
         suffix: [p for p in directory.iterdir() if p.suffix == suffix and p.is_file()] for suffix in (".ckpt", ".json")
     }
-    if all(found.values()):
+    if all(files.values()):
         raise StrategyError(
-            f"{directory}: holds strategy files of both formats ({len(found['.ckpt'])} .ckpt, "
-            f"{len(found['.json'])} .json); expected one; move one kind away"
+            f"{directory} has strategy files of two formats",
+            code="mixed-formats",
+            facts=[f"{len(files[suffix])} {suffix}" for suffix in (".ckpt", ".json")],
+            hint="move the files of one format away",
         )
-    if not any(found.values()):
-        raise StrategyError(f"{directory}: holds no strategy file; expected .ckpt or .json files, one a rank")
+    if not any(files.values()):
+        raise StrategyError(
+            f"{directory} has no strategy file",
+            code="no-strategy-file",
+            facts=["expected a .ckpt or .json file per rank"],
+        )
     numbers = re.compile(r"\d+")
-    return sorted(found[".ckpt"] + found[".json"], key=lambda p: ([int(n) for n in numbers.findall(p.name)], p.name))
+    return sorted(files[".ckpt"] + files[".json"], key=lambda p: ([int(n) for n in numbers.findall(p.name)], p.name))
 
 
 def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
@@ -164,7 +171,11 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
     """
     source = as_place(directory)
     if not source.is_dir():
-        raise StrategyError(f"{source}: is not a directory; expected one that holds the strategy file of every rank")
+        raise StrategyError(
+            f"{source} is not a directory",
+            code="not-a-directory",
+            hint="give the directory of all ranks' strategy files",
+        )
     files = strategy_files(source)
     refuse_inputs([target], files, "one of the files that are merged")
     merged = merge([(str(file), _read_file(file)) for file in files])
@@ -175,13 +186,15 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
 def _read_file(path: Place) -> Strategy:
     content = read_small(path, "strategy file", _LARGEST_FILE, StrategyError)
     if not content:
-        raise StrategyError(f"{path}: is empty; a strategy file was expected (was saving it interrupted?)")
+        raise StrategyError(f"{path} is empty; expected a strategy file", code="empty-file")
     faults = Faults(str(path))
     if path.suffix == ".json" or content.lstrip()[:1] == b"{":
         return _strategy(faults, *_from_json(content, str(path), faults))
     # Field 1 of a strategy is a number (0x08), of a checkpoint a message (0x0a); safetensors begin with a length.
     if content[:1] == b"\n" or (content[8:9] == b"{" and int.from_bytes(content[:8], "little") < len(content)):
-        raise StrategyError(f"{path}: looks like a checkpoint, no strategy file; `reshard inspect` shows its tensors")
+        raise StrategyError(
+            f"{path} is a checkpoint, not a strategy file", code="not-a-strategy", hint=f"reshard inspect {path}"
+        )
     return _strategy(faults, *from_protobuf(content, str(path), faults))
 
 
@@ -199,21 +212,24 @@ def _strategy(
     if not merged and len(operator_stages) > 1:
         subject.add(
             "operators",
-            f"are of stages {sorted(operator_stages)}; expected one stage in a file that is not merged",
+            f"are of stages {sorted(operator_stages)}; a file that is not merged has one",
+            code="several-stages",
         )
     own_stage = min(operator_stages, default=0)
     if own_stage >= _MOST_STAGES:
-        subject.add("operators", f"are of stage {own_stage}, more than any pipeline has")
+        subject.add("operators", f"are of stage {own_stage}; the highest is {_MOST_STAGES - 1}", code="out-of-range")
     found: dict[str, dict[int, Placed]] = {}
     for full_name, layout, shape, extra in layouts:
         if len(full_name.encode(errors="replace")) > LONGEST_NAME:
             subject.add(
-                f"{full_name!r:.60}…", f"is a name of {len(full_name)} characters; at most {LONGEST_NAME} bytes"
+                f"{full_name!r:.60}…",
+                f"has {len(full_name)} characters; names have at most {LONGEST_NAME} bytes",
+                code="name-too-long",
             )
             continue
         stage, name = staged.get(full_name, (own_stage, full_name))
         if stage in found.setdefault(name, {}):
-            subject.add(full_name, "is listed a second time")
+            subject.add(full_name, "is listed twice", code="duplicate-name")
         known = shape is not None and len(shape) == len(layout.tensor_map) > 1
         expanded = known and bool(foldings(layout, shape or (), len(layout.tensor_map) - 1))
         found[name][stage] = Placed(stage, layout, shape, extra, expanded)
@@ -223,10 +239,14 @@ def _strategy(
     if merged:
         last = max({placed.stage for places in tensors.values() for placed in places} | operator_stages, default=0)
         if last >= _MOST_STAGES:
-            subject.add(f"stage {last}", "is more than any pipeline has")
+            subject.add(f"stage {last}", f"is too high; the highest is {_MOST_STAGES - 1}", code="out-of-range")
         stages = range(last + 1)
     if len(stages) <= _MOST_STAGES and len(stages) * devices > _MOST_RANKS:
-        subject.add("stages", f"are {len(stages)} of {devices} devices; more than {_MOST_RANKS} ranks are not taken")
+        subject.add(
+            "stages",
+            f"are {len(stages)} of {devices} devices; at most {_MOST_RANKS} ranks are supported",
+            code="too-many-ranks",
+        )
     subject.raise_if_any(StrategyError)
     return Strategy(tensors, stages, devices, operators, merged, current_stage, unknown)
 
@@ -236,13 +256,15 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
     try:
         top = parse_json(content, repeated)
     except ValueError as error:
-        raise StrategyError(f"{path}: is not JSON: {error}") from None
+        raise StrategyError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     if not isinstance(top, dict):
-        raise StrategyError(f"{path}: is a JSON {type(top).__name__}; expected an object")
+        raise StrategyError(f"{path} holds a JSON {type(top).__name__}; expected an object", code="not-a-strategy")
     if "reshard_plan" in top:
-        raise StrategyError(f"{path}: is a plan, not a strategy file; `reshard run` does what it says")
+        raise StrategyError(
+            f"{path} is a plan, not a strategy file", code="not-a-strategy", hint=f"reshard run {path} TARGET"
+        )
     for key in repeated:
-        faults.add(key, "is listed a second time")
+        faults.add(key, "is listed twice", code="duplicate-key")
     layouts = []
     for name, item in _objects(top, "parallel_layout_item", faults):
         where = f"$.parallel_layout_item.{name}"
@@ -260,7 +282,9 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
         ndim = len(numbers["tensor_map"] or ())
         if shape is not None and len(shape) != ndim:
             faults.add(
-                f"{where}.tensor_shape", f"is {shape_text(shape)}, of {len(shape)} dimensions; tensor_map has {ndim}"
+                f"{where}.tensor_shape",
+                f"is {shape_text(shape)}; expected {ndim} dimensions, as in tensor_map",
+                code="wrong-dimensions",
             )
         try:
             layout = Layout.of(
@@ -273,7 +297,7 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
                 field=single["field"],
             )
         except LayoutError as error:
-            faults.add(where, str(error))
+            faults.add(where, error)
             continue
         layouts.append((name, layout, shape, _other_items(item, _LAYOUT_KEYS, where, faults)))
     operators = []
@@ -281,7 +305,11 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
         where = f"$.parallel_strategy_item.{name}"
         dims = item.get("parallel_strategy", [])
         if not isinstance(dims, list):
-            faults.add(f"{where}.parallel_strategy", f"is {dims!r:.60}; expected a list of lists of integers")
+            faults.add(
+                f"{where}.parallel_strategy",
+                f"is {dims!r:.60}; expected a list of lists of integers",
+                code="wrong-type",
+            )
             dims = []
         parts = [
             _checked_list(part, "parallel_strategy", f"{where}.parallel_strategy[{place}]", faults)
@@ -303,20 +331,20 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
 def _objects(top: Json, key: str, faults: Faults) -> list[tuple[str, Json]]:
     items = top.get(key, {})
     if not isinstance(items, dict):
-        faults.add(f"$.{key}", f"is a {type(items).__name__}; expected an object")
+        faults.add(f"$.{key}", f"is a {type(items).__name__}; expected an object", code="wrong-type")
         return []
     for name, item in items.items():
         if not is_text(name):
-            faults.add(f"$.{key}.{name!a}", "is not a name; half of a surrogate pair stands alone in it")
+            faults.add(f"$.{key}.{name!a}", "is not a valid name; it has a lone surrogate", code="bad-name")
         if not isinstance(item, dict):
-            faults.add(f"$.{key}.{name}", f"is a {type(item).__name__}; expected an object")
+            faults.add(f"$.{key}.{name}", f"is a {type(item).__name__}; expected an object", code="wrong-type")
     return [(name, item) for name, item in items.items() if isinstance(item, dict)]
 
 
 def _integers(item: Json, key: str, where: str, faults: Faults, *, required: bool) -> list[int] | None:
     if key not in item:
         if required:
-            faults.add(f"{where}.{key}", "is missing")
+            faults.add(f"{where}.{key}", "is missing", code="missing-key")
         return None if required else []
     return _checked_list(item[key], key, f"{where}.{key}", faults)
 
@@ -324,11 +352,11 @@ def _integers(item: Json, key: str, where: str, faults: Faults, *, required: boo
 def _checked_list(value: object, key: str, where: str, faults: Faults) -> list[int] | None:
     """Return a value that is a list of integers in their range; anything else is a fault."""
     if not isinstance(value, list) or not all(type(number) is int for number in value):
-        faults.add(where, f"is {value!r:.60}; expected a list of integers")
+        faults.add(where, f"is {value!r:.60}; expected a list of integers", code="wrong-type")
         return None
     for number in value:
         if number not in _RANGES[key]:
-            faults.add(where, f"holds {number!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}")
+            faults.add(where, f"holds {number!r:.60}; expected {_range_text(key)}", code="out-of-range")
             return None
     return value
 
@@ -336,12 +364,16 @@ def _checked_list(value: object, key: str, where: str, faults: Faults) -> list[i
 def _integer(item: Json, key: str, where: str, faults: Faults) -> int:
     value = item.get(key, 0)
     if type(value) is not int:
-        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected an integer")
+        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected an integer", code="wrong-type")
     elif value not in _RANGES[key]:
-        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}")
+        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected {_range_text(key)}", code="out-of-range")
     else:
         return value
     return 0
+
+
+def _range_text(key: str) -> str:
+    return f"{_RANGES[key].start} to {_RANGES[key].stop - 1}"
 
 
 def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> Unknown:
@@ -350,7 +382,7 @@ def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> Unk
     missing = sorted(known - item.keys())
     for key, _ in others:
         if meant := difflib.get_close_matches(key.lower(), missing, n=1, cutoff=_ALIKE):
-            faults.add(f"{where}.{key}", f"is not known; did you mean {meant[0]!r}?")
+            faults.add(f"{where}.{key}", f"is unknown; did you mean {meant[0]!r}?", code="unknown-key")
     return others or b""
 
 
@@ -400,15 +432,21 @@ def _expanded(name: str, layout: Layout, shape: Shape | None) -> tuple[list[int]
         return flat(layout.tensor_map), shape
     if shape is None:
         raise UsageError(
-            f"tensor {name!r} has nested entries ({layout}), which JSON writes expanded, and its shape is not known; "
-            "write protobuf (a name that does not end with .json)"
+            f"tensor {name!r} cannot be written as JSON: its shape is unknown",
+            code="unknown-shape",
+            facts=[f"JSON expands the nested entries of its layout {layout}"],
+            hint="write protobuf: a file name that does not end with .json",
         )
     if len(shape) != len(layout.tensor_map):
-        raise UsageError(f"tensor {name!r}: its shape is {shape_text(shape)}, which its layout {layout} does not fit")
+        raise UsageError(
+            f"tensor {name!r}: layout {layout} does not fit its shape {shape_text(shape)}", code="wrong-dimensions"
+        )
     if layout.param_split_shape and len(layout.tensor_map[0]) > 1:
         raise UsageError(
-            f"tensor {name!r}: several axes cut dimension 0 into pieces of several sizes ({layout}), which JSON cannot "
-            "write expanded; write protobuf (a name that does not end with .json)"
+            f"tensor {name!r} cannot be written as JSON: several axes cut dimension 0 unevenly",
+            code="not-in-json",
+            facts=[f"its layout is {layout}"],
+            hint="write protobuf: a file name that does not end with .json",
         )
     tensor_map: list[int] = []
     sizes: list[int] = []

@@ -97,7 +97,8 @@ def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tup
     """Yield each tensor that both name and the rank gets, with the groups that it needs of each source stage."""
     if target is not None and rank not in target.ranks:
         raise UsageError(
-            f"rank {rank} is asked for; the target has ranks {target.ranks.start} to {target.ranks.stop - 1}"
+            f"the target has no rank {rank}; it has ranks {target.ranks.start} to {target.ranks.stop - 1}",
+            code="no-such-rank",
         )
     stage = target.stage_of(rank) if target else 0
     local = rank % target.devices if target else 0
@@ -115,7 +116,7 @@ def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tup
                 try:
                     known[key] = _groups(placed, wanted, placed.stage * source.devices, local)
                 except LayoutError as error:
-                    raise LayoutError(f"tensor {name!r}: {error}") from None
+                    raise error.about(f"tensor {name!r}") from None
             found.append(known[key])
         yield name, found
 
@@ -144,7 +145,10 @@ def _readings(source: Placed, target: Placed | None) -> list[tuple[Layout, Layou
             if size is None or other is None or size == other:
                 found.append((before, after, size or other or least_shape([before, after])))
     if not found:
-        raise LayoutError(f"the source's layout {source.layout} and the target's {target.layout} fit no common shape")
+        raise LayoutError(
+            f"source layout {source.layout} and target layout {target.layout} fit no common shape",
+            code="no-common-shape",
+        )
     return found
 
 

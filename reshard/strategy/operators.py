@@ -64,10 +64,14 @@ class OperatorStrategy:
         """
         used = prod(self.parts)
         if devices % used:
-            raise LayoutError(f"the strategy uses {used} devices, which does not divide the {devices} of a stage")
+            raise LayoutError(
+                f"the strategy uses {used} devices, which does not divide the {devices} of a stage",
+                code="not-divisible",
+            )
         if self.rows_gathered and used < devices and sum(part > 1 for part in self.parts) > 1:
             raise LayoutError(
-                f"the strategy of Gather cuts rows and more, and uses {used} of {devices} devices; MindSpore refuses it"
+                f"MindSpore refuses a Gather that cuts rows and more over {used} of {devices} devices",
+                code="refused-by-mindspore",
             )
         repeats = (devices // used,)
         extents = repeats + self.parts if self.rows_gathered else self.parts + repeats
@@ -95,7 +99,9 @@ def matmul(
     [2, 2, 4] map [0, 1]
     """
     if any(len(cuts) != 2 for cuts in strategies):
-        raise LayoutError(f"strategy {strategies} is none of MatMul, whose inputs have 2 dimensions")
+        raise LayoutError(
+            f"strategy {strategies} does not fit MatMul, which takes 2-D inputs", code="operator-mismatch"
+        )
     return _matmul("MatMul", strategies, transpose_a, transpose_b, parameter)
 
 
@@ -144,7 +150,10 @@ def layer_norm(strategies: Strategies, *, parameter: int = 1) -> OperatorStrateg
     _check("LayerNorm", strategies, inputs=(2, 3))
     labels = [f"d{number}" for number in range(len(strategies[0]))]
     if any(cut > 1 for cuts in strategies[1:] for cut in cuts):
-        raise LayoutError(f"strategy {strategies} cuts the dimensions that LayerNorm normalizes; MindSpore refuses it")
+        raise LayoutError(
+            f"strategy {strategies} cuts dimensions that LayerNorm normalizes; MindSpore refuses it",
+            code="refused-by-mindspore",
+        )
     inputs = [labels[len(labels) - len(s) :] for s in strategies]
     return _operator("LayerNorm", labels, inputs, strategies, parameter)
 
@@ -188,9 +197,13 @@ OPERATORS: dict[str, Callable[..., OperatorStrategy]] = {
 def _check(kind: str, strategies: Strategies, *, inputs: tuple[int, ...], least: int = 1) -> None:
     """Refuse what has the form of no strategy of an operator with so many inputs of at least so many dimensions."""
     if len(strategies) not in inputs or any(len(cuts) < least for cuts in strategies):
-        raise LayoutError(f"strategy {strategies} is none of {kind}; expected {inputs[0]} inputs")
+        raise LayoutError(
+            f"strategy {strategies} does not fit {kind}; expected {inputs[0]} inputs", code="operator-mismatch"
+        )
     if any(type(cut) is not int or not 1 <= cut <= MOST_DEVICES for cuts in strategies for cut in cuts):
-        raise LayoutError(f"strategy {strategies!r:.200} of {kind} has to be of integers from 1 to {MOST_DEVICES}")
+        raise LayoutError(
+            f"strategy {strategies!r:.200} of {kind} must hold integers from 1 to {MOST_DEVICES}", code="out-of-range"
+        )
 
 
 def _operator(
@@ -214,15 +227,20 @@ def _operator(
     _check(kind, strategies, inputs=(len(inputs),))
     if [len(cuts) for cuts in strategies] != [len(labels) for labels in inputs] or parameter not in range(len(inputs)):
         expected = ", ".join(str(len(labels)) for labels in inputs)
-        raise LayoutError(f"strategy {strategies} is none of {kind}; expected inputs of {expected} dimensions")
+        raise LayoutError(
+            f"strategy {strategies} does not fit {kind}; expected inputs of {expected} dimensions",
+            code="operator-mismatch",
+        )
     cuts_of: dict[str, set[int]] = {label: set() for label in order}
     for labels, cuts in zip(inputs, strategies, strict=True):
         for label, cut in zip(labels, cuts, strict=True):
             cuts_of[label].add(cut)
-    for label, found in cuts_of.items():
-        if len(found - {1} if label in stretched else found) > 1:
+    for label, parts in cuts_of.items():
+        if len(parts - {1} if label in stretched else parts) > 1:
+            numbers = " and ".join(map(str, sorted(parts)))
             raise LayoutError(
-                f"strategy {strategies} of {kind} cuts dimension {label} in {sorted(found)}; expected one number"
+                f"strategy {strategies} of {kind} cuts dimension {label} into {numbers} parts",
+                code="inputs-disagree",
             )
     dims = [
         order.index(label) if cut > 1 else None

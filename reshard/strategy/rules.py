@@ -81,6 +81,7 @@ class Options(TypedDict, total=False):
     predict: bool
 
 
+_MOST_WAYS = 64  # numbers of parts that a hint lists
 _MOST_STAGES = 1 << 16
 
 OPTIONS = frozenset(Options.__annotations__) - {"dtypes", "only_by_rule", "predict"}
@@ -139,17 +140,21 @@ def from_operators(
     faults = faults or Faults("operators")
     _check_options(options, faults)
     if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
-        faults.add("$.devices", f"is {devices!r:.60}; expected a number from 1 to {MOST_DEVICES}")
+        faults.add("$.devices", f"is {devices!r:.60}; expected a number from 1 to {MOST_DEVICES}", code="out-of-range")
         faults.raise_if_any(UsageError)
     made: dict[str, Any] = {}
     for glob, operator in _items(operators, "operators", faults):
         try:
             layout = operator if operator is None or isinstance(operator, Layout) else operator.layout(devices)
         except LayoutError as error:
-            faults.add(_at("operators", glob), str(error))
+            faults.add(_at("operators", glob), error)
             continue
         if layout is not None and layout.devices != devices:
-            faults.add(_at("operators", glob), f"is a layout of {layout.devices} devices; a stage has {devices}")
+            faults.add(
+                _at("operators", glob),
+                f"is a layout of {layout.devices} devices; a stage has {devices}",
+                code="devices-differ",
+            )
         made[glob] = layout and _exactly(layout)
     faults.raise_if_any(UsageError)
     return _build(shapes, made, lambda shape: whole(len(shape), devices), "operators", options, faults)
@@ -165,11 +170,11 @@ def _at(key: str, name: str) -> str:
 def _items(value: object, key: str, faults: Faults) -> list[tuple[str, Any]]:
     """Return the items of a mapping of strings; anything else is a fault."""
     if not isinstance(value, Mapping):
-        faults.add(f"$.{key}", f"is {value!r:.60}; expected a mapping")
+        faults.add(f"$.{key}", f"is {value!r:.60}; expected a mapping", code="wrong-type")
         return []
     for name in value:
         if not isinstance(name, str) or not name:
-            faults.add(f"$.{key}", f"has the key {name!r:.60}; expected text")
+            faults.add(f"$.{key}", f"has the key {name!r:.60}; expected text", code="bad-name")
     return [(name, item) for name, item in value.items() if isinstance(name, str) and name]
 
 
@@ -177,13 +182,17 @@ def _mesh(mesh: object, key: str, faults: Faults) -> dict[str, int]:
     extents = {}
     for axis, extent in _items(mesh, key, faults):
         if type(extent) is not int or not 1 <= extent <= MOST_DEVICES:
-            faults.add(f"$.{key}.{axis}", f"is {extent!r:.60}; expected a number from 1 to {MOST_DEVICES}")
+            faults.add(
+                f"$.{key}.{axis}",
+                f"is {extent!r:.60}; expected a number from 1 to {MOST_DEVICES}",
+                code="out-of-range",
+            )
         else:
             extents[axis] = extent
     try:
         Layout(tuple(extents.values()), ())
     except LayoutError as error:
-        faults.add(f"$.{key}", str(error).replace("dev_matrix", "mesh"))
+        faults.add(f"$.{key}", error.changed(lambda text: text.replace("dev_matrix", "mesh")))
     return extents
 
 
@@ -197,11 +206,11 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
         own = _mesh(rule["mesh"], f"{where.removeprefix('$.')}.mesh", faults)
         if prod(own.values()) != prod(mesh.values()):
             devices = f"{prod(own.values())} devices; a stage has {prod(mesh.values())}"
-            faults.add(f"{where}.mesh", f"is of {devices}")
+            faults.add(f"{where}.mesh", f"has {devices}", code="devices-differ")
         return _mesh_rule(rule["layout"], own, f"{where}.layout", faults)
     if isinstance(rule, str) or not isinstance(rule, Sequence):
-        expected = "a list of axes, one entry a dimension, a mesh and a layout, or nothing at all"
-        faults.add(where, f"is {rule!r:.60}; expected {expected}")
+        expected = "a list with one entry per dimension, a mesh and a layout, or null"
+        faults.add(where, f"is {rule!r:.60}; expected {expected}", code="wrong-type")
         return None
     if any(is_placement(entry) and entry not in mesh for entry in rule):
         return _placements_rule(rule, mesh, where, faults)
@@ -209,13 +218,15 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
     for dim, entry in enumerate(rule):
         axes = () if entry in (None, "None", []) else (entry,) if isinstance(entry, str) else entry
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            faults.add(f"{where}[{dim}]", f"is {entry!r:.60}; expected an axis, several, or none (null)")
+            faults.add(
+                f"{where}[{dim}]", f"is {entry!r:.60}; expected an axis, a list of axes, or null", code="wrong-type"
+            )
             continue
         for axis in axes:
             if axis not in mesh:
-                faults.add(f"{where}[{dim}]", f"names the axis {axis!r}; the mesh has {names(mesh)}")
+                faults.add(f"{where}[{dim}]", f"names axis {axis!r}; the mesh has {names(mesh)}", code="unknown-axis")
             elif axis in used:
-                faults.add(f"{where}[{dim}]", f"uses the axis {axis!r} a second time")
+                faults.add(f"{where}[{dim}]", f"uses axis {axis!r} a second time", code="repeated-axis")
             used.add(axis)
         tensor_map.append(tuple(values.get(axis, 0) for axis in axes))
     extents = tuple(mesh.values())
@@ -223,7 +234,7 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
     def layout(shape: Shape) -> Layout:
         ndim = len(shape)
         if len(tensor_map) > ndim:
-            raise LayoutError(f"has {len(tensor_map)} entries; a tensor that it is for has {ndim} dimensions")
+            raise LayoutError(f"has {len(tensor_map)} entries for {ndim} dimensions", code="wrong-dimensions")
         return Layout(extents, (*tensor_map, *((),) * (ndim - len(tensor_map))))
 
     return layout
@@ -232,20 +243,26 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
 def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], where: str, faults: Faults) -> LayoutOf | None:
     """Return what gives the layout of placements; those that are none are faults."""
     if len(rule) != len(mesh):
-        faults.add(where, f"has {len(rule)} placements; expected one for each axis of the mesh: {names(mesh)}")
+        faults.add(
+            where,
+            f"has {len(rule)} placements; expected one for each axis of the mesh ({names(mesh)})",
+            code="wrong-count",
+        )
     placements = []
     for number, entry in enumerate(rule):
         try:
             placements.append(placement(str(entry)))
         except LayoutError as error:
-            faults.add(f"{where}[{number}]", str(error))
+            faults.add(f"{where}[{number}]", error)
     return lambda shape: placed(tuple(mesh.values()), placements, shape)
 
 
 def _exactly(layout: Layout) -> LayoutOf:
     def of(shape: Shape) -> Layout:
         if len(layout.tensor_map) != len(shape):
-            raise LayoutError(f"is for {len(layout.tensor_map)} dimensions; a tensor that it is for has {len(shape)}")
+            raise LayoutError(
+                f"is for {len(layout.tensor_map)} dimensions; the tensor has {len(shape)}", code="wrong-dimensions"
+            )
         return layout
 
     return of
@@ -284,12 +301,12 @@ def _build(
         layouts = _optimizer_parallel(listed, layouts, options, faults)
     stages = _stages([homes[name] for name in listed], shapes, options.get("pipeline"), faults)
     faults.raise_if_any(UsageError)
-    found: dict[str, Layout | Mapping[int, Layout]] = {
+    by_name: dict[str, Layout | Mapping[int, Layout]] = {
         name: dict.fromkeys(stages[homes[name]], layouts[owner]) for name, owner in owners.items() if owner in layouts
     }
-    if not found:
-        raise UsageError(f"{faults.subject}: no tensor is left for a strategy; expected shapes of at least one weight")
-    return Strategy.of(found, shapes={name: tuple(shapes[name]) for name in found})
+    if not by_name:
+        raise UsageError(f"{faults.subject}: no tensor is left for a strategy", code="no-tensors")
+    return Strategy.of(by_name, shapes={name: tuple(shapes[name]) for name in by_name})
 
 
 def _weight(name: str, states: Mapping[str, State], known: Collection[str]) -> str | None:
@@ -304,16 +321,18 @@ def _first_matches(
     patterns: Collection[str], weights: Collection[str], key: str, every: Collection[str], faults: Faults
 ) -> dict[str, str | None]:
     """Return each weight's first matching glob, or None. A glob that is never the first is a fault."""
-    found = {name: next((glob for glob in patterns if matches(name, [glob])), None) for name in weights}
-    used = set(found.values())
+    first = {name: next((glob for glob in patterns if matches(name, [glob])), None) for name in weights}
+    used = set(first.values())
     for glob in (glob for glob in patterns if glob not in used):
-        matched = matching(glob, every)
-        used_up = (
-            f"is never used: what it matches ({names(matched)}) is taken by a pattern before it (the first match "
-            "counts), or is an optimizer state, which goes with its weight"
-        )
-        faults.add(_at(key, glob), used_up if matched else partial(no_match, glob, every))
-    return found
+        if matched := matching(glob, every):
+            faults.add(
+                _at(key, glob),
+                f"is never used: an earlier pattern takes {names(matched)}, or it is an optimizer state",
+                code="unused-pattern",
+            )
+        else:
+            faults.add(_at(key, glob), partial(no_match, glob, every), code="no-match")
+    return first
 
 
 def _layouts(
@@ -326,7 +345,8 @@ def _layouts(
 ) -> dict[str, Layout]:
     """Return the layout that the rules give to each weight; those that do not fit are faults, reported once a rule."""
     layouts: dict[str, Layout] = {}
-    wrong: dict[tuple[str, str], list[str]] = {}
+    wrong: dict[tuple[str, str, str], list[str]] = {}
+    hints: dict[str, str] = {}
     for name, shape in shapes.items():
         glob = ruled[name]
         try:
@@ -334,14 +354,16 @@ def _layouts(
             layouts[name] = layout_of(shape)
             splits = layouts[name].splits
         except LayoutError as error:
-            wrong.setdefault((glob or "", str(error)), []).append(name)
+            wrong.setdefault((glob or "", "; ".join([error.message, *error.facts]), error.code), []).append(name)
             continue
         for dim, (extent, ways) in enumerate(zip(shape, splits, strict=True)):
             if extent % ways and not (dim == 0 and layouts[name].param_split_shape):
-                what = f"splits dimension {dim} of size {extent} {ways} ways, which does not divide it"
-                wrong.setdefault((glob or "", what), []).append(name)
-    for (glob, what), found in wrong.items():
-        faults.add(_at(key, glob), f"{what}: {names(found)}")
+                what = f"cannot cut dimension {dim}, of size {extent}, into {ways} equal parts"
+                ways_that_fit = ", ".join(str(n) for n in range(2, min(extent, _MOST_WAYS) + 1) if extent % n == 0)
+                hints.setdefault(what, f"{extent} can be cut into {ways_that_fit or 'no'} parts; null leaves it whole")
+                wrong.setdefault((glob or "", what, "not-divisible"), []).append(name)
+    for (glob, what, code), tensors in wrong.items():
+        faults.add(_at(key, glob), f"{what} ({names(tensors)})", code=code, hint=hints.get(what, ""))
     return layouts
 
 
@@ -387,7 +409,9 @@ def _optimizer_parallel(
     for place, glob in enumerate(excepted):
         if not matching(glob, layouts):
             faults.add(
-                f"$.optimizer_parallel_except[{place}]", f"{glob!r} matches no weight; there are {names(layouts)}"
+                f"$.optimizer_parallel_except[{place}]",
+                f"{glob!r} matches no weight; there are {names(layouts)}",
+                code="no-match",
             )
     dtypes = options.get("dtypes") or {}
     found = {}
@@ -418,30 +442,48 @@ def _stages(weights: Collection[str], every: Collection[str], pipeline: object, 
             or not stages
             or any(type(n) is not int or not 0 <= n < _MOST_STAGES for n in stages)
         ):
-            faults.add(_at("pipeline", glob), f"is {value!r:.60}; expected a stage, counted from 0, or several")
+            faults.add(
+                _at("pipeline", glob),
+                f"is {value!r:.60}; expected a stage, counted from 0, or a list of stages",
+                code="bad-stage",
+            )
             stages = []
         by_glob[glob] = list(stages)
     first = _first_matches(by_glob, weights, "pipeline", every, faults)
     homeless = [name for name, glob in first.items() if glob is None]
     if homeless:
-        faults.add("$.pipeline", f"says no stage of {names(homeless)}")
-    found = {name: by_glob[glob] for name, glob in first.items() if glob is not None}
-    used = {stage for stages in found.values() for stage in stages}
+        faults.add("$.pipeline", f"gives no stage to {names(homeless)}", code="unplaced-tensor")
+    by_name = {name: by_glob[glob] for name, glob in first.items() if glob is not None}
+    used = {stage for stages in by_name.values() for stage in stages}
     if missing := set(range(max(used, default=0))) - used:
-        faults.add("$.pipeline", f"has no tensor for stage {names(sorted(missing))}, though for stage {max(used)}")
-    return found
+        faults.add(
+            "$.pipeline",
+            f"has no tensor for stage {names(sorted(missing))}, but some for stage {max(used)}",
+            code="missing-stage",
+        )
+    return by_name
 
 
 def _check_options(options: Options, faults: Faults) -> None:
     for option in ("optimizer_parallel", "predict"):
         if not isinstance(value := options.get(option, False), bool):
-            faults.add(f"$.{option}", f"is {value!r:.60}; expected true or false")
+            faults.add(f"$.{option}", f"is {value!r:.60}; expected true or false", code="wrong-type")
     size = options.get("optimizer_weight_shard_size", -1)
     if type(size) is not int or size < -1 or size == 0:
-        faults.add("$.optimizer_weight_shard_size", f"is {size!r:.60}; expected -1, or a number of at least 1")
+        faults.add(
+            "$.optimizer_weight_shard_size",
+            f"is {size!r:.60}; expected -1, or a number of at least 1",
+            code="out-of-range",
+        )
     threshold = options.get("parallel_optimizer_threshold", 64)
     if type(threshold) is not int or threshold < 0:
-        faults.add("$.parallel_optimizer_threshold", f"is {threshold!r:.60}; expected a number of KB, at least 0")
+        faults.add(
+            "$.parallel_optimizer_threshold",
+            f"is {threshold!r:.60}; expected a number of KB, at least 0",
+            code="out-of-range",
+        )
     excepted = options.get("optimizer_parallel_except", ())
     if isinstance(excepted, str) or not isinstance(excepted, Sequence) or not all(isinstance(g, str) for g in excepted):
-        faults.add("$.optimizer_parallel_except", f"is {excepted!r:.60}; expected a list of patterns")
+        faults.add(
+            "$.optimizer_parallel_except", f"is {excepted!r:.60}; expected a list of patterns", code="wrong-type"
+        )

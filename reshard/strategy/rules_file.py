@@ -64,48 +64,67 @@ def strategy_from_file(
     faults = Faults(str(path))
     top = read_yaml(as_place(path), "rules file", faults)
     if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
-        raise UsageError(f"{path}: is a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules")
+        raise UsageError(
+            f"{path} holds a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules",
+            code="wrong-type",
+        )
     if "reshard-rules" in top:
         raise UsageError(
-            f"{path}: says how tensors are renamed and fused; expected rules of how they are cut: mesh and rules"
+            f"{path} is a file of --rules, which rename and fuse tensors",
+            code="wrong-kind",
+            facts=["expected the keys mesh and rules, which say how tensors are cut"],
         )
     options = {key: top.pop(key) for key in OPTIONS & top.keys()}
     kinds = [{"mesh", "rules"}, {"devices", "operators"}]
     kind = next((keys for keys in kinds if keys & top.keys()), kinds[0])
-    for key in top.keys() - kind:
+    for key in (key for key in top if key not in kind):
         faults.add(
-            f"$.{key}", f"is none of the keys known besides {names(sorted(kind))}: {names(sorted(OPTIONS), most=9)}"
+            f"$.{key}",
+            f"is unknown; expected {names(sorted(kind))}, and perhaps {names(sorted(OPTIONS), most=9)}",
+            code="unknown-key",
         )
     for key in sorted(kind - top.keys()):
-        faults.add(f"$.{key}", f"is missing; expected {names(sorted(kinds[0]))}, or {names(sorted(kinds[1]))}")
+        faults.add(
+            f"$.{key}",
+            f"is missing; expected {names(sorted(kinds[0]))}, or {names(sorted(kinds[1]))}",
+            code="missing-key",
+        )
     operators = _operators(top.get("operators"), faults)
     faults.raise_if_any(UsageError)
-    given: Any = {**options, "dtypes": dtypes or {}, "only_by_rule": only_by_rule, "predict": predict}
+    arguments: Any = {**options, "dtypes": dtypes or {}, "only_by_rule": only_by_rule, "predict": predict}
     if kind is kinds[0]:
-        return from_rules(shapes, top["mesh"], top["rules"], given, faults)
-    return from_operators(shapes, operators, top["devices"], given, faults)
+        return from_rules(shapes, top["mesh"], top["rules"], arguments, faults)
+    return from_operators(shapes, operators, top["devices"], arguments, faults)
 
 
-def _operators(given: object, faults: Faults) -> dict[str, OperatorStrategy | None]:
+def _operators(value: object, faults: Faults) -> dict[str, OperatorStrategy | None]:
     """Return the operators of a rules file: `{matmul: [[2, 1], [1, 2]], transpose_b: true}`."""
-    if not isinstance(given, dict):
-        if given is not None:
-            faults.add("$.operators", f"is {given!r:.60}; expected a mapping")
+    if not isinstance(value, dict):
+        if value is not None:
+            faults.add("$.operators", f"is {value!r:.60}; expected a mapping", code="wrong-type")
         return {}
-    found: dict[str, OperatorStrategy | None] = {}
-    for glob, item in given.items():
+    operators: dict[str, OperatorStrategy | None] = {}
+    for glob, item in value.items():
         where = f"$.operators[{glob!r}]"
         kinds = [key for key in item if key in OPERATORS] if isinstance(item, dict) else []
         if item is None:
-            found[glob] = None
+            operators[glob] = None
         elif len(kinds) != 1:
-            faults.add(where, f"is {item!r:.60}; expected one of {names(OPERATORS, most=9)} with its strategy")
+            faults.add(
+                where,
+                f"is {item!r:.60}; expected one of {names(OPERATORS, most=9)} with its strategy",
+                code="unknown-operator",
+            )
         else:
-            more = {key: value for key, value in item.items() if key != kinds[0]}
+            more = {key: option for key, option in item.items() if key != kinds[0]}
             try:
-                found[glob] = OPERATORS[kinds[0]](tuple(map(tuple, item[kinds[0]])), **more)
+                operators[glob] = OPERATORS[kinds[0]](tuple(map(tuple, item[kinds[0]])), **more)
             except LayoutError as error:
-                faults.add(where, str(error))
+                faults.add(where, error)
             except TypeError:
-                faults.add(where, f"is {item!r:.60}; expected e.g. {{matmul: [[2, 1], [1, 2]], transpose_b: true}}")
-    return found
+                faults.add(
+                    where,
+                    f"is {item!r:.60}; expected e.g. {{matmul: [[2, 1], [1, 2]], transpose_b: true}}",
+                    code="wrong-type",
+                )
+    return operators

@@ -230,7 +230,7 @@ class Strategy:
         try:
             return grid(shape, tuple((_unfolded(p, shape), p.stage * self.devices) for p in places))
         except LayoutError as error:
-            raise LayoutError(f"tensor {name!r}: {error}") from None
+            raise error.about(f"tensor {name!r}") from None
 
     def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
         """Return how a tensor is cut in each stage that holds it, over global ranks, optimizer sharding folded in.
@@ -241,7 +241,7 @@ class Strategy:
         try:
             return tuple(Mesh.of(_unfolded(p, shape).folded(), p.stage * self.devices) for p in self.tensors[name])
         except LayoutError as error:
-            raise LayoutError(f"tensor {name!r}: {error}") from None
+            raise error.about(f"tensor {name!r}") from None
 
     def shape_of(self, name: str) -> Shape | None:
         """Return the whole shape that the strategy gives a tensor; None where it does not say one."""
@@ -265,16 +265,15 @@ class Strategy:
                 if layout.full_shape(shard) == shape
             }
         except LayoutError as error:
-            raise LayoutError(f"tensor {name!r}: {error}") from None
+            raise error.about(f"tensor {name!r}") from None
         if len(shapes) == 1:
             return shapes.pop()
-        found = " or ".join(shape_text(shape) for shape in sorted(shapes)) or "no shape of that many dimensions"
+        possible = " or ".join(shape_text(shape) for shape in sorted(shapes)) or f"no shape of {len(shard)} dimensions"
         raise LayoutError(
-            Text(
-                f"tensor {name!r}: the files store {shape_text(shard)}; the JSON layout {placed.layout} of expanded "
-                f"shape {shape_text(placed.shape)} stands for {found}; use the protobuf strategy file, or give ",
-                Option("layout", name, "RULE"),
-            )
+            f"tensor {name!r}: its whole shape is unclear; the files store {shape_text(shard)}",
+            code="unknown-shape",
+            facts=[f"the JSON layout {placed.layout} of expanded shape {shape_text(placed.shape)} fits {possible}"],
+            hint=Text("use the protobuf strategy file, or pass ", Option("layout", name, "RULE")),
         )
 
     def by_stage(self) -> list[tuple[str, Placed]]:
@@ -295,7 +294,7 @@ class Strategy:
             operators = tuple(operator._replace(stage=stage) for operator in self.operators)
             return replace(self, tensors=moved, stages=range(stage, stage + 1), operators=operators, others=True)
         if stage not in self.stages:
-            raise StrategyError(f"stage {stage} is asked for; the strategy has stages {names(self.stages)}")
+            raise StrategyError(f"the strategy has no stage {stage}; it has {names(self.stages)}", code="no-such-stage")
         here = {name: tuple(p for p in places if p.stage == stage) for name, places in self.tensors.items()}
         tensors = {name: places for name, places in here.items() if places}
         return replace(
@@ -315,7 +314,8 @@ class Strategy:
         """
         if layout is not None and layout.devices != self.devices:
             raise StrategyError(
-                f"tensor {name!r}: the layout {layout} is for {layout.devices} devices; a stage has {self.devices}"
+                f"tensor {name!r}: layout {layout} is for {layout.devices} devices; a stage has {self.devices}",
+                code="devices-differ",
             )
         tensors = dict(self.tensors)
         if layout is None:
@@ -363,8 +363,9 @@ def _unfolded(placed: Placed, shape: Shape) -> Layout:
         if folded == shape:
             return layout
     raise LayoutError(
-        f"shape {shape_text(shape)} is not what the layout {placed.layout} of expanded shape "
-        f"{shape_text(placed.shape)} stands for"
+        f"shape {shape_text(shape)} does not fit the JSON layout {placed.layout}",
+        code="wrong-shape",
+        facts=[f"its expanded shape is {shape_text(placed.shape)}"],
     )
 
 
@@ -379,6 +380,7 @@ def agreed_devices(tensors: Mapping[str, Iterable[Placed]], faults: Faults) -> i
                     f"{name}.dev_matrix",
                     f"{shape_text(placed.layout.dev_matrix)} has {placed.layout.devices} devices; "
                     f"the tensors before it have {devices}",
+                    code="devices-differ",
                 )
     return devices
 
@@ -400,10 +402,11 @@ def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
         if not part.tensors:
             faults.add(
                 path,
-                "names no tensor; every rank's file must (MindSpore leaves an empty one after a failed run)",
+                "names no tensor; MindSpore leaves such a file after a failed run",
+                code="no-tensors",
             )
         elif part.merged:
-            faults.add(path, "is merged already; give the files of the single ranks")
+            faults.add(path, "is already merged", code="already-merged", hint="give the files of the single ranks")
         else:
             first_path, first = by_stage.setdefault(part.stages.start, (path, part))
             if first.tensors != part.tensors:
@@ -413,20 +416,26 @@ def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
                 faults.add(
                     path,
                     f"disagrees with {first_path} of the same stage {part.stages.start} on {names(different)}",
+                    code="files-disagree",
                 )
             elif first.devices != part.devices:
-                faults.add(path, f"has {part.devices} devices a stage; {first_path} has {first.devices}")
+                faults.add(
+                    path,
+                    f"has {part.devices} devices a stage; {first_path} has {first.devices}",
+                    code="devices-differ",
+                )
     count = max(by_stage, default=-1) + 1
     for stage in sorted(set(range(count)) - set(by_stage)):
         faults.add(
             f"stage {stage}",
-            f"has no file; {count} stages are expected because {by_stage[count - 1][0]} is stage {count - 1}",
+            f"has no file; {by_stage[count - 1][0]} is stage {count - 1}",
+            code="missing-stage",
         )
     devices = {part.devices for _, part in by_stage.values()}
     if len(devices) > 1:
-        faults.add("stages", f"have different numbers of devices: {names(sorted(devices))}")
+        faults.add("stages", f"have different numbers of devices: {names(sorted(devices))}", code="devices-differ")
     if not parts:
-        faults.add("directory", "holds no strategy file")
+        faults.add("directory", "has no strategy file", code="no-strategy-file")
     faults.raise_if_any(StrategyError)
     stages = [by_stage[stage][1] for stage in range(count)]
     if count == 1:

@@ -76,27 +76,31 @@ class Checkpoint2:
     Attributes:
         step: N, how many steps were done; by default what the source says.
         prefix: what names of files begin with, `""` for nothing; by default as in the source, else `checkpoint`.
-        max_shard_bytes: how many bytes of whole tensors a file may hold, unless one tensor has more. Of blocks there is
+        max_shard_size: how many bytes of whole tensors a file may hold, unless one tensor has more. Of blocks there is
             a file of weights and one of states for each rank.
         common: the contents of `common.json`; by default that of the source, or made of what the source says.
     """
 
     step: int | None = None
     prefix: str | None = None
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_size: int = MAX_SHARD_BYTES
     common: str | None = None
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
         check_step(self.step)
         try:
             _said(self.common or "{}")
         except ValueError as error:
-            raise UsageError(f"common is not JSON as {COMMON} has it: {error}") from None
+            raise UsageError(
+                f"common is not a JSON object, as {COMMON} is", code="not-json", facts=[str(error)]
+            ) from None
         prefix = self.prefix or ""
         signs = prefix.startswith(".") or any(sign in prefix for sign in "/\\{}")
         if not prefix.isprintable() or signs or len(prefix.encode()) > _LONGEST_PREFIX:
-            raise UsageError(f"prefix {prefix!r:.60}: not the beginning of a file name; expected e.g. 'checkpoint'")
+            raise UsageError(
+                f"prefix {prefix!r:.60} cannot begin a file name", code="bad-name", hint="give e.g. 'checkpoint'"
+            )
 
     def of(self, source: Checkpoint) -> Checkpoint2:
         """Return it with all that it does not say filled in from a source.
@@ -108,8 +112,9 @@ class Checkpoint2:
         step = progress["global_step"] if self.step is None else self.step
         if step is None:
             raise UsageError(
-                Text(f"{source.root}: does not say how many steps were done; give it: ", Option("target_step"))
-            )
+                f"{source.root} does not say how many steps were done", code="missing-step",
+                hint=Text("give ", Option("target_step")),
+            )  # fmt: skip
         prefix, common = self.prefix, self.common
         if prefix is None:
             found = (CHECKPOINT2.files.fullmatch(as_place(file.path).name) for file in source.files)
@@ -135,7 +140,7 @@ class Checkpoint2:
         paths: list[str] = []
         of: dict[str, int] = {}
         for kind, some in _kinds(tensors):
-            numbers = one_after_the_other(some, self.max_shard_bytes)
+            numbers = one_after_the_other(some, self.max_shard_size)
             of |= {name: len(paths) + number for name, number in numbers.items()}
             count = max(numbers.values()) + 1
             paths += [self.path(kind, extension).format(number=number, count=count) for number in range(count)]
@@ -184,17 +189,19 @@ class Checkpoint2Target(Ranks):
         if self._every is not None:
             for item in items:
                 if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
-                    expected = "expected no comma, bracket, quote, control character, or space at an end"
                     faults.add(
-                        f"tensor {item.name!r}", f"{expected}, as mindformers could not read the metadata; rename it"
-                    )
+                        f"tensor {item.name!r}",
+                        "has a comma, bracket, quote, control character, or space at an end, "
+                        "so mindformers could not read the metadata",
+                        code="bad-name", hint="rename it",
+                    )  # fmt: skip
             self.memory = (("metadata", sum(self._metadata_bytes(self._every))),)
 
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
         """Return what is asked for, with all that the files do not say filled in from the source."""
         if request.of_some:
-            raise UsageError("a Checkpoint 2.0 has all ranks: leave ranks and stage out")
+            raise UsageError("a Checkpoint 2.0 has all ranks", code="needs-all-ranks", hint="leave ranks and stage out")
         return replace(request, files=request.files.of(source))
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
@@ -310,10 +317,13 @@ class _Every:
         Raises:
             LayoutError: blocks are of several sizes.
         """
-        found = next(iter(self.meshes(name, shape)), None)
-        if found and found.layout.param_split_shape:
-            raise LayoutError("has blocks of several sizes, which the metadata of a Checkpoint 2.0 cannot say")
-        return found
+        mesh = next(iter(self.meshes(name, shape)), None)
+        if mesh and mesh.layout.param_split_shape:
+            raise LayoutError(
+                "has blocks of several sizes, which the metadata of a Checkpoint 2.0 cannot describe",
+                code="unequal-blocks",
+            )
+        return mesh
 
 
 def _described(dtype: str, shape: Shape, grid: Grid, mesh: Mesh | None) -> dict[str, Any]:

@@ -1,18 +1,61 @@
-"""The one list of what makes the files of a target: for each way to lay them out its destination."""
+"""What a target may be: the words of `--to` and `format`, the options that each takes, and what makes its files."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from reshard.formats.entries import TargetFiles
-from reshard.formats.sets import DCP, DCP_NAME, LinkedDCP
+from reshard.errors import Option, Text, UsageError, joined
+from reshard.formats.entries import NamedFile, TargetFiles
+from reshard.formats.sets import DCP, DCP_ITEMS, DCP_NAME, SET_INDEXES, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import ZarrGroup
+from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
+from reshard.readers.checkpoint2.metadata import METADATA
+from reshard.storage.places import as_place
 from reshard.targets.checkpoint2 import Checkpoint2
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import AnyName
     from reshard.targets.destination import Destination
+
+To = Literal["safetensors", "ckpt", "hf", "mindspore", "dcp", "checkpoint2", "zarr"]
+"""What a target may be, as `--to` says it on the command line, and `to` and `format` in Python."""
+
+WORDS: tuple[To, ...] = get_args(To)
+
+RANKS = ("safetensors", "ckpt")
+"""Those of files of ranks."""
+
+WHOLE = {"hf": "a Hugging Face set", "mindspore": "a unified set of MindSpore", ZARR: "a zarr store"}
+"""Those of whole tensors alone."""
+
+CHECKPOINT2 = "checkpoint2"
+
+_ALIASES = {"huggingface": "hf", "ms": "mindspore"}
+_BLOCKS = (*RANKS, DCP_NAME, CHECKPOINT2)
+TAKEN_BY: Mapping[str, Collection[str]] = {
+    "layouts_of": (DCP_NAME, CHECKPOINT2),
+    "target_strategy": _BLOCKS,
+    "ranks": _BLOCKS,
+    "target_stage": _BLOCKS,
+    "remove_redundancy": _BLOCKS,
+    "link_replicas": _BLOCKS,
+    "prefix": (*RANKS, CHECKPOINT2),
+    "target_step": (DCP_NAME, CHECKPOINT2),
+    "max_shard_size": ("hf", "mindspore", DCP_NAME, CHECKPOINT2),
+    "link": (DCP_NAME,),
+    "chunk_size": (ZARR,),
+    "shard_size": (ZARR,),
+    "compression": (ZARR,),
+}
+"""Which words take each option that is not for all of them."""
+
+CUT = ("layouts_of", "target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
+"""The options that are about ranks of the target."""
 
 AnyFiles = TargetFiles | ZarrGroup | DCP | LinkedDCP
 """A way to lay out the files of a target."""
@@ -34,3 +77,116 @@ def destination_of(files: AnyFiles) -> type[Destination]:
     module, _, name = next(known, "ranks.Ranks").rpartition(".")
     found: type[Destination] = getattr(import_module(f"reshard.targets.{module}"), name)  # not all on every start
     return found
+
+
+def word_of(name: str) -> str:
+    """Return the word that a name of a format means.
+
+    Raises:
+        UsageError: there is no such format.
+
+    >>> word_of("huggingface"), word_of("ckpt")
+    ('hf', 'ckpt')
+    """
+    word = _ALIASES.get(name, name)
+    if word not in WORDS:
+        raise UsageError(f"unknown format {name!r:.60}; known are {', '.join(WORDS)}", code="unknown-format")
+    return word
+
+
+def named_word(target: AnyName) -> tuple[str, str] | None:
+    """Return the word that the name of a target says, and why; None if the name says nothing."""
+    place = as_place(target)
+    if place.suffix == f".{ZARR}":
+        return ZARR, f"as {place.name} is the name of a zarr store"
+    if is_file_name(target):
+        return place.suffix[1:], f"as {place.name} is the name of such a file"
+    return None
+
+
+def is_file_name(target: AnyName) -> bool:
+    """Return whether a target is one file, by its name, and is no directory."""
+    place = as_place(target)
+    return place.suffix[1:] in RANKS and not place.is_dir()
+
+
+def source_word(checkpoint: Checkpoint) -> str:
+    """Return the word for what a checkpoint is itself."""
+    if checkpoint.format == ZARR:
+        return ZARR
+    root = as_place(checkpoint.root)
+    if root.is_dir():
+        if checkpoint.format in {DCP_NAME, DCP_ITEMS}:
+            return DCP_NAME
+        if checkpoint.described_by in {CHECKPOINT2_NAME, METADATA}:
+            return CHECKPOINT2
+        for name, word in zip(SET_INDEXES, ("mindspore", "hf"), strict=True):
+            if (root / name).is_file():
+                return word
+    return checkpoint.format if checkpoint.format in RANKS else "safetensors"
+
+
+def check_options(word: str, options: Collection[str]) -> None:
+    """Check that options mean something for a target.
+
+    Args:
+        word: what the target is.
+        options: the names of the options that are given, as in `TAKEN_BY`.
+
+    Raises:
+        UsageError: some do not.
+    """
+    wrong = [name for name in options if word not in TAKEN_BY.get(name, WORDS)]
+    if not wrong:
+        return
+    listed = joined(", ", [Text(Option(name)) for name in wrong])
+    if word in WHOLE and set(wrong) & set(CUT):
+        message = Text(f"{WHOLE[word]} holds whole tensors, and does not take ", listed)
+    else:
+        message = Text(f"the format {word} does not take ", listed)
+    words = " or ".join(TAKEN_BY[wrong[0]])
+    raise UsageError(message, code="option-of-another-format", hint=f"leave it out, or choose {words}")
+
+
+def files_of(
+    word: str,
+    name: str | None = None,
+    *,
+    prefix: str | None = None,
+    step: int | None = None,
+    max_shard_size: int | None = None,
+    chunk_size: int | None = None,
+    shard_size: int | None = None,
+    compression: str | None = None,
+) -> AnyFiles | None:
+    """Return how the files of a target are laid out; None for the files of ranks.
+
+    Args:
+        word: what the target is.
+        name: of the target, if it is one file.
+        prefix: as in `Checkpoint2`.
+        step: likewise, and as in `DCP`.
+        max_shard_size: likewise, and as in the sets.
+        chunk_size: as in `ZarrGroup`.
+        shard_size: likewise.
+        compression: likewise.
+    """
+    if word == ZARR:
+        return ZarrGroup(chunk_size, shard_size, compression)
+    if word in RANKS:
+        return None if name is None else NamedFile(name)
+    some: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    if word == DCP_NAME:
+        return DCP(step=step, **some)
+    if word == CHECKPOINT2:
+        return Checkpoint2(step, prefix, **some)
+    return HuggingFaceSet(**some) if word == "hf" else MindSporeSet(**some)
+
+
+def file_format(word: str) -> str:
+    """Return the format of the files of a target.
+
+    >>> file_format("hf"), file_format("dcp")
+    ('safetensors', 'dcp')
+    """
+    return word if word in {*RANKS, ZARR, DCP_NAME} else "safetensors"

@@ -93,7 +93,7 @@ class Pattern:
         try:
             grid = mesh.grid(shape)
         except LayoutError as error:
-            raise LayoutError(f"tensor {name!r}: {error}") from None
+            raise error.about(f"tensor {name!r}") from None
         others = self.tensors[name].others
         if not others:
             return grid
@@ -114,22 +114,28 @@ def read_layouts(path: AnyName) -> Pattern:
     """
     place = iteration_at(as_place(path))
     if not (place / METADATA).is_file():
-        found = f"has no {METADATA}" if place.is_dir() else "is not there"
-        raise SourceError(f"{place}: {found}; expected a Checkpoint 2.0 whose tensors are cut")
+        if not place.is_dir():
+            raise SourceError(f"no such directory: {place}", code="not-found")
+        raise SourceError(
+            f"{place} has no {METADATA}", code="not-a-checkpoint", hint="give a Checkpoint 2.0 whose tensors are cut"
+        )
     said = Metadata(place / METADATA)
     meshes = list(said.meshes)
     faults = Faults(str(place / METADATA))
     tensors = {}
     for name, one in said.listed.items():
         if one.reason:
-            faults.add(f"tensor {name!r}", one.reason)
+            faults.add(f"tensor {name!r}", one.reason, code="unreadable-tensor")
         mesh = None if one.mesh is None else meshes[one.mesh]
         others = _others(mesh, one.shape, said.held(name)) if mesh else ()
         tensors[name] = Arranged(one.mesh, one.shape, others)
     faults.raise_if_any(SourceError)
     ranks = {rank for mesh in meshes for rank in mesh.ranks}.union(said.ranks, *said.groups)
     if max(ranks, default=0) >= _MOST_RANKS:
-        raise SourceError(f"{place / METADATA}: has rank {max(ranks)}, which is taken for a corrupt file")
+        raise SourceError(
+            f"{place / METADATA} has rank {max(ranks)}; expected {_MOST_RANKS - 1} at most", code="out-of-range",
+            facts=["the file seems to be corrupt"],
+        )  # fmt: skip
     return Pattern(tensors, tuple(meshes), max(ranks, default=0) + 1)
 
 

@@ -54,11 +54,12 @@ class Ranks(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return what is asked for; raise `UsageError` where ranks are as another Checkpoint 2.0 has them."""
+        """Return the request; raise `UsageError` if its target is the pattern of a Checkpoint 2.0."""
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
-                "the target is a pattern of a Checkpoint 2.0; give files=reshard.Checkpoint2(), or a Strategy"
-            )
+                "the target is a pattern of a Checkpoint 2.0, not a Strategy", code="wrong-type",
+                hint="give files=reshard.Checkpoint2(), or a Strategy",
+            )  # fmt: skip
         return request
 
     def cuts(self, name: str) -> bool:
@@ -142,8 +143,9 @@ class Ranks(Destination):
             found.append(TargetFile(self.ranks[0], path, literal(content_bytes), last=True))
         if len({file.path for file in found}) < len(found):
             raise UsageError(
-                f"file names {names(self._shard_files.paths)} give not one file for each rank; add {{rank}}"
-            )
+                f"several ranks would write to one file of {names(self._shard_files.paths)}", code="duplicate-name",
+                hint="add {rank} to the file name",
+            )  # fmt: skip
         return tuple(found)
 
     def warnings(self) -> tuple[str, ...]:
@@ -261,13 +263,16 @@ def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid
     try:
         grid = target.grid(name, shape)
     except LayoutError as error:
-        faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
+        prefix = f"tensor {name!r}: "
+        bare = error.changed(lambda text: text.removeprefix(prefix) if text.startswith(prefix) else text)
+        faults.add(f"tensor {name!r}", bare)
         return None
     stated = target.shape_of(name)
     if stated not in {None, shape}:
         faults.add(
-            f"tensor {name!r}", f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated or ())}"
-        )
+            f"tensor {name!r}", f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated or ())}",
+            code="wrong-shape",
+        )  # fmt: skip
         return None
     return grid
 
@@ -296,6 +301,9 @@ def _wanted_ranks(target: Arrangement | None, ranks: Iterable[int] | None) -> tu
     wanted = tuple(every if ranks is None else sorted(set(ranks)))
     outside = [rank for rank in wanted if rank not in every]
     if outside or not wanted:
-        asked = f"{ranks_text(outside)} {'is' if len(outside) == 1 else 'are'}" if outside else "no rank is"
-        raise UsageError(f"{asked} asked for; the target has ranks {every.start} to {every.stop - 1}")
+        has = f"the target has ranks {every.start} to {every.stop - 1}"
+        if not outside:
+            raise UsageError("no rank is asked for", code="no-ranks", facts=[has])
+        are = "is" if len(outside) == 1 else "are"
+        raise UsageError(f"{ranks_text(outside)} {are} not in the target", code="no-such-rank", facts=[has])
     return wanted

@@ -61,7 +61,10 @@ def torch_dtype(name: str, dtype: DType) -> Name:
         UsageError: PyTorch has no such dtype; the message names the tensor.
     """
     if dtype.name not in _UNTYPED and dtype.name not in _STORAGES:
-        raise UsageError(f"tensor {name!r}: PyTorch has no dtype {dtype}; cast the tensor, or leave it out")
+        raise UsageError(
+            f"PyTorch has no dtype {dtype}, which tensor {name!r} has", code="unsupported-dtype",
+            hint="cast the tensor, or leave it out",
+        )  # fmt: skip
     return Name("torch", dtype.name)
 
 

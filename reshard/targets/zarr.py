@@ -57,9 +57,12 @@ class ZarrStore(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return what is asked for; raise `UsageError` where that is anything but whole tensors."""
+        """Return the request; raise `UsageError` if it is for anything but whole tensors."""
         if request.target or request.of_some or request.once:
-            raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
+            raise UsageError(
+                "a zarr store holds whole tensors", code="needs-whole-tensors",
+                hint="leave the target strategy, ranks, redundancy and links out",
+            )  # fmt: skip
         return request
 
     def wanted(self, item: Item) -> Wanted:

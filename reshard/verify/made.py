@@ -47,7 +47,9 @@ def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection,
     except ReshardError:
         raise
     except (ValueError, TypeError) as error:
-        raise SourceError(f"{made.target}: what its ledger says of its source is not valid: {error}") from None
+        raise SourceError(
+            f"the ledger of {made.target} has no valid source", code="bad-ledger", facts=[str(error)]
+        ) from None
     return source, selection, bool(made.content["target"]["deduplicated"])
 
 
@@ -74,9 +76,11 @@ def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> 
         encrypted = made.content[side]["encrypted"]
         if key is None and made.content["target"]["encrypted"] and encrypted:
             raise UsageError(
-                Text(f"{made.target}: the {side} is encrypted, and a ledger holds no key; give it: ",
-                     Option(f"{side}_key"))
-            )  # fmt: skip
+                f"the {side} of {made.target} is encrypted" if side == "source" else f"{made.target} is encrypted",
+                code="no-key",
+                facts=["a ledger holds no key"],
+                hint=Text("pass its key: ", Option(f"{side}_key")),
+            )
         keys.append(replace(key, required=True) if key and encrypted else key)
     return keys[0], keys[1]
 
@@ -88,7 +92,12 @@ def noted_source(
 ) -> Checkpoint:
     """Open the source that a ledger has noted: `SourceError` if that is not possible."""
     if given["encrypted"] and cipher is None:
-        raise SourceError(Text(f"{given['root']}: is encrypted, and a ledger holds no key; give it: ", key))
+        raise SourceError(
+            f"{given['root']} is encrypted",
+            code="no-key",
+            facts=["a ledger holds no key"],
+            hint=Text("pass its key: ", key),
+        )
     if given["describes_itself"]:
         return open_checkpoint(given["root"], cipher=cipher).without(set(given["left_out"]))
     paths: dict[int, list[str]] = {}

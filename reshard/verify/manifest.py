@@ -191,20 +191,30 @@ def read_manifest(path: AnyName) -> Manifest:
     try:
         content = parse_json(raw, repeated)
     except ValueError as error:
-        raise SourceError(f"manifest {path}: is not JSON: {error}") from None
+        raise SourceError(f"manifest {path} is not JSON", code="not-json", facts=[str(error)]) from None
     if repeated:
-        faults.add("$", f"has {names(repeated, most=3)} twice in one object")
+        faults.add("$", f"has {names(repeated, most=3)} twice in one object", code="duplicate-key")
     if not isinstance(content, dict) or _VERSION_KEY not in content:
-        raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
+        raise SourceError(
+            f"{path} is not a manifest",
+            code="not-a-manifest",
+            facts=[f"expected a JSON object with the key {_VERSION_KEY!r}"],
+        )
     version = content[_VERSION_KEY]
     if type(version) is not int or version != VERSION:
         advice = "make it again from files that are valid" if version == 1 else "use a newer reshard"
-        raise SourceError(f"manifest {path}: is of version {version!r:.40}; expected {VERSION}; {advice}")
+        raise SourceError(
+            f"manifest {path} has version {version!r:.40}; expected {VERSION}", code="unsupported-version", hint=advice
+        )
     match content:
         case {"files": dict(listed), **rest} if set(rest) == {_VERSION_KEY}:
             files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in listed.items()}
         case _:
-            raise SourceError(f"manifest {path}: has not the key 'files' and no other, with an object of paths")
+            raise SourceError(
+                f"manifest {path} is not valid",
+                code="bad-manifest",
+                facts=["expected an object of paths under the key 'files', and no other key"],
+            )
     _check_paths(files, faults)
     faults.raise_if_any(SourceError)
     return Manifest({name: file for name, file in files.items() if file is not None})
@@ -222,20 +232,23 @@ def _file(item: object, where: str, faults: Faults) -> FileSums | None:
                 name: _part(name, part, f"{where}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
             }
             return FileSums(nbytes, int(crc, 16), {name: part for name, part in parts.items() if part is not None})
-    faults.add(where, "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'")
+    what = "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"
+    faults.add(where, what, code="bad-entry")
     return None
 
 
 def _part(name: str, item: object, where: str, faults: Faults) -> Part | None:
     if not _is_short(name):
-        faults.add(where, f"is a name of {len(name)} characters; at most {LONGEST_NAME} bytes are taken")
+        what = f"is a name of {len(name)} characters; names have at most {LONGEST_NAME} bytes"
+        faults.add(where, what, code="name-too-long")
         return None
     match item:
         case [str(dtype), list(shape), str(crc)] if (
             dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
         ):
             return Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
-    faults.add(where, 'is not a dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]')
+    what = 'is not a dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]'
+    faults.add(where, what, code="bad-tensor")
     return None
 
 
@@ -251,8 +264,10 @@ def _check_paths(paths: Iterable[str], faults: Faults) -> None:
     """Every path must be a plain one below a directory."""
     for path in paths:
         if not _is_short(path):
-            faults.add(f"path {path!r:.200}", f"has {len(path)} characters; at most {LONGEST_NAME} bytes are taken")
+            what = f"has {len(path)} characters; paths have at most {LONGEST_NAME} bytes"
+            faults.add(f"path {path!r:.200}", what, code="name-too-long")
             continue
         pure = PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
-            faults.add(f"path {path!r:.200}", "is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'")
+            what = "is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"
+            faults.add(f"path {path!r:.200}", what, code="outside-directory")

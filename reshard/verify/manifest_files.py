@@ -138,7 +138,7 @@ def _look(top: Place, place: Place, manifest: Manifest) -> FileIndex | Differenc
             return Difference("size", f"has {nbytes} bytes; expected {file.nbytes}", path=path)
         return index_file(str(place)) if file.tensors else FileIndex("", {})
     except SourceError as error:
-        return Difference("file", f"cannot be read: {error}", path=path)
+        return Difference("file", f"cannot be read: {error.message}", path=path)
 
 
 def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Entry], list[Difference]]:
@@ -204,8 +204,9 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
     sums = report.checksums
     if not isinstance(sums, Checksums):
         raise UsageError(
-            f"{report.directory}: no checksums were made for a manifest; run with checksums=True and a ledger, "
-            "or read the files with reshard.make_manifest"
+            f"the run into {report.directory} made no checksums for a manifest",
+            code="no-checksums",
+            hint="run with checksums=True and a ledger, or read the files with reshard.make_manifest",
         )
     found = sums_of_files(sums.root, sums.files, sums)
     if path is None:

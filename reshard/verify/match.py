@@ -66,11 +66,10 @@ def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Che
     for one, what, other in ((source, "source", target), (target, "target", source)):
         if not one.tensors and (other.tensors or set(source.ranks) != set(target.ranks)):
             raise SourceError(
-                Text(
-                    f"{one.root}: has {len(set(one.ranks))} ranks and no strategy says which part each holds; give ",
-                    Option("strategy").of(what), ", or ", Option("layout", "*", "RULE").of(what),
-                )
-            )  # fmt: skip
+                f"{one.root} has {len(set(one.ranks))} ranks, and nothing says how they were sharded",
+                code="no-layout",
+                hint=Text("pass ", Option("strategy").of(what), ", or ", Option("layout", "*", "RULE").of(what)),
+            )
     for rank in sorted(set(source.ranks)):
         yield _of_rank(source, rank), _of_rank(target, rank), rank
 

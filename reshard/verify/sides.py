@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import GoneError, Option, ReshardError, SourceError, joined, names
+from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, names
 from reshard.plan.planfile import read_selection
 from reshard.plan.select import Selection, derived, select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
@@ -80,7 +80,7 @@ class _Change(NamedTuple):
     def only_leaves_out(self) -> bool:
         """Return whether names and values stay what they were."""
         asked = self.selection
-        return not (asked.names or asked.cast or asked.rules or asked.lora)
+        return not (asked.name_map or asked.cast or asked.rules or asked.lora)
 
 
 def opened(
@@ -114,8 +114,9 @@ def opened(
                 )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
-        text = error.text.map(lambda option: option.of(what))
-        raise type(error)(joined("\n", [text, *leftovers(as_place(path))])) from None
+        error = error.changed(lambda text: Text(text).map(lambda option: option.of(what)))
+        error.facts += tuple(leftovers(as_place(path)))
+        raise error from None
 
 
 def sides_of(
@@ -231,7 +232,7 @@ def _open(
         if lineage.steps:
             return replace(target_of(lineage.steps[0], cipher), root=root)
     except SourceError as error:
-        raise type(error)(error.text.map(lambda option: option.of(what))) from None
+        raise error.changed(lambda text: Text(text).map(lambda option: option.of(what))) from None
     return opened(side, None, what=what, cipher=cipher)
 
 
@@ -306,7 +307,9 @@ def _selection(step: Made) -> Selection:
     try:
         return read_selection(step.content["selection"])
     except (ValueError, TypeError) as error:
-        raise SourceError(f"{step.target}: the selection in its ledger is not valid: {error}") from None
+        raise SourceError(
+            f"the ledger of {step.target} has no valid selection", code="bad-ledger", facts=[str(error)]
+        ) from None
 
 
 def _drops(steps: Sequence[Made]) -> tuple[str, ...]:

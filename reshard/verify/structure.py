@@ -39,18 +39,19 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
     """
     faults = Faults(target.root)
     warnings = [warning for warning in target.warnings if warning not in target.defects]
-    for defect in target.defects:
-        where, _, what = defect.partition(": ")
-        faults.add(where, what)
+    if target.defects:  # all of one file
+        where, whats = target.defects[0].partition(": ")[0], [text.partition(": ")[2] for text in target.defects]
+        faults.add(where, "; ".join(whats), code="wrong-description")
     for number, file in enumerate(target.files):
         for name, reason in file.index.unreadable:
             if name in target.unreadable and not matches(name, selection.drop):
-                fault = Text(f"{reason}; to leave it out give ", Option("drop", name))
-                faults.add(f"rank {target.ranks[number]}: {name!r}", fault)
+                faults.add(
+                    f"rank {target.ranks[number]}: {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name)
+                )
     in_files = {name for file in target.files for name, _ in file.index.unreadable}
     for name, reason in target.unreadable.items():
         if name not in in_files and not matches(name, selection.drop):
-            faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
+            faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name))
     if not target.tensors:
         warnings.append(
             "no strategy joins the ranks: each is valid by itself; a strategy would show whether everything is there"
@@ -59,7 +60,8 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
         absent = sorted({*range(max(present))} - present)
         if absent:
             have = "has" if len(absent) == 1 else "have"
-            faults.add(ranks_text(absent), f"{have} no file, though there are ranks up to {max(present)}")
+            what = f"{have} no file, though there are ranks up to {max(present)}"
+            faults.add(ranks_text(absent), what, code="missing-ranks")
         empty = [r for r, file in zip(target.ranks, target.files, strict=True) if not file.index.entries]
         if empty:
             warnings.append(f"the file of {ranks_text(empty)} has no tensor, and others have tensors")
@@ -75,6 +77,10 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
     return warnings
 
 
+def _leave_out(name: str) -> Text:
+    return Text("to leave it out, pass ", Option("drop", name))
+
+
 def _check_cover(target: Checkpoint, faults: Faults) -> None:
     """Every element of a tensor must be in exactly one of its distinct blocks."""
     known: dict[Sharding, str | None] = {}
@@ -82,7 +88,7 @@ def _check_cover(target: Checkpoint, faults: Faults) -> None:
         if tensor.sharding not in known:
             known[tensor.sharding] = cover_fault(tensor.spec.shape, tensor.sharding.blocks)
         if fault := known[tensor.sharding]:
-            faults.add(f"tensor {name!r}", fault)
+            faults.add(f"tensor {name!r}", fault, code="not-covered")
 
 
 def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable[str], faults: Faults) -> None:
@@ -92,12 +98,8 @@ def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable
     for name in strategy.tensors:
         known = name in target.tensors or name in target.unreadable or name in states
         if not known and stages.intersection(strategy.stages_of(name)) and not matches(name, allow_missing):
-            faults.add(
-                f"tensor {name!r}",
-                Text(
-                    "is in the strategy and in no file; if it need not be there, give ", Option("allow_missing", name)
-                ),
-            )
+            hint = Text("to do without it, pass ", Option("allow_missing", name))
+            faults.add(f"tensor {name!r}", "is in the strategy but in no file", code="missing-tensor", hint=hint)
 
 
 def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, once: bool) -> None:
@@ -116,14 +118,13 @@ def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, on
     for rank, some in sorted(lacking.items()):
         alike.setdefault(tuple(some), []).append(rank)
     for lacked, ranks in alike.items():
-        has, its_file = ("has", "its file") if len(ranks) == 1 else ("have", "their files")
+        is_not = "is not" if len(lacked) == 1 else "are not"
+        its_file = "its file" if len(ranks) == 1 else "their files"
         faults.add(
-            ranks_text(ranks),
-            Text(
-                f"{has} no {names(lacked, most=3)} in {its_file}, which other ranks of the stage have; if each replica "
-                "is stored once, give ",
-                Option("deduplicated"),
-            ),
+            f"{ranks_text(ranks)}: {names(lacked, most=3)}",
+            f"{is_not} in {its_file}, unlike in those of other ranks of the stage",
+            code="missing-replicas",
+            hint=Text("if each replica is stored once, pass ", Option("deduplicated")),
         )
 
 

@@ -38,7 +38,7 @@ def thread_count(threads: int | None) -> int:
     if threads is None:
         return min(len(os.sched_getaffinity(0)), budget.THREADS)
     if threads < 1:
-        raise UsageError(f"{threads} threads are asked for; expected at least 1")
+        raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
     return threads
 
 

@@ -26,6 +26,7 @@ from reshard.plan.budget import comparison_budget
 from reshard.plan.changes import cast_advice, changes
 from reshard.plan.select import Selection
 from reshard.readers.open import made_at, read_headers
+from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required
@@ -69,6 +70,7 @@ class _How:
     on_progress: OnProgress
     sample: float | None
     seed: int | None
+    independent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Verification:
         absent: how many blocks are in no file of one side, and were not compared.
         complete: nothing that should be there is missing, as a strategy, an index, a source or a manifest says.
         by_ranks: the files are in rank directories.
+        independent: how many files of the target were read with the library safetensors, not by this program's reader.
     """
 
     target: str
@@ -126,6 +129,7 @@ class Verification:
     absent: int = 0
     complete: bool = True
     by_ranks: bool = False
+    independent: int = 0
 
     @property
     def equal(self) -> bool:
@@ -159,6 +163,7 @@ def verify(
     seed: int | None = None,
     partial: bool = False,
     deduplicated: bool = False,
+    independent: bool = False,
     memory: int | None = None,
     threads: int | None = None,
     client: Any = None,
@@ -190,6 +195,7 @@ def verify(
         partial: files of the manifest may be missing; a checkpoint of some ranks only is opened so.
         deduplicated: the target stores each replica once (`remove_redundancy`), on any of the ranks that the strategy
             gives it to. safetensors files say so themselves; `.ckpt` files cannot.
+        independent: read the target's safetensors files with Hugging Face's library, in place of the own reader.
         memory: resident memory in bytes that it may use at its peak.
         threads: how many; by default one for each available processor, at most 4.
         client: a `distributed.Client`, whose workers read; they must reach what is read by the same paths.
@@ -208,22 +214,40 @@ def verify(
     """
     began = time.perf_counter()
     if against is not None and manifest is not None:
-        raise UsageError("a target is compared with a source or with a manifest; name one of them")
+        raise UsageError(
+            "a target is compared with a source or with a manifest, not with both",
+            code="conflicting-options",
+            hint="leave one out",
+        )
     if deduplicated and manifest is not None:
-        raise UsageError("a manifest says what each file holds; leave deduplicated out")
-    if sample is not None and (not 0 < sample <= 1 or against is None):
-        raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
+        raise UsageError(
+            Text(Option("deduplicated"), " does not go with a manifest, which says what each file holds"),
+            code="conflicting-options",
+            hint="leave one out",
+        )
+    _check_sample(sample, against)
     _refuse_idle_selection(selection, against)
-    how = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed)
+    how = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed, independent)
+    made = (
+        None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
+    )
+    _refuse_idle_library(independent=independent, is_compared=against is not None or made is not None)
     if manifest is not None:
         if isinstance(target, Checkpoint):
-            raise UsageError("a manifest is of files: name the directory that they are in")
+            raise UsageError(
+                "a manifest is of files, not of an open checkpoint",
+                code="wrong-type",
+                hint="name the directory that the files are in",
+            )
         if required(cipher):
-            text = "a manifest is of files that are not encrypted; leave the key out ("
-            raise UsageError(Text(text, Option("target_key"), ")"))
+            raise UsageError(
+                "a manifest is of files that are not encrypted",
+                code="conflicting-options",
+                hint=Text("leave out ", Option("target_key")),
+            )
         _refuse_idle(target, memory, client, source_cipher)
         found = _against_manifest(as_place(target), manifest, partial, how)
-    elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
+    elif made is not None:
         found = _against_made(made, cipher, source_cipher, how)
     else:
         from reshard.verify.sides import opened, sides_of
@@ -244,21 +268,49 @@ def verify(
     return replace(found, seconds=time.perf_counter() - began)
 
 
+def _check_sample(sample: float | None, against: object) -> None:
+    """Refuse a sample that is no share, or that nothing is taken of."""
+    if sample is not None and not 0 < sample <= 1:
+        raise UsageError(f"sample is {sample}; expected a share above 0, up to 1", code="out-of-range")
+    if sample is not None and against is None:
+        raise UsageError(
+            "a sample is only for a comparison with a source",
+            code="needs-source",
+            hint=Text("name one with ", Option("against"), ", or leave the sample out"),
+        )
+
+
 def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
     """Refuse what only a comparison with a source obeys."""
     given = ((Option("memory"), memory), (Option("client"), client), (Option("source_key"), required(source_cipher)))
     for option, value in given:
         if value is not None:
-            advice = " is only for a comparison with a source; name a source, or leave it out"
-            raise UsageError(Text(f"{target}: ", option, advice))
+            raise UsageError(
+                Text(option, " is only for a comparison with a source"),
+                code="needs-source",
+                facts=[f"{target} is compared with none"],
+                hint="name a source, or leave the option out",
+            )
+
+
+def _refuse_idle_library(*, independent: bool, is_compared: bool) -> None:
+    """Refuse to read files with the library that are compared with no source."""
+    if independent and not is_compared:
+        raise UsageError(
+            "the safetensors library reads what is compared with a source, and there is none", code="needs-source",
+            hint=Text("give ", Option("against")),
+        )  # fmt: skip
 
 
 def _refuse_idle_selection(selection: Selection | None, against: object) -> None:
     """Refuse to select, rename or cast what is compared with no source."""
     asked = replace(selection or Selection(), drop=(), allow_missing=())
     if against is None and asked != Selection():
-        text = "names, casts, rules and the like are for a comparison with a source; give "
-        raise UsageError(Text(text, Option("against"), ", or leave them out: a ledger knows its own"))
+        raise UsageError(
+            "names, casts and rules are only for a comparison with a source",
+            code="needs-source",
+            hint=Text("name one with ", Option("against"), ", or leave them out: a ledger knows its own"),
+        )
 
 
 def _made(
@@ -282,7 +334,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
         source, selection, deduplicated = source_of(made, source_cipher)
     except SourceError as error:
         may_be_gone = asked is None and isinstance(error, GoneError)
-        if made.content["target"]["encrypted"] or (required(source_cipher) and not may_be_gone):
+        if how.independent or made.content["target"]["encrypted"] or (required(source_cipher) and not may_be_gone):
             raise
         differences, count, read = check_sums(made, threads=how.threads, on_progress=how.on_progress)
         warning = Text(f"compared with the sizes and checksums that its ledger has, not with {given}: ", error.text)
@@ -303,7 +355,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
     try:
         target = target_of(made, cipher)
     except SourceError as error:
-        raise type(error)(error.text.map(lambda option: option.of("target"))) from None
+        raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
     return _against_source(Sides(target, source, selection, deduplicated), how)
 
 
@@ -333,10 +385,16 @@ def make_manifest(
         files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
     except EncryptedError:
         raise UsageError(
-            f"{target}: is encrypted; a manifest is of files that are not encrypted; compare it with its source"
+            f"{target} is encrypted, and a manifest is of files that are not",
+            code="encrypted",
+            hint="compare it with its source",
         ) from None
     if files[0].index.format == ZARR:
-        raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
+        raise UsageError(
+            f"{target} is a zarr store, and a manifest is of checkpoint files",
+            code="no-manifest",
+            hint="compare it with its source",
+        )
     place = as_place(target)
     root = place if place.is_dir() else place.parent
     others = [name for name in SET_INDEXES if root == place and (root / name).is_file()]
@@ -426,6 +484,8 @@ def _against_source(sides: Sides, how: _How) -> Verification:
     sample, seed = how.sample, how.seed
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
+    if how.independent:
+        target = by_library(target)
     budget = comparison_budget((source, target), casts=bool(selection.cast), memory=how.memory, threads=how.threads)
     every: list[Check] = []
     differences: list[Difference] = []
@@ -471,13 +531,29 @@ def _against_source(sides: Sides, how: _How) -> Verification:
         sample,
         seed if sample is not None else None,
         (*dict.fromkeys(warnings), *leftovers(as_place(target.root))),
-        unchecked=("the note `format`" if compares_notes(source, target) else "notes (__metadata__)", _NEVER),
+        unchecked=(
+            "the note `format`" if compares_notes(source, target) else "notes (__metadata__)",
+            _NEVER,
+            *_unread_by_library(target),
+        ),
         step=target.step,
         against_step=source.step,
         changes=changes(source, selection, pairs.items()),
         note=joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),
         absent=absent,
+        independent=_read_by_library(target) if how.independent else 0,
     )
+
+
+def _read_by_library(target: Checkpoint) -> int:
+    """Return how many files the library reads."""
+    return len(target.decoding.tensors) if isinstance(target.decoding, SafetensorsLibrary) else 0
+
+
+def _unread_by_library(target: Checkpoint) -> Iterator[str]:
+    """Yield what the library cannot read, of what it was to read."""
+    if isinstance(target.decoding, SafetensorsLibrary) and target.decoding.unread:
+        yield f"{names(target.decoding.unread, most=3)} by the safetensors library, as numpy has no float8"
 
 
 def _casts(differences: list[Difference]) -> Iterator[Text]:

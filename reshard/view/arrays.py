@@ -70,7 +70,9 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = Non
     shards = tensor.shards
     absent = [str(shard.block) for shard in shards if not shard.replicas]
     if absent:
-        raise SourceError(f"tensor {name!r}: block {names(absent)} is in no file of {checkpoint.root}")
+        raise SourceError(
+            f"no file of {checkpoint.root} has block {names(absent)} of tensor {name!r}", code="missing-blocks"
+        )
     read = [next(e for e in shard.replicas if replica in {None, e.file}) for shard in shards]
     files = [checkpoint.files[extent.file] for extent in read]
     pieces = tuple(
@@ -184,7 +186,7 @@ class _Piece:
             return
         missing = begin + len(buffer) - sum(nbytes for _, nbytes in self.runs)
         if missing > 0:
-            raise SourceError(f"{self.path}: block {self.block} is {missing} bytes longer than what the file has of it")
+            raise SourceError(f"{self.path} lacks {missing} bytes of block {self.block}", code="truncated")
         store_of(self.coding).read(
             [(self.path, offset, buffer[start:stop]) for offset, start, stop in ranges(self.runs, begin, len(buffer))]
         )
@@ -255,7 +257,8 @@ class _Stored:
         filled = self._fill(items, out) if not self.axes else self._fill_of_axes(items, out)
         if filled < out.size:
             raise SourceError(
-                f"tensor {self.name!r}: {out.size - filled} of {out.size} items asked for are in no shard"
+                f"no shard has {out.size - filled} of the {out.size} items asked for of tensor {self.name!r}",
+                code="missing-blocks",
             )
         return out.view(self.dtype)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
     from reshard.rules.show import Fusion
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.strategy.strategy import Placed, Strategy
 
 _MOST_CELLS = 576
@@ -171,7 +171,11 @@ def fusion_picture(fusion: Fusion) -> Picture:
 def _places(strategy: Strategy, name: str) -> tuple[Placed, ...]:
     if name not in strategy.tensors:
         alike = get_close_matches(name, strategy.tensors, n=3)
-        raise UsageError(f"the strategy names no tensor {name!r}{f'; did you mean {names(alike)}?' if alike else ''}")
+        raise UsageError(
+            f"the strategy has no tensor {name!r}",
+            code="not-in-strategy",
+            hint=f"did you mean {names(alike)}?" if alike else "",
+        )
     return strategy.tensors[name]
 
 
@@ -198,6 +202,35 @@ def thumbnail(layout: Layout) -> Markup:
     colours = {rank: colour(n, len(firsts)) for rank, n in firsts.items()}
     drawing = [_rectangle(frame, cell, colours) for cell in cells]
     return Picture(str(layout), 98, frame.height + 2, tag("g", *drawing, transform="translate(1 1)")).svg()
+
+
+@lru_cache(maxsize=1024)
+def _tiny(shape: Shape, blocks: tuple[Block, ...], ranks: tuple[tuple[int, ...], ...]) -> Markup:
+    side = Side("", shape, blocks, ranks)
+    frame = replace(_Frame.of([side]), width=34.0, height=22.0 if len(shape) > 1 else 10.0)
+    cells = [cell for cell in _cells(side, frame, 64) if all(cell.block.start[axis] == 0 for axis in frame.others)]
+    firsts = {cell.ranks[0]: n for n, cell in enumerate(cells) if cell.ranks}
+    colours = {rank: colour(n, len(firsts)) for rank, n in firsts.items()}
+    drawing = [_rectangle(frame, cell, colours) for cell in cells]
+    return Picture("", 36, frame.height + 2, tag("g", *drawing, transform="translate(1 1)")).svg()
+
+
+def tiny(layout: Layout | None, tensor: Tensor, file_ranks: Sequence[int]) -> Markup:
+    """Return a drawing of a tensor's cut as high as a row of a table; nothing if it cannot be drawn.
+
+    Args:
+        layout: how ranks cut it, if that is known; else its blocks in the files are drawn.
+        tensor: the tensor.
+        file_ranks: the rank of each file of its checkpoint.
+    """
+    try:
+        if layout is not None:
+            grid = layout.grid(least_shape([layout]))
+            return _tiny(grid.shape, grid.blocks, grid.ranks)
+    except LayoutError:
+        return Markup("")
+    ranks = tuple(tuple(sorted({file_ranks[at.file] for at in some})) for some in tensor.sharding.replicas)
+    return _tiny(tensor.spec.shape, tensor.sharding.blocks, ranks)
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------

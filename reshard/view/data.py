@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from reshard.plan.changes import changes_of
 from reshard.source.reshape import stacked_axes
-from reshard.view.tables import layouts_of, objects_of, totals
+from reshard.view.tables import objects_of, totals
+from reshard.view.words import layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,6 +210,7 @@ def verdict_data(found: Verification) -> dict[str, object]:
         "left_out": list(found.left_out),
         "warnings": list(found.warnings),
         "unchecked": list(found.unchecked),
+        "independent": found.independent,
         "differences": [_difference_data(one) for one in found.differences],
     }
 

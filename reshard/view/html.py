@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import PYTHON, LayoutError, bytes_text, spelled
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
-from reshard.view.blocks import checkpoint_picture, fusion_picture, layout_picture, strategy_picture, thumbnail
+from reshard.view.blocks import checkpoint_picture, fusion_picture, layout_picture, strategy_picture, thumbnail, tiny
 from reshard.view.flow import plan_picture
 from reshard.view.svg import (
     MOST_NAMES,
@@ -34,8 +34,9 @@ from reshard.view.svg import (
     tiles,
     warnings_listed,
 )
-from reshard.view.tables import extents_text, layouts_of, layouts_text, objects_of
-from reshard.view.text import LEGEND, below, changed_text, conclusion, count_text, groups_of, layout_text, shards_text
+from reshard.view.tables import extents_text, layouts_text, objects_of
+from reshard.view.text import LEGEND, below, changed_text, conclusion, count_text, groups_of, raw_text, shards_text
+from reshard.view.words import cut_words, layout_words, layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -146,7 +147,7 @@ def _tree(checkpoint: Checkpoint) -> Markup:
         branch.tensors.append((last, [checkpoint.tensors[member] for member in members]))
     _add_up(root)
     lines = _branch(checkpoint, root, 0, known, opened=len(rows) <= 40)
-    titles = [("name", "name"), ("dtype", ""), ("shape", ""), ("size", "size"), ("layout", ""), ("blocks x copies", "")]
+    titles = [("name", "name"), ("dtype", ""), ("shape", ""), ("size", "size"), ("layout", "")]
     head = tag("div", *(tag("span", title, class_=kind) for title, kind in titles), class_="row top")
     tree = [tag("div", head, *lines, class_="tree")]
     if len(rows) > _MOST_ROWS:
@@ -154,8 +155,6 @@ def _tree(checkpoint: Checkpoint) -> Markup:
         tree.append(
             note(f"and {count_text(more, 'more tensor')}: look at some with .sel(glob), or at .groups('prefix')")
         )
-    if checkpoint.strategy is not None or checkpoint.layouts:
-        tree.append(note(LEGEND.replace("\n", " ")))
     return join(tree)
 
 
@@ -211,7 +210,14 @@ def _leaf(
     checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int, known: dict[Sharding, str]
 ) -> Markup:
     tensor, count = tensors[0], len(tensors)
-    rule = layouts_text(checkpoint, tensors)
+    words = cut_words(checkpoint, tensor, {})
+    layouts = layouts_of(checkpoint, tensor)
+    rule = f"{layouts_text(checkpoint, tensors)}; {shards_text(tensor, known)} blocks x copies in the files"
+    thumb = (
+        [tag("span", tiny(layouts[0][1] if layouts else None, tensor, checkpoint.ranks), class_="tiny")]
+        if words != "whole"
+        else []
+    )
     shape = extents_text(tensor) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
     return tag(
@@ -220,8 +226,7 @@ def _leaf(
         tag("span", tensor.spec.dtype.name),
         tag("span", shape, title=shape),
         tag("span", bytes_text(tensor.spec.nbytes * count), class_="size"),
-        tag("span", rule, title=rule),
-        tag("span", shards_text(tensor, known)),
+        tag("span", *thumb, words, title=rule),
         class_="row leaf",
         style=f"--depth:{depth}",
     )
@@ -257,7 +262,7 @@ def layout_html(layout: Layout) -> str:
     try:
         picture = layout_picture(layout)
     except LayoutError as error:
-        return page(heading("Layout", str(layout)), note(f"not possible: {error}"))
+        return page(heading("Layout", str(layout)), note(f"not possible: {error.message}"))
     return page(heading("Layout", ""), picture.html())  # which says the rest
 
 
@@ -269,7 +274,7 @@ def strategy_html(strategy: Strategy) -> str:
     for (stage, layout), members in list(groups.items())[:_MOST_GROUPS]:
         folded = [name for name, _, _ in group_names((name, None) for name in members)]
         more = f" and {len(folded) - MOST_NAMES:,} more" if len(folded) > MOST_NAMES else ""
-        rule, _, meaning = layout_text(layout).partition(": ")
+        rule, meaning = raw_text(layout), layout_words(layout)
         where = f"stage {stage} · " if several else ""
         parts.append(
             tag(

@@ -1,6 +1,6 @@
-"""Progress of a run where one looks: a bar in a notebook's cell, or on a terminal.
+"""Progress of a run: a bar in a notebook's cell or on a terminal, lines in a log.
 
-Both are fed by the same events, `run.Progress`, which come from receipts: on this machine's threads as on a cluster.
+All are fed by the same events, `run.Progress`, which come from receipts: on this machine's threads as on a cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STYLE = "padding: 4px 0 4px 12px; font: 13px var(--jp-ui-font-family, system-ui
 def run(
     plan: Plan, directory: Any, *, progress: Callable[[Progress], None] | bool | None = None, **options: Any
 ) -> Report:
-    """Run a plan: `Plan.run`, with a bar in a notebook or on a terminal where `progress` is true."""
+    """Run a plan: `Plan.run`, with a bar in a notebook or on a terminal if `progress` is true, lines elsewhere."""
     from reshard.run.run import run as run_plan  # it brings dask
 
     with shown() if progress is True else nullcontext(progress or None) as callback:
@@ -35,7 +35,7 @@ def run(
 
 @contextmanager
 def shown() -> Iterator[Callable[[Progress], None] | None]:
-    """Give a callback for `run` that shows progress in a notebook or on a terminal; None where neither is."""
+    """Give a callback for `run` that shows progress in a notebook, on a terminal or in a log."""
     if not _in_notebook():
         with progress(quiet=False) as callback:
             yield callback
@@ -96,20 +96,24 @@ def _in_notebook() -> bool:
 def progress(
     *, quiet: bool, words: tuple[str, str, str] = ("writing", "syncing", "written")
 ) -> Iterator[Callable[[Progress], None] | None]:
-    """Give a callback that shows progress on a terminal, by `rich` where it is installed; None elsewhere.
+    """Give a callback that shows progress on stderr; None if `quiet`.
 
-    No bar is left above an error, nor where there was nothing to do.
+    On a terminal it is a bar, by `rich` if that is installed. Elsewhere it is a line every 30 seconds, as a job's log
+    has no use for more. No bar is left above an error, nor if there was nothing to do.
 
-    `words` are what is done, what is done when all bytes are, and what is done at the end.
+    `words` are the phase, its end when all bytes are done and files are synced, and what is said at the end.
     """
-    if quiet or not sys.stderr.isatty():
+    if quiet:
         yield None
+        return
+    if not sys.stderr.isatty():
+        yield Lines(words)
         return
     try:
         from rich import progress as bars
         from rich.console import Console
     except ImportError:
-        plain = _PlainProgress()
+        plain = _PlainBar(words)
         try:
             yield plain
         except BaseException:
@@ -127,20 +131,32 @@ def progress(
         task = bar.add_task(words[0], total=None, pace="")
 
         def show(state: Progress) -> None:
-            # At the end files are still synced to the disk, which takes a while and counts no bytes.
-            kind = words[1] if state.written >= state.total else words[0]
-            bar.update(task, total=state.total, completed=state.written, description=kind, pace=_pace(state))
+            bar.update(
+                task,
+                total=state.total,
+                completed=state.written,
+                description=_phase(state, words),
+                pace=pace(state),
+            )
 
         yield show
         bar.update(task, description=words[2])
         bar.live.transient = bar.tasks[task].total is None
 
 
-def _pace(state: Progress) -> str:
-    """Write bytes, rate and time left. The rate is this whole run's: tasks finish in bursts, which show nothing."""
+def pace(state: Progress) -> str:
+    """Write bytes, rate and time left.
+
+    The rate is that of this whole run: tasks finish in bursts, which show nothing. What an earlier run wrote does not
+    count in it.
+
+    >>> from reshard.run.run import Progress
+    >>> pace(Progress(written=3_000_000, total=4_000_000, seconds=2.0, resumed=1_000_000))
+    '3.0 MB of 4.0 MB, 1.0 MB/s, 0:00:01 left'
+    """
     text = f"{bytes_text(state.written)} of {bytes_text(state.total)}"
     written = state.written - state.resumed
-    if not (written and state.seconds):
+    if not (written > 0 and state.seconds):
         return text
     rate = written / state.seconds
     minutes, seconds = divmod(round((state.total - state.written) / rate), 60)
@@ -148,24 +164,77 @@ def _pace(state: Progress) -> str:
     return f"{text}, {bytes_text(rate)}/s, {hours}:{minutes:02}:{seconds:02} left"
 
 
-class _PlainProgress:
-    """One line that is written again, at most ten times a second."""
+def _phase(state: Progress, words: tuple[str, str, str]) -> str:
+    """Return what is being done: at the end files are still synced to the disk, which counts no bytes."""
+    return words[1] if state.written >= state.total else words[0]
 
-    def __init__(self) -> None:
-        self._shown_at = 0.0
-        self._width = 0
+
+def _percent(state: Progress) -> int:
+    return 100 * state.written // state.total if state.total else 100
+
+
+class Lines:
+    """Shows progress as a line every 30 seconds, for logs.
+
+    Args:
+        words: as for `progress`.
+        clock: tells the seconds.
+        say: writes a line.
+    """
+
+    EVERY = 30.0
+
+    def __init__(
+        self,
+        words: tuple[str, str, str],
+        clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        self._words, self._clock, self._say = words, clock, say or _to_stderr
+        self._next = clock() + self.EVERY
 
     def __call__(self, state: Progress) -> None:
+        """Write a line if it is time for one."""
+        now = self._clock()
+        if now >= self._next:
+            self._next = now + self.EVERY
+            self._say(f"{_phase(state, self._words)}: {_percent(state)}%, {pace(state)}")
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+class _PlainBar:
+    """A bar that is drawn again, at most ten times a second."""
+
+    _CELLS = 24
+
+    def __init__(self, words: tuple[str, str, str]) -> None:
+        self._words = words
+        self._shown_at = 0.0
+        self._width = 0
+        self._state: Progress | None = None
+
+    def __call__(self, state: Progress) -> None:
+        self._state = state
         now = time.monotonic()
-        if now - self._shown_at < 0.1 and state.written < state.total:
+        if now - self._shown_at < _PAUSE and state.written < state.total:
             return
         self._shown_at = now
-        share = 100 * state.written // state.total if state.total else 100
-        line = f"{share:3d}%  {_pace(state)}"
+        self._draw(_phase(state, self._words), state)
+
+    def _draw(self, phase: str, state: Progress) -> None:
+        share = _percent(state)
+        bar = ("#" * (share * self._CELLS // 100)).ljust(self._CELLS, ".")
+        line = f"{phase} [{bar}] {share:3d}%  {pace(state)}"
         sys.stderr.write("\r" + line.ljust(self._width))
         sys.stderr.flush()
         self._width = len(line)
 
     def end(self, *, leave: bool) -> None:
+        if leave and self._state is not None:
+            self._draw(self._words[2], self._state)
         if self._width:
             sys.stderr.write("\n" if leave else f"\r{' ' * self._width}\r")

@@ -213,10 +213,11 @@ class Picture:
         }
         if alone:
             attributes["xmlns"] = "http://www.w3.org/2000/svg"
-        else:  # smaller than this it could not be read, and scrolls
+        elif self.width > 100:  # smaller than this it could not be read, and scrolls
             attributes["style"] = f"max-width: max(100%, {0.75 * self.width:.0f}px)"
         style = [Markup(_ALONE)] if alone else []
-        return tag("svg", tag("title", self.title), *style, self.drawing, **attributes)
+        title = [tag("title", self.title)] if self.title else []
+        return tag("svg", *title, *style, self.drawing, **attributes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the picture to an SVG file, which looks right on light and dark screens."""

@@ -28,6 +28,7 @@ from reshard.view.text import (
     shortened,
     source_lines,
 )
+from reshard.view.words import block_picture, cut_words, layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Entry
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Shape
-    from reshard.layout.layout import Layout
     from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import SourceFile
 
@@ -136,7 +136,7 @@ def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
         for name in checkpoint:
             found.setdefault(key(name), []).append(name)
     else:
-        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}")
+        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}", code="bad-value")
     return Groups(checkpoint, by, {group: tuple(members) for group, members in found.items()})
 
 
@@ -247,22 +247,27 @@ def in_order(checkpoint: Checkpoint, sort: str | None) -> Checkpoint:
     return replace(checkpoint, tensors=dict(some))
 
 
-def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: int | None = None) -> str:
+def checkpoint_text(
+    checkpoint: Checkpoint, *, sort: str | None = None, width: int | None = None, raw: bool = False
+) -> str:
     """Write a checkpoint as a table of its tensors, repeated layers folded, with sums.
 
     Args:
         checkpoint: what is shown.
         sort: by what rows are sorted, as in `in_order`.
         width: how many columns the terminal has; None for any number.
+        raw: write device matrices and tensor maps, and how many blocks and copies the files have.
     """
     known: dict[Sharding, str] = {}
-    shards = {name: shards_text(tensor, known) for name, tensor in checkpoint.tensors.items()}
     more: dict[str, Callable[[Tensor], str]] = {}
     cut = checkpoint.strategy is not None or bool(checkpoint.layouts)
-    if cut:
-        more["layout"] = lambda tensor: layouts_text(checkpoint, [tensor])
-    if set(shards.values()) - {"1 x 1"}:
-        more["shards x replicas"] = lambda tensor: shards[tensor.spec.name]
+    if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
+        more["layout"] = lambda tensor: cut_words(checkpoint, tensor, known)
+    if raw:
+        counts: dict[Sharding, str] = {}
+        if cut:
+            more["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
+        more["shards x replicas"] = lambda tensor: shards_text(tensor, counts)
     distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
     sizes = {
         header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
@@ -274,7 +279,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
     said = ", ".join(f"{word} {fact}" for word, fact in facts.items())
     lines += [*([f"Megatron: {printable(said)}"] if said else []), ""]
     lines += [*_rows(checkpoint, "shape", sort, width, more), ""]
-    if cut:
+    if cut and raw:
         lines += [*LEGEND.splitlines(), ""]
     lines += [*_totals(checkpoint, width), ""]
     if looked := looked_text(checkpoint.looked):
@@ -282,6 +287,25 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
     in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas"
     lines.append(f"{_counted(checkpoint)}{in_files if cut else ''}")
     return joined("\n", [*lines, *_unreadable(checkpoint, shown)])
+
+
+def picture_text(checkpoint: Checkpoint, name: str) -> str:
+    """Draw in characters which ranks hold which block of a tensor.
+
+    Raises:
+        KeyError: the checkpoint has no such tensor; the nearest names are given.
+    """
+    checkpoint[name]  # for its error
+    tensor = checkpoint.tensors[name]
+    places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
+    if places and checkpoint.strategy:
+        grids = [checkpoint.strategy.grid(name, tensor.spec.shape, stage=placed.stage) for placed in places]
+        pictures = [block_picture(grid.shape, grid.blocks, grid.ranks) for grid in grids]
+    else:
+        ranks = [sorted({checkpoint.ranks[at.file] for at in some}) for some in tensor.sharding.replicas]
+        pictures = [block_picture(tensor.spec.shape, tensor.sharding.blocks, ranks)]
+    title = f"{printable(name)}  {extents_text(tensor)}  {tensor.spec.dtype}  {cut_words(checkpoint, tensor, {})}"
+    return "\n\n".join([title, *("\n".join(picture) for picture in pictures)])
 
 
 def iterations_text(listed: Sequence[Iteration], *, width: int | None = None) -> str:
@@ -384,14 +408,6 @@ def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
         for one in totals(checkpoint)
     ]
     return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), table, width)
-
-
-def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
-    """Return the layouts of a tensor by stage; none of one that neither a strategy nor metadata name."""
-    if checkpoint.strategy is None or not tensor.listed:
-        layout = checkpoint.layouts.get(tensor.spec.name)
-        return [] if layout is None else [(0, layout)]
-    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:

@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import PYTHON, LayoutError, Option, Text, bytes_text, joined, names, printable, spelled
+from reshard.errors import PYTHON, Option, Text, bytes_text, joined, names, printable, spelled
 from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.plan.changes import changes_of, described
 from reshard.strategy.names import group_names, ranges_text
+from reshard.view.words import layout_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,27 +77,17 @@ N pieces or, with -1, into one for each rank that would hold the same"""
 """What the text of a layout means."""
 
 
-def layout_text(layout: Layout) -> str:
-    """Write a layout on one line: the numbers of the strategy file, and what they do to the tensor.
+def raw_text(layout: Layout) -> str:
+    """Write a layout in the numbers of a strategy file.
 
     >>> from reshard.layout.layout import Layout
-    >>> layout_text(Layout.of([2, 4], [1, -1])), layout_text(Layout.of([4], [-1]))
-    ('[2, 4] map [1, -1]: 2 x 1 blocks, each on 4 ranks', '[4] map [-1]: whole on 4 ranks')
+    >>> raw_text(Layout.of([2, 4], [1, -1]))
+    '[2, 4] map [1, -1]'
     """
     text = str(layout)
     if layout.param_split_shape:
         text += f" rows {shape_text(layout.param_split_shape)}"
-    if layout.field:
-        text += f" field {layout.field}"
-    try:
-        splits = layout.splits
-    except LayoutError as error:
-        return f"{text}: not possible: {error}"
-    copies = layout.devices // prod(splits)
-    where = count_text(copies, "rank")
-    if prod(splits) == 1:
-        return f"{text}: whole on {where}"
-    return f"{text}: {' x '.join(map(str, splits))} blocks, each on {where}"
+    return f"{text} field {layout.field}" if layout.field else text
 
 
 def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
@@ -108,20 +98,21 @@ def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
     return groups
 
 
-def strategy_text(strategy: Strategy, title: str) -> str:
+def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
     """Write a strategy: its devices, stages and ranks, and the tensors of each layout, folded.
+
+    Args:
+        strategy: what is shown.
+        title: the name of its file.
+        raw: write the device matrix and tensor map of each layout, too.
 
     >>> from reshard.layout.layout import Layout
     >>> from reshard.strategy.strategy import Strategy
     >>> print(strategy_text(Strategy.of({f"h.{i}.w": Layout.of([2], [0, -1]) for i in range(4)}), "s.ckpt"))
     s.ckpt: 4 tensors over 2 ranks (0-1): 1 stage of 2 devices
     <BLANKLINE>
-    [2] map [0, -1]: 2 x 1 blocks, each on 1 rank
+    rows / 2
       h.{0-3}.w  (4 tensors)
-    <BLANKLINE>
-    layout: [extents of the device axes] map [the axis that cuts each dimension:
-    0 is the last, -1 none] opt N: rows are cut once more for the optimizer, into
-    N pieces or, with -1, into one for each rank that would hold the same
     """
     stages = count_text(len(strategy.stages), "stage")
     if strategy.others:
@@ -134,11 +125,15 @@ def strategy_text(strategy: Strategy, title: str) -> str:
         )
     ]
     several = len(strategy.stages) > 1
-    for (stage, layout), found in groups_of(strategy).items():
-        lines += ["", f"stage {stage}: {layout_text(layout)}" if several else layout_text(layout)]
-        for name, _, count in group_names((name, None) for name in found):
+    groups: dict[tuple[int, str], list[str]] = {}
+    for (stage, layout), members in groups_of(strategy).items():
+        words = f"{layout_words(layout)}   # {raw_text(layout)}" if raw else layout_words(layout)
+        groups.setdefault((stage, words), []).extend(members)
+    for (stage, words), members in groups.items():
+        lines += ["", f"stage {stage}: {words}" if several else words]
+        for name, _, count in group_names((name, None) for name in members):
             lines.append(f"  {printable(name)}" + (f"  ({count_text(count, 'tensor')})" if count > 1 else ""))
-    return "\n".join([*lines, "", *LEGEND.splitlines()])
+    return "\n".join([*lines, "", *LEGEND.splitlines()] if raw else lines)
 
 
 def kinds_text(formats: Iterable[str], *, index: bool = False) -> str:
@@ -220,8 +215,35 @@ def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
 _MOST_FILES = 8
 
 
-def plan_text(plan: Plan, directory: str) -> str:
-    """Write what a plan would do."""
+def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | None = None) -> str:
+    """Write what a plan would do.
+
+    Args:
+        plan: what would be run.
+        directory: where it would write.
+        verbose: write everything there is to say of it.
+        then: what to type next.
+    """
+    commands = [f"next: {printable(then)}"] if then else []
+    if verbose:
+        return joined("\n", [*_plan_table(plan, directory), *commands])
+    stats = plan.stats
+    files = f"{count_text(len(plan.source.files), 'file')} of {printable(near(plan.source.root))}"
+    reads = f"reads {bytes_text(stats.bytes_read)} from {stats.source_files:,} of {files}"
+    return joined(
+        "\n",
+        [
+            f"would {_written(plan, directory, write='write', link='link')}",
+            *_step_lines(plan),
+            f"  {_tensors_text(plan)}; {reads}; about {bytes_text(stats.peak_memory)} of memory",
+            *_changed_lines(plan),
+            *commands,
+        ],
+    )
+
+
+def _plan_table(plan: Plan, directory: str) -> list[Text]:
+    """Write everything there is to say of a plan."""
     stats = plan.stats
     source, needed = plan.source, stats.read_amplification
     first, *more = source_lines(source.root, source.files, source.ranks, source.step)
@@ -250,12 +272,44 @@ def plan_text(plan: Plan, directory: str) -> str:
         rows.append(("" if number else "files", f"{path}  {bytes_text(plan.size_of(file))}"))
     if len(plan.files) > _MOST_FILES:
         rows.append(("", f"and {len(plan.files) - _MOST_FILES:,} more"))
-    return joined("\n", [Text(f"{title:<8} ", text) for title, text in rows])
+    return [Text(f"{title:<8} ", text) for title, text in rows]
 
 
 def changed_text(plan: Plan) -> str:
     """Write what a plan changes of names and values."""
     return printable(", ".join(one.text for one in changes_of(plan) if one.kind != "selection"))
+
+
+def _changed_lines(plan: Plan) -> list[str]:
+    return [f"  changed: {text}"] if (text := changed_text(plan)) else []
+
+
+def _step_lines(plan: Plan) -> list[Text]:
+    """Write which of several checkpoints is read, if there are several."""
+    step = plan.source.step
+    return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
+
+
+def _tensors_text(plan: Plan) -> str:
+    """Write how many tensors are converted, and how many are not."""
+    others = {"left out": plan.left_out, "dropped": plan.dropped, "missing": plan.missing}
+    text = ", ".join(f"{len(some):,} {title}" for title, some in others.items() if some)
+    return count_text(plan.stats.tensors, "tensor") + (f" ({text})" if text else "")
+
+
+def _written(plan: Plan, directory: str, *, write: str, link: str) -> str:
+    """Write what files a plan writes, and where, with verbs for that."""
+    place = printable(near(directory))
+    if plan.linked:
+        files = count_text(sum(file.link is not None for file in plan.files), "data file")
+        own = names([f"{file.path} ({bytes_text(plan.size_of(file))})" for file in plan.files if file.link is None])
+        return f"{link} {files} of {printable(near(plan.source.root))} and {write} {own} to {place}"
+    encrypted = f", encrypted by {plan.cipher.mode}" if plan.cipher else ""
+    if plan.alone:
+        return f"{write} {place.rstrip('/')}/{printable(plan.files[0].path)}{encrypted}".replace(" ./", " ")
+    ranks = sorted(set(plan.ranks))
+    of = f" for {count_text(len(ranks), 'rank')}" if ranks == list(range(len(ranks))) and len(ranks) > 1 else None
+    return f"{write} {_written_text(plan)}{of or of_ranks(' for ', ranks)} to {place}{encrypted}"
 
 
 def _left_out(plan: Plan) -> list[Text]:
@@ -273,73 +327,80 @@ def _left_out(plan: Plan) -> list[Text]:
 
 
 def report_text(
-    plan: Plan, report: Report, verify: str | None = None, manifest: str | None = None, check: str | None = None
+    plan: Plan, report: Report, then: str | None = None, manifest: str | None = None, *, verbose: bool = False
 ) -> str:
-    """Write in words what a run did.
+    """Write in words what a run did: what was written, how it was checked, and what to type next.
 
     Args:
         plan: what was run.
         report: what came of it.
-        verify: the command that verifies the result, to be copied as it is.
+        then: what to type next.
         manifest: the manifest that was written, and what is in it.
-        check: the command that compares the files with it, likewise.
+        verbose: write everything there is to say of it.
     """
-    commands = [
-        *([f"manifest: {printable(manifest)}"] if manifest else []),
-        *([f"to verify it: {printable(verify)}"] if verify else []),
-        *([f"to check it against the manifest: {printable(check)}"] if check else []),
-    ]
-    source = plan.source
-    taken = [Text(f"from {printable(source.root)}: ", source.step.text())] if source.step else []
-    changed = [f"changed: {text}"] if (text := changed_text(plan)) else []
-    rate = report.bytes_written / report.seconds if report.seconds else 0
-    older = f"{count_text(len(report.removed), 'file')} of earlier runs: {names(report.removed, most=3)}"
-    removed = [f"removed {older}"] if report.removed else []
+    commands = [f"next: {printable(then)}"] if then else []
     if report.finished == len(report.files):
-        done = (
-            f"nothing is left to do: {_written_text(plan)} in {printable(report.directory)}, finished by an earlier run"
-        )
-        return joined("\n", [*taken, done, *removed, *changed, _unread_text(report, verify), *commands])
-    wrote = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
-    looked = looked_text(plan.source.looked)
-    replicas = f", {count_text(report.replicas, 'replica')} of their blocks" if report.replicas else ""
-    links = f", {count_text(report.links, 'file')} linked" if report.links else ""
+        place = printable(near(report.directory))
+        first = f"nothing is left to do: {_written_text(plan)} in {place}, finished by an earlier run"
+    else:
+        whole = not (report.resumed or report.finished)
+        nbytes = bytes_text(report.target_bytes if whole else report.bytes_written)
+        first = f"{_written(plan, report.directory, write='wrote', link='linked')}   {nbytes} in {report.seconds:.2f} s"
+    facts = [_checked_text(plan, report)]
+    if report.resumed and report.finished < len(report.files):
+        facts.append(f"resumed from {bytes_text(report.resumed)} that an earlier run wrote")
+    if report.finished:
+        facts.append(_unread_text(report, then))
+    if report.removed:
+        removed = f"{count_text(len(report.removed), 'file')} of earlier runs: {names(report.removed, most=3)}"
+        facts.append(f"removed {removed}")
+    if manifest:
+        facts.append(f"manifest: {printable(manifest)}")
+    lines: list[str] = [*_step_lines(plan), *(f"  {fact}" for fact in facts), *_changed_lines(plan)]
+    if verbose:
+        lines += [Text("  ", text) for text in _details(plan, report)]
+    return joined("\n", [first, *lines, *commands])
+
+
+def _checked_text(plan: Plan, report: Report) -> str:
+    """Write of how many tensors there are checks, which, and the peak of memory."""
+    parts = [_tensors_text(plan)]
+    looked = plan.source.looked
+    if looked and looked.of_copies:
+        every = "all" if looked.copies == looked.of_copies else f"{looked.copies:,} of"
+        parts.append(f"{every} {count_text(looked.of_copies, 'replica')} sampled")
+    if report.finished < len(report.files):
+        if report.checksums is not None:
+            parts.append("every block checksummed")
+        parts.append(f"peak memory {bytes_text(report.peak_memory)}")
+    return "; ".join(parts)
+
+
+def _details(plan: Plan, report: Report) -> Iterable[str]:
+    """Yield what else there is to say of a run."""
+    rate = f" ({bytes_text(report.bytes_written / report.seconds)}/s)" if report.seconds else ""
+    written = f"{bytes_text(report.bytes_written)} of contents in {report.seconds:.2f} s{rate}"
+    yield f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, wrote {written}"
+    replicas = f"{count_text(report.replicas, 'replica')} of blocks" if report.replicas else ""
+    links = f"{count_text(report.links, 'file')} linked" if report.links else ""
+    if replicas or links:
+        yield ", ".join(filter(None, (replicas, links)))
+    yield from (Text("left out ", text) for text in _left_out(plan))
     gone = {
         "dropped, because the target does not have it": report.dropped,
         "missing, because the source does not have it": report.missing,
     }
-    return joined(
-        "\n",
-        [
-            *taken,
-            f"wrote {_written_text(plan)}{of_ranks(' for ', plan.ranks)} to {printable(report.directory)}",
-            (
-                f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
-                f"wrote {wrote} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
-            ),
-            *([f"resumed from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
-            *([_unread_text(report, verify)] if report.finished else []),
-            f"{count_text(report.tensors, 'tensor')}{replicas}{links}",
-            *changed,
-            *removed,
-            *(Text("left out ", text) for text in _left_out(plan)),
-            *(f"{title}: {list_text(some)}" for title, some in gone.items() if some),
-            *([f"sampled, when the source was opened: {looked}"] if looked else []),
-            f"checksums: {_checksums_text(plan, report)}",
-            f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
-            *commands,
-        ],
-    )
+    yield from (f"{title}: {list_text(some)}" for title, some in gone.items() if some)
+    if looked := looked_text(plan.source.looked):
+        yield f"sampled, when the source was opened: {looked}"
+    yield f"checksums: {_checksums_text(plan, report)}"
 
 
-def _unread_text(report: Report, verify: str | None) -> str:
+def _unread_text(report: Report, then: str | None) -> str:
     """Return that what the contents of finished files are now is not known: they may have rotted on the disk."""
-    how = "the command below reads" if verify else "reshard verify reads"
-    files = "file" if report.finished == 1 else "files"
-    return (
-        f"not read again: {report.finished:,} finished {files}, whose size and time are as the earlier run noted them; "
-        f"{how} every bit"
-    )
+    how = "the command below" if then and " verify " in then else "reshard verify"
+    kept = f"{count_text(report.finished, 'file')} kept, finished by an earlier run"
+    return f"{kept} and not read again: {how} reads every bit"
 
 
 def _checksums_text(plan: Plan, report: Report) -> str:
@@ -347,82 +408,102 @@ def _checksums_text(plan: Plan, report: Report) -> str:
         return "none made"
     if plan.alone:
         return "CRC-32C of every block, not kept"
-    return f"CRC-32C of every block, in {printable(report.directory)}/.reshard"
+    return f"CRC-32C of every block, in {printable(near(report.directory))}/.reshard"
 
 
-_MOST_SHOWN = 6  # of up to three lines each
+_MOST_SHOWN = 6  # of up to two lines each
 _MOST_MISSING = 6
 _ITSELF = "what it carries of itself (checksums, replicas)"
 
 
-def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`differences`") -> str:
+def verdict_text(
+    found: Verification, words: Words = PYTHON, every_one: str = "`differences`", *, verbose: bool = False
+) -> str:
     """Write in words what was verified, and what is not as it should be.
 
     Args:
         found: the result.
         words: how options are written.
         every_one: where more differences are than are shown.
+        verbose: write everything there is to say of it.
     """
-    said = conclusion(found)
-    changed = said.startswith("= ")
-    lines = [f"verified: {printable(_near(found.target))} {said}" if changed else f"{printable(found.target)}: {said}"]
+    target = printable(near(found.target))
+    lines = [spelled(summary(found), words) if found.differences else f"verified: {target} {conclusion(found)}"]
     if found.note:
-        lines.append(printable(spelled(found.note, words)))
-    files = count_text(found.files, "file")
-    ranks = of_ranks(" of ", found.ranks) if found.ranks else ""
+        lines.append(f"  {printable(spelled(found.note, words))}")
     for side, step in (("target", found.step), ("source", found.against_step)):
         if step is not None:
-            lines.append(f"{side}: {spelled(step.text(side), words)}")
-    blocks = "blocks compared" if found.ranks and found.against else "blocks of them"
-    lines.append(f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}")
-    if found.unchecked:
-        lines.append(f"not looked at: {'; '.join(found.unchecked)}")
-    if found.bytes_read:
-        rate = f" ({bytes_text(found.bytes_read / found.seconds)}/s)" if found.seconds else ""
-        lines.append(f"read {bytes_text(found.bytes_read)} in {found.seconds:.2f} s{rate}")
+            lines.append(f"  {side}: {spelled(step.text(side), words)}")
+    if found.independent:
+        files = count_text(found.independent, "file")
+        lines.append(f"  {files} read with Hugging Face's safetensors library, not with reshard's reader")
     if found.sample is not None:
-        again = Text("for the same again: ", Option("seed", found.seed))
-        lines.append(f"a random sample, {_share(found):.3g} % of the bytes; {spelled(again, words)}")
+        again = spelled(Text("for the same again: ", Option("seed", found.seed)), words)
+        lines.append(f"  a random sample, {_share(found):.3g} % of the bytes; {again}")
     absent = "not in the target, which need not have it"
     for title, some in ((absent, found.dropped), ("in the target, and not asked for", found.left_out)):
         if some:
-            lines.append(f"{title}: {_folded(some, _MOST_MISSING)}")
+            lines.append(f"  {title}: {_folded(some, _MOST_MISSING)}")
     lines += _differences_lines(found, words, every_one)
+    if verbose:
+        lines += [f"  {text}" for text in _verified_details(found)]
     return "\n".join(lines)
 
 
+def _verified_details(found: Verification) -> Iterable[str]:
+    """Yield what was looked at, and what was not."""
+    files = count_text(found.files, "file")
+    ranks = of_ranks(" of ", found.ranks) if found.ranks else ""
+    blocks = "blocks compared" if found.ranks and found.against else "blocks of them"
+    yield f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}"
+    if found.bytes_read:
+        rate = f" ({bytes_text(found.bytes_read / found.seconds)}/s)" if found.seconds else ""
+        yield f"read {bytes_text(found.bytes_read)} in {found.seconds:.2f} s{rate}"
+    if found.unchecked:
+        yield f"not compared: {'; '.join(found.unchecked)}"
+
+
 def summary(found: Verification) -> str:
-    """Return one sentence of what differs, for the error that a command ends with.
+    """Return one sentence of what differs.
 
     >>> from reshard.verify.difference import Difference
     >>> from reshard.verify.verify import Verification
     >>> one = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
-    >>> summary(Verification("dst", "m.json", (), 1, 0, 0, differences=(one,)))
-    'dst is not what m.json says: 1 difference, in rank_0/a.ckpt'
+    >>> summary(Verification("dst", "m.json", (), 1, 9, 0, differences=(one,)))
+    'dst differs from m.json: 1 of 1 file'
     """
-    tensors = dict.fromkeys(one.name for one in found.differences if one.name is not None)
-    files = dict.fromkeys(one.path for one in found.differences if one.path is not None)
-    where = [f"in {names(some, most=2)}" for some in (tensors, files) if some]
+    tensors = {one.name for one in found.differences if one.name is not None}
+    files = {one.path for one in found.differences if one.path is not None}
+    target, against = printable(near(found.target)), _ITSELF
+    if found.against:
+        against = printable(described(near(found.against), found.changes))
+    dtypes = {(one.found, one.expected) for one in found.differences if one.kind == "dtype"}
+    others = any(one.kind not in {"dtype", "missing", "extra"} for one in found.differences)
+    if found.against and len(dtypes) == 1 and not others:
+        ((actual, expected),) = dtypes
+        cast = count_text(sum(one.kind == "dtype" for one in found.differences), "tensor")
+        what = f"{actual} in {target}, {expected} in {against}"
+        return f"{target} and {against} cannot be compared bit for bit: {cast}, {what}"
     count = count_text(len(found.differences), "difference")
-    expected = f"what {found.against} says" if found.against else _ITSELF
-    if found.against and found.changes:
-        expected = described(found.against, found.changes)
-    return f"{found.target} is not {expected}: {', '.join([count, *where])}"
+    if tensors:
+        count = f"{len(tensors):,} of {count_text(max(found.tensors, len(tensors)), 'tensor')}"
+    elif files:
+        count = f"{len(files):,} of {count_text(max(found.files, len(files)), 'file')}"
+    return f"{target} differs from {against}: {count}"
 
 
 def conclusion(found: Verification) -> str:
     """Return in a few words what was found; what follows "= " is what the target is."""
     if found.differences:
-        against = described(found.against, found.changes) if found.against else _ITSELF
-        return f"DIFFERS from {printable(against)}: {count_text(len(found.differences), 'difference')}"
+        return f"{summary(found).removeprefix(printable(near(found.target))).strip()}"
     if found.against is None and found.bytes_read:
-        return "complete and valid; its contents have the checksums that its files carry"
+        return "is complete and valid; its contents have the checksums that its files carry"
     if found.against is None:
         return _alone_text(found)
     if not found.ranks:
-        return f"as the manifest {printable(found.against)} says"
+        return f"is as the manifest {printable(near(found.against))} says; {_every(found)}"
     if found.by_checksums:
-        return "sizes and checksums are those that its ledger has"
+        return f"has the sizes and checksums of its ledger, in {count_text(found.files, 'file')}"
     return _equal_text(found, found.against)
 
 
@@ -430,12 +511,13 @@ def _equal_text(found: Verification, against: str) -> str:
     """Return what a target is equal to, and how much of it was compared."""
     others = f"; {count_text(len(found.left_out), 'other')} in the target not compared" if found.left_out else ""
     without = f", except {count_text(found.absent, 'block')} that no file has" if found.absent else ""
-    if not (found.changes or others):
-        rows = "" if found.sample is None else " in the rows that were compared"
-        return f"equal to {printable(against)}, bit for bit{rows}{without}"
-    source = printable(described(_near(against), found.changes))
-    how = "every bit" if found.sample is None else f"a random {_share(found):.3g} % of the bytes"
-    return f"= {source}; {count_text(found.tensors, 'tensor')}, {how}{without}{others}"
+    return f"= {printable(described(near(against), found.changes))}; {_every(found)}{without}{others}"
+
+
+def _every(found: Verification) -> str:
+    """Return how much was compared."""
+    how = "every bit" if found.sample is None else f"a random {_share(found):.3g} %"
+    return f"{how} of {count_text(found.tensors, 'tensor')}"
 
 
 def _share(found: Verification) -> float:
@@ -443,16 +525,18 @@ def _share(found: Verification) -> float:
     return 100 * found.bytes_read / found.total_bytes if found.total_bytes else 100
 
 
-def _near(path: str) -> str:
+def near(path: str) -> str:
     """Return a path as it is below the current directory, if it is there."""
-    return path.removeprefix(f"{Path.cwd()}/") or path
+    here = f"{Path.cwd()}/"
+    return "." if f"{path}/" == here else path.removeprefix(here)
 
 
 def _differences_lines(found: Verification, words: Words, every_one: str) -> Iterable[str]:
-    """Yield the first differences; tensors whose dtypes differ alike are one."""
+    """Yield the first differences; those of many tensors that are alike are one."""
     groups: dict[object, list[Difference]] = {}
     for number, one in enumerate(found.differences):
-        groups.setdefault(one.text if one.kind == "dtype" else number, []).append(one)
+        alike = one.kind == "dtype" or (one.kind in {"missing", "extra"} and one.path is None)
+        groups.setdefault((one.kind, one.text) if alike else number, []).append(one)
     shown = list(groups.values())[:_MOST_SHOWN]
     for one, *others in shown:
         if others:
@@ -461,32 +545,34 @@ def _differences_lines(found: Verification, words: Words, every_one: str) -> Ite
         else:
             yield from _difference_lines(one, found, words)
     if rest := len(found.differences) - sum(map(len, shown)):
-        yield f"and {rest:,} more; {every_one} lists them all"
+        yield f"  and {rest:,} more; {every_one} lists them all"
 
 
 def _alone_text(found: Verification) -> str:
     """Return what was found of a checkpoint by itself; it is complete only if something says what it should have."""
     if not found.complete:
-        headers = "headers are valid" + (", and contents have the checksums in the files" if found.bytes_read else "")
+        headers = "has valid headers" + (", and contents have the checksums in the files" if found.bytes_read else "")
         return f"{headers}; nothing says {'how many ranks' if found.by_ranks else 'which tensors'} there should be"
-    if found.bytes_read:
-        return "complete and valid; its contents have the checksums that its files carry"
-    return "complete and valid in structure; contents were not read"
+    return "is complete and valid in structure; contents were not read"
 
 
 def _difference_lines(one: Difference, found: Verification, words: Words) -> Iterable[str]:
+    """Yield what differs, and in which files."""
+    if one.name is None:
+        yield f"  {below(one.path or '', found.target)}: {printable(spelled(one.text, words))}"
+        return
+    place = printable(near(one.path)) if one.path is not None else ""
+    if one.kind == "values" and one.index is not None and one.block is not None:
+        count = f"{one.count} of {count_text(one.block.size, 'element')}"
+        name = f"{printable(one.name)}{shape_text(one.index)}"
+        why = one.text.partition(f"expected 0x{one.expected}")[2]  # what the places below do not say
+        yield f"  {name}   0x{one.found}, expected 0x{one.expected}   ({count}){printable(spelled(why, words))}"
+        yield f"    {place} {shape_text(one.index_in_block or ())}  vs  {printable(near(one.reference or ''))}"
+        return
     kind = "object" if one.kind == "object" else "tensor"
-    subject = f"{kind} {printable(one.name)}" if one.name is not None else below(one.path or "", found.target)
-    yield f"  {subject}: {printable(spelled(one.text, words))}"
-    if one.path is not None and one.name is not None:
-        root = found.against if one.side == "source" else found.target
-        rank = "" if one.rank is None else f"rank {one.rank}, "
-        yield f"    {one.side}, {rank}{below(one.path, root)}"
-    if one.index is not None and one.block is not None:
-        yield (
-            f"    first at {shape_text(one.index)} of the tensor, {shape_text(one.index_in_block or ())} of its block "
-            f"{one.block}; compared with {below(one.reference or '', found.against)}"
-        )
+    yield f"  {kind} {printable(one.name)}: {printable(spelled(one.text, words))}"
+    if place:
+        yield f"    {one.side}, {'' if one.rank is None else f'rank {one.rank}, '}{place}"
 
 
 def below(path: str, root: str | None) -> str:

@@ -389,7 +389,14 @@ def main() -> None:
         torch_table({row.name: row.title for row in rows}, figures)
         figures += against_peers(options.dir, options.mindspore)
         if options.json:
-            options.json.write_text(json.dumps(figures, indent=1))
+            machine = f"{os.cpu_count()} processors, {memory() / 2**30:.0f} GiB"
+            about = {
+                "version": reshard.__version__,
+                "date": time.strftime("%Y-%m-%d"),
+                "machine": machine,
+                "bytes": job,
+            }
+            options.json.write_text(json.dumps(about | {"figures": figures}, indent=1))
     finally:
         shutil.rmtree(options.dir, ignore_errors=True)
 

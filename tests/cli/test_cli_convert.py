@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,8 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import tree, write_file
-from commands import Case, call, done, names_in, proposed
+from commands import Case, call, done, names_in, next_command, proposed
+from refusals import failed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ WEIGHTS = {f"net.layer{i}.{kind}" for i in (1, 2, 3) for kind in ("weight", "bia
 def test_unify_and_split_again(case: Case, tmp_path: Path, style: str) -> None:
     result = done(
         "unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy, "--style", style,
-        "--max-shard-size", "4kB",
+        "--max-shard-size", "4kB", "-v",
     )  # fmt: skip
     assert len(list((tmp_path / "set").glob("*.safetensors"))) > 3
     assert names_in(tmp_path / "set") == names_in(case.source)
@@ -66,7 +66,7 @@ def test_a_set_is_not_mixed_with_another(case: Case, tmp_path: Path) -> None:
 
 
 def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
-    result = done("convert", case.source, tmp_path / "a", "--format", "safetensors")
+    result = done("convert", case.source, tmp_path / "a", "--to", "safetensors", "-v")
     assert sorted(tree(tmp_path / "a")) == [f"rank_{r}/net.safetensors" for r in range(8)]
     assert "8 ranks (0-7)" in done(*proposed(result)).stdout
     done("convert", tmp_path / "a", tmp_path / "b", "--format", "ckpt")
@@ -80,7 +80,7 @@ def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
 def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
     result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
-    assert "to look at it" not in result.stderr, "both are there"
+    assert next_command(result) == [], "both are there"
     assert "8 safetensors files" in done("inspect", tmp_path / "src", "--suffix", ".safetensors").stdout
     assert call("convert", case.source, case.source, "--format", "ckpt").exit_code == 6  # the sources themselves
     assert len(tree(tmp_path / "src")) == 16
@@ -88,13 +88,13 @@ def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
 
 def test_convert_one_file(case: Case, tmp_path: Path) -> None:
     source = case.source / "rank_3" / "net.ckpt"
-    result = done("convert", source, tmp_path / "new" / "three.bin", "--format", "safetensors")
+    result = done("convert", source, tmp_path / "new" / "three.bin", "--to", "safetensors", "-v")
     assert list(tree(tmp_path)) == ["new/three.bin"]
     assert helpers.read_rank_file(tmp_path / "new" / "three.bin") == helpers.read_rank_file(source)
     assert "15 tensors" in done(*proposed(result)).stdout
-    refused = call("convert", source, tmp_path / "new", "--format", "safetensors")
-    assert refused.exit_code == 6
-    assert "expected the name of a file" in refused.stderr
+    failed(
+        6, "is-directory", "convert", source, tmp_path / "new", "--to", "safetensors", places=("new/net.safetensors",)
+    )
 
 
 def test_convert_is_one_run(case: Case, tmp_path: Path) -> None:
@@ -132,32 +132,35 @@ def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) 
     write_file(tmp_path / "src" / "node0" / "b.ckpt", {"w": np.ones(2, np.float32)}, "ckpt")
     result = done(
         "convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--rank-pattern", "node{rank}/*",
-        "--suffix", "b",
+        "--suffix", "b", "--same-ranks",
     )  # fmt: skip
     assert list(tree(tmp_path / "dst")) == ["node0/b.safetensors"]
-    assert "to look at it" not in result.stderr, "the files are not where ranks usually are"
+    assert next_command(result) == [], "the files are not where ranks usually are"
     assert "1 tensor" in done("inspect", tmp_path / "dst", "--rank-pattern", "node{rank}/*").stdout
     done("unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy)
-    refused = call("convert", tmp_path / "set", tmp_path / "x", "--format", "ckpt")
-    assert refused.exit_code == 2
-    assert "is a unified set" in refused.stderr
+    done("convert", tmp_path / "set", tmp_path / "x", "--to", "ckpt")
+    assert list(tree(tmp_path / "x")) == ["rank_0/checkpoint_0.ckpt"]
+    failed(
+        2, "not-convertible", "convert", tmp_path / "set", tmp_path / "y", "--to", "ckpt", "--same-ranks",
+        places=(tmp_path / "set", "--same-ranks"),
+    )  # fmt: skip
 
 
 def test_a_conversion_in_place_is_verified_with_both_named(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
     result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
-    assert "to verify it" not in result.stdout
+    assert next_command(result) == []
     sides = ["--target-suffix", ".safetensors", "--against", tmp_path / "src", "--suffix", ".ckpt"]
     assert done("verify", tmp_path / "src", *sides).exit_code == 0
 
 
 def test_one_converted_file_among_others_is_verified(case: Case, tmp_path: Path) -> None:
     for rank in (2, 5):
-        source, target = case.source / f"rank_{rank}" / "net.ckpt", tmp_path / f"{rank}.safetensors"
-        result = done("convert", source, target, "--format", "safetensors")
-        verify = result.stdout.splitlines()[-1].removeprefix("to verify it: reshard ")
-        assert shlex.split(verify) == ["verify", str(target), "--against", str(source)]
-        assert f"equal to {source}, bit for bit" in done(*shlex.split(verify)).stdout
+        target = tmp_path / f"{rank}.safetensors"
+        result = done("convert", case.source / f"rank_{rank}" / "net.ckpt", target, "--format", "safetensors")
+        source = case.source / f"rank_{rank}" / "net.ckpt"
+        assert next_command(result) == ["verify", str(target), "--against", str(source)]
+        assert done(*next_command(result)).stdout == f"verified: {target} = {source}; every bit of 15 tensors\n"
 
 
 def test_what_a_conversion_dropped_is_not_missed(tmp_path: Path) -> None:

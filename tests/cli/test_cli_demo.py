@@ -24,7 +24,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_exits_3_when_a_byte_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reshard.cli import demo
 
-    honest = demo.transform
+    honest = demo.convert
 
     def tampered(directory: Path) -> object:
         report = honest(directory)
@@ -34,10 +34,11 @@ def test_demo_exits_3_when_a_byte_is_wrong(tmp_path: Path, monkeypatch: pytest.M
         path.write_bytes(content)
         return report
 
-    monkeypatch.setattr(demo, "transform", tampered)
+    monkeypatch.setattr(demo, "convert", tampered)
     result = call("demo", tmp_path / "d")
     assert result.exit_code == 3
-    assert "checkpoint_2.ckpt: tensor 'net.layer2.weight' differs from its slice of the whole tensor" in result.stderr
+    path = tmp_path / "d" / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
+    assert f"tensor 'net.layer2.weight' of {path} differs from its slice of the whole tensor" in result.stderr
 
 
 def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from click.testing import CliRunner
-from commands import Case, call, done
+from commands import Case, call, done, next_command
+from refusals import failed
 
 import reshard
 import reshard.mindspore as ms
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
         ["transform", "a", "b", "--stage", "-1"],
         ["unify", "a", "b", "--style", "torch"],
         ["unify", "a", "b", "--max-shard-size", "4 elephants"],
-        ["convert", "a", "b"],
         ["inspect"],
         ["nonsense"],
         ["strategy", "merge", "a"],
@@ -74,51 +74,43 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "named"),
     [
-        ("split", "split: not a command of reshard; `reshard transform` with --target-strategy cuts tensors"),
-        (
-            "ls a",
-            "ls: not a command of reshard; `reshard inspect` shows a checkpoint, `reshard strategy show` a strategy",
-        ),
-        ("help", "help: not a command of reshard; `reshard --help` lists the commands, `reshard COMMAND --help` the"),
-        ("pickle", "pickle: not a command of reshard; see reshard --help"),
-        ("strategy mrege", "mrege: not a command of reshard strategy; did you mean merge?"),
-        ("--debug", "missing command; see reshard --help"),
-        ("--debgu", "--debgu: not an option of reshard; did you mean --debug?"),
-        (
-            "transform a b --restart-all",
-            "--restart-all: not an option of reshard transform; see reshard transform --help",
-        ),
-        ("transform a b --overwrit", "--overwrit: not an option of reshard transform; did you mean --overwrite?"),
-        ("transform a b --resume", "--resume: not an option of reshard transform; type the same command again"),
-        ("transform a b --threads", "--threads: requires an argument"),
-        ("transform a b --dry-run=no", "--dry-run: does not take a value"),
-        ("transform a b --threads two", "--threads: 'two' is not a valid integer range"),
-        ("transform a b c d", "c: is one argument too many; expected reshard transform [OPTIONS] SOURCE TARGET"),
-        ("convert a b", "--format: is missing; expected --format [ckpt|safetensors]"),
-        ("unify a b --cast fp32=bf16 --cast float32=fp16", "--cast: float32 cannot become both bfloat16 and float16"),
-        ("unify a b --cast fp32=bf17", "--cast: unknown dtype 'bf17'; known are "),
-        ("unify a b --style tf", "--style: 'tf' is not one of 'mindspore', 'huggingface'"),
+        ("split", "reshard convert"),
+        ("ls a", "reshard inspect"),
+        ("pickle", "reshard --help"),
+        ("strategy mrege", "merge"),
+        ("--debug", "reshard --help"),
+        ("--debgu", "--debug"),
+        ("convert a b --restart-all", "reshard convert --help"),
+        ("convert a b --overwrit", "--overwrite"),
+        ("convert a b --resume", "type the same command again"),
+        ("convert a b --threads", "--threads"),
+        ("convert a b --dry-run=no", "--dry-run"),
+        ("convert a b --threads two", "'two'"),
+        ("convert a b c d", "reshard convert [OPTIONS] SOURCE TARGET"),
+        ("convert a b --memory 2 GB", "2GB"),
+        ("convert a b 2 GB", "2GB"),
+        ("convert a b --cast fp32=bf16 --cast float32=fp16", "bfloat16 and float16"),
+        ("convert a b --cast fp32=bf17", "bf17"),
+        ("convert a b --to tf", "'mindspore', 'dcp'"),
     ],
 )
-def test_slips_are_understood(words: str, said: str) -> None:
-    result = call(*words.split())
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {said}")
-    assert len(result.stderr.splitlines()) == 1
+def test_slips_are_understood(words: str, named: str) -> None:
+    result = failed(2, "usage", *words.split(), places=(named,))
+    error, *hint = result.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert all(line.startswith("hint:  ") for line in hint)
+    assert len(hint) <= 1
 
 
 def test_files_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path) -> None:
     paths = [tmp_path / f"strategy_{number}.ckpt" for number in range(3)]
     words = ("transform", "a", "b", "--source-strategy", *paths)
-    assert f"{paths[1]}: is one argument too many" in call(*words).stderr  # they are no files
+    failed(2, "usage", *words, places=(repr(str(paths[1])),))  # they are no files
     for path in paths:
         path.touch()
-    assert call(*words).stderr == (
-        f"error: {re.sub('[0-9]+', '*', str(paths[0]))}: are several files; expected one; for a pipeline give the "
-        "directory of its strategy files\n"
-    )
+    failed(2, "usage", *words, places=(re.sub("[0-9]+", "*", str(paths[0])),))
 
 
 @pytest.mark.parametrize("within", ["", "a.ckpt"])
@@ -127,12 +119,8 @@ def test_ranks_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path, within
     for rank in ranks:
         rank.mkdir(parents=True)
         (rank / "a.ckpt").touch()
-    refused = call("inspect", *(rank / within for rank in ranks))
-    assert refused.exit_code == 2
-    assert refused.stderr == (
-        f"error: {tmp_path}/ckpt/rank_*: are several directories; expected one; give that of all ranks, "
-        f"{tmp_path}/ckpt\n"
-    )
+    words = ["inspect", *(rank / within for rank in ranks)]
+    failed(2, "usage", *words, places=(f"{tmp_path}/ckpt/rank_*", f"all ranks, {tmp_path}/ckpt\n"))
 
 
 @pytest.mark.parametrize("command", ["transform", "plan", "verify"])
@@ -144,9 +132,7 @@ def test_swapped_strategies_are_recognised(case: Case, tmp_path: Path, command: 
         "plan": [*source, *target],
         "verify": [case.source, *target, "--against", *source],
     }
-    result = call(command, *words[command])
-    assert result.exit_code == 4
-    assert result.stderr.endswith(f"; it fits {case.source_strategy}; are the two strategies swapped?\n")
+    failed(4, "swapped-strategies", command, *words[command], places=(f"fits {case.source_strategy}",))
     gone = call("transform", case.source, tmp_path / "out", "--source-strategy", tmp_path / "gone", *target)
     assert "two strategies" not in gone.stderr
 
@@ -185,7 +171,7 @@ def test_json_has_no_color(case: Case) -> None:
 def test_a_rank_outside_the_target_is_2(case: Case, tmp_path: Path) -> None:
     result = call("transform", case.source, tmp_path, *case.strategies, "--ranks", "4")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: rank 4 is asked for")
+    assert "rank 4 " in result.stderr
 
 
 def test_an_incomplete_source_is_4(case: Case, tmp_path: Path) -> None:
@@ -243,10 +229,9 @@ def test_a_fault_of_our_own_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(reshard, "read_strategy", broken)
     result = call("strategy", "show", "x")
     assert result.exit_code == 1
-    assert result.stderr == (
-        "error: unexpected RuntimeError: first line (internal error, please report with `reshard --version --verbose`; "
-        "add --debug to see where)\n"
-    )
+    error, hint = result.stderr.splitlines()
+    assert error == "error: unexpected RuntimeError: first line"
+    assert "--debug" in hint
 
 
 @pytest.mark.parametrize("how", [["--debug", "strategy", "show", "x"], ["strategy", "show", "x", "--debug"], None])
@@ -269,14 +254,12 @@ def test_memory_that_does_not_suffice_is_5(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(reshard, "read_strategy", hungry)
     result = call("strategy", "show", "x")
-    assert (result.exit_code, result.stderr) == (5, "error: memory does not suffice\n")
+    assert (result.exit_code, result.stderr) == (5, "error: out of memory\n")
 
 
 def test_an_empty_path_is_not_a_directory(case: Case) -> None:
     for arguments in (["inspect", ""], ["transform", case.source, ""], ["transform", "", "out"]):
-        result = call(*arguments)
-        assert result.exit_code == 2
-        assert "is empty; expected a path" in result.stderr
+        failed(2, "usage", *arguments)
 
 
 def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
@@ -290,11 +273,11 @@ def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
     for more in ([], ["--overwrite"]):
         result = call(*words, tmp_path / "fifo", *more)
         assert result.exit_code == 6
-        assert "is not a regular file but a pipe or a device" in result.stderr
+        assert "is a pipe or a device" in result.stderr
     (tmp_path / "plan.json").write_text("")
     assert call(*words, tmp_path / "plan.json", "--overwrite").exit_code == 0
     shown = call("strategy", "show", tmp_path / "plan.json")
-    assert (shown.exit_code, "is a plan, not a strategy file; `reshard run`" in shown.stderr) == (4, True)
+    assert (shown.exit_code, "reshard run" in shown.stderr) == (4, True)
 
 
 @pytest.mark.parametrize("more", [[], ["--format", "zarr"]])
@@ -304,12 +287,12 @@ def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more
     source = write_ranks(tmp_path / "src", numbers({"w": (4, 2), "v": (2, 2)}), pipeline)
     reshard.write_strategy(pipeline.of_stage(0), tmp_path / "stage_0.ckpt")
     read = [source, "--source-strategy", tmp_path / "stage_0.ckpt"]
-    said = "the strategy is that of stage 0 of a pipeline, and files of other stages are there; give the directory"
+    said = "--stage 0"
     for words in (["unify", *read, tmp_path / "out", *more], ["plan", *read, "--style", "mindspore"]):
         refused = call(*words)
         assert refused.exit_code == 4
         assert said in refused.stderr
-    with pytest.raises(StrategyError, match="files of other stages are there; give that of all"):
+    with pytest.raises(StrategyError, match="stage 0"):
         ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
     assert call("unify", *read, tmp_path / "out", *more, "--stage", "0").exit_code == 0
     shutil.rmtree(source / "rank_2")
@@ -335,11 +318,10 @@ def test_ranks_of_an_older_target_are_reported(case: Case, tmp_path: Path) -> No
     assert result.exit_code == 0
     assert "has rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt" in result.stderr
     assert "of ranks that are not this target's; remove what is old" in result.stderr
-    assert "to look at it" not in result.stderr
-    assert "to verify it" not in result.stdout
+    assert next_command(result) == []
     for rank in range(4, 8):
         shutil.rmtree(tmp_path / "copy" / f"rank_{rank}")
-    assert "to look at it" in call("transform", case.source, tmp_path / "copy", *case.strategies).stderr
+    assert next_command(call("transform", case.source, tmp_path / "copy", *case.strategies))
 
 
 def test_a_target_of_another_model(case: Case, tmp_path: Path) -> None:
@@ -347,7 +329,7 @@ def test_a_target_of_another_model(case: Case, tmp_path: Path) -> None:
     strategies = ["--source-strategy", case.source_strategy, "--target-strategy", tmp_path / "other.ckpt"]
     result = call("transform", case.source, tmp_path / "out", *strategies)
     assert result.exit_code == 4
-    assert result.stderr.splitlines()[-1].strip() == "no name is in both; is the strategy of another model?"
+    assert "no name is in both" in result.stderr.splitlines()[-1]
 
 
 def test_what_verify_says_of_a_target_names_options_of_the_target(case: Case, tmp_path: Path) -> None:
@@ -367,20 +349,20 @@ def test_the_directory_with_rank_directories_is_one_further_in(case: Case, tmp_p
     assert f"open {tmp_path}/run/src inside it" in result.stderr
     strategy = call("inspect", case.source_strategy)
     assert strategy.exit_code == 4
-    assert "it may be a strategy file" in strategy.stderr
+    assert "reshard strategy show" in strategy.stderr
 
 
 def test_a_stage_that_has_no_files(case: Case) -> None:
     result = call("inspect", case.source, "--source-strategy", case.source_strategy, "--stage", "3")
     assert result.exit_code == 4
-    assert "stage 3 has the ranks 24-31" in result.stderr
+    assert "has ranks 24-31" in result.stderr
 
 
 @pytest.mark.parametrize("prefix", ["{rank}x", ".", "a/b"])
 def test_a_prefix_under_which_nothing_would_be_found(case: Case, tmp_path: Path, prefix: str) -> None:
     result = call("transform", case.source, tmp_path / "out", *case.strategies, "--prefix", prefix)
     assert result.exit_code == 2
-    assert "not the beginning of a file name" in result.stderr
+    assert repr(prefix) in result.stderr
 
 
 def test_python_arguments_of_another_kind(case: Case, tmp_path: Path) -> None:
@@ -388,7 +370,7 @@ def test_python_arguments_of_another_kind(case: Case, tmp_path: Path) -> None:
     target = reshard.read_strategy(case.target_strategy)
     for arguments, said in (
         ({"source": str(case.source)}, "open it with reshard.open"),
-        ({"memory": "1GB"}, "expected a number of bytes"),
+        ({"memory": "much"}, "memory"),
         ({"threads": 0}, "expected at least 1"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -457,8 +439,8 @@ def test_what_was_looked_at_is_said(tmp_path: Path) -> None:
     for result in (
         call("inspect", source, *given),
         call("strategy", "check", tmp_path / "s.ckpt", source),
-        call("transform", source, tmp_path / "out", *given, "--dry-run"),
-        call("transform", source, tmp_path / "out", *given),
+        call("transform", source, tmp_path / "out", *given, "--dry-run", "-v"),
+        call("transform", source, tmp_path / "out", *given, "-v"),
     ):
         assert result.exit_code == 0, result.stderr
         assert said in result.output
@@ -483,7 +465,6 @@ def test_a_deduplicated_target_is_verified_as_one(case: Case, tmp_path: Path, fo
     assert call(*every_bit, "--deduplicated").exit_code == 0
     assert call(*structure).exit_code == (4 if format == "ckpt" else 0)
     assert call(*structure, "--deduplicated").exit_code == 0
-    refused = call(*structure[:2], "--manifest", "m.json", "--deduplicated")
-    assert (refused.exit_code, refused.stderr) == (
-        2, "error: --deduplicated is only for the ranks of a strategy; a manifest says what each file holds\n",
-    )  # fmt: skip
+    failed(
+        2, "conflicting-options", *structure[:2], "--manifest", "m.json", "--deduplicated", places=("--deduplicated",)
+    )

@@ -71,13 +71,31 @@ def on_a_terminal(columns: int, *arguments: str | Path) -> str:
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
 def test_inspect_fits_the_terminal(case: Case, columns: int) -> None:
     shown = on_a_terminal(columns, "inspect", case.source, "--source-strategy", case.source_strategy)
-    _, table, _, sums, _ = shown.replace("\r", "").split("\n\n")
+    _, table, sums, _ = shown.replace("\r", "").split("\n\n")
     lines = [*table.splitlines(), *sums.splitlines()]
     assert all(len(line) <= columns for line in lines), max(lines, key=len)
-    assert "[2, 2, 2] map [-1, 1]  2 x 4" in shown or columns >= 100
+    assert "columns / 2 × 4 copies" in shown
     assert ("moments.net.layer{1-2}.bias" in shown) == (columns > 60)
     files = on_a_terminal(columns, "inspect", case.source).splitlines()
     assert all(len(line) <= max(columns, 80) for line in files[3:])
+
+
+def test_raw_shows_the_numbers_of_strategy_files(case: Case) -> None:
+    command = ["inspect", case.source, "--source-strategy", case.source_strategy]
+    assert "[2, 2, 2] map [-1, 1]" not in done(*command).stdout
+    shown = done(*command, "--raw").stdout
+    assert "[2, 2, 2] map [-1, 1]" in shown
+    assert "layout: [extents of the device axes] map [the axis that cuts" in shown
+
+
+def test_a_picture_has_the_ranks_of_each_block(case: Case) -> None:
+    shown = done(
+        "inspect", case.source, "--source-strategy", case.source_strategy, "--picture", "net.layer1.weight"
+    ).stdout
+    assert "│ 0-1,4-5 │ 2-3,6-7 │" in shown
+    result = call("inspect", case.source, "--source-strategy", case.source_strategy, "--picture", "net.layer1.weigth")
+    assert result.exit_code == 2
+    assert "net.layer1.weigth" in result.stderr
 
 
 def piped(columns: str | None, *arguments: str | Path) -> str:
@@ -160,7 +178,7 @@ def test_rows_are_sorted_and_chosen_in_each_form(case: Case) -> None:
         assert places == sorted(places)
         refused = call("inspect", case.source, *more, "--match", "moment.*")
         assert refused.exit_code == 2
-        assert "'moment.*': matches no tensor; nearest is 'momentum'" in refused.stderr
+        assert "'moment.*' matches no tensor; nearest is 'momentum'" in refused.stderr
 
 
 def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> None:
@@ -196,4 +214,4 @@ def test_what_is_whole_by_itself_has_sums_and_rows_at_a_url_too(case: Case, tmp_
     assert {row["layout"] for row in rows} == {""}
     shown = done("inspect", target, "--match", "net.*").stdout
     assert "\n6 of 15 tensors, 7.5 kB\n" in shown
-    assert "layout" not in shown
+    assert ("layout" in shown) == ("zarr" in way)  # chunks are the blocks of its source

@@ -69,7 +69,7 @@ def test_entry_points(entry: str, case: Case) -> None:
     assert "12 tensors over 4 ranks" in shown.stdout
     refused = subprocess.run([*command, "inspect", "/nonexistent"], check=False, capture_output=True, text=True)
     assert refused.returncode == 4
-    assert refused.stderr.startswith("error: /nonexistent: ")
+    assert refused.stderr.startswith("error: /nonexistent does not exist\n")
 
 
 def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -
         [sys.executable, "-m", "reshard", "convert", case.source, tmp_path / "x", "--format", "ckpt"],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert module.stderr == f"to look at it: {sys.executable} -m reshard inspect {tmp_path / 'x'}\n"
+    assert module.stdout.endswith(f"next: {sys.executable} -m reshard verify {tmp_path / 'x'}\n")
 
 
 def test_a_reader_that_goes_away_is_not_a_error_message(case: Case) -> None:
@@ -204,7 +204,7 @@ def test_an_interrupt_at_any_import(case: Case, tmp_path: Path) -> None:
     found = set()
     for number in range(1, 1000, 9):
         ended = interrupted_at_import(number, ["transform", case.source, tmp_path / f"{number}", *case.strategies])
-        assert ended.stderr.count("\n") == 1, ended.stderr
+        assert ended.stderr.count("\n") == (ended.returncode != 0), ended.stderr
         found.add((ended.returncode, ended.stderr.partition(" ")[0].strip()))
     assert found <= {(130, "interrupted;"), (0, "to")}
     assert len(found) == 2
@@ -225,7 +225,7 @@ def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
         said = process.stderr.read()
         process.stderr.close()
         assert process.wait() in {0, 130} or "/reshard/cli" not in said, said
-        if process.returncode == 130 and not said.startswith("to look at it: "):  # which it says when all is done
+        if process.returncode == 130 and said:
             assert said.startswith("interrupted; "), said
             assert said.count("\n") == 1, said
 
@@ -245,7 +245,7 @@ def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: in
         ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh", *map(str, words)],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
-    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.count("\n") == (ended.returncode != 0), ended.stderr
     if limit < 18:
         assert ended.returncode == 1
         assert "more files can be opened" in ended.stderr
@@ -311,7 +311,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
     assert "100%" in text
     assert "15.0 kB of 15.0 kB, " in text
     assert "/s, 0:00:00 left" in text
-    assert ("writing" in text) != plain
+    assert "writing" in text
 
 
 def test_no_progress_where_there_is_not_a_terminal(case: Case, tmp_path: Path) -> None:
@@ -321,8 +321,7 @@ def test_no_progress_where_there_is_not_a_terminal(case: Case, tmp_path: Path) -
         capture_output=True,
         text=True,
     )
-    assert finished.stderr.startswith("to look at it: ")
-    assert len(finished.stderr.splitlines()) == 1
+    assert finished.stderr == ""
 
 
 def test_a_closed_stdout_is_not_a_fault(case: Case) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
-from commands import call, done
+from commands import call, done, next_command
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
@@ -49,7 +49,7 @@ def test_no_shard_of_an_older_set_stays_beside_the_index(whole: Path, out: Path,
     assert len(before) == 4
     refused = call(*command)
     assert refused.exit_code == 6
-    assert "of another set; choose another directory, or remove it" in refused.stderr
+    assert "of another set" in refused.stderr
     assert "would be removed" in done(*command, "--overwrite", "--dry-run").stderr
     assert tree(out) == before
     for option in ("--overwrite", "--restart"):
@@ -190,9 +190,9 @@ def test_a_set_beside_rank_files_and_rank_files_beside_a_set(
     assert "index.json" in first or "param_name_map.json" in first
     assert "readers take that for the checkpoint" in first
     hidden = done("transform", whole, out)
-    assert "to look at it" not in hidden.stderr, "it would show the set"
+    assert next_command(hidden) == [], "it would show the set"
     assert json.loads(done("transform", whole, out, "--json").stdout)["verify"] is None
-    assert "to look at it" in done("transform", whole, tmp_path / "alone").stderr
+    assert next_command(done("transform", whole, tmp_path / "alone"))
 
 
 def test_rank_files_in_a_zarr_store(whole: Path, out: Path) -> None:

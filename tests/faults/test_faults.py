@@ -131,7 +131,9 @@ class World:
         )  # fmt: skip
         counts = json.loads(note.read_text()) if note.exists() else {}
         said = "\n".join(
-            line for line in done.stderr.splitlines() if not line.startswith(("warning: ", "to look at it: "))
+            line
+            for line in done.stderr.splitlines()
+            if not line.startswith(("warning: ", "format: ", "nothing says how "))
         )
         return Ended(done.returncode, said, counts)
 

@@ -9,6 +9,7 @@ import helpers
 import pytest
 import safetensors
 from format_files import CODE, SAMPLE, Held, contents_of, saved, write
+from refusals import refused
 
 from reshard import formats
 from reshard.dtypes import BY_NAME, STR
@@ -47,26 +48,26 @@ def test_safetensors_keeps_notes_and_says_what_it_adds(tmp_path: Path) -> None:
 def test_formats_are_found_by_name() -> None:
     assert formats.by_name("ckpt") is ckpt
     assert formats.by_name("safetensors").EXTENSION == ".safetensors"
-    with pytest.raises(UsageError, match="unknown format 'pickle'; known are safetensors, ckpt"):
+    with refused(UsageError, "unknown-format", "'pickle'"):
         formats.by_name("pickle")
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="is empty; a checkpoint was expected"):
+    with refused(SourceError, "empty-file"):
         index_file(str(saved(tmp_path, b"")))
 
 
 @pytest.mark.parametrize("content", [b"\x0a", b"PK\x03\x04 a zip", b"\x80\x02}q\x00.", b"{}", b"\x93NUMPY"])
 def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
     path = saved(tmp_path, content)
-    with pytest.raises(SourceError, match=r"is of no known checkpoint format .* expected safetensors or MindSpore"):
+    with refused(SourceError, "not-a-checkpoint"):
         index_file(str(path))
 
 
 def test_dtypes_that_a_format_does_not_have() -> None:
-    with pytest.raises(UsageError, match=r"'w': a \.ckpt file has no dtype float8_e4m3fn; write safetensors, or cast"):
+    with refused(UsageError, "unsupported-dtype", "'w'", ".ckpt", "float8_e4m3fn"):
         ckpt.lay_out([Content("w", BY_NAME["float8_e4m3fn"], (1,))], {})
-    with pytest.raises(UsageError, match="'w': safetensors has no dtype str"):
+    with refused(UsageError, "unsupported-dtype", "'w'"):
         st_format.lay_out([Content("w", STR, (1,))], {})
 
 

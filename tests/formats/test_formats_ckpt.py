@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tracemalloc
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import helpers
 import pytest
 from checkpoints import places
 from format_files import SAMPLE, contents_of, message, saved, write
+from refusals import refused
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
@@ -104,33 +104,33 @@ WEIGHT = message("w", "Int32", [1], b"abcd")
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("content", "code", "place"),
     [
-        (WEIGHT + message("b", "Int8", [1], b"b") + WEIGHT, "'w' is there a second time, at byte"),
-        (WEIGHT + WEIGHT, "tensor 'w' has 8 bytes; int32 [1] has 4"),
-        (WEIGHT + message("w", "Int32", [2], b"abcdefgh"), "goes on at byte 24 as int32 [2]; it began as int32 [1]"),
-        (WEIGHT + message("w", "Float32", [1], b"abcd"), "as float32 [1]; it began as int32 [1]"),
-        (message("w", "Int32", [3], b"abcd"), "tensor 'w' has 4 bytes; int32 [3] has 12"),
-        (message("w", "Int32", [-1], b"abcd"), ", which no array can have"),
-        (message("w", "Int8", [1] * 65, b"a"), ", which no array can have"),
-        (message("w", "Int7", [1], b"a"), "tensor 'w' has type 'Int7'; known are str, Bool"),
-        (message("", "Int8", [1], b"a"), "has no name; not a MindSpore checkpoint"),
-        (message("w" * 70000, "Int8", [1], b"a"), "a name of 70000 bytes; at most 4096 are taken"),
-        (message("w", "str", [0], b"abc"), "text entry 'w' is not UTF-32"),
-        (message("w", "str", [0], b"\0\xd8\0\0"), "text entry 'w' is not UTF-32"),
-        (WEIGHT + b"\x12\x02hi", "field 2 is none that a checkpoint has"),
-        (b"\x0a\x05\x0a\x01w\x12\x00", "has no tensor_type or tensor_content"),
-        (b"\x0a\x03\x0a\x01w", "has no tensor"),
-        (b"\x0a\x03\x0a\x01\xff", "a name is not UTF-8"),
-        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "a number does not end"),
-        (b"\x0a\xff\xff\xff\xff\x0f", "a field of 4294967295 bytes is expected; 0 are left"),
-        (b"\x0a\x01\x0b", "0xb begins no field"),
+        (WEIGHT + message("b", "Int8", [1], b"b") + WEIGHT, "duplicate-name", "'w'"),
+        (WEIGHT + WEIGHT, "wrong-size", "8 bytes of tensor 'w'"),
+        (WEIGHT + message("w", "Int32", [2], b"abcdefgh"), "corrupt", "that at byte 24 is int32 [2]"),
+        (WEIGHT + message("w", "Float32", [1], b"abcd"), "corrupt", "float32 [1]"),
+        (message("w", "Int32", [3], b"abcd"), "wrong-size", "4 bytes of tensor 'w'"),
+        (message("w", "Int32", [-1], b"abcd"), "bad-shape", "[-1]"),
+        (message("w", "Int8", [1] * 65, b"a"), "bad-shape", "[1, 1, 1"),
+        (message("w", "Int7", [1], b"a"), "unknown-dtype", "'Int7'"),
+        (message("", "Int8", [1], b"a"), "not-a-checkpoint", "no name"),
+        (message("w" * 70000, "Int8", [1], b"a"), "name-too-long", "70000 bytes"),
+        (message("w", "str", [0], b"abc"), "bad-text", "'w'"),
+        (message("w", "str", [0], b"\0\xd8\0\0"), "bad-text", "'w'"),
+        (WEIGHT + b"\x12\x02hi", "unknown-field", "field 2"),
+        (b"\x0a\x05\x0a\x01w\x12\x00", "not-a-checkpoint", "no tensor_type or tensor_content"),
+        (b"\x0a\x03\x0a\x01w", "not-a-checkpoint", "no tensor"),
+        (b"\x0a\x03\x0a\x01\xff", "bad-name", "byte 4"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "truncated", "byte 1"),
+        (b"\x0a\xff\xff\xff\xff\x0f", "truncated", "4294967295 bytes"),
+        (b"\x0a\x01\x0b", "corrupt", "0xb at byte 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_ckpt_that_is_not_sound_says_where(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_a_ckpt_that_is_not_sound_says_where(tmp_path: Path, content: bytes, code: str, place: str) -> None:
     path = saved(tmp_path, content)
-    with pytest.raises(SourceError, match=re.escape(expected)) as caught:
+    with refused(SourceError, code, place) as caught:
         index_file(str(path))
     assert str(caught.value).startswith(str(path))
 
@@ -141,7 +141,7 @@ def test_a_message_of_packed_dims_without_end_is_not_held_in_memory(tmp_path: Pa
     value = b"\x0a\x01w\x12" + ckpt.encode_varint(len(tensor)) + tensor
     path = saved(tmp_path, b"\x0a" + ckpt.encode_varint(len(value)) + value)
     tracemalloc.start()
-    with pytest.raises(SourceError, match="which no array can have"):
+    with refused(SourceError, "bad-shape"):
         index_file(str(path))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tracemalloc
 from math import prod
 from typing import TYPE_CHECKING
@@ -35,8 +34,10 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path, kind: str) -> None:
             # Nothing in the file says that more tensors belong to it; what is left is valid.
             assert contents_of(path, index_file(str(path))).items() <= (SAMPLE | CODE).items()
             continue
-        with pytest.raises(SourceError, match=re.escape(str(path))):
+        with pytest.raises(SourceError) as caught:
             index_file(str(path))
+        assert caught.value.code in {"truncated", "empty-file", "not-a-checkpoint"}
+        assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", DAMAGED)

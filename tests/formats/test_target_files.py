@@ -9,6 +9,7 @@ import pytest
 from checkpoints import numbers, tree, write_file
 from hypothesis import example, given
 from hypothesis import strategies as st
+from refusals import refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
@@ -74,14 +75,14 @@ def test_a_name_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "/x", "../x", "a/../../x", "x\ny", ".", "a\0"])
 def test_a_name_cannot_lead_out(name: str) -> None:
-    with pytest.raises(UsageError, match="leads out of the target directory, or is none"):
+    with refused(UsageError, "bad-name"):
         NamedFile(name).shard_files(MIXED, ".ckpt")
 
 
 def test_two_ranks_cannot_share_a_file(tmp_path: Path) -> None:
     source = reshard.open(write_file(tmp_path / "x.safetensors", numbers({"w": (4, 4)})))
     strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
-    with pytest.raises(UsageError, match="not one file for each rank; add {rank}"):
+    with refused(UsageError, "duplicate-name", "same.bin", "{rank}"):
         reshard.plan(source, strategy, files=NamedFile("same.bin"))
 
 
@@ -116,5 +117,5 @@ def test_files_are_laid_out_as_anyone_says(tmp_path: Path) -> None:
     assert set(tree(tmp_path / "target")) == {"a.safetensors", "b.safetensors"}
     held = {name: set(reshard.open(tmp_path / "target" / f"{name}.safetensors")) for name in "ab"}
     assert held == {"a": {"a.w", "a.b"}, "b": {"b.w"}}
-    with pytest.raises(UsageError, match="format zarr and ByLetter do not go together"):
+    with refused(UsageError, "wrong-format", "zarr", "ByLetter"):
         reshard.plan(reshard.open(tmp_path / "all.safetensors"), files=ByLetter(), format="zarr")

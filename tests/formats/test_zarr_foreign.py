@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import zarr
 from commands import call
+from refusals import refused
 from zarr_stores import OPTIONS, assert_same, tasks
 
 import reshard
@@ -75,7 +76,7 @@ def test_what_has_no_text_is_given_a_reason(
         raise error
 
     monkeypatch.setattr("numcodecs.gzip.GZip.decode", decode)
-    with pytest.raises(SourceError, match=f"chunk 0 cannot be decoded: .*{reason}"):
+    with pytest.raises(SourceError, match="cannot decode chunk 0 of .*\\n.*" + reason):
         reshard.open(tmp_path / "z")["w"].compute()
 
 
@@ -120,12 +121,12 @@ def test_dtypes_that_no_checkpoint_has_are_not_readable(tmp_path: Path) -> None:
     group.create_array("c", shape=(4,), dtype="complex128")[...] = 1
     own = reshard.open(tmp_path / "z")
     assert set(own) == {"w"}
-    with pytest.raises(SourceError, match="is of zarr's dtype 'complex128'.*drop='c'"):
+    with refused(SourceError, "unreadable-tensor", "tensor 'c'", "complex128", "drop='c'"):
         reshard.plan(own)
     reshard.plan(own, drop=["c"]).run(tmp_path / "out")
 
 
 def test_the_older_format_is_reported(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
-    with pytest.raises(SourceError, match="of zarr's format 2; expected 3"):
+    with pytest.raises(SourceError, match="format 2"):
         reshard.open(tmp_path / "z")

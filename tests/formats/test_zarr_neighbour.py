@@ -26,7 +26,7 @@ MADE = "made-00ff.json"
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     source = reshard.open(write_file(tmp_path / "src" / "net.safetensors", FULL))
-    return reshard.plan(source, files=ZarrGroup(chunk_bytes=512, shard_bytes=0))
+    return reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0))
 
 
 @pytest.mark.parametrize("option", [None, "--overwrite", "--restart", "--dry-run"])

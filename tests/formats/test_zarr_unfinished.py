@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import tree
+from refusals import refused
 from zarr_stores import FULL, GROUPS, assert_same, source
 
 import reshard
@@ -60,10 +61,10 @@ def test_a_failure_leaves_nothing(
             raise OSError(28, "No space left on device")
         return real(fd, content, offset)
 
-    plan = reshard.plan(source, files=ZarrGroup(chunk_bytes=400, compression=compression))
+    plan = reshard.plan(source, files=ZarrGroup(chunk_size=400, compression=compression))
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", pwrite)
-        with pytest.raises(BudgetError, match="No space left"):
+        with refused(BudgetError, "no-space"):
             plan.run(store)
     assert not list(store.rglob("*"))
     plan.run(store)  # the same plan again: nothing of the failed run is remembered
@@ -123,8 +124,8 @@ def test_a_run_goes_on_where_one_was_killed(
         reshard.open(store)
     report = plan.run(store)
     assert report.resumed + report.bytes_written == plan.stats.bytes_written
-    if not (plan.coding and name == "pwrite"):
-        all_there = share == 1 or (name == "replace" and not plan.coding)  # what is written last is the group's
+    if not (plan._record.coding and name == "pwrite"):
+        all_there = share == 1 or (name == "replace" and not plan._record.coding)  # what is written last is the group's
         assert (report.resumed == plan.stats.bytes_written) is all_there
         assert report.resumed
     assert tree(store) == tree(tmp_path / "whole")
@@ -134,10 +135,10 @@ def test_a_run_goes_on_where_one_was_killed(
 def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """A plain chunk that has its name already, and would be at the same path compressed, is not taken for that."""
     store = tmp_path / "z"
-    killed_at(6, "replace", lambda: source.to_zarr(store, shard_bytes=0))
-    with pytest.raises(TargetError, match="by a run of another plan"):
-        source.to_zarr(store, shard_bytes=0, compression="zstd")
-    source.to_zarr(store, shard_bytes=0, compression="zstd", restart=True)
+    killed_at(6, "replace", lambda: source.to_zarr(store, shard_size=0))
+    with refused(TargetError, "other-run", "experts/zarr.json", "restart=True"):
+        source.to_zarr(store, shard_size=0, compression="zstd")
+    source.to_zarr(store, shard_size=0, compression="zstd", restart=True)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
     assert not (store / ".reshard").exists()
 
@@ -145,7 +146,7 @@ def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoin
 def test_without_a_ledger_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
     plan.run(tmp_path / "whole")
-    for file in plan.files:
+    for file in plan._record.files:
         path = tmp_path / "z" / unfinished_path(file.path, "0123abcd")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * file.layout.size)
@@ -157,16 +158,16 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     """As on a cluster that lost the worker with the receipts of that, while others were writing."""
     plan = reshard.plan(source, files=GROUPS["zstd shards"])
     plan.run(tmp_path / "whole")
-    plan = replace(plan, digests=tuple(file_digests(plan)))
+    record = replace(plan._record, digests=tuple(file_digests(plan._record)))
     root, how = str(tmp_path / "z"), How(fsync=False)
-    every = range(len(plan.files))
-    create_files(plan, every, root, how)
-    for number in range(len(plan.tasks)):
-        move_task(plan, number, root, how, None)
-        create_files(plan, every, root, how)
-    close_files(plan, every, root, how, {}, None)
-    withdraw_index(plan, root, None)
-    commit_files(plan, every, root, how, None)
+    every = range(len(record.files))
+    create_files(record, every, root, how)
+    for number in range(len(record.tasks)):
+        move_task(record, number, root, how, None)
+        create_files(record, every, root, how)
+    close_files(record, every, root, how, {}, None)
+    withdraw_index(record, root, None)
+    commit_files(record, every, root, how, None)
     assert tree(tmp_path / "z") == tree(tmp_path / "whole")
 
 
@@ -174,21 +175,21 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
 def test_an_unfinished_store_is_reported(source: reshard.Checkpoint, tmp_path: Path, digest: str) -> None:
     source.to_zarr(tmp_path / "z")
     (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / unfinished_path("zarr.json", digest))
-    with pytest.raises(SourceError, match=r"unfinished: it has no zarr\.json at its root"):
+    with pytest.raises(SourceError, match=r"unfinished .*zarr\.json"):
         reshard.open(tmp_path / "z")
 
 
 def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) -> None:
     store = tmp_path / "z"
-    source.to_zarr(store, chunk_bytes=400)
+    source.to_zarr(store, chunk_size=400)
     assert not (store / ".reshard").exists()  # zarr would warn of it
-    with pytest.raises(TargetError, match="already; choose another"):
-        source.to_zarr(store, chunk_bytes=400)
-    source.to_zarr(store, chunk_bytes=400, overwrite=True)
-    with pytest.raises(TargetError, match="too; choose another directory, or remove it"):
+    with refused(TargetError, "already-exists", store, "overwrite=True"):
+        source.to_zarr(store, chunk_size=400)
+    source.to_zarr(store, chunk_size=400, overwrite=True)
+    with refused(TargetError, "other-files", "experts/zarr.json"):
         source.to_zarr(store, selection=Selection(include=("bits",)))  # chunks of the old one would be taken for its
     (store / "mine").touch()
-    with pytest.raises(TargetError, match="has mine too; choose another directory, or remove it"):
+    with refused(TargetError, "other-files", "mine"):
         source.to_zarr(store, selection=Selection(include=("bits",)), overwrite=True)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
     (store / "mine").unlink()

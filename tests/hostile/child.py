@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import corpus
 from item import Item
 from makers import proto, strategy
+from refusals import reported
 
 import reshard
 from reshard import mindspore
@@ -73,11 +74,12 @@ def main(groups: list[str], *, slow: bool, every: int) -> None:
                 item.make(directory)
             before, target = snapshot(directory), snapshot(names["out"])
             began = time.monotonic()
-            code, said, shown = run(command, {name: str(path) for name, path in names.items()}, item)
+            code, codes, said, shown = run(command, {name: str(path) for name, path in names.items()}, item)
             after = snapshot(names["out"])
             found = {
-                "item": (group, item.name, command), "code": code, "said": said.replace(str(Path.cwd()), ""),
-                "shown": shown, "seconds": time.monotonic() - began, "disturbed": snapshot(directory) != before,
+                "item": (group, item.name, command), "code": code, "codes": codes,
+                "said": said.replace(str(Path.cwd()), ""), "shown": shown,
+                "seconds": time.monotonic() - began, "disturbed": snapshot(directory) != before,
                 "left": sorted(path for path, state in after.items() - target.items() if S_ISREG(state[1])),
             }  # fmt: skip
             print(json.dumps(found), flush=True)
@@ -126,16 +128,18 @@ def warm_up(sound: dict[str, Path]) -> None:
         "verify {file} --write-manifest {out}/m.json", "verify {file} --manifest {out}/m.json",
         "plan {ranks} -o {out}/plan.json --source-strategy {strategy}", "run {out}/plan.json {out}/planned",
     ):  # fmt: skip
-        code, said, _ = run(command, names, Item("", b"", "", headroom=1 << 34))
+        code, _, said, _ = run(command, names, Item("", b"", "", headroom=1 << 34))
         assert code == 0, said
     shutil.rmtree(out)
 
 
-def run(command: str, names: dict[str, str], item: Item) -> tuple[int, str, str]:
-    """Run a command; return its exit code, what it said on stderr, and what it showed on stdout."""
+def run(command: str, names: dict[str, str], item: Item) -> tuple[int, tuple[str, ...], str, str]:
+    """Run a command; return its exit code, the codes of its error, what it said on stderr, and showed on stdout."""
     words = [word.format(**names) for word in command.split()]
     out, err = io.StringIO(), io.StringIO()
     code = 0
+    errors: list[BaseException] = []
+    codes: tuple[str, ...] = ()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     faulthandler.dump_traceback_later(6 * item.seconds, exit=True)  # for a loop in C, which no signal ends
@@ -143,15 +147,16 @@ def run(command: str, names: dict[str, str], item: Item) -> tuple[int, str, str]
     signal.setitimer(signal.ITIMER_REAL, 4 * item.seconds)  # for what waits
     resource.setrlimit(resource.RLIMIT_AS, (used + item.headroom, limit))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), reported() as errors:
             if words[0].startswith("."):
                 API[words[0][1:]](*words[1:])
             else:
                 cli.main(words, prog_name="reshard")
     except SystemExit as done:
         code = int(done.code or 0)
+        codes = tuple(each for error in errors for each in getattr(error, "codes", ("failed",)))
     except reshard.ReshardError as error:
-        code = error.exit_code
+        code, codes = error.exit_code, error.codes
         err.write(f"error: {spelled(error.text, OPTIONS)}\n")
     except BaseException as error:
         code = -1
@@ -161,7 +166,7 @@ def run(command: str, names: dict[str, str], item: Item) -> tuple[int, str, str]
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
-    return code, err.getvalue(), out.getvalue()[:1_000_000]
+    return code, codes, err.getvalue(), out.getvalue()[:1_000_000]
 
 
 def too_long(_signum: int, _frame: object) -> None:

@@ -180,7 +180,7 @@ def made(name: str, content: bytes, says: str, *, code: int = 4, headroom: int =
 
 
 PICKLES = [
-    Item(f"50 MB of {what}", tree({".metadata": repeated(pickled(begin), piece, 50_000_000 // len(piece)), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has more values than what it tells of tensors can take", ("inspect {bad}",), file="bad", headroom=100_000_000, seconds=2)
+    Item(f"50 MB of {what}", tree({".metadata": repeated(pickled(begin), piece, 50_000_000 // len(piece)), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "bad-pickle", ("inspect {bad}",), file="bad", headroom=100_000_000, seconds=2)
     for what, (begin, piece) in MANY.items()
 ]
 
@@ -190,48 +190,48 @@ torch = partial(Item, commands=COMMANDS, file="bad", headroom=100_000_000, secon
 
 DCP = [
     made("nothing wrong", metadata(b"}" + text(b"w") + a_tensor(chunks=b"]" + CHUNK + b"a") + b"s", b"}" + PLACE + b"s"), "", code=0),
-    made("a call", pickled(b"cos\nsystem\n(" + text(b"echo called >/tmp/called") + b"tR."), f"bad/.metadata: is not {WHAT[9:]}"),
-    made("a call in the place of a shape", metadata(b"}" + text(b"w") + a_tensor(size=b"cos\nsystem\n(" + text(b"touch called") + b"tR") + b"s"), "for a shape or offsets; expected whole numbers"),
+    made("a call", pickled(b"cos\nsystem\n(" + text(b"echo called >/tmp/called") + b"tR."), "bad-metadata @ bad/.metadata"),
+    made("a call in the place of a shape", metadata(b"}" + text(b"w") + a_tensor(size=b"cos\nsystem\n(" + text(b"touch called") + b"tR") + b"s"), "bad-shape"),
     made("a name that is not there to be imported", pickled(b"cno.such\nthing\n)R."), f"is not {WHAT[9:]}"),
-    made("marks without end", pickled(b"(" * 5_000_000), f"is nested too deeply (byte 259 of a pickle); {WHAT}"),
-    made("lists in lists", pickled(b"]" * 5_000_000), "is nested too deeply, or has too many values"),
-    made("an integer of 2 GB", pickled(b"\x8b\xff\xff\xff\x7f"), "has an integer of 2,147,483,647 bytes; at most 32 are taken"),
-    made("a text of 4 GB", pickled(b"X\xff\xff\xff\xff"), "has a text or value of 4,294,967,295 bytes, which end behind it"),
-    made("a place in the memo of 4 billion", pickled(b"]r\xff\xff\xff\xff."), "remembers a value at place 4,294,967,295 of 0"),
-    made("a memo that doubles", pickled(b"]\x94" + b"".join(b"0" + b"](h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"."), "has the instruction POP, which is not followed"),
+    made("marks without end", pickled(b"(" * 5_000_000), "bad-pickle @ byte 259"),
+    made("lists in lists", pickled(b"]" * 5_000_000), "bad-pickle"),
+    made("an integer of 2 GB", pickled(b"\x8b\xff\xff\xff\x7f"), "bad-pickle @ 647 bytes"),
+    made("a text of 4 GB", pickled(b"X\xff\xff\xff\xff"), "bad-pickle @ 295 bytes"),
+    made("a place in the memo of 4 billion", pickled(b"]r\xff\xff\xff\xff."), "bad-pickle @ place 4"),
+    made("a memo that doubles", pickled(b"]\x94" + b"".join(b"0" + b"](h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"."), "bad-pickle"),
     made("a memo that doubles, without a wrong instruction", pickled(b"(]\x94" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"t."), f"is not {WHAT[9:]}"),
-    made("a shape that is lists again and again", metadata(b"}" + text(b"w") + a_tensor(size=DOUBLED) + b"s"), "has a tuple of 61 for a shape or offsets"),
-    made("a name that is lists again and again", metadata(b"}" + DOUBLED + a_tensor() + b"s"), "a tuple of 61 is the name of a tensor"),
-    made("a place of lists again and again", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + record(b"MetadataIndex", fqn=DOUBLED) + record(b"StorageInfo") + b"s"), "has a place of a tuple of 61, and no such tensor"),
-    made("a file that is lists again and again", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + record(b"MetadataIndex", fqn=text(b"w")) + record(b"StorageInfo", relative_path=DOUBLED) + b"s"), "tensor 'w' is in a tuple of 61"),
-    made("a persistent id", pickled(b"K\x01Q."), "refers to something outside of itself"),
-    made("an extension", pickled(b"\x84\x01\x00\x00\x00."), "has the instruction EXT4, which is not followed"),
-    made("a tensor of 2**70 elements", metadata(b"}" + text(b"w") + a_tensor(size=b"\x8a\x09" + (1 << 70).to_bytes(9, "little") + b"\x85") + b"s"), "for a shape or offsets; expected whole numbers"),
-    made("a tensor of 2**62 by 2**62", metadata(b"}" + text(b"w") + a_tensor(size=(b"\x8a\x08" + (1 << 62).to_bytes(8, "little")) * 2 + b"\x86") + b"s"), "which no array can have"),
-    made("a name for a terminal", metadata(b"}" + text(b"\x1b[2J\nerror: no") + a_tensor() + b"s"), "holds no tensor that can be read"),
-    made("a name of 5,000 bytes", metadata(b"}" + text(b"a" * 5000) + a_tensor() + b"s"), "expected at most 4096 bytes of text"),
-    made("millions of boxes that are one", metadata(b"}(" + b"".join(text(b"w%d" % n) + (a_tensor(chunks=b"](" + CHUNK + b"\x94" + b"h\x00" * 60_000 + b"e\x94") if not n else record(b"TensorStorageMetadata", size=b"K\x04\x85", chunks=b"h\x01")) for n in range(100)) + b"u"), "has more than 2,097,152 boxes"),
-    made("no tensors", metadata(b"}"), "holds no tensor that can be read"),
-    made("tensors that are a list", metadata(b"]"), "has no state_dict_metadata"),
-    made("a file above", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + PLACE.replace(b"\x13\x00\x00\x00_rank0_", b"\x16\x00\x00\x00../_rank0_") + b"s"), "expected a file of a rank, without directories"),
-    Item("zeros, 1 GB", tree({".metadata": sparse(HEAD, 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
-    Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
+    made("a shape that is lists again and again", metadata(b"}" + text(b"w") + a_tensor(size=DOUBLED) + b"s"), "bad-shape @ of 61"),
+    made("a name that is lists again and again", metadata(b"}" + DOUBLED + a_tensor() + b"s"), "bad-name @ of 61"),
+    made("a place of lists again and again", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + record(b"MetadataIndex", fqn=DOUBLED) + record(b"StorageInfo") + b"s"), "unknown-tensor @ of 61"),
+    made("a file that is lists again and again", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + record(b"MetadataIndex", fqn=text(b"w")) + record(b"StorageInfo", relative_path=DOUBLED) + b"s"), "bad-file-name @ tensor 'w'"),
+    made("a persistent id", pickled(b"K\x01Q."), "bad-pickle"),
+    made("an extension", pickled(b"\x84\x01\x00\x00\x00."), "bad-pickle @ EXT4"),
+    made("a tensor of 2**70 elements", metadata(b"}" + text(b"w") + a_tensor(size=b"\x8a\x09" + (1 << 70).to_bytes(9, "little") + b"\x85") + b"s"), "bad-shape"),
+    made("a tensor of 2**62 by 2**62", metadata(b"}" + text(b"w") + a_tensor(size=(b"\x8a\x08" + (1 << 62).to_bytes(8, "little")) * 2 + b"\x86") + b"s"), "bad-shape"),
+    made("a name for a terminal", metadata(b"}" + text(b"\x1b[2J\nerror: no") + a_tensor() + b"s"), "no-tensors"),
+    made("a name of 5,000 bytes", metadata(b"}" + text(b"a" * 5000) + a_tensor() + b"s"), "bad-name @ most 4096"),
+    made("millions of boxes that are one", metadata(b"}(" + b"".join(text(b"w%d" % n) + (a_tensor(chunks=b"](" + CHUNK + b"\x94" + b"h\x00" * 60_000 + b"e\x94") if not n else record(b"TensorStorageMetadata", size=b"K\x04\x85", chunks=b"h\x01")) for n in range(100)) + b"u"), "too-many-blocks @ 152 boxes"),
+    made("no tensors", metadata(b"}"), "no-tensors"),
+    made("tensors that are a list", metadata(b"]"), "bad-metadata"),
+    made("a file above", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + PLACE.replace(b"\x13\x00\x00\x00_rank0_", b"\x16\x00\x00\x00../_rank0_") + b"s"), "bad-file-name"),
+    Item("zeros, 1 GB", tree({".metadata": sparse(HEAD, 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "bad-pickle @ has 1.1", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
+    Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "bad-pickle @ has 1.1", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
     torch("an item with nothing wrong", torchs(an_item(rebuilt())), "", code=0),
-    torch("an item that calls", torchs(an_item(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")), "'w' is kept as 'system', which is not read"),
-    torch("an item that is no zip archive", torchs(b"\xff" * 4000), "is not a tensor that torch.save stored"),
-    torch("an item of zeros", torchs(bytes(4000)), "is not a tensor that torch.save stored"),
-    torch("an item that is empty", torchs(b"", 0), "__0_0.distcp: is empty; a checkpoint was expected"),
-    torch("an item beyond its file", torchs(an_item(rebuilt()), 1 << 30), "bytes; its items end at 1073741824; was saving it interrupted?"),
-    torch("items in each other", nested(200), "expected one behind the other"),
-    torch("an item without a tensor", torchs(stored((b"archive/data.pkl", b"\x80\x02N."), (b"archive/data/0", b"abcd"))), "'w' is kept as a value, which is not read"),
-    torch("an item of no records but one", torchs(stored((b"archive/data.pkl", b"\x80\x02N."))), "is not a tensor that torch.save stored: it has no bytes"),
-    torch("an item whose head goes on and on", torchs(stored(*[(b"archive/x", b"abcd")] * 20_000)), "its head is too long"),
-    torch("a storage of 2**62 elements", torchs(an_item(rebuilt(elements=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "has an item that is shorter than the tensor"),
-    torch("strides of 2**62", torchs(an_item(rebuilt(strides=b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"\x85"))), "goes beyond its storage"),
-    torch("a first element of 2**62", torchs(an_item(rebuilt(first=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "goes beyond its storage"),
+    torch("an item that calls", torchs(an_item(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")), "no-tensors @ 'system'"),
+    torch("an item that is no zip archive", torchs(b"\xff" * 4000), "no-tensors"),
+    torch("an item of zeros", torchs(bytes(4000)), "no-tensors"),
+    torch("an item that is empty", torchs(b"", 0), "empty-file @ __0_0.distcp"),
+    torch("an item beyond its file", torchs(an_item(rebuilt()), 1 << 30), "truncated @ of 1073741824"),
+    torch("items in each other", nested(200), "overlapping-items"),
+    torch("an item without a tensor", torchs(stored((b"archive/data.pkl", b"\x80\x02N."), (b"archive/data/0", b"abcd"))), "no-tensors @ 'w' is"),
+    torch("an item of no records but one", torchs(stored((b"archive/data.pkl", b"\x80\x02N."))), "no-tensors"),
+    torch("an item whose head goes on and on", torchs(stored(*[(b"archive/x", b"abcd")] * 20_000)), "no-tensors"),
+    torch("a storage of 2**62 elements", torchs(an_item(rebuilt(elements=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "no-tensors"),
+    torch("strides of 2**62", torchs(an_item(rebuilt(strides=b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"\x85"))), "no-tensors"),
+    torch("a first element of 2**62", torchs(an_item(rebuilt(first=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "no-tensors"),
     Item("a shape of 2**58 that lies in one element", EXPANDED, "", ("inspect {bad}", "transform {bad} {out} --dry-run", "verify {bad}", ".open {bad}"), 0, "bad", headroom=100_000_000, seconds=2),
-    Item("a shape of 2**58 that is written", EXPANDED, "the target files need 288230.4 TB more", ("unify {bad} {out}",), 5, "bad", headroom=100_000_000, seconds=2),
-    torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "is kept as '_rebuild_parameter', which is not read"),
+    Item("a shape of 2**58 that is written", EXPANDED, "no-space @ 288230.4", ("unify {bad} {out}",), 5, "bad", headroom=100_000_000, seconds=2),
+    torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "no-tensors @ '_rebuild_parameter'"),
     *(
         Item(f"an object: {name}", make, "", (*SHOWN, "verify {bad}"), 0, "bad", headroom=100_000_000, seconds=2)
         for name, make in {
@@ -252,16 +252,16 @@ DCP = [
     ),
     *(Item(f"an object that is damaged: {name}", make, "", SHOWN, 0, "bad", headroom=100_000_000, seconds=2) for name, make in DAMAGED.items()),
     *(
-        Item(f"an object that is damaged, verified: {name}", make, "is not what it carries of itself", ("verify {bad}",), 3, "bad", headroom=100_000_000, seconds=2)
+        Item(f"an object that is damaged, verified: {name}", make, "differs from what it carries of itself", ("verify {bad}",), 3, "bad", headroom=100_000_000, seconds=2)
         for name, make in DAMAGED.items()
     ),
     *(
         Item(f"an object to be carried: {name}", make, says, CARRIED, 4, "bad", headroom=100_000_000, seconds=2)
         for name, make, says in (
-            ("zeros", with_objects(bytes(4000)), "object 'o0': is not one that torch.save stored: it is no zip archive, or is cut off; to leave it out give --exclude o0"),
-            ("a compressed record", with_objects(archive(b"N.", method=8)), "it has the record 'data.pkl' compressed"),
-            ("a wrong sum", with_objects(archive(b"N.", crc=7)), "is damaged: the checksum (CRC-32) of 'archive/data.pkl' is that of other bytes"),
-            ("one that is thousands", with_objects(archive(b"N." + bytes(1 << 20)), 1000), "objects: have 1.0 GB; at most 268.4 MB are carried"),
+            ("zeros", with_objects(bytes(4000)), "not-torch-save @ exclude o0"),
+            ("a compressed record", with_objects(archive(b"N.", method=8)), "not-torch-save @ 'data.pkl'"),
+            ("a wrong sum", with_objects(archive(b"N.", crc=7)), "wrong-checksum @ 'archive/data.pkl'"),
+            ("one that is thousands", with_objects(archive(b"N." + bytes(1 << 20)), 1000), "too-large @ have 1.0"),
         )
     ),
 ]

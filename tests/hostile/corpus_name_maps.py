@@ -14,12 +14,12 @@ NAMES = ("transform {file} {out} --name-map {bad}", "unify {file} {out} --name-m
 a_map = partial(Item, commands=NAMES, code=2, file="bad.json")
 
 NAME_MAPS = [
-    a_map("deep JSON", b'{"a":' * 50_000, "is not JSON: it is nested too deeply"),
-    a_map("a name twice", b'{"w": "a", "w": "b"}', "name 'w': is there twice"),
-    a_map("a number for a name", b'{"w": 1}', "name 'w': becomes a JSON int; expected the new name"),
-    a_map("half of a surrogate pair", b'{"w": "\\ud800"}', "name 'w': becomes '\\ud800'; expected text of 1 to 4096 bytes in UTF-8"),
-    a_map("not UTF-8", b'{"w": "\xff"}', "is not JSON:"),
-    a_map("a list", b"[]", "is a JSON list; expected {\"old name\": \"new name\"}"),
-    a_map("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 67108864 bytes, which no name map has"),
+    a_map("deep JSON", b'{"a":' * 50_000, "bad-name-map|not-json"),
+    a_map("a name twice", b'{"w": "a", "w": "b"}', "bad-name-map @ name 'w'"),
+    a_map("a number for a name", b'{"w": 1}', "bad-name-map @ name 'w'"),
+    a_map("half of a surrogate pair", b'{"w": "\\ud800"}', "bad-name-map @ name 'w'"),
+    a_map("not UTF-8", b'{"w": "\xff"}', "bad-name-map|not-json"),
+    a_map("a list", b"[]", "bad-name-map"),
+    a_map("a file of 2 GB", sparse(b"{", 2 << 30), "too-large @ than 67108864"),
     *not_to_be_read(a_map),
 ]

@@ -45,7 +45,8 @@ class Item:
     Attributes:
         name: what it is.
         content: its bytes, or what makes it at a path.
-        says: what every command must say, after the path of the file; empty where the item is accepted.
+        says: the code of the error that every command must report, and after ` @ ` a place that it names; several codes
+            are joined by `|`. Else a part of what it says. Empty if the item is accepted.
         commands: what meets it.
         code: the exit code of the commands.
         file: what it is called.
@@ -76,9 +77,9 @@ class Item:
 
 def not_to_be_read(make: Callable[..., Item]) -> list[Item]:
     """Whatever small file is expected."""
-    irregular = "is not a regular file but a directory, a pipe or a device"
+    irregular = "not-a-file"
     return [
         make("a FIFO", fifo, irregular),
         make("a device that does not end", link("/dev/zero"), irregular),
-        make("a file without permission", unreadable, "cannot be read: Permission denied"),
+        make("a file without permission", unreadable, "cannot-read"),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,17 +46,27 @@ def commands(groups: list[str], directory: Path, *, slow: bool, every: int) -> M
     return met
 
 
+def names(item: Item, found: dict[str, Any]) -> bool:
+    """Whether an error has one of the codes of an item, and names its place."""
+    says = re.fullmatch(r"([a-z0-9|-]+)(?: @ (.+))?", item.says, re.DOTALL)
+    if not says:
+        return item.says in found["said"]
+    return not set(says[1].split("|")).isdisjoint(found["codes"]) and (says[2] or "") in found["said"]
+
+
 def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
     """What is wrong with how a command met an item."""
     said, lines = found["said"], found["said"].splitlines()
+    if item.code == 3:  # what differs is told on stdout
+        said, lines = said + found["shown"], ["error: "] * bool(found["shown"])
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     below = lines[errors[0] + 1 :] if errors else []
     faults = []
     if found["code"] != item.code:
         faults.append(f"exit code {found['code']}, expected {item.code}")
-    if item.says and item.says not in said:
-        faults.append(f"does not say {item.says!r}")
-    if len(errors) != bool(item.says) or any(not line.startswith("  ") for line in below):
+    if item.says and not names(item, found | {"said": said}):
+        faults.append(f"does not say {item.says!r}, but {found['codes']}")
+    if len(errors) != bool(item.says) or any(not line.startswith(("  ", "hint: ")) for line in below):
         faults.append("does not say one error, as one line or as one with a list below")
     if len(said) > MOST_CHARACTERS:
         faults.append(f"says {len(said)} characters")

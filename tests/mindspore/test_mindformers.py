@@ -74,7 +74,7 @@ def test_it_loads_what_is_written_on_every_mesh(mindspore_data: Path, tmp_path: 
     source = reshard.open(case / "checkpoint")
     full = {key: value for key, value in np.load(case / "full.npz").items() if key in source}
     for kind, (target, once) in targets(full).items():
-        files = Checkpoint2(max_shard_bytes=3000)
+        files = Checkpoint2(max_shard_size=3000)
         reshard.plan(source, target, files=files, remove_redundancy=once).run(tmp_path / kind, fsync=False)
     if (Path(source.root) / "metadata.json").is_file():
         pattern = reshard.read_layouts(source.root)

@@ -19,6 +19,7 @@ from ms_files import (
     ms_arrays,
     warnings_logged,  # noqa: F401 -- applies to every test here
 )
+from refusals import refused
 
 import reshard.mindspore as ms
 from reshard.errors import SourceError
@@ -100,7 +101,7 @@ def test_a_file_in_memory_is_loaded(file: str) -> None:
     content = Path(file).with_suffix(".safetensors").read_bytes()
     loaded = ms.load_checkpoint(io.BytesIO(content), format="safetensors")
     assert_same(loaded, ms_arrays(ms.load_checkpoint(file)))
-    with pytest.raises(SourceError, match="truncated or corrupt"):
+    with refused(SourceError, "truncated"):
         ms.load_checkpoint(io.BytesIO(content[:20]), format="safetensors")
     with pytest.raises(TypeError, match="BytesIO"):
         ms.load_checkpoint(io.BytesIO(content))
@@ -135,9 +136,9 @@ def test_wrong_arguments_to_load_raise_what_mindspore_raises(
 
 
 def test_an_encrypted_file_without_a_key_says_so(recorded: Path) -> None:
-    with pytest.raises(ValueError, match=r"is encrypted \(AES-GCM\)"):
+    with refused(ValueError, "encrypted", "AES-GCM"):
         ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"))
-    with pytest.raises(ValueError, match="is encrypted in mode AES-GCM; the mode given is AES-CBC"):
+    with refused(ValueError, "wrong-mode", "AES-GCM", "AES-CBC"):
         ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"), dec_key=KEY, dec_mode="AES-CBC")
     with pytest.raises(ValueError, match="safetensors files are not encrypted"):
         ms.load_checkpoint(str(recorded / "crc.safetensors"), dec_key=KEY, format="safetensors")

@@ -90,7 +90,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("reshard.storage.local.os.pwrite", fail)
-    with pytest.raises(reshard.ReshardError, match="cannot be written"):
+    with pytest.raises(reshard.ReshardError, match="cannot write"):
         ms.save_checkpoint({"w": np.ones(3, np.float32)}, path)
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]
     assert path.read_bytes() == before

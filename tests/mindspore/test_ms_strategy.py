@@ -14,6 +14,7 @@ import pytest
 from checkpoints import write_file
 from generators import divisors, laid_out
 from hypothesis import given
+from refusals import refused
 from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
@@ -92,12 +93,12 @@ def test_layouts_come_back_from_mindspores_terms(pair: tuple[Layout, Shape]) -> 
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xff", "neither"), (b"\x08\x02", "names no")],
+    [(None, "not exist"), (b"", "is empty"), (b"\xff\xff", "is not a strategy file"), (b"\x08\x02", "names no")],
 )
 def test_files_that_are_no_strategy_are_refused(tmp_path: Path, content: bytes | None, text: str) -> None:
     if content is not None:
         (tmp_path / "s.ckpt").write_bytes(content)
-    with pytest.raises(ValueError, match=f"s.ckpt: .*{text}"):
+    with pytest.raises(ValueError, match=f"s.ckpt.*{text}"):
         ms.build_searched_strategy(str(tmp_path / "s.ckpt"))
 
 
@@ -145,11 +146,11 @@ def test_merging_refuses_what_it_cannot_merge(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="src_strategy_dirs is int"):
         ms.merge_pipeline_strategys(3, str(tmp_path / "dst.ckpt"))
     (tmp_path / "src").mkdir()
-    with pytest.raises(ValueError, match="holds no strategy file"):
+    with pytest.raises(ValueError, match="has no strategy file"):
         ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / "dst.ckpt")
     strategy_file(tmp_path / "src/a.ckpt", w=Layout.of([2], [0]))
     strategy_file(tmp_path / "src/b.json", w=Layout.of([2], [0]))
-    with pytest.raises(ValueError, match="both formats"):
+    with refused(ValueError, "mixed-formats", "1 .ckpt", "1 .json"):
         ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / "dst.ckpt")
     assert not (tmp_path / "dst.ckpt").exists()
 
@@ -168,12 +169,12 @@ def test_the_ranks_of_a_group_info_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "is not a group"), (b"\x1a\x00", "has no")],
+    [(None, "not exist"), (b"", "is empty"), (b"\xff", "is not a group"), (b"\x1a\x00", "has no")],
 )
 def test_files_without_group_info_are_refused(tmp_path: Path, content: bytes | None, text: str) -> None:
     if content is not None:
         (tmp_path / "group.pb").write_bytes(content)
-    with pytest.raises(ValueError, match=f"group.pb: .*{text}"):
+    with pytest.raises(ValueError, match=f"group.pb.*{text}"):
         ms.restore_group_info_list(str(tmp_path / "group.pb"))
 
 
@@ -231,7 +232,7 @@ def test_a_layout_as_a_compiled_network_has_it() -> None:
     assert ms.get_parameter_redundancy({"w": plain, "v": sharded}) == {
         "w": ((0, 2), (1, 3)), "v": ((0,), (2,), (1,), (3,)),
     }  # fmt: skip
-    with pytest.raises(ValueError, match="parameter 'v': .* give the strategy file instead"):
+    with refused(ValueError, "unknown-count", "parameter 'v'", "'2-group'", "[4, 2]"):
         ms.get_parameter_redundancy({"v": (*sharded[:2], (4, 2), *sharded[3:])})
     with pytest.raises(ValueError, match=r"parameter 'v': its layout is \(\[2\],\); expected \(dev_matrix"):
         ms.get_parameter_redundancy({"v": ([2],)})

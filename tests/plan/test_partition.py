@@ -22,6 +22,8 @@ from reshard.plan.partition import partitioned
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.plan.plan import Plan
+
 FULL = numbers({"w": (48, 48), "v": (48, 24)})
 
 
@@ -29,17 +31,17 @@ def split(ranks: int, axis: int, names: tuple[str, ...] = ("w", "v")) -> Strateg
     return Strategy.of({name: Layout.of([ranks], [0 if dim == axis else -1 for dim in range(2)]) for name in names})
 
 
-def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> reshard.Plan:
+def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> Plan:
     """Plan by file, carry it out, and see that it reads what the plan says and writes what a plan by tensor does."""
     root = write_ranks(tmp_path / "src", FULL, before)
-    plan = partitioned(reshard.plan(reshard.open(root, strategy=before), after), "file", str(tmp_path))
+    plan = partitioned(reshard.plan(reshard.open(root, strategy=before), after)._record, "file", str(tmp_path))
     report = plan.run(tmp_path / "out")
     assert report.bytes_read == plan.stats.bytes_read
     assert_rank_files(tmp_path / "out", FULL, after)
     return plan
 
 
-def files_of(plan: reshard.Plan) -> tuple[tuple[int, ...], ...]:
+def files_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(task.files for task in plan.tasks)
 
 
@@ -56,11 +58,11 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most:
             reshard.open(before, strategy=model.source), model.target, format=format, selection=selection
         )
         plan.run(root / "b", fsync=False)
-        alone = partitioned(plan, "file", str(root))
+        alone = partitioned(plan._record, "file", str(root))
         report = alone.run(root / "c", fsync=False)
         assert tree(root / "c") == tree(root / "b")
         assert report.bytes_read == alone.stats.bytes_read >= plan.stats.bytes_read
-        assert sorted(n for group in files_of(alone) for n in group) == list(range(len(plan.files)))
+        assert sorted(n for group in files_of(alone) for n in group) == list(range(len(plan._record.files)))
         assert max(map(len, files_of(alone))) <= most
 
 
@@ -108,7 +110,7 @@ def test_small_replicas_do_not_put_files_together(tmp_path: Path) -> None:
     layouts = {rank: Strategy.of({**{n: Layout.of([rank], [0, -1]) for n in FULL}, "norm": Layout.of([rank], [-1])})
                for rank in (8, 4)}  # fmt: skip
     source = reshard.open(write_ranks(tmp_path / "src", full, layouts[8]), strategy=layouts[8])
-    plan = partitioned(reshard.plan(source, layouts[4]), "file", str(tmp_path))
+    plan = partitioned(reshard.plan(source, layouts[4])._record, "file", str(tmp_path))
     assert len(files_of(plan)) == 4
     assert plan.stats.bytes_read == plan.stats.bytes_needed + 3 * 48 * 4
     assert plan.run(tmp_path / "out").bytes_read == plan.stats.bytes_read
@@ -166,10 +168,10 @@ def test_what_is_transposed_is_cut_where_reading_ahead_ends(tmp_path: Path, monk
     rules = {"reshard-rules": 1, "sides": ["a", "b"], "rules": turned}
     plan = reshard.plan(checkpoint.derive(reshard.Rules.of(rules)), files=reshard.HuggingFaceSet())
     pieces: dict[str, list[int]] = {}
-    for task in plan.tasks:
+    for task in plan._record.tasks:
         for piece in task.pieces:
-            pieces.setdefault(plan.labels[piece.move].name, []).append(piece.start)
-    assert len(plan.tasks) > 1
+            pieces.setdefault(plan._record.labels[piece.move].name, []).append(piece.start)
+    assert len(plan._record.tasks) > 1
     assert {name: starts for name, starts in pieces.items() if name != "large.t"} == {
         f"w{number}.t": [0] for number in range(5)
     }

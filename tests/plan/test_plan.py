@@ -11,6 +11,7 @@ from checkpoints import assert_rank_files, blocks, numbers, write_file, write_ra
 from commands import least_memory
 from generators import Model, models
 from hypothesis import given
+from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
@@ -30,37 +31,37 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 
 
 def held(plan: reshard.Plan, rank: int) -> list[str]:
-    return sorted(plan.blocks(rank))
+    return sorted(plan._record.blocks(rank))
 
 
 def test_a_plan_is_told_before_anything_is_read(source: reshard.Checkpoint, tmp_path: Path) -> None:
     target = Strategy.of({"w": COLUMNS, "moments.w": COLUMNS, "b": Layout.of([4], [0])})
     plan = reshard.plan(source, target, prefix="net")
-    for file in source.files:
+    for file in source._record.files:
         Path(file.path).unlink()  # pure: it opens no file
     assert reshard.plan(source, target, prefix="net").stats == plan.stats
-    assert [file.path for file in plan.files] == [f"rank_{r}/net{r}.safetensors" for r in range(4)]
+    assert [file.path for file in plan._record.files] == [f"rank_{r}/net{r}.safetensors" for r in range(4)]
     stats = plan.stats
     assert (stats.tensors, stats.source_files, stats.target_files, stats.tasks) == (4, 4, 4, 1)
     assert stats.bytes_read == stats.bytes_needed == (64 + 64 + 8) * 4 + 4
     assert stats.read_amplification == 1
     assert stats.bytes_written == stats.bytes_read + 3 * 4  # global_step is copied to all four ranks
-    assert stats.target_bytes == sum(file.layout.size for file in plan.files)
+    assert stats.target_bytes == sum(file.layout.size for file in plan._record.files)
     assert stats.peak_memory < 100 << 20
     assert not (tmp_path / "out").exists()
 
 
 def test_tensors_alike_share_everything(source: reshard.Checkpoint) -> None:
     plan = reshard.plan(source, Strategy.of({"w": COLUMNS, "moments.w": COLUMNS, "b": Layout.of([4], [0])}))
-    by_name = {label.name: move for move, label in zip(plan.moves, plan.labels, strict=True)}
+    by_name = {label.name: move for move, label in zip(plan._record.moves, plan._record.labels, strict=True)}
     assert by_name["w"].recipe is by_name["moments.w"].recipe
     assert by_name["w"].way is by_name["moments.w"].way
-    assert len({id(file.layout) for file in plan.files}) == 1
+    assert len({id(file.layout) for file in plan._record.files}) == 1
 
 
 def test_some_ranks_read_no_more_than_their_rows_need(source: reshard.Checkpoint) -> None:
     plan = reshard.plan(source, SOURCE, ranks=[2])
-    assert [file.rank for file in plan.files] == [2]
+    assert [file.rank for file in plan._record.files] == [2]
     assert plan.stats.bytes_needed == plan.stats.bytes_read == (16 + 16 + 8) * 4 + 4
     columns = Strategy.of({"w": COLUMNS, "moments.w": COLUMNS, "b": Layout.of([4], [-1])})
     assert reshard.plan(source, columns, ranks=[2]).stats.read_amplification > 1  # whole rows are read for a column
@@ -71,7 +72,7 @@ def test_some_ranks_read_no_more_than_their_rows_need(source: reshard.Checkpoint
 
 def test_named_by_both_a_rank_gets_its_block(source: reshard.Checkpoint) -> None:
     plan = reshard.plan(source, SOURCE)
-    assert plan.blocks(1)["w"].block == reshard.Block((2, 0), (4, 8))
+    assert plan._record.blocks(1)["w"].block == reshard.Block((2, 0), (4, 8))
 
 
 def test_named_for_another_stage_a_rank_gets_nothing(source: reshard.Checkpoint) -> None:
@@ -90,7 +91,7 @@ def test_not_in_the_target_an_optimizer_state_is_dropped_and_reported(source: re
 
 def test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it(source: reshard.Checkpoint) -> None:
     target = Strategy.of({"w": ROWS, "moments.w": ROWS})
-    with pytest.raises(SourceError, match="tensor 'b': is not in the target strategy; .*drop='b'") as caught:
+    with refused(SourceError, "not-in-strategy", "'b'") as caught:
         reshard.plan(source, target)
     assert caught.value.exit_code == 4
     assert reshard.plan(source, target, drop=["b*"]).dropped == ("b",)
@@ -99,7 +100,7 @@ def test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it(sourc
 def test_not_in_the_source_likewise(source: reshard.Checkpoint) -> None:
     named = {"w": ROWS, "moments.w": ROWS, "b": Layout.of([4], [-1])}
     assert reshard.plan(source, Strategy.of({**named, "adam_v.w": ROWS})).missing == ("adam_v.w",)
-    with pytest.raises(SourceError, match="allow_missing='lora.a'"):
+    with refused(SourceError, "missing-tensor", "allow_missing", "'lora.a'"):
         reshard.plan(source, Strategy.of({**named, "lora.a": ROWS}))
     assert reshard.plan(source, Strategy.of({**named, "lora.a": ROWS}), allow_missing=["lora.*"]).missing == ("lora.a",)
 
@@ -108,7 +109,7 @@ def test_whole_in_the_files_and_named_by_the_target_it_is_cut(tmp_path: Path) ->
     root = write_ranks(tmp_path, {"w": FULL["w"]}, Strategy.of({"w": ROWS}), also={"frozen": FULL["b"]})
     source = reshard.open(root, strategy=Strategy.of({"w": ROWS}))
     plan = reshard.plan(source, Strategy.of({"w": ROWS, "frozen": Layout.of([4], [0])}))
-    assert plan.blocks(3)["frozen"].block == reshard.Block((6,), (8,))
+    assert plan._record.blocks(3)["frozen"].block == reshard.Block((6,), (8,))
 
 
 def test_no_target_strategy_means_one_rank_of_whole_tensors(source: reshard.Checkpoint, tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_no_source_strategy_means_whole_tensors_and_copies(tmp_path: Path) -> No
     path = write_file(tmp_path / "whole.ckpt", {**FULL, "global_step": np.array(7, np.int32)}, "ckpt")
     plan = reshard.plan(reshard.open(path), Strategy.of({"w": ROWS, "moments.w": ROWS}))
     assert plan.format == "ckpt"
-    assert plan.blocks(3)["b"].block == reshard.Block((0,), (8,))  # no layout on either side: a copy
+    assert plan._record.blocks(3)["b"].block == reshard.Block((0,), (8,))  # no layout on either side: a copy
 
 
 def test_copies_that_differ_come_from_the_rank_that_the_rule_says(tmp_path: Path) -> None:
@@ -155,8 +156,7 @@ def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: res
     )
     with pytest.raises(SourceError) as caught:
         reshard.plan(source, target)
-    assert "tensor 'w': dimension 0 of size 8 does not divide into 3" in str(caught.value)
-    assert "tensor 'moments.w': dimension 0 of size 8 does not divide into 3" in str(caught.value)
+    assert all(f"tensor {name!r}" in str(caught.value) for name in ("w", "moments.w"))
     with pytest.raises(SourceError) as again:  # who asks for the grid twice is told once
         reshard.plan(source, target, remove_redundancy=True, link_replicas=True)
     assert str(again.value) == str(caught.value)
@@ -165,16 +165,16 @@ def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: res
 def test_a_shape_that_the_target_strategy_contradicts(source: reshard.Checkpoint) -> None:
     """Frozen zero biases that are split and not listed look whole; the target's JSON file knows better."""
     target = Strategy.of({"w": ROWS, "moments.w": ROWS, "b": Layout.of([4], [0])}, shapes={"b": (32,)})
-    with pytest.raises(SourceError, match=r"tensor 'b': has shape \[8\]; the target strategy says \[32\]"):
+    with refused(SourceError, "wrong-shape", "'b'", "[8]", "[32]"):
         reshard.plan(source, target)
 
 
 def test_memory_is_predicted_and_refused_before_anything_is_read(source: reshard.Checkpoint) -> None:
-    assert reshard.plan(source, SOURCE, memory=1 << 30).threads == 4
+    assert reshard.plan(source, SOURCE, memory=1 << 30)._record.threads == 4
     tight = reshard.plan(source, SOURCE, memory=56 << 20)
-    assert (tight.threads, tight.band_bytes < 4 << 20) == (1, True)
+    assert (tight._record.threads, tight._record.band_bytes < 4 << 20) == (1, True)
     assert tight.stats.peak_memory <= 56 << 20
-    with pytest.raises(BudgetError, match=r"too little; memory=[\d_]+ works: .* a band of tensor 'w'") as caught:
+    with refused(BudgetError, "not-enough-memory", "'w'") as caught:
         reshard.plan(source, SOURCE, memory=20 << 20)
     least = least_memory(caught.value)
     assert reshard.plan(source, SOURCE, memory=least).stats.peak_memory <= least
@@ -189,7 +189,7 @@ def test_a_prefix_cannot_leave_the_target(source: reshard.Checkpoint, prefix: st
 
 
 def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
-    with pytest.raises(UsageError, match="ranks 4,9 are asked for; the target has ranks 0 to 3"):
+    with refused(UsageError, "no-such-rank", "ranks 4", "0 to 3"):
         reshard.plan(source, SOURCE, ranks=[1, 4, 9])
     with pytest.raises(UsageError, match="unknown format 'pickle'"):
         reshard.plan(source, SOURCE, format="pickle")
@@ -217,16 +217,16 @@ def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
         tuple(range(8)),
         Strategy.of({name: Layout.of([8], [0, -1]) for name in names}),
     )
-    plan = reshard.plan(source, Strategy.of({name: Layout.of([6, 2], [-1, 0]) for name in names}))
-    assert len(plan.tasks) <= MOST_TASKS * 1.1
+    plan = reshard.plan(reshard.Checkpoint(source), Strategy.of({name: Layout.of([6, 2], [-1, 0]) for name in names}))
+    assert len(plan._record.tasks) <= MOST_TASKS * 1.1
     rows = {}
-    for task in plan.tasks:
+    for task in plan._record.tasks:
         for piece in task.pieces:
             assert rows.setdefault(piece.move, 0) == piece.start  # in order, without gap or overlap
             rows[piece.move] = piece.stop
-    assert all(rows[number] == move.recipe.rows(move.axis) for number, move in enumerate(plan.moves))
+    assert all(rows[number] == move.recipe.rows(move.axis) for number, move in enumerate(plan._record.moves))
     assert len(pickle.dumps(plan)) < 1 << 20
-    assert TASK_BYTES < (1 << 40) // len(plan.tasks) < 1 << 30
+    assert TASK_BYTES < (1 << 40) // len(plan._record.tasks) < 1 << 30
 
 
 @given(models())
@@ -248,10 +248,10 @@ def test_every_rank_gets_its_blocks_and_no_others(model: Model) -> None:
         for n, a in full.items()
     }
     source = Checkpoint("x", tensors, (SourceFile("x", 0, 0, index),), (0,))
-    plan = reshard.plan(source, model.target)
+    plan = reshard.plan(reshard.Checkpoint(source), model.target)
     for rank in model.target.ranks:
         expected = blocks(full, model.target, rank)
-        found = plan.blocks(rank)
+        found = plan._record.blocks(rank)
         assert set(found) == set(expected)
         for name, held in found.items():
             whole = reshard.Block.whole(full[name].shape)

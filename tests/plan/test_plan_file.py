@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from checkpoints import numbers, tree, write_file, write_ranks
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from samples import examples
 
 import reshard
@@ -57,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cast": {"target": TARGET, "selection": Selection(cast={"float32": "bfloat16"})},
     "selected": {
         "target": RENAMED,
-        "selection": Selection(include=["layers.*@2"], names={"layers.*.w": "model.*.w"}, drop=["b"]),
+        "selection": Selection(include=["layers.*@2"], name_map={"layers.*.w": "model.*.w"}, drop=["b"]),
     },
     "weights": {"selection": Selection(weights_only=True, exclude=["*.1.w"], allow_missing=["x"])},
     "missing": {"target": SOURCE.with_layout("new", ROWS), "allow_missing": ["ne*"]},
@@ -99,7 +101,7 @@ def assert_runs_alike(plan: reshard.Plan, root: Path, folder: Path, **reading: A
     assert tree(folder / "again") == tree(folder / "direct")
     assert (again.stats, again.ranks, again.format) == (plan.stats, plan.ranks, plan.format)
     assert (again.dropped, again.missing, again.warnings) == (plan.dropped, plan.missing, plan.warnings)
-    assert (again.band_bytes, again.threads) == (plan.band_bytes, plan.threads)
+    assert (again._record.band_bytes, again._record.threads) == (plan._record.band_bytes, plan._record.threads)
     again.save(folder / "again.json")
     first, second = (json.loads((folder / name).read_bytes()) for name in ("plan.json", "again.json"))
     assert second["source"].pop("root") != first["source"].pop("root")
@@ -113,7 +115,9 @@ def test_a_saved_plan_does_the_same_on_a_copy_of_the_source(kind: str, root: Pat
     plan = reshard.plan(reshard.open(root, strategy=SOURCE), options.pop("target", None), **options)
     again = assert_runs_alike(plan, root, tmp_path)
     if kind == "linked":
-        assert sum(file.link is not None for file in again.files) == sum(file.link is not None for file in plan.files)
+        assert sum(file.link is not None for file in again._record.files) == sum(
+            file.link is not None for file in plan._record.files
+        )
     if kind == "missing":
         assert again.missing == ("new",)
     if kind == "little memory":
@@ -125,7 +129,7 @@ def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
     for rank in range(4):
         tensors = {"w": np.full((2, 8), rank, np.float32), "seed": np.arange(rank, rank + 9), "text": f"rank {rank}"}
         write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", tensors)
-    source = reshard.open(tmp_path / "src", strategy=strategy, layouts={"seed": "copy"})
+    source = reshard.open(tmp_path / "src", strategy=strategy, layout={"seed": "copy"})
     assert source.tensors["seed"].varies
     assert source.warnings
     assert_runs_alike(reshard.plan(source, Strategy.of({"w": COLUMNS})), tmp_path / "src", tmp_path)
@@ -134,7 +138,7 @@ def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
 def test_a_choice_of_tensors(root: Path, tmp_path: Path) -> None:
     chosen = reshard.open(root, strategy=SOURCE).sel("layers.*", "note")
     again = assert_runs_alike(reshard.plan(chosen, TARGET), root, tmp_path)
-    assert (list(again.source), again.source.left_out) == (list(chosen), chosen.left_out)
+    assert (list(again._record.source), again._record.source.left_out) == (list(chosen), chosen._record.left_out)
 
 
 def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
@@ -143,13 +147,13 @@ def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
     rules = {"frozen": "split:0"}
     every = strategy.with_layout("frozen", Layout.of([4], [0, -1]))
     root = write_ranks(tmp_path / "a" / "src", full, every)
-    source = reshard.open(root, strategy=strategy, layouts=rules)
+    source = reshard.open(root, strategy=strategy, layout=rules)
     assert_runs_alike(reshard.plan(source), root, tmp_path / "a")
     root = write_ranks(tmp_path / "b" / "src", {"w": full["w"]}, strategy)
     shutil.rmtree(root / "rank_3")
     source = reshard.open(root, strategy=strategy, partial=True)
     again = assert_runs_alike(reshard.plan(source), root, tmp_path / "b")
-    assert again.source.partial
+    assert again._record.source.partial
 
 
 @pytest.mark.parametrize("name", [name for name in helpers.case_names() if not name.startswith("lost")])
@@ -167,8 +171,8 @@ def test_one_stage_of_a_pipeline(mindspore_data: Path, tmp_path: Path) -> None:
     case = mindspore_data / "cases" / "pipe_1"
     root = shutil.copytree(case / "src_ckpt", tmp_path / "src")
     plan = reshard.plan(reshard.open(root, strategy=case / "src_strategy.ckpt", stage=1))
-    assert plan.source.part == 1
-    assert assert_runs_alike(plan, root, tmp_path).files[0].path.endswith("_part1.ckpt")
+    assert plan._record.source.part == 1
+    assert assert_runs_alike(plan, root, tmp_path)._record.files[0].path.endswith("_part1.ckpt")
 
 
 def test_a_source_of_one_file_and_a_unified_set(root: Path, tmp_path: Path) -> None:
@@ -195,7 +199,7 @@ def test_an_encrypted_source_needs_its_key_again(tmp_path: Path) -> None:
     content = (tmp_path / "plan.json").read_bytes()
     assert key not in content
     assert key.hex().encode() not in content
-    with pytest.raises(UsageError, match=r"is encrypted, and a plan file holds no key; give it: cipher=\.\.\."):
+    with refused(UsageError, "no-key", "cipher=..."):
         reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy")
     wrong = reshard.Cipher("AES-GCM", bytes(16))
     with pytest.raises(SourceError, match="key"):
@@ -215,9 +219,9 @@ def test_any_pair_of_strategies(tmp_path_factory: pytest.TempPathFactory, model:
         return
     plan.save(folder / "plan.json")
     again = reshard.read_plan(folder / "plan.json")
-    assert plan_digest(again) == plan_digest(plan)
-    assert repr(again.files) == repr(plan.files)
-    assert repr(again.moves) == repr(plan.moves)
+    assert plan_digest(again._record) == plan_digest(plan._record)
+    assert repr(again._record.files) == repr(plan._record.files)
+    assert repr(again._record.moves) == repr(plan._record.moves)
     shutil.rmtree(folder)
 
 
@@ -230,7 +234,7 @@ def test_strategies_of_mindspore_come_back(mindspore_data: Path, tmp_path: Path)
             write_file(tmp_path / "w" / "rank_0" / "a.ckpt", {"x": np.zeros(1)}, "ckpt")
             plan = reshard.plan(reshard.open(tmp_path / "w"), strategy, allow_missing=["*"])
             plan.save(tmp_path / "plan.json", overwrite=True)
-            request = reshard.read_plan(tmp_path / "plan.json").request
+            request = reshard.read_plan(tmp_path / "plan.json")._record.request
             assert request is not None
             assert request.target is not None
             assert (request.target.stages, request.target.devices) == (strategy.stages, strategy.devices)
@@ -263,7 +267,7 @@ def test_a_plan_of_many_tensors_is_small(tmp_path: Path) -> None:
     write_ranks(tmp_path / "src", numbers(names, "int16"), source)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=source), Strategy.of(dict.fromkeys(names, MESH)))
     plan.save(tmp_path / "plan.json")
-    assert (tmp_path / "plan.json").stat().st_size < 150 * len(names) + 200 * len(plan.source.files)
+    assert (tmp_path / "plan.json").stat().st_size < 150 * len(names) + 200 * len(plan._record.source.files)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -275,17 +279,16 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(json.dumps(content).encode())
 
 
-def refuse(path: Path, kind: type[ReshardError], message: str, **reading: Any) -> None:
-    with pytest.raises(kind, match=message) as caught:
+def refuse(path: Path, kind: type[ReshardError], code: str, *places: str, **reading: Any) -> None:
+    with refused(kind, code, *places) as caught:
         reshard.read_plan(path, **reading)
     assert caught.type is kind
 
 
 def test_files_that_are_not_there(saved: Path, root: Path, tmp_path: Path) -> None:
-    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: source="
     (root / "rank_2" / "checkpoint_2.safetensors").unlink()
-    refuse(saved, SourceError, message)
-    refuse(saved, SourceError, "has 4 faults", source=tmp_path / "nowhere")
+    refuse(saved, SourceError, "not-found", "rank_2/checkpoint_2.safetensors", "source=")
+    refuse(saved, SourceError, "not-found", "4 faults", source=tmp_path / "nowhere")
 
 
 def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
@@ -293,19 +296,20 @@ def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     changed(saved, lambda content: content["source"]["files"][2].__setitem__(2, 0))
-    refuse(saved, SourceError, "rank_2/checkpoint_2.safetensors: is not a regular file")
+    refuse(saved, SourceError, "not-a-file", "rank_2/checkpoint_2.safetensors")
 
 
 def test_a_file_of_another_size(saved: Path, root: Path) -> None:
     with (root / "rank_1" / "checkpoint_1.safetensors").open("ab") as file:
         file.write(b"x")
-    refuse(saved, TargetError, r"rank_1/\S+: has \d+ bytes; it had \d+ when it was planned; they are not the files")
+    size = (root / "rank_1" / "checkpoint_1.safetensors").stat().st_size
+    refuse(saved, TargetError, "source-changed", "rank_1/checkpoint_1.safetensors", f"{size} bytes", f"{size - 1} when")
 
 
 def test_a_file_with_another_header(saved: Path, root: Path) -> None:
     path = root / "rank_1" / "checkpoint_1.safetensors"
     path.write_bytes(path.read_bytes().replace(b"global_step", b"global_stop"))
-    refuse(saved, TargetError, "has other tensors, in its header, than when it was planned")
+    refuse(saved, TargetError, "header-changed", "rank_1/checkpoint_1.safetensors")
 
 
 def test_a_file_of_another_step(saved: Path, root: Path) -> None:
@@ -315,7 +319,7 @@ def test_a_file_of_another_step(saved: Path, root: Path) -> None:
     before = local_store().size(str(root / "rank_0" / "checkpoint_0.safetensors"))
     write_ranks(root, full, SOURCE, also=also)
     assert (root / "rank_0" / "checkpoint_0.safetensors").stat().st_size == before
-    refuse(saved, TargetError, "has 4 faults:\n.*has other contents than when it was planned")
+    refuse(saved, TargetError, "source-changed", "4 faults", "contents")
 
 
 def test_times_do_not_count(saved: Path, root: Path) -> None:
@@ -326,26 +330,28 @@ def test_times_do_not_count(saved: Path, root: Path) -> None:
 
 def test_what_would_do_something_else(saved: Path) -> None:
     changed(saved, lambda content: content["target"].update(ranks=[0, 1]))
-    refuse(saved, PlanError, r"would write something else than was planned \(by reshard 0\.1\.0\), or the file was cha")
+    refuse(saved, PlanError, "different-plan", saved, "reshard 0.1.0")
 
 
 def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="needs nothing but the files"):
+    with refused(UsageError, "not-savable", "file by file"):
         plan_convert(root, "ckpt").save(tmp_path / "plan.json")
     some = SomeFiles(ShardFiles(("a",), dict.fromkeys([*SHAPES, "global_step", "note"], 0)), (0,), with_index=False)
-    with pytest.raises(UsageError, match="laid out by SomeFiles cannot be saved"):
-        reshard.plan(plan.source, files=some).save(tmp_path / "plan.json")
+    with refused(UsageError, "not-savable", "SomeFiles"):
+        reshard.plan(reshard.Checkpoint(plan._record.source), files=some).save(tmp_path / "plan.json")
     paths = {0: root / "rank_0" / "checkpoint_0.safetensors", 1: root / "rank_1" / "checkpoint_1.safetensors"}
     two = reshard.open(paths, strategy=SOURCE, partial=True)
-    with pytest.raises(UsageError, match="all files of its source are in one directory"):
+    with refused(UsageError, "not-savable", "one directory"):
         reshard.plan(two, TARGET, ranks=[0], selection=Selection(include=["b"])).save(tmp_path / "plan.json")
-    source_file = Path(plan.source.files[0].path)
+    source_file = Path(plan._record.source.files[0].path)
     before = source_file.read_bytes()
     with pytest.raises(TargetError, match="is one of the source files"):
         plan.save(source_file)
     assert source_file.read_bytes() == before
-    starred = reshard.plan(plan.source, selection=Selection(names={"layers.**.w": "model.**.w"}))
-    with pytest.raises(UsageError, match=r"cannot be saved: .*two next to each other"):
+    starred = reshard.plan(
+        reshard.Checkpoint(plan._record.source), selection=Selection(name_map={"layers.**.w": "model.**.w"})
+    )
+    with refused(UsageError, "not-savable", "layers.**.w"):
         starred.save(tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
 
@@ -390,7 +396,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other devices": (lambda c: c["target"]["strategy"].update(devices=8), "is not for its 8 devices"),
     "an absurd device matrix": (
         lambda c: c["target"]["strategy"]["layouts"][0].__setitem__(0, [1 << 50]),
-        "is taken for a corrupt file",
+        "131072 devices",
     ),
     "an axis out of range": (
         lambda c: c["target"]["strategy"]["layouts"][0].__setitem__(1, [[7], []]),
@@ -423,28 +429,28 @@ def test_a_hostile_plan_file_is_refused(kind: str, saved: Path, tmp_path: Path) 
     change, message = HOSTILE[kind]
     changed(saved, change)
     before = tree(tmp_path)
-    with pytest.raises(PlanError, match=message) as caught:
+    with refused(PlanError, "not-a-plan", saved) as caught:
         read(saved)
-    assert str(caught.value).startswith(f"{saved}: is not a valid plan file: ")
-    assert "\n" not in str(caught.value)
+    assert re.search(message, str(caught.value))
+    assert "\n" not in caught.value.message
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "Expecting value"),
-        (b"\xff\xfe\x00", "decode"),
-        (b"[1]", "has no key 'reshard_plan'"),
-        (b"[" * 100_000, "nested too deep"),
-        (b'{"reshard_plan": 1, "reshard_plan": 1}', "the key 'reshard_plan' is there twice"),
-        (b'{"reshard_plan": ' + b"1" * 5000 + b"}", "a number of thousands of digits"),
-        (b'{"reshard_plan": 1, "files": []}', r"\$ has no 'made_by'"),
+        (b"", ("not-a-plan", "plan.json")),
+        (b"\xff\xfe\x00", ("not-a-plan",)),
+        (b"[1]", ("not-a-plan", "'reshard_plan'")),
+        (b"[" * 100_000, ("not-a-plan",)),
+        (b'{"reshard_plan": 1, "reshard_plan": 1}', ("not-a-plan", "'reshard_plan'")),
+        (b'{"reshard_plan": ' + b"1" * 5000 + b"}", ("not-a-plan",)),
+        (b'{"reshard_plan": 1, "files": []}', ("not-a-plan", "'made_by'")),
     ],
 )
-def test_what_is_not_a_plan_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+def test_what_is_not_a_plan_file_is_refused(content: bytes, message: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(content)
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, *message):
         read(tmp_path / "plan.json")
 
 
@@ -452,8 +458,8 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)
     expected = {
-        "nothing.json": "No such file",
-        ".": "is not a regular file",
+        "nothing.json": "nothing.json",
+        ".": "expected a regular file",
         "large.json": "has more than 268435456 bytes",
     }
     for name, message in expected.items():
@@ -464,10 +470,10 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["files"].update(fields=["../x", ""]), "not the beginning of a file name"),
+        (lambda c: c["files"].update(fields=["../x", ""]), r"prefix '\.\./x'"),
         (lambda c: c["target"].update(format="../x"), r"unknown format '\.\./x'"),
         (lambda c: c["target"].update(ranks=[1 << 30]), "the target has ranks 0 to 3"),
-        (lambda c: c["target"].update(memory=1), "too little"),
+        (lambda c: c["target"].update(memory=1), "not enough"),
         (lambda c: c["source"]["strategy"]["tensors"].update(b=0), "dimension|dimensions"),
     ],
 )  # fmt: skip
@@ -481,7 +487,7 @@ def test_what_only_planning_finds_is_refused(change: Any, message: str, saved: P
 
 def test_a_tensor_of_blocks_is_never_taken_for_copies(saved: Path) -> None:
     changed(saved, lambda content: content["source"].update(varying=["layers.0.w", "nothing"]))
-    assert not any(tensor.varies for tensor in reshard.read_plan(saved).source.tensors.values())
+    assert not any(tensor.varies for tensor in reshard.read_plan(saved)._record.source.tensors.values())
 
 
 VALUES = st.one_of(
@@ -513,7 +519,7 @@ def test_any_change_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFact
     except ReshardError:
         pass
     else:
-        assert plan_digest(found) == plan_digest(plan)
+        assert plan_digest(found._record) == plan_digest(plan._record)
     finally:
         shutil.rmtree(folder)
 
@@ -522,7 +528,7 @@ def test_any_change_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_header_digest_is_of_all_that_the_header_says(root: Path) -> None:
-    index = reshard.open(root, strategy=SOURCE).files[0].index
+    index = reshard.open(root, strategy=SOURCE)._record.files[0].index
     entry = index.entries["note"]
     others = [
         index._replace(format="ckpt"),
@@ -565,6 +571,6 @@ def test_pages_are_spread_over_the_file(tmp_path: Path) -> None:
 
 
 def test_the_target_that_is_named_is_not_a_part_of_the_plan(plan: reshard.Plan, tmp_path: Path) -> None:
-    save(plan, tmp_path / "plan.json", directory="made/dst")
+    save(plan._record, tmp_path / "plan.json", directory="made/dst")
     assert read(tmp_path / "plan.json").directory == "made/dst"
-    assert plan_digest(reshard.read_plan(tmp_path / "plan.json")) == plan_digest(plan)
+    assert plan_digest(reshard.read_plan(tmp_path / "plan.json")._record) == plan_digest(plan._record)

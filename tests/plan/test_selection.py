@@ -11,6 +11,7 @@ import pytest
 from checkpoints import Array, assert_rank_files, numbers, places, write_file, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 import reshard
 from reshard import Layout, Selection, Strategy
@@ -39,7 +40,7 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 
 def kept(source: reshard.Checkpoint, selection: Selection, target: Strategy | None = None) -> set[str]:
     plan = reshard.plan(source, target, selection=selection)
-    return {*plan.blocks(0), *plan.texts}
+    return {*plan._record.blocks(0), *plan._record.texts}
 
 
 # --- which ---
@@ -56,12 +57,11 @@ def test_include_and_exclude_are_globs_of_source_names(source: reshard.Checkpoin
 
 def test_a_pattern_may_say_how_many_it_matches(source: reshard.Checkpoint) -> None:
     assert len(kept(source, Selection(include=("layers.*@4",)))) == 4
-    with pytest.raises(UsageError) as caught:
+    places = ("include='layers.*@5'", "expected 5", "include='nothing.*'", "exclude='embed@2'")
+    with refused(UsageError, "wrong-count", *places) as caught:
         reshard.plan(source, selection=Selection(include=("layers.*@5", "nothing.*"), exclude=("embed@2",)))
     assert caught.value.exit_code == 2
-    for fault in ("include='layers.*@5': matches 4 tensors; expected 5", "include='nothing.*': matches no tensor",
-                  "exclude='embed@2': matches 1 tensors; expected 2"):  # fmt: skip
-        assert fault in str(caught.value)
+    assert caught.value.codes == ("wrong-count", "no-match")
 
 
 def test_a_name_that_ends_like_a_count_is_a_name(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_weights_only_leaves_out_all_that_only_training_needs(source: reshard.Ch
     assert kept(source, Selection(weights_only=True)) == set(WEIGHTS)
     target = Strategy.of(dict.fromkeys(NAMES, ROWS))
     plan = reshard.plan(source, target, selection=Selection(weights_only=True))
-    assert set(plan.blocks(1)) == set(WEIGHTS)
+    assert set(plan._record.blocks(1)) == set(WEIGHTS)
     assert (plan.dropped, plan.missing) == ((), ())  # asked for, so nothing to report
 
 
@@ -100,12 +100,12 @@ def test_what_is_left_out_is_neither_dropped_nor_missing(source: reshard.Checkpo
     selection = Selection(include=("embed",))
     plan = reshard.plan(source, target, selection=selection)
     assert (plan.dropped, plan.missing) == ((), ())
-    with pytest.raises(SourceError, match="tensor 'extra': is in the strategy and in no source file"):
+    with refused(SourceError, "missing-tensor", "'extra'"):
         reshard.plan(source, target, drop=["*"])
 
 
 def test_nothing_left_is_an_error(source: reshard.Checkpoint) -> None:
-    with pytest.raises(UsageError, match="leaves no tensor"):
+    with refused(UsageError, "no-tensors"):
         reshard.plan(source, selection=Selection(exclude=("*",)))
 
 
@@ -120,7 +120,7 @@ def test_drop_and_allow_missing_are_part_of_it(source: reshard.Checkpoint) -> No
 
 
 def renamed(new_names: dict[str, str], names: Iterable[str] = NAMES) -> dict[str, str]:
-    found = Selection(names=new_names).renamed(list(names))
+    found = Selection(name_map=new_names).renamed(list(names))
     return {old: new for old, new in found.items() if old != new}
 
 
@@ -162,7 +162,7 @@ def test_exact_names_come_before_globs_and_the_first_glob_counts() -> None:
 
 def test_maps_apply_at_once_so_that_a_swap_is_legal(source: reshard.Checkpoint, tmp_path: Path) -> None:
     swap = {"layers.0.wq": "layers.1.wq", "layers.1.wq": "layers.0.wq"}
-    plan = reshard.plan(source, STRATEGY, selection=Selection(names=swap, include=("*layers.*.wq",)))
+    plan = reshard.plan(source, STRATEGY, selection=Selection(name_map=swap, include=("*layers.*.wq",)))
     plan.run(tmp_path / "out")
     found = reshard.open(tmp_path / "out", strategy=STRATEGY, partial=True)
     for old, new in swap.items():
@@ -171,31 +171,33 @@ def test_maps_apply_at_once_so_that_a_swap_is_legal(source: reshard.Checkpoint, 
 
 
 def test_collisions_are_told_all_at_once() -> None:
-    with pytest.raises(UsageError) as caught:
+    places = ("name map has 4 faults", "'q'", "layers.0.wq, layers.1.wq", "'embed'")  # the states collide too
+    with refused(UsageError, "duplicate-name", *places):
         renamed({"layers.*.wq": "q", "layers.0.wo": "embed"})
-    told = str(caught.value)
-    assert "name map has 4 faults" in told  # the states collide too
-    assert "name 'q': is given to layers.0.wq, layers.1.wq" in told
-    assert "name 'embed': is given to layers.0.wo, embed" in told
 
 
 def test_a_collision_with_a_tensor_that_is_left_out_is_none(source: reshard.Checkpoint) -> None:
-    selection = Selection(names={"layers.0.wo": "embed"}, include=("layers.0.wo",))
+    selection = Selection(name_map={"layers.0.wo": "embed"}, include=("layers.0.wo",))
     assert kept(source, selection) == {"embed"}
 
 
 def test_names_that_are_not_there_are_reported() -> None:
-    with pytest.raises(UsageError, match="(?s)name 'gone': matches no tensor.*name 'x.*': matches no tensor"):
+    with refused(UsageError, "no-match", "'gone'"):
         renamed({"gone": "a", "x.*": "y.*"})
 
 
 @pytest.mark.parametrize(
     ("names", "told"),
-    [({"a": "b.*"}, "more stars"), ({"a.*": "b.*.*"}, "more stars"), ({"": "b"}, "empty"), ({"a": ""}, "empty")],
+    [
+        ({"a": "b.*"}, ("bad-pattern",)),
+        ({"a.*": "b.*.*"}, ("bad-pattern",)),
+        ({"": "b"}, ("bad-name",)),
+        ({"a": ""}, ("bad-name",)),
+    ],
 )
-def test_maps_that_cannot_be_meant(names: dict[str, str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        Selection(names=names)
+def test_maps_that_cannot_be_meant(names: dict[str, str], told: tuple[str, ...]) -> None:
+    with refused(UsageError, *told):
+        Selection(name_map=names)
 
 
 def test_names_are_no_patterns_but_for_the_star() -> None:
@@ -207,15 +209,15 @@ def test_names_are_no_patterns_but_for_the_star() -> None:
 def test_any_permutation_is_a_map_and_back(order: list[str]) -> None:
     there = dict(zip(WEIGHTS, order, strict=True))
     back = {new: old for old, new in there.items()}
-    first = Selection(names=there).renamed(NAMES)
-    second = Selection(names=back).renamed(list(first.values()))
+    first = Selection(name_map=there).renamed(NAMES)
+    second = Selection(name_map=back).renamed(list(first.values()))
     assert {old: second[new] for old, new in first.items()} == {name: name for name in NAMES}
 
 
 def test_the_target_strategy_goes_by_the_new_names(source: reshard.Checkpoint, tmp_path: Path) -> None:
     columns = Layout.of([2], [-1, 0])
     target = Strategy.of({f"model.{name}": columns for name in WEIGHTS})
-    selection = Selection(weights_only=True, names={name: f"model.{name}" for name in WEIGHTS})
+    selection = Selection(weights_only=True, name_map={name: f"model.{name}" for name in WEIGHTS})
     reshard.plan(source, target, selection=selection).run(tmp_path / "out")
     assert_rank_files(tmp_path / "out", {f"model.{name}": FULL[name] for name in WEIGHTS}, target)
 
@@ -339,14 +341,14 @@ def test_casts_that_cannot_be_meant(cast: dict[str, str], told: str) -> None:
 
 
 def test_all_casts_that_cannot_be_meant_are_told_at_once() -> None:
-    with pytest.raises(UsageError, match="selection has 2 faults"):
+    with refused(UsageError, "unsupported-cast", "2 faults"):
         Selection(cast={"float32": "int32", "float16": "str"})
 
 
 def test_a_selection_is_a_value() -> None:
     import pickle
 
-    one = Selection(include=("a",), names={"a": "b"}, cast={"float32": "bfloat16"})
+    one = Selection(include=("a",), name_map={"a": "b"}, cast={"float32": "bfloat16"})
     assert pickle.loads(pickle.dumps(one)) == one  # noqa: S301 -- our own bytes
     assert Selection(include=["a"]) == Selection(include=("a",))  # type: ignore[arg-type]
 

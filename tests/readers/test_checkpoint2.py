@@ -12,6 +12,7 @@ import pytest
 from checkpoints import assert_equal, write_file
 from commands import call, done
 from measure import RESHARD, measured
+from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
@@ -101,7 +102,7 @@ def test_they_are_converted_and_verified(mindspore_data: Path, tmp_path: Path, n
     })  # fmt: skip
     reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
-    source.to_zarr(tmp_path / "zarr", fsync=False)
+    source._record.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     plan = reshard.plan(source)
     plan.save(tmp_path / "plan.json")
@@ -118,10 +119,10 @@ def test_each_becomes_rank_files_of_the_same_blocks(mindspore_data: Path, tmp_pa
     root = root_of(mindspore_data, name)
     source = reshard.open(root / "checkpoint")
     full = {key: value for key, value in np.load(root / "full.npz").items() if key in source}
-    done("convert", root / "checkpoint", tmp_path / "out", "--format", "ckpt")
+    done("convert", root / "checkpoint", tmp_path / "out", "--to", "ckpt", "--same-ranks")
     made = reshard.open(tmp_path / "out", strategy=reshard.strategy_of(source))
     assert_equal(made, full)
-    assert {file.index.format for file in made.files} == {"ckpt"}
+    assert {file.index.format for file in made._record.files} == {"ckpt"}
     assert made.ranks == tuple(sorted(set(source.ranks)))
     assert reshard.verify(tmp_path / "out").equal
 
@@ -131,9 +132,9 @@ def test_another_iteration_of_a_run(mindspore_data: Path) -> None:
     assert reshard.open(root).root.endswith("iteration_00000004")
     assert reshard.open(root, iteration=2).root.endswith("iteration_00000002")
     assert reshard.open(root / "iteration_00000002", iteration=2).root.endswith("iteration_00000002")
-    with pytest.raises(SourceError, match="has no iteration 3; iterations 2, 4"):
+    with refused(SourceError, "no-such-iteration", "iteration 3", "iterations 2, 4"):
         reshard.open(root, iteration=3)
-    with pytest.raises(SourceError, match="expected a run that has iteration 4"):
+    with refused(SourceError, "no-such-iteration", "iteration 4"):
         reshard.open(root / "iteration_00000002", iteration=4)
 
 
@@ -141,17 +142,17 @@ def test_a_run_that_does_not_say_which_iteration_is_complete(case: Callable[[str
     place = case(SPLIT)
     tracker = place.parent / "latest_checkpointed_iteration.txt"
     tracker.write_text("5")
-    with pytest.raises(SourceError, match=r"has no iteration 5; .*names it, and iteration 4 is there"):
+    with refused(SourceError, "no-such-iteration", "iteration 5", "iteration 4", tracker.name):
         reshard.open(place.parent)
     tracker.write_text("the last")
-    with pytest.raises(SourceError, match="expected the number of an iteration"):
+    with refused(SourceError, "bad-tracker", tracker, "the last"):
         reshard.open(place.parent)
     tracker.unlink()
-    with pytest.raises(SourceError, match="give e.g. iteration=4"):
+    with refused(SourceError, "missing-tracker", tracker.name, "iteration=4"):
         reshard.open(place.parent)
-    refused = call("inspect", place.parent)
-    assert refused.exit_code == 4
-    assert "--iteration 4" in refused.stderr
+    result = call("inspect", place.parent)
+    assert result.exit_code == 4
+    assert "--iteration 4" in result.stderr
     assert_equal(reshard.open(place.parent, iteration=4), full_of(place))
 
 
@@ -167,15 +168,15 @@ def test_at_a_url(mindspore_data: Path) -> None:
 
 def test_options_that_say_what_the_metadata_say_are_refused(mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / SPLIT / "checkpoint"
-    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layouts": {"*": "whole"}}, {"stage": 0}):
-        with pytest.raises(UsageError, match="says itself which block is where"):
+    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layout": {"*": "whole"}}, {"stage": 0}):
+        with refused(UsageError, "self-described", root):
             reshard.open(root, **options)
 
 
 def test_inspect_shows_layouts(mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / SPLIT / "checkpoint"
     shown = done("inspect", root).stdout
-    assert "[2, 4] map [0, -1]" in shown
+    assert "rows / 4 × 2 copies" in shown
     assert "8 ranks (0-7)" in shown
     (row,) = (one for one in json.loads(done("inspect", root, "--json").stdout)["tensors"] if one["name"] == NORM)
     assert row["layouts"][0]["dev_matrix"] == [2, 4]
@@ -193,7 +194,7 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     assert [line.split()[1] for line in shown.splitlines()[1:]] == ["2", "4", "6"]
     assert "complete; the last" in shown.splitlines()[2]
     assert "was not healthy" in shown.splitlines()[1]
-    assert f"not complete: {gone.name}: is not there" in shown.splitlines()[3]
+    assert f"not complete: {gone.name}: is missing" in shown.splitlines()[3]
     assert "iteration 2" not in done("inspect", root, "--iteration", "4").stdout
     found = json.loads(done("inspect", root, "--json").stdout)["iterations"]
     assert [(one["number"], one["is_last"], not one["problem"]) for one in found] == [
@@ -201,10 +202,10 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     ]  # fmt: skip
     assert all(one["nbytes"] > 0 for one in found)
     (root / "latest_checkpointed_iteration.txt").unlink()
-    refused = call("inspect", root)
-    assert refused.exit_code == 4
-    assert "iteration 6" in refused.stdout
-    assert "--iteration 6" in refused.stderr
+    result = call("inspect", root)
+    assert result.exit_code == 4
+    assert "iteration 6" in result.stdout
+    assert "--iteration 6" in result.stderr
 
 
 def test_replicas_are_compared_bit_for_bit(case: Callable[[str], Path]) -> None:
@@ -220,16 +221,16 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
     place = case(SPLIT)
     for path in (place / "metadata.json", place / "common.json", place.parent / "latest_checkpointed_iteration.txt"):
         for source in (place.parent, place) if path.parent == place else (place.parent,):
-            refused = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
-            assert refused.exit_code == 6, path
-            assert "is one of the source files" in refused.stderr
+            result = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
+            assert result.exit_code == 6, path
+            assert "is one of the source files" in result.stderr
 
 
 def test_what_has_no_iterations_has_none(case: Callable[[str], Path], tmp_path: Path) -> None:
-    reshard.open(case(SPLIT)).to_zarr(tmp_path / "z", fsync=False)
+    reshard.open(case(SPLIT))._record.to_zarr(tmp_path / "z", fsync=False)
     write_file(tmp_path / "w.safetensors", {"w": np.zeros(4, np.float32)})
     for path in ("z", "w.safetensors"):
-        with pytest.raises(UsageError, match="has no iterations; leave iteration=3 out"):
+        with refused(UsageError, "no-iterations", path, "iteration=3"):
             reshard.open(tmp_path / path, iteration=3)
 
 
@@ -257,13 +258,13 @@ def test_numbers_that_contradict_the_layout(case: Callable[[str], Path]) -> None
     place = case(SUBMESH)
     found = reshard.open(place)
     assert_equal(found, full_of(place))
-    (defect,) = found.defects
+    (defect,) = found._record.defects
     assert "numbers the blocks of" in defect
     assert NORM in defect
     assert defect in found.warnings
-    refused = call("verify", place.parent)
-    assert refused.exit_code == 4
-    assert f"metadata.json: numbers the blocks of {NORM}" in refused.stderr
+    result = call("verify", place.parent)
+    assert result.exit_code == 4
+    assert f"metadata.json: numbers the blocks of {NORM}" in result.stderr
 
 
 def test_blocks_that_were_lost(case: Callable[[str], Path], tmp_path: Path) -> None:
@@ -281,9 +282,9 @@ def test_blocks_that_were_lost(case: Callable[[str], Path], tmp_path: Path) -> N
         assert "they were lost when it was saved (remove_redundancy)" in found.unreadable[name]
     assert_equal(found, full_of(place), but=norms)
     for command in (["unify", place, tmp_path / "u"], ["verify", place.parent]):
-        refused = call(*command)
-        assert refused.exit_code == 4
-        assert f"--drop '{NORM}'" in refused.stderr
+        result = call(*command)
+        assert result.exit_code == 4
+        assert f"--drop '{NORM}'" in result.stderr
     done("unify", place, tmp_path / "u", "--drop", "*norm.weight")
     assert_equal(reshard.open(tmp_path / "u"), full_of(place), but=norms)
     done("verify", place, "--drop", "*norm.weight")
@@ -350,12 +351,12 @@ def test_states_that_the_metadata_leave_out(case: Callable[[str], Path]) -> None
             for key in [key for key in places if f"'{name}'" in key]:
                 del places[key]
 
-    assert not reshard.open(place).defects  # global_step is not listed there either
+    assert not reshard.open(place)._record.defects  # global_step is not listed there either
     change(place, left_out)
     assert_equal(reshard.open(place), full_of(place))
-    refused = call("verify", place)
-    assert refused.exit_code == 4
-    assert "metadata.json: does not list adam_v." in refused.stderr
+    result = call("verify", place)
+    assert result.exit_code == 4
+    assert "metadata.json: does not list adam_v." in result.stderr
     steps = iter(range(99))
     rewrite(place, "global_step", lambda step: np.full_like(step, next(steps)))
     assert "differs between the ranks" in reshard.open(place).unreadable["global_step"]
@@ -380,9 +381,9 @@ def test_states_that_were_listed_and_not_saved(case: Callable[[str], Path]) -> N
     found = reshard.open(place)
     assert "is not in the files that should have it, as metadata.json says" in found.unreadable[name]
     assert_equal(found, full_of(place), but=(name,))
-    refused = call("verify", place)
-    assert refused.exit_code == 4
-    assert f"tensor '{name}': is not in the files" in refused.stderr
+    result = call("verify", place)
+    assert result.exit_code == 4
+    assert f"tensor '{name}': is not in the files" in result.stderr
 
 
 def test_a_weight_whose_place_is_in_a_file_of_the_optimizer(case: Callable[[str], Path]) -> None:
@@ -431,7 +432,7 @@ def test_what_cannot_be_read_is_refused_by_name(
     place = case(SPLIT)
     name = "embedding.word_embeddings.weight"
     change(place, lambda tensors, _: what(tensors[name]))
-    with pytest.raises(SourceError, match=f"{name}.*{said}.*drop="):
+    with pytest.raises(SourceError, match=f"(?s){name}.*{said}.*drop="):
         reshard.plan(reshard.open(place))
     plan = reshard.plan(reshard.open(place), selection=reshard.Selection(drop=(name,)))
     assert plan.dropped == (name,)
@@ -441,11 +442,11 @@ def test_an_iteration_that_is_not_complete(case: Callable[[str], Path]) -> None:
     place = case(SPLIT)
     gone = min(place.glob("*-model-*"))
     gone.rename(place / "spare")
-    with pytest.raises(SourceError, match=f"{gone.name}: is not there, and metadata.json names it"):
+    with refused(SourceError, "missing-file", gone.name, "metadata.json"):
         reshard.open(place)
-    refused = call("verify", place.parent)  # which the tracker names
-    assert refused.exit_code == 4
-    assert f"{gone.name}: is not there, and metadata.json names it; was saving it interrupted?" in refused.stderr
+    result = call("verify", place.parent)  # which the tracker names
+    assert result.exit_code == 4
+    assert gone.name in result.stderr
     (place / "spare").rename(gone)
     content = gone.read_bytes()
     gone.write_bytes(content[:-1])
@@ -453,10 +454,10 @@ def test_an_iteration_that_is_not_complete(case: Callable[[str], Path]) -> None:
         reshard.open(place)
     gone.write_bytes(content)
     (place / "metadata.json").unlink()
-    with pytest.raises(SourceError, match="each in one file, as there is no metadata.json"):
+    with refused(SourceError, "duplicate-name", "metadata.json"):
         reshard.open(place)
     gone.unlink()
-    with pytest.raises(SourceError, match="has no number 0 of 8, and there is no metadata.json"):
+    with refused(SourceError, "missing-shards", "number 0 of 8", "metadata.json"):
         reshard.open(place)
 
 
@@ -478,7 +479,7 @@ def test_a_training_that_was_not_healthy(case: Callable[[str], Path]) -> None:
     (place / "common.json").write_text(json.dumps(common | {"ckpt_status": 1}))
     assert any("was not healthy" in warning for warning in reshard.open(place).warnings)
     (place / "common.json").write_text("{")
-    with pytest.raises(SourceError, match="common.json: is not JSON"):
+    with refused(SourceError, "not-json", "common.json"):
         reshard.open(place)
     (place / "common.json").unlink()
     assert any("has no common.json" in warning for warning in reshard.open(place).warnings)
@@ -495,47 +496,47 @@ def test_whole_tensors_in_several_files_need_no_metadata(case: Callable[[str], P
     (place / "common.json").unlink()
     found = reshard.open(place)
     assert_equal(found, held)
-    assert found.described_by == "Checkpoint 2.0"
+    assert found._record.described_by == "Checkpoint 2.0"
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "place"),
     [
-        (lambda _, some: some[0].update(file_name="../x.safetensors"), "expected a safetensors file in the same"),
+        (lambda _, some: some[0].update(file_name="../x.safetensors"), "'../x.safetensors'"),
         (lambda _, some: some[0].update(storage_rank=-1), "storage_rank is -1"),
         (lambda _, some: some[0].update(storage_rank=7), "is of rank 7 here"),
         (lambda _, some: some[0].pop("file_name"), "has no 'file_name'"),
-        (lambda _, some: some[0].update(rank_group=[True]), "expected whole numbers"),
-        (lambda places, _: places.update(x=[]), "is not a name and the number of a block"),
-        (lambda places, some: places.update({f"('{NORM}', ({1 << 40},))": some}), "no tensor has as many"),
-        (lambda places, some: places.update({"('x', (0,))": some}), "has places of 'x', and no such tensor"),
+        (lambda _, some: some[0].update(rank_group=[True]), "True"),
+        (lambda places, _: places.update(x=[]), "storage_data.x: "),
+        (lambda places, some: places.update({f"('{NORM}', ({1 << 40},))": some}), str(1 << 40)),
+        (lambda places, some: places.update({"('x', (0,))": some}), "'x'"),
     ],
 )
-def test_places_that_cannot_be(case: Callable[[str], Path], what: Callable[[Json, Any], None], said: str) -> None:
-    place = case(SPLIT)
-    change(place, lambda _, places: what(places, places[f"('{NORM}', (0,))"]))
-    with pytest.raises(SourceError, match=said):
-        reshard.open(place)
+def test_places_that_cannot_be(case: Callable[[str], Path], what: Callable[[Json, Any], None], place: str) -> None:
+    root = case(SPLIT)
+    change(root, lambda _, places: what(places, places[f"('{NORM}', (0,))"]))
+    with refused(SourceError, "unknown-tensor" if place == "'x'" else "bad-metadata", "metadata.json", place):
+        reshard.open(root)
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "place"),
     [
-        (lambda one: one.update(global_shape="24"), "expected whole numbers"),
-        (lambda one: one.update(global_shape=[-24, 12]), "expected whole numbers"),
-        (lambda one: one.pop("properties"), "has no 'properties'"),
-        (lambda one: one["layout"].update(rank_list=[0, 1]), "expected one for each device"),
-        (lambda one: one["layout"].update(rank_list=[0] * 8), "expected one for each device"),
-        (lambda one: one["layout"].update(tensor_map=[0]), "tensor_map is of 1 dimensions; the shape has 2"),
-        (lambda one: one["layout"].update(tensor_map=[7, -1]), r"tensor_map\[0\] is 7"),
-        (lambda one: one["layout"].update(device_matrix=[1 << 40]), "taken for a corrupt file"),
+        (lambda one: one.update(global_shape="24"), "'24'"),
+        (lambda one: one.update(global_shape=[-24, 12]), "[-24, 12]"),
+        (lambda one: one.pop("properties"), "'properties'"),
+        (lambda one: one["layout"].update(rank_list=[0, 1]), "rank_list has 2"),
+        (lambda one: one["layout"].update(rank_list=[0] * 8), "rank_list has 8"),
+        (lambda one: one["layout"].update(tensor_map=[0]), "tensor_map is of 1 dimensions"),
+        (lambda one: one["layout"].update(tensor_map=[7, -1]), "tensor_map[0] is 7"),
+        (lambda one: one["layout"].update(device_matrix=[1 << 40]), str(1 << 40)),
     ],
 )
-def test_tensors_that_cannot_be(case: Callable[[str], Path], what: Callable[[Json], None], said: str) -> None:
-    place = case(SPLIT)
-    change(place, lambda tensors, _: what(tensors["embedding.word_embeddings.weight"]))
-    with pytest.raises(SourceError, match=said):
-        reshard.open(place)
+def test_tensors_that_cannot_be(case: Callable[[str], Path], what: Callable[[Json], None], place: str) -> None:
+    root = case(SPLIT)
+    change(root, lambda tensors, _: what(tensors["embedding.word_embeddings.weight"]))
+    with refused(SourceError, "bad-metadata", "state_dict_metadata.embedding.word_embeddings.weight", place):
+        reshard.open(root)
 
 
 def write_large(place: Path, ranks: int, tensors: int) -> None:
@@ -585,7 +586,7 @@ def test_asked_for_what_cannot_be_read_it_says_why(case: Callable[[str], Path]) 
     found = reshard.open(case(LOST))
     assert NORM not in found
     for ask in (found.__getitem__, found.picture):
-        with pytest.raises(SourceError, match=f"tensor '{NORM}' lacks 1 of its 2 blocks, which no file has"):
+        with refused(SourceError, "unreadable-tensor", f"tensor '{NORM}'", "lacks 1 of its 2 blocks"):
             ask(NORM)
     with pytest.raises(KeyError):
         found[NORM + "x"]

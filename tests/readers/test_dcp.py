@@ -13,6 +13,7 @@ import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
 from dcp_files import NEW, OLD, metadata, write_hyper
+from refusals import failed, refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Selection, Strategy
@@ -68,7 +69,7 @@ def test_real_ones_are_their_whole_tensors(case: Callable[[str], Path], name: st
         assert_equal(found, full_of(root))
         assert not found.warnings
         assert not found.unreadable
-        assert set(found.objects) == {"extra.step"}
+        assert set(found._record.objects) == {"extra.step"}
     ranks = 4 if name == "dcp_fsdp2_tp2" else 2
     assert found.ranks == tuple(range(ranks))
 
@@ -89,7 +90,7 @@ def test_they_are_converted_and_verified(case: Callable[[str], Path], tmp_path: 
         tmp_path / "back", fsync=False
     )
     assert_equal(reshard.open(tmp_path / "back"), full)
-    source.to_zarr(tmp_path / "zarr", fsync=False)
+    source._record.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     plan = reshard.plan(source)
     plan.save(tmp_path / "plan.json")
@@ -109,7 +110,7 @@ def test_weights_for_hugging_face_by_one_command(case: Callable[[str], Path], tm
     assert_equal(
         reshard.open(tmp_path / "hf"), {name: value for name, value in full_of(root).items() if name[:6] == "model."}
     )
-    chosen = done("unify", root, tmp_path / "some", "--include", "model.*", "--exclude", "*norm*")
+    chosen = done("unify", root, tmp_path / "some", "--include", "model.*", "--exclude", "*norm*", "-v")
     assert "extra.step" in chosen.stdout  # among what is left out
     assert len(reshard.open(tmp_path / "some")) == 7
     done("verify", tmp_path / "some")
@@ -130,18 +131,18 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     shutil.copytree(root / STEP, root / "global_step_12")
     (root / "global_step_12" / ".metadata").unlink()
     assert reshard.open(root).root.endswith(STEP)
-    with pytest.raises(SourceError, match=r"has no \.metadata, which comes last; was saving it interrupted"):
+    with refused(SourceError, "unfinished", ".metadata"):
         reshard.open(root, iteration=12)
-    with pytest.raises(SourceError, match="has no iteration 5; iterations 4, 12"):
+    with refused(SourceError, "no-such-iteration", "iteration 5", "iterations 4, 12"):
         reshard.open(root, iteration=5)
-    with pytest.raises(SourceError, match="expected a run that has iteration 12"):
+    with refused(SourceError, "no-such-iteration", "iteration 12"):
         reshard.open(root / STEP, iteration=12)
     shown = done("inspect", root).stdout.splitlines()
     assert shown[1].split()[:2] == ["iteration", "4"]
     assert "complete; the last" in shown[1]
-    assert "not complete: _rank0_.safetensors is of a distributed checkpoint (DCP)" in shown[2]
+    assert "not complete: has no .metadata" in shown[2]
     (root / TRACKER).unlink()
-    with pytest.raises(SourceError, match=rf"no {TRACKER} that says which is complete; give e.g. iteration=12"):
+    with refused(SourceError, "missing-tracker", TRACKER, "iteration=12"):
         reshard.open(root)
     assert_equal(reshard.open(root, iteration=4), full_of(root))
 
@@ -153,8 +154,8 @@ def test_objects_are_listed(case: Callable[[str], Path]) -> None:
         "extra.step": "is an object that is not read"
     }
     assert "is an object that is not read" in reshard.open(root)._repr_html_()
-    assert not reshard.open(root).sel("model.*").objects
-    with pytest.raises(UsageError, match="leaves no tensor"):
+    assert not reshard.open(root).sel("model.*")._record.objects
+    with refused(UsageError, "no-tensors"):
         reshard.plan(reshard.open(root), selection=Selection(include=("extra.*",)))
 
 
@@ -169,7 +170,7 @@ def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
     assert_equal(found, FULL)
     assert len(found.tensors["w"].shards) == 4
     assert [len(shard.replicas) for shard in found.tensors["n"].shards] == [3]
-    assert set(found.objects) == {"lr"}
+    assert set(found._record.objects) == {"lr"}
     columns = Strategy.of({"w": Layout.of([3], [-1, 0]), "n": Layout.of([3], [-1])})
     kept = Selection(drop=("b",))
     reshard.plan(found, columns, selection=kept).run(tmp_path / "columns", fsync=False)
@@ -178,7 +179,7 @@ def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
     )
     reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
-    found.to_zarr(tmp_path / "zarr", fsync=False)
+    found._record.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), FULL)
     assert reshard.verify(tmp_path / "hf").equal
     assert reshard.verify(root).tensors
@@ -220,12 +221,12 @@ PLACES: list[tuple[str, Any, Any, Any]] = [("w", (0, 0), FILE, None), ("b", (0,)
 @pytest.mark.parametrize(
     ("boxes", "place", "said"),
     [
-        ([((0, 0), (4, 6)), ((4, 0), (3, 6))], [((0, 0), FILE, None)], r"is of shape \[7, 6\] at \[0, 0\] in _rank0_"),
-        ([((0, 0), (7, 6))], [((1, 0), FILE, None)], r"at \[1, 0\] in _rank0_.safetensors; expected no box there"),
+        ([((0, 0), (4, 6)), ((4, 0), (3, 6))], [((0, 0), FILE, None)], r"shape \[7, 6\] at \[0, 0\] in _rank0_"),
+        ([((0, 0), (7, 6))], [((1, 0), FILE, None)], r"at \[1, 0\] in _rank0_.safetensors; .*no box"),
         ([((1, 0), (7, 6))], [((1, 0), FILE, None)], r"its block \[1:8, 0:6\] is not within that"),
         ([((0, 0), (7, 6))], [], "is in no file|have 0 of 42 elements"),
-        ([((0, 0), (7, 6))], [((0, 0), FILE, "other")], "is not in _rank0_.safetensors, where .metadata says it is"),
-        ([((0, 0), (7, 6))], [((0, 0), FILE, "b")], r"is of shape \[7\] at \[0, 0\]"),
+        ([((0, 0), (7, 6))], [((0, 0), FILE, "other")], "is not in _rank0_.safetensors"),
+        ([((0, 0), (7, 6))], [((0, 0), FILE, "b")], r"shape \[7\] at \[0, 0\]"),
     ],
 )
 def test_boxes_that_do_not_make_a_tensor(whole: Path, tmp_path: Path, boxes: Any, place: Any, said: str) -> None:
@@ -233,7 +234,7 @@ def test_boxes_that_do_not_make_a_tensor(whole: Path, tmp_path: Path, boxes: Any
     say(whole, {**WHOLE, "w": boxes}, [PLACES[1], *(("w", *one) for one in place)])
     found = reshard.open(whole)
     assert set(found) == {"b"}
-    with pytest.raises(SourceError, match=rf"tensor 'w': .*({said}).*drop='w'"):
+    with pytest.raises(SourceError, match=rf"tensor 'w'[^$]*({said})[^$]*drop='w'"):
         reshard.plan(found)
     done("unify", whole, tmp_path / "u", "--drop", "w")
     assert_equal(reshard.open(tmp_path / "u"), {"b": FULL["b"]})
@@ -250,7 +251,7 @@ def test_boxes_that_overlap_and_those_that_lack_some(tmp_path: Path) -> None:
 
 def test_a_dtype_that_the_file_contradicts(whole: Path) -> None:
     write_file(whole / FILE, {"w": FULL["w"].astype(np.float64), "b": FULL["b"]})
-    assert "is float32 and float64, as .metadata and files say" in reshard.open(whole).unreadable["w"]
+    assert "is float32 and float64" in reshard.open(whole).unreadable["w"]
 
 
 def test_files_that_are_not_there_or_not_named(whole: Path) -> None:
@@ -262,30 +263,30 @@ def test_files_that_are_not_there_or_not_named(whole: Path) -> None:
     (found,) = reshard.open(whole).warnings
     assert found == "_rank0_.safetensors has b, which .metadata does not list"
     (whole / FILE).unlink()
-    with pytest.raises(SourceError, match=r"_rank0_.safetensors: is not there, and .metadata names it; was saving"):
+    with refused(SourceError, "missing-file", "_rank0_.safetensors", ".metadata"):
         reshard.open(whole)
 
 
 @pytest.mark.parametrize(
-    ("boxes", "places", "objects", "said"),
+    ("boxes", "places", "code", "place"),
     [
-        (WHOLE, [("w", (0, 0), "../_rank0_.safetensors", None)], (), "expected a file of a rank, without directories"),
-        (WHOLE, [("w", (0, 0), "/etc/passwd", None)], (), "expected a file of a rank, without directories"),
-        (WHOLE, [("w", (0, 0), "__0_0.distcp", None)], (), "expected a file of a rank, without directories"),
-        (WHOLE, [("w", (0, 0), 7, None)], (), "tensor 'w' is in 7"),
-        (WHOLE, [("w", (0, 0), FILE, ["w"])], (), "for a tensor_key; expected text"),
-        (WHOLE, [("w", (0, -1), FILE, None)], (), "expected whole numbers"),
-        (WHOLE, [("w", "00", FILE, None)], (), "expected whole numbers"),
-        (WHOLE, [("x", (0, 0), FILE, None)], (), "has a place of 'x', and no such tensor"),
-        (WHOLE, [(["w"], (0, 0), FILE, None)], (), "and no such tensor"),
-        ({"w": [((0,), (7, 6))]}, [], (), "has a box of other dimensions"),
-        ({"w": [((0, 0), (7, 6.0))]}, [], (), "expected whole numbers"),
-        ({"w": [((0, 0), (7, 1 << 70))]}, [], (), "expected whole numbers"),
+        (WHOLE, [("w", (0, 0), "../_rank0_.safetensors", None)], "bad-file-name", "'../_rank0_.safetensors'"),
+        (WHOLE, [("w", (0, 0), "/etc/passwd", None)], "bad-file-name", "'/etc/passwd'"),
+        (WHOLE, [("w", (0, 0), "__0_0.distcp", None)], "bad-file-name", "'__0_0.distcp'"),
+        (WHOLE, [("w", (0, 0), 7, None)], "bad-file-name", "tensor 'w' is in 7"),
+        (WHOLE, [("w", (0, 0), FILE, ["w"])], "bad-name", "tensor_key"),
+        (WHOLE, [("w", (0, -1), FILE, None)], "bad-shape", "-1"),
+        (WHOLE, [("w", "00", FILE, None)], "bad-shape", "'00'"),
+        (WHOLE, [("x", (0, 0), FILE, None)], "unknown-tensor", "'x'"),
+        (WHOLE, [(["w"], (0, 0), FILE, None)], "unknown-tensor", "['w']"),
+        ({"w": [((0,), (7, 6))]}, [], "wrong-dimensions", "'w' of shape [7, 6]"),
+        ({"w": [((0, 0), (7, 6.0))]}, [], "bad-shape", "6.0"),
+        ({"w": [((0, 0), (7, 1 << 70))]}, [], "bad-shape", str(1 << 70)),
     ],
 )
-def test_metadata_that_cannot_be(whole: Path, boxes: Any, places: Any, objects: Any, said: str) -> None:
-    say(whole, boxes, places, objects)
-    with pytest.raises(SourceError, match=rf"/\.metadata: .*{said}"):
+def test_metadata_that_cannot_be(whole: Path, boxes: Any, places: Any, code: str, place: str) -> None:
+    say(whole, boxes, places)
+    with refused(SourceError, code, "/.metadata: ", place):
         reshard.open(whole)
 
 
@@ -294,38 +295,40 @@ def test_ranks_that_contradict_each_other(tmp_path: Path) -> None:
     assert_equal(reshard.open(root), {name: FULL[name] for name in WHOLE})
     other = {"w": np.zeros((8, 6), np.float32), "b": FULL["b"]}
     (root / "1.metadata").write_bytes(metadata(other, WHOLE, PLACES))
-    with pytest.raises(SourceError, match=r"1.metadata: tensor 'w' is float32 \[7, 6\] and float32 \[8, 6\]"):
+    with refused(SourceError, "ranks-disagree", "1.metadata", "'w'", "float32 [7, 6] and float32 [8, 6]"):
         reshard.open(root)
     (root / "1.metadata").write_bytes(metadata(FULL, {}, [], ["w"]))
-    with pytest.raises(SourceError, match=r"1.metadata: w is both a tensor and an object"):
+    with refused(SourceError, "duplicate-name", "1.metadata: w"):
         reshard.open(root)
     (root / "1.metadata").unlink()
-    with pytest.raises(SourceError, match="has no metadata of rank 1, and some of rank 2"):
+    with refused(SourceError, "missing-ranks", "rank 1", "rank 2"):
         reshard.open(root)
 
 
 def test_options_that_say_what_the_metadata_say_are_refused(whole: Path, tmp_path: Path) -> None:
-    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layouts": {"*": "whole"}}, {"stage": 0}):
-        with pytest.raises(UsageError, match="says itself which block is where"):
+    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layout": {"*": "whole"}}, {"stage": 0}):
+        with refused(UsageError, "self-described", whole):
             reshard.open(whole, **options)
-    refused = call("convert", whole, tmp_path / "out", "--format", "ckpt")
-    assert refused.exit_code == 2
-    assert "is a distributed checkpoint; `reshard transform` makes one file of it" in refused.stderr
+    words = ("convert", whole, tmp_path / "out", "--to", "ckpt")
+    failed(2, "not-convertible", *words, "--same-ranks", places=("leave --same-ranks out",))
+    done(*words)
+    assert set(reshard.open(tmp_path / "out")) == set(reshard.open(whole))
+    assert reshard.verify(tmp_path / "out").equal
 
 
 def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Path) -> None:
     root = case(CASES[1])
     for path in (root / TRACKER, root / STEP / ".rank1_metadata", root / STEP / "_rank1_.safetensors"):
         for source in (root, root / STEP):
-            refused = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
-            assert refused.exit_code == 6, path
-            assert "is one of the source files" in refused.stderr
+            result = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
+            assert result.exit_code == 6, path
+            assert "is one of the source files" in result.stderr
 
 
 def test_headers_are_what_the_safetensors_library_says(case: Callable[[str], Path]) -> None:
     root = case(CASES[0])
     checkpoint = reshard.open(root)
-    for file in checkpoint.files:
+    for file in checkpoint._record.files:
         held = helpers.read_rank_file(Path(file.path))
         assert {name: entry.shape for name, entry in file.index.entries.items()} == {
             name: shape for name, (_, shape, _) in held.items()

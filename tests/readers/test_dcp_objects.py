@@ -13,6 +13,7 @@ import pytest
 from checkpoints import numbers
 from commands import done
 from dcp_files import item, saved, write_torch
+from refusals import refused
 
 import reshard
 from reshard import read_object
@@ -59,27 +60,27 @@ def of(tmp_path: Path, **objects: bytes) -> reshard.Checkpoint:
 
 def test_real_ones_are_plain_data(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("kinds")
-    assert {name: read_object(found, name) for name in found.objects} == KINDS
+    assert {name: read_object(found, name) for name in found._record.objects} == KINDS
     found = opened("fsdp2_uneven")
     group = "optim.param_groups.0."
     assert {
-        name.removeprefix(group): read_object(found, name) for name in found.objects if name.startswith(group)
+        name.removeprefix(group): read_object(found, name) for name in found._record.objects if name.startswith(group)
     } == GROUP
-    assert found.paths
-    assert found.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
+    assert found._record.paths
+    assert found._record.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
     with pytest.raises(KeyError, match="nothing"):
         read_object(found, "nothing")
 
 
 def test_what_megatron_keeps_beside(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("mcore_tp2_pp2")
-    assert set(found.beside) == {"common.pt", "metadata.json"}
+    assert set(found._record.beside) == {"common.pt", "metadata.json"}
     assert read_object(found, "common.pt") == COMMON
     assert read_object(found, "metadata.json")["sharded_backend"] == "torch_dist"
     assert read_object(found, "decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
     assert not found.warnings
-    assert found.paths is None
-    assert reshard.Checkpoint2().of(found).step == 5
+    assert found._record.paths is None
+    assert reshard.Checkpoint2().of(found._record).step == 5
 
 
 def test_they_are_shown(mindspore_data: Path, opened: Callable[[str], reshard.Checkpoint]) -> None:
@@ -121,7 +122,7 @@ def test_arguments_of_megatron(tmp_path: Path) -> None:
     (tmp_path / "common.pt").write_bytes(b"no")
     shown = done("inspect", tmp_path).stdout
     assert line in shown
-    assert "not a tensor: common.pt: is not one that torch.save stored: it is no zip archive, or is cut off" in shown
+    assert "not a tensor: common.pt: is not an object of torch.save: it is no zip archive, or is cut off" in shown
 
 
 class Called:
@@ -150,7 +151,7 @@ def test_plain_data_of_any_kind(tmp_path: Path, value: Any, expected: Any) -> No
 @pytest.mark.parametrize("value", ["x" * 70_000, {"a": [b"y" * 70_000]}, {"z" * 70_000: 1}])
 def test_a_long_text_is_said_not_to_be_held(tmp_path: Path, value: Any) -> None:
     source = of(tmp_path, o=saved(value))
-    with pytest.raises(SourceError, match=r"object 'o' has a value of 70.0 kB of text or bytes, which is not held"):
+    with refused(SourceError, "unsupported-object", "object 'o'", "70.0 kB"):
         read_object(source, "o")
 
 
@@ -177,22 +178,20 @@ def changed(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "code", "place"),
     [
-        (changed(saved("word")), "is damaged: the checksum (CRC-32) of 'archive/data.pkl' is that of other bytes"),
-        (saved("word")[:-1], "it is no zip archive, or is cut off"),
-        (b"", "it is no zip archive, or is cut off"),
-        (saved({float("nan"): 1}), "has a key of a dict that is no text or number"),
-        (pickle.dumps(1), "it is no zip archive"),
+        (changed(saved("word")), "wrong-checksum", "'archive/data.pkl'"),
+        (saved("word")[:-1], "not-torch-save", "it is no zip archive, or is cut off"),
+        (b"", "not-torch-save", "it is no zip archive, or is cut off"),
+        (saved({float("nan"): 1}), "unsupported-object", "dict"),
+        (pickle.dumps(1), "not-torch-save", "it is no zip archive"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, code: str, place: str) -> None:
     source = of(tmp_path, o=content)
-    with pytest.raises(SourceError) as caught:
+    with refused(SourceError, code, f"{source.root}: object 'o'", place):
         read_object(source, "o")
-    assert str(caught.value).startswith(f"{source.root}: object 'o' is not one") or said in str(caught.value)
-    assert said in str(caught.value)
-    assert said in done("inspect", source.root).stdout
+    assert place in done("inspect", source.root).stdout
 
 
 def without_sums(content: bytes, name: bytes) -> bytes:
@@ -210,7 +209,7 @@ def without_sums(content: bytes, name: bytes) -> bytes:
 def test_sums_may_be_left_out(tmp_path: Path) -> None:
     """As `torch.serialization.set_crc32_options(False)` does: all are 0. One alone that is 0 is wrong."""
     content = without_sums(saved("word"), b"archive/data.pkl")
-    with pytest.raises(SourceError, match=r"checksum \(CRC-32\) of 'archive/data.pkl' is that of other bytes"):
+    with refused(SourceError, "wrong-checksum", "'archive/data.pkl'"):
         read_object(of(tmp_path / "one", o=content), "o")
     assert read_object(of(tmp_path / "all", o=without_sums(content, b"archive/version")), "o") == "word"
 
@@ -219,7 +218,7 @@ def test_many_are_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     one = saved("word")
     source = of(tmp_path, a=one, b=one, c=one)
     monkeypatch.setattr(module, "_MOST_SHOWN", 2 * len(one))
-    shown = module.shown_objects(source)
+    shown = module.shown_objects(source._record)
     assert list(shown.values()) == ["'word'", "'word'", f"an object of {len(one)} B, which was not looked at"]
 
 
@@ -227,7 +226,7 @@ def test_objects_of_ranks_that_each_have_one(tmp_path: Path, mindspore_data: Pat
     root = shutil.copytree(mindspore_data / "dcp" / "rank_local" / "checkpoint", tmp_path / "src")
     source = reshard.open(root)
     assert source.warnings == ("several ranks have an object n each; that of the first rank is taken",)
-    assert source.objects["n"].path == f"{root}/__0_0.distcp"
+    assert source._record.objects["n"].path == f"{root}/__0_0.distcp"
     assert type(read_object(source, "n")) is int
 
 
@@ -235,19 +234,19 @@ def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
     write_torch(tmp_path, FULL, {0: [], 1: [W]}, objects={"o": saved(1)})
     found = reshard.open(tmp_path)
     assert not found.warnings
-    assert [len(file.index.entries) for file in found.files] == [0, 1]
+    assert [len(file.index.entries) for file in found._record.files] == [0, 1]
     assert read_object(found, "o") == 1
     (tmp_path / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(SourceError, match=r"object 'o' .*__0_0.distcp"):
         read_object(found, "o")
-    with pytest.raises(SourceError, match=r"__0_0.distcp: has 0 bytes; its items end at \d+; was saving"):
+    with refused(SourceError, "truncated", "__0_0.distcp", "0 bytes"):
         reshard.open(tmp_path)
     (tmp_path / "__0_0.distcp").unlink()
-    with pytest.raises(SourceError, match="__0_0.distcp: is not there, and .metadata names it"):
+    with refused(SourceError, "missing-file", "__0_0.distcp", ".metadata"):
         reshard.open(tmp_path)
 
 
 def test_encoded_ones_are_not_read(tmp_path: Path) -> None:
     write_torch(tmp_path, FULL, {0: [W]}, objects={"o": saved(1)}, coded=["stream.zstd/1"])
-    with pytest.raises(SourceError, match=r"object 'o' is encoded \('stream.zstd/1'\), which is not read"):
+    with refused(SourceError, "unreadable-object", "object 'o'", "'stream.zstd/1'"):
         read_object(reshard.open(tmp_path), "o")

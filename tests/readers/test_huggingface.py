@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
+from refusals import refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
@@ -72,7 +73,7 @@ def test_every_row_of_what_pytorch_does_wrong_is_right(three: Path, tmp_path: Pa
     columns = Strategy.of({"w": Layout.of([2], [-1, 0])})
     reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
-    source.to_zarr(tmp_path / "zarr", fsync=False)
+    source._record.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), FULL)
     reshard.plan(source).save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
@@ -111,9 +112,10 @@ def test_a_gap_is_refused_by_name(three: Path, tmp_path: Path) -> None:
         "w": "is of shape [6, 4], and its blocks have 16 of 24 elements",
         "b": "is of shape [5], and its blocks have 3 of 5 elements",
     }
-    refused = call("unify", three, tmp_path / "u")
-    assert refused.exit_code == 4
-    assert "--drop 'w'" in refused.stderr
+    result = call("unify", three, tmp_path / "u")
+    assert result.exit_code == 4
+    assert "--drop 'b'" in result.stderr
+    assert "likewise tensor 'w'" in result.stderr
     done("unify", three, tmp_path / "u", "--drop", "w", "--drop", "b")
 
 
@@ -142,17 +144,17 @@ def test_blocks_that_contradict_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("notes", "said"),
+    ("notes", "code", "place"),
     [
-        ({}, "does not say where its blocks lie"),
-        ({"DCP_SHARDING_INFO": "{"}, "does not say where its blocks lie"),
-        ({"DCP_SHARDING_INFO": "[]"}, "does not say where its blocks lie"),
-        ({"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [0]}}'}, "has no 'x', of which it has the offsets"),
+        ({}, "no-layout", "DCP_SHARDING_INFO"),
+        ({"DCP_SHARDING_INFO": "{"}, "no-layout", "DCP_SHARDING_INFO"),
+        ({"DCP_SHARDING_INFO": "[]"}, "no-layout", "DCP_SHARDING_INFO"),
+        ({"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [0]}}'}, "unknown-tensor", "'x'"),
     ],
 )
-def test_files_that_say_nothing_of_use(tmp_path: Path, notes: dict[str, str], said: str) -> None:
+def test_files_that_say_nothing_of_use(tmp_path: Path, notes: dict[str, str], code: str, place: str) -> None:
     path = write_file(tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"w": FULL["w"]}, **notes)
-    with pytest.raises(SourceError, match=rf"{path.name}: {said}"):
+    with refused(SourceError, code, path.name, place):
         reshard.open(tmp_path)
 
 
@@ -172,5 +174,5 @@ def test_files_of_two_sets(three: Path) -> None:
     shutil.copy(
         three / "shard-00001-model-00001-of-00001.safetensors", three / "shard-00001-model-00001-of-00002.safetensors"
     )
-    with pytest.raises(SourceError, match="has files of sets of 1, 2 files; move one set to another directory"):
+    with refused(SourceError, "several-checkpoints", three, "1, 2 files"):
         reshard.open(three)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from reshard.errors import SourceError
 from reshard.formats.entries import RangeReader
@@ -119,7 +120,7 @@ def test_nothing_is_called(path: Path, tmp_path: Path) -> None:
 def test_things_outside(path: Path) -> None:
     content = HEAD + b"K\x07Q."
     assert read(path, content, outside=True).arguments == 7
-    with pytest.raises(SourceError, match="refers to something outside of itself"):
+    with refused(SourceError, "bad-pickle", "outside of itself"):
         read(path, content)
 
 
@@ -197,13 +198,13 @@ def assert_refused(path: Path, said: str) -> None:
     tracemalloc.start()
     began = time.process_time()
     try:
-        with pytest.raises(SourceError, match=said) as caught:
+        with refused(SourceError, "bad-pickle", said) as caught:
             unpickled(RangeReader(str(path), window=0), "a small one")
         assert tracemalloc.get_traced_memory()[1] < 100_000_000
     finally:
         tracemalloc.stop()
     assert time.process_time() - began < 2
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{path} ")
     assert str(caught.value).endswith("; expected a small one")
 
 
@@ -293,7 +294,7 @@ def test_objects_and_items_are_counted(path: Path, monkeypatch: pytest.MonkeyPat
     for value, limit in (([Thing({"a": 1}) for _ in range(1000)], "_MOST_OBJECTS"), ([1] * 4000, "_MOST_ITEMS")):
         with monkeypatch.context() as patch:
             patch.setattr(pickles, limit, 1000)
-            with pytest.raises(SourceError, match="has more than .* objects or .* items"):
+            with refused(SourceError, "bad-pickle", "1,000 objects" if limit == "_MOST_OBJECTS" else "1,000 items"):
                 read(path, pickle.dumps(value))
         read(path, pickle.dumps(value))
 
@@ -304,10 +305,10 @@ def test_what_tells_of_tensors_may_make_more(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pickles, "_MOST_PLAIN", 1 << 8)
     some = [Thing({"name": f"name {number}", "shape": (number, 2), "more": [number, {}]}) for number in range(300)]
     for value in ([[] for _ in range(300)], [1] * 1100, ["x" * 100 + str(number) for number in range(200)]):
-        with pytest.raises(SourceError, match="has more values than what it tells of tensors can take"):
+        with refused(SourceError, "bad-pickle", "more values"):
             read(path, pickle.dumps([value, "x" * 2000]))
         assert read(path, pickle.dumps([some, value, "x" * 2000]))[1] == value
-    with pytest.raises(SourceError, match="has more values than what it tells of tensors can take"):
+    with refused(SourceError, "bad-pickle", "more values"):
         read(path, HEAD + b"(ca\nb\n\x94](" + b"h\0)\x81" * 2000 + b"et.")
 
 
@@ -320,7 +321,7 @@ def test_objects_in_objects(path: Path, levels: int) -> None:
     if levels < 256:
         assert read(path, content).field("a").name == "Thing"
     else:
-        with pytest.raises(SourceError, match="is nested too deeply"):
+        with refused(SourceError, "bad-pickle", "nested"):
             read(path, content)
 
 
@@ -328,7 +329,7 @@ def test_objects_in_objects(path: Path, levels: int) -> None:
     "begin", [b"\x85", b"K\x07\x86", b"ub", b"(ub", b"}(ub", b"N}(ub", b"ca\nb\n(}(ub", b"ca\nb\n()\x81"]
 )
 def test_phrases_without_what_they_need(path: Path, begin: bytes) -> None:
-    with pytest.raises(SourceError, match="takes a value|takes values|gives a state|ends before"):
+    with refused(SourceError, "bad-pickle", path):
         read(path, HEAD + begin + b"\x94\x85\x94R\x94.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shutil
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
 from dcp_files import item, write_torch
+from refusals import refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
@@ -75,7 +75,7 @@ def test_real_ones_are_their_whole_tensors(mindspore_data: Path, tmp_path: Path,
 def test_zarr_and_saved_plans(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     root = mindspore_data / "dcp" / name
     full, source = full_of(root), reshard.open(root / "checkpoint")
-    source.to_zarr(tmp_path / "zarr", fsync=False)
+    source._record.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     reshard.plan(source).save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
@@ -112,7 +112,7 @@ def test_a_run_of_megatron(mindspore_data: Path, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     found = reshard.open(tmp_path)
     assert found.root.endswith("iter_0000010")
-    assert reshard.Checkpoint2().of(found).step == 10
+    assert reshard.Checkpoint2().of(found._record).step == 10
     assert_equal(found, full_of(root))
     assert reshard.open(tmp_path, iteration=5).root.endswith("iter_0000005")
     assert "iteration 10" in done("inspect", tmp_path).stdout
@@ -120,9 +120,9 @@ def test_a_run_of_megatron(mindspore_data: Path, tmp_path: Path) -> None:
 
 def test_objects_are_listed(mindspore_data: Path) -> None:
     found = reshard.open(mindspore_data / "dcp" / "kinds" / "checkpoint")
-    assert "objects.bytes" in found.objects
+    assert "objects.bytes" in found._record.objects
     assert "objects.rng" in found  # which is a tensor
-    assert len(found.objects) == 12
+    assert len(found._record.objects) == 12
     shown = done("inspect", mindspore_data / "dcp" / "mcore_tp2_pp2" / "checkpoint").stdout
     assert "not a tensor: decoder.layers.mlp.linear_fc{1-2}._extra_state/shard_{0-3}_4: [None]" in shown
 
@@ -135,9 +135,7 @@ def test_files_that_are_cut_off_gone_or_stale(case: Callable[[str], Path]) -> No
     path = root / "__1_0.distcp"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.raises(
-        SourceError, match=rf"__1_0.distcp: has {len(content) - 1} bytes; its items end at {len(content)}"
-    ):
+    with refused(SourceError, "truncated", "__1_0.distcp", len(content) - 1, len(content)):
         reshard.open(root)
     path.write_bytes(content)
     shutil.copy(path, root / "__9_0.distcp")
@@ -145,10 +143,10 @@ def test_files_that_are_cut_off_gone_or_stale(case: Callable[[str], Path]) -> No
     assert newer.startswith("__1_0.distcp changed after .metadata, which comes last: ")
     assert stale == ".metadata does not name __9_0.distcp, which is not read"
     path.unlink()
-    with pytest.raises(SourceError, match="__1_0.distcp: is not there, and .metadata names it"):
+    with refused(SourceError, "missing-file", "__1_0.distcp", ".metadata"):
         reshard.open(root)
     (root / ".metadata").unlink()
-    with pytest.raises(SourceError, match=r"has no \.metadata, which comes last"):
+    with refused(SourceError, "unfinished", ".metadata"):
         reshard.open(root)
 
 
@@ -167,7 +165,7 @@ def test_a_file_of_another_save(case: Callable[[str], Path]) -> None:
     root = case("fsdp2_bf16")
     path = root / "__1_0.distcp"
     path.write_bytes(bytes(len(path.read_bytes())))
-    with pytest.raises(SourceError, match="is not a tensor that torch.save stored"):
+    with refused(SourceError, "no-tensors", "torch.save"):
         reshard.open(root)
 
 
@@ -177,11 +175,11 @@ def test_one_metadata_file_a_rank(case: Callable[[str], Path]) -> None:
     said = "__0.metadata (and 3 more) does not name __9_0.distcp, which is not read"
     assert said in reshard.open(root).warnings
     (root / "__1.metadata").unlink()
-    with pytest.raises(SourceError, match="has no metadata of rank 1, and some of rank 3"):
+    with refused(SourceError, "missing-ranks", "rank 1", "rank 3"):
         reshard.open(root)
     (root / "__3.metadata").unlink()
     (root / "__2.metadata").unlink()
-    with pytest.raises(SourceError, match=r"holds no tensor that can be read: .* of \d+ elements"):
+    with refused(SourceError, "no-tensors", " elements"):
         reshard.open(root)
 
 
@@ -190,7 +188,7 @@ def test_metadata_of_two_saves(case: Callable[[str], Path], other: str) -> None:
     root = case("rank_local")
     shutil.copy(root / "__1.metadata", root / other)
     first, second = sorted([other, "__0.metadata"])
-    with pytest.raises(SourceError, match=f"has {re.escape(first)} and {second}, of two checkpoints that were"):
+    with refused(SourceError, "several-checkpoints", first, second):
         reshard.open(root)
 
 
@@ -216,7 +214,7 @@ def test_names_that_no_metadata_have(case: Callable[[str], Path], other: str) ->
     root = case("rank_local")
     before = reshard.open(root)
     (root / other).write_bytes(b"x")
-    assert reshard.open(root).described_by == before.described_by
+    assert reshard.open(root)._record.described_by == before._record.described_by
 
 
 ODD: dict[str, tuple[dict[str, Any], Any]] = {
@@ -226,12 +224,12 @@ ODD: dict[str, tuple[dict[str, Any], Any]] = {
     "aligned to 65536": ({"align": 65536}, None),
     "transposed": ({"strides": (1, 6), "storage": np.ascontiguousarray(FULL["w"].T).reshape(-1)}, None),
     "a part of its storage": ({"first": 3, "storage": np.concatenate([FULL["b"][:3], FULL["w"].reshape(-1)])}, None),
-    "big-endian": ({"order": "big"}, "has its bytes in the order"),
-    "beyond its storage": ({"first": 1}, "goes beyond its storage"),
-    "another record": ({"key": "1"}, "is in the record b'data/0' of its item, which has b'data/1' first"),
-    "of other strides": ({"strides": (4,)}, "the strides"),
+    "big-endian": ({"order": "big"}, "byte order"),
+    "beyond its storage": ({"first": 1}, "beyond its storage"),
+    "another record": ({"key": "1"}, "record b'data/0' of its item; the first is b'data/1'"),
+    "of other strides": ({"strides": (4,)}, "strides [4]"),
     "negated": ({"more": ({"neg": True},)}, "is conjugated or negated"),
-    "too many arguments": ({"more": (1, 2, 3)}, "is kept as '_rebuild_tensor_v2', which is not read"),
+    "too many arguments": ({"more": (1, 2, 3)}, "'_rebuild_tensor_v2'"),
 }  # fmt: skip
 
 
@@ -260,25 +258,23 @@ def test_several_chunks_of_a_name_in_a_file_and_replicas(tmp_path: Path) -> None
     assert_equal(reshard.open(tmp_path / "whole"), {"w": w})
     content = (root / "__1_0.distcp").read_bytes()
     (root / "__1_0.distcp").write_bytes(content.replace(w[3:].tobytes(), (w[3:] + 1).tobytes()))
-    with pytest.raises(
-        SourceError, match=r"block \[3:6, 0:4\] differs between rank 0 and rank 1, which .metadata says"
-    ):
+    with pytest.raises(SourceError, match=r"block \[3:6, 0:4\][^$]*rank 0 and rank 1"):
         reshard.open(root)
 
 
 def test_items_that_the_metadata_contradict(tmp_path: Path) -> None:
     w, ok = FULL["w"], ("b", ((0,), (5,)), item(FULL["b"]))
     for box, made, said in (
-        (WHOLE, item(w[:3]), r"is of shape \[3, 4\] at \[0, 0\] in __0_0.distcp; expected \[6, 4\] there"),
-        (WHOLE, item(w.astype(np.float64)), "is float32 and float64, as .metadata and files say"),
+        (WHOLE, item(w[:3]), r"shape \[3, 4\] at \[0, 0\] in __0_0.distcp; expected \[6, 4\]"),
+        (WHOLE, item(w.astype(np.float64)), "is float32 and float64"),
         (((0, 0), (3, 4)), item(w[:3]), r"its blocks have 12 of 24 elements"),
         (((1, 0), (6, 4)), item(w), r"its block \[1:7, 0:4\] is not within that"),
         (
             WHOLE,
             write_file(tmp_path / "x.safetensors", {"w": w}).read_bytes(),
-            "is not a tensor that torch.save stored",
+            "is not a tensor of torch.save",
         ),
-        (WHOLE, item(w)[:40], "is not a tensor that torch.save stored"),
+        (WHOLE, item(w)[:40], "is not a tensor of torch.save"),
     ):
         found = reshard.open(write_torch(tmp_path / "src", FULL, {0: [ok, ("w", box, made)]}))
         assert set(found) == {"b"}
@@ -300,7 +296,7 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
     assert reshard.verify(root).tensors == 2
     rows = Strategy.of({"w": Layout.of([2], [0, -1])})
     for target in (None, rows):
-        with pytest.raises(SourceError, match="only another DCP can have it, to be resumed with the same layout"):
+        with pytest.raises(SourceError, match=BUCKET):
             reshard.plan(found, target, format="safetensors")
     done("unify", root, tmp_path / "weights", "--weights-only")
     assert_equal(reshard.open(tmp_path / "weights"), {"w": FULL["w"]})
@@ -317,7 +313,7 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
         reshard.plan(found, target, format="dcp").run(tmp_path / name, fsync=False)
         assert_equal(reshard.open(tmp_path / name), {"w": FULL["w"], BUCKET: FULL["b"]})
         assert reshard.verify(tmp_path / name, against=root).equal
-        assert reshard.open(tmp_path / name).bound
+        assert reshard.open(tmp_path / name)._record.bound
 
 
 def test_buckets_are_carried_as_they_are(tmp_path: Path) -> None:
@@ -329,12 +325,12 @@ def test_buckets_are_carried_as_they_are(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path / "cast"), {"w": FULL["w"].astype(np.float64), BUCKET: FULL["b"]})
     done("verify", tmp_path / "cast")
     done("verify", tmp_path / "cast", "--against", root, *cast)
-    refused = call("verify", root, "--against", root, *cast)
-    assert refused.exit_code == 3
-    assert "1 difference, in w" in refused.stderr
+    result = call("verify", root, "--against", root, *cast)
+    assert result.exit_code == 3
+    assert "w" in [line.split(":")[0].split()[-1] for line in result.stdout.splitlines()], result.stdout
     idle = reshard.Selection(exclude=("w",), cast={"float32": "float64"})
     assert "no tensor is float32" in reshard.plan(reshard.open(root), format="dcp", selection=idle).warnings[-1]
-    renamed = reshard.Selection(names={BUCKET: "x"})
+    renamed = reshard.Selection(name_map={BUCKET: "x"})
     for files in (reshard.DCP(), reshard.LinkedDCP()):
         plan = reshard.plan(reshard.open(root), files=files, selection=renamed)
         said = f"{BUCKET}: has another name in the target, by which no training looks for it"
@@ -390,8 +386,8 @@ def test_real_ones_that_megatron_kept_flattened_become_whole(mindspore_data: Pat
     [
         ({"cuts": (0, 7, 22, 29)}, "its blocks have 116 of 120 elements"),
         ({"shape": (4, 6, 6)}, r"has parts of \[2, 3, 6\] in 30 elements"),
-        ({"shape": (3, 6, 5)}, r"is a grid of \[2, 2, 1\] parts of \[3, 6, 5\], which these do not divide"),
-        ({"shape": (24, 5)}, "which these do not divide"),
+        ({"shape": (3, 6, 5)}, r"\[2, 2, 1\] parts, which do not divide \[3, 6, 5\]"),
+        ({"shape": (24, 5)}, r"do not divide \[24, 5\]"),
     ],
 )
 def test_flattened_states_that_cannot_be(tmp_path: Path, options: dict[str, Any], said: str) -> None:
@@ -404,7 +400,7 @@ def test_flattened_states_that_cannot_be(tmp_path: Path, options: dict[str, Any]
 def test_encodings_that_cannot_be(tmp_path: Path) -> None:
     items = {0: [("w", WHOLE, item(FULL["w"]))]}
     for encoding, said in ((["a"] * 9, "'a', 'a', 'a'"), ([["x"]], r"'\?'"), ("zstd", "'zstd'"), (7, r"'\?'")):
-        with pytest.raises(SourceError, match=rf"'w' is encoded \(({said})\), which is not read"):
+        with pytest.raises(SourceError, match=rf"'w' is encoded \(({said})\)"):
             reshard.open(write_torch(tmp_path, FULL, items, transform_descriptors=encoding))
 
 

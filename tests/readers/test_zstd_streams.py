@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, numbers
 from dcp_files import ZSTD, item, stream, write_torch
+from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
@@ -58,7 +59,7 @@ def test_items_that_are_zstd_streams(tmp_path: Path, length: str, checksum: bool
     reshard.plan(source, columns, format="safetensors").run(tmp_path / "columns", fsync=False)
     assert_equal(reshard.open(tmp_path / "columns", strategy=columns), full)
     if length == "short":
-        with pytest.raises(BudgetError, match="of memory are too little"):
+        with pytest.raises(BudgetError, match="memory"):
             reshard.plan(source, rows, memory=85_000_000)
 
 
@@ -106,10 +107,10 @@ def test_what_is_held_of_streams_follows_from_each_tensor(tmp_path: Path, monkey
     items = {rank: [one] for rank, one in enumerate(columns)}
     items[0].append(("w", LARGE_BOX, stream(item(LARGE))))
     root = write_torch(tmp_path, {"s": small, "w": LARGE}, items, transform_descriptors=ZSTD)
-    coding = reshard.open(root).decoding
+    coding = reshard.open(root)._record.decoding
     assert coding.nbytes(1) - IMPORTED_BYTES < 64 * (1 << 18) * 9 // 8 + 7 * LARGE.nbytes
     monkeypatch.setattr(dcp, "_MOST_HELD", 1 << 20)
-    assert reshard.open(root).decoding.nbytes(1) - IMPORTED_BYTES < 8 * LARGE.nbytes
+    assert reshard.open(root)._record.decoding.nbytes(1) - IMPORTED_BYTES < 8 * LARGE.nbytes
 
 
 def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,13 +135,13 @@ def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_replicas_that_are_zstd_streams(tmp_path: Path) -> None:
     made = {rank: [("w", WHOLE, stream(item(FULL["w"] + rank)))] for rank in range(2)}
-    with pytest.raises(SourceError, match="differs between the ranks"):
+    with pytest.raises(SourceError, match="'w'"):
         reshard.plan(reshard.open(write_torch(tmp_path, FULL, made, transform_descriptors=ZSTD)))
 
 
 def test_encoded_items_among_others(tmp_path: Path) -> None:
     items = {0: [("w", WHOLE, item(FULL["w"]))]}
-    with pytest.raises(SourceError, match="'w' is not a zstd stream"):
+    with refused(SourceError, "no-tensors", "'w' is not a zstd stream"):
         reshard.open(write_torch(tmp_path, FULL, items, transform_descriptors=ZSTD))
 
 
@@ -150,11 +151,11 @@ ZEROS = (1 << 17 << 3 | 2).to_bytes(3, "little") + b"\0"  # a block of 128 KiB, 
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        (lambda good: good[:-9], "chunk 0 cannot be decoded: it is not one frame of zstd"),
-        (lambda good: good + good, "chunk 0 cannot be decoded: it is not one frame of zstd"),
-        (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), "chunk 0 cannot be decoded"),
+        (lambda good: good[:-9], r"(?s)cannot decode chunk 0 .*is not one frame of zstd"),
+        (lambda good: good + good, r"(?s)cannot decode chunk 0 .*is not one frame of zstd"),
+        (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), "cannot decode chunk 0"),
         (lambda good: good[:4] + b"\x20" + good[5:], "'w' is not a zstd stream"),
-        (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor that torch.save stored"),
+        (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor of torch.save"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("length")
@@ -179,7 +180,7 @@ def test_a_sum_at_the_end_of_a_stream_is_compared(tmp_path: Path) -> None:
         assert_equal(reshard.open(root), {"w": array})
         content[len(content) // 2] ^= 1
         (root / "__0_0.distcp").write_bytes(content)
-        with pytest.raises(SourceError, match="cannot be decoded"):
+        with pytest.raises(SourceError, match="cannot decode chunk 0"):
             reshard.open(root)["w"].compute()
 
 
@@ -193,7 +194,7 @@ def test_a_stream_that_goes_on(tmp_path: Path) -> None:
     bomb = good[:begin] + bytes([good[begin] & ~1]) + good[begin + 1 :] + ZEROS * 100_000 + b"\1\0\0"
     root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bomb)]}, transform_descriptors=ZSTD)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(SourceError, match="chunk 0 cannot be decoded: it has more than"):
+    with pytest.raises(SourceError, match=r"(?s)cannot decode chunk 0 .*it has more than"):
         reshard.open(root)["w"].compute()
     (one,) = reshard.verify(root).differences
     assert one.text == "its item at byte 0 of the file is not a zstd stream: it has more than 3,538,944 bytes"

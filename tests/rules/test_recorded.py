@@ -126,7 +126,7 @@ def test_a_state_alone_and_some_tensors(mindspore_data: Path, tmp_path: Path) ->
     selection = Selection(
         rules=case.rules,
         include=("*.2.*.q_proj.*",),
-        names={"*model.layers.*": "*net.layers.*"},
+        name_map={"*model.layers.*": "*net.layers.*"},
         cast={"float32": "float64"},
     )  # fmt: skip
     reshard.plan(source, selection=selection).run(tmp_path / "renamed", fsync=False)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import write_file, write_ranks
 from commands import call
+from refusals import failed, refused
 from truths import assert_arrays
 
 import reshard
@@ -129,7 +130,7 @@ def test_what_follows_a_weight(tmp_path: Path) -> None:
         "y": rows(1, 2, 3), "y.exp_avg": rows(4, 5, 6), "adam_m.y": rows(7, 8, 9), "y.step": step,
         "global_step": given["global_step"],
     }  # fmt: skip
-    found = some.derived(opened(tmp_path, given))
+    found = some.derived(opened(tmp_path, given)._record)
     assert_arrays(found.checkpoint, made)
     assert (found.dropped, found.kept) == (("rope.inv_freq",), ("global_step",))
     del given["rope.inv_freq"]
@@ -163,101 +164,118 @@ def pad(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "rule", "said"),
+    ("tensors", "rule", "expected"),
     [
-        ({"x": W, "z": W, "q": W}, CONCAT, "tensor 'q': is in no rule; add one, with null for b to leave it out"),
-        ({"x": W}, CONCAT, "y lacks 'z', and the source has x"),
-        ({"x.0": W, "x.2": W}, STACK, "y lacks 'x.1', and the source has x.0, x.2"),
-        ({"x.1": W, "x.2": W}, STACK, "y lacks 'x.0'"),
-        ({"x.0": W, "x.999999999": W}, STACK, "y lacks 'x.1'"),
-        ({"x.0": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}}}, "y lacks 'x.1'"),
-        ({"x.0": W, "x.1": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 1}}}, "y has 2 parts; expected [1] of l"),
-        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 3}}}, "y is of [4, 6]; expected [3] in front"),
-        ({"y": (2**18, 1)}, STACK, "y would be 262,144 tensors; expected 131,072 at most"),
+        ({"x": W, "z": W, "q": W}, CONCAT, ("unmatched-tensor", "'q'")),
+        ({"x": W}, CONCAT, ("missing-tensor", "'z'")),
+        ({"x.0": W, "x.2": W}, STACK, ("missing-tensor", "'x.1'", "x.0", "x.2")),
+        ({"x.1": W, "x.2": W}, STACK, ("missing-tensor", "'x.0'")),
+        ({"x.0": W, "x.999999999": W}, STACK, ("missing-tensor", "'x.1'")),
+        ({"x.0": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}}}, ("missing-tensor", "'x.1'")),
+        ({"x.0": W, "x.1": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 1}}}, ("wrong-count", "2 parts", "[1]")),
+        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 3}}}, ("wrong-shape", "[4, 6]", "[3]")),
+        ({"y": (2**18, 1)}, STACK, ("too-many-tensors", "262,144", "131,072")),
         (
             {"y": (0, 3)},
             {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}, "flat": True}},
-            "would be 1,000,000,000",
+            ("too-many-tensors", "1,000,000,000"),
         ),
-        ({"y.step": (), "y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}}}, "would be 1,000,000,000"),
-        ({"y.step": (), "y": W}, STACK, "y.step is a single number of each of several: say in by how many l there are"),
-        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 0}}}, "y has 0 of l in by; expected at least 1"),
-        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": "l", "flat": True}}, "say how many of each there are"),
+        (
+            {"y.step": (), "y": W},
+            {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}}},
+            ("too-many-tensors", "1,000,000,000"),
+        ),
+        ({"y.step": (), "y": W}, STACK, ("unknown-count", "y.step")),
+        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 0}}}, ("out-of-range", "0 of", "least 1")),
+        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": "l", "flat": True}}, ("unknown-count", "by")),
         (
             {"y": W},
             {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 3}, "flat": True}},
-            "not 3 equal parts",
+            ("not-divisible", "3 equal"),
         ),
-        ({"y": (4,)}, {"a": "x.{l}.{e}", "b": {"stack": "y", "by": ["l", "e"]}}, "is of [4]; expected 2 axes in front"),
-        ({"x.0": W, "x.1": (4, 7)}, STACK, "y is made of x.{l} of [4, 6], [4, 7]"),
-        ({"x": W, "z": (4, 7)}, CONCAT, "y has parts of [4, 6] and [4, 7], which differ in more than one axis"),
-        ({"x": W, "z": (4,)}, CONCAT, "which differ in more than one axis"),
-        ({"x": W, "z": np.zeros(W, np.float16)}, CONCAT, "is made of float16, float32; expected parts of one dtype"),
-        ({"x": (6, 2), "z": (2, 2)}, CONCAT, "y has parts of 6 and 2 rows, which are not equal; say the sizes"),
-        ({"x": (6, 2), "z": (2, 2)}, interleave(), "y has parts of 6 and 2 rows"),
-        ({"x": (6, 2), "z": (2, 2)}, interleave(groups=2), "y has parts of 6 and 2 rows"),
+        ({"y": (4,)}, {"a": "x.{l}.{e}", "b": {"stack": "y", "by": ["l", "e"]}}, ("wrong-shape", "[4]", "2 axes")),
+        ({"x.0": W, "x.1": (4, 7)}, STACK, ("wrong-shape", "x.{l}", "[4, 6]", "[4, 7]")),
+        ({"x": W, "z": (4, 7)}, CONCAT, ("wrong-shape", "[4, 6]", "[4, 7]")),
+        ({"x": W, "z": (4,)}, CONCAT, ("wrong-shape",)),
+        ({"x": W, "z": np.zeros(W, np.float16)}, CONCAT, ("wrong-dtype", "float16", "float32")),
+        ({"x": (6, 2), "z": (2, 2)}, CONCAT, ("missing-sizes", "6 and", "2 rows")),
+        ({"x": (6, 2), "z": (2, 2)}, interleave(), ("missing-sizes", "6 and", "2 rows")),
+        ({"x": (6, 2), "z": (2, 2)}, interleave(groups=2), ("missing-sizes", "6 and", "2 rows")),
         (
             {"x": (2, 6), "z": (2, 2)},
             {"a": ["x", "z"], "b": {"concat": "y", "axis": 1}},
-            "y has parts of 6 and 2 rows",
+            ("missing-sizes", "6 and", "2 rows"),
         ),
         (
             {"x.0": (4, 2), "z.0": (4, 2), "x.1": (6, 2), "z.1": (2, 2)},
             {"a": ["x.{l}", "z.{l}"], "b": {"concat": "y.{l}"}},
-            "y.{l} has parts of 6 and 2 rows",
+            ("missing-sizes", "y.{l}", "6 and", "2 rows"),
         ),
         (
             {"x.0": (6, 2), "z.0": (2, 2), "x.1": (6, 2), "z.1": (2, 2)},
             {"a": ["x.{l}", "z.{l}"], "b": {"concat": "y", "by": "l"}},
-            "y has parts of 6 and 2 rows",
+            ("missing-sizes", "6 and", "2 rows"),
         ),
         (
             {"y": (12, 2)},
             {"a": ["q", "k", "v"], "b": {"interleave": "y", "groups": 2}},
-            "y has 3 parts in 12 rows, which need not be equal; say the sizes",
+            ("missing-sizes", "3 parts", "12 rows"),
         ),
-        ({"y": (11, 2)}, CONCAT, "y has 11 rows, of which 2 equal parts cannot be made; say the sizes"),
-        ({"y": (10, 2)}, {"a": ["x", "z"], "b": {"concat": "y", "sizes": [4, 5]}}, "y has 10 rows; 1 groups of [4, 5]"),
+        ({"y": (11, 2)}, CONCAT, ("not-divisible", "11 rows", "2 equal")),
+        (
+            {"y": (10, 2)},
+            {"a": ["x", "z"], "b": {"concat": "y", "sizes": [4, 5]}},
+            ("row-mismatch", "10 rows", "1 groups", "[4, 5]"),
+        ),
         (
             {"x": (4, 2), "z": (6, 2)},
             {"a": ["x", "z"], "b": {"concat": "y", "sizes": [5, 5]}},
-            "y has parts of [4, 6] rows",
+            ("row-mismatch", "[4, 6]"),
         ),
-        ({"x": W, "z": W}, {"a": ["x", "z"], "b": {"concat": "y", "axis": 2}}, "y has no axis 2: it is of [4, 6]"),
-        ({"x": (8, 2), "z": (4, 2)}, interleave(groups=4, sizes=[4, 2]), "4 groups of [4, 2] are others"),
-        ({"y": (12, 2)}, interleave(groups=4, sizes=[4, 2]), "y has 12 rows; 4 groups of [4, 2] have 24"),
-        ({"y": (12, 2)}, interleave(groups=5), "y has 12 rows; 5 groups of [1, 1] have 10"),
-        ({"y": (12, 2)}, interleave(groups=0), "y has 0, which is 0; expected at least 1"),
-        ({"y": (12, 2)}, interleave(groups="heads / 5"), "y has 'heads / 5', and 4 / 5 is not a whole number"),
-        ({"y": (12, 2)}, interleave(groups="other"), "y needs other, which is not in let; give it a value in let"),
-        ({"y": (12, 2)}, interleave(groups="config.n"), "y needs config.n, which is not there; give it a value in let"),
-        ({"y": (12, 2)}, interleave(groups="exit(1)"), "y has 'exit(1)'; expected whole numbers, words, config.NAME"),
-        ({"x": (10, 2)}, {"a": "x", "b": {"interleave": "y", "groups": 3, "halves": 2}}, "which are not 3 groups of 2"),
-        ({"x": (10, 2)}, pad(to=8), "y has 10 rows without padding and 8 with it"),
-        ({"x": (10, 2)}, pad(size=10), "y is to be padded: say with to, or with multiple, to how many rows"),
-        ({"y": (10, 2)}, pad(to=10), "y is padded: say with size how many rows are not padding"),
-        ({"x": (9, 2)}, pad(size=10, to=16), "y has 9 rows; the rule says 10"),
-        ({"y": (12, 2)}, pad(size=10, to=16), "y has 12 rows with padding; the rule says 16"),
-        ({"x": (4,)}, {"a": "x", "b": {"transpose": "y"}}, "what is transposed has two dimensions at least"),
-        ({"x": (), "z": ()}, CONCAT, "y is of single numbers, which have no rows"),
-        ({"y": ()}, CONCAT, "y is of single numbers, which have no rows"),
-        ({"x": np.ones(W), "z": np.zeros(W)}, TIE, "y is made of 'x' and 'z', which differ; expected equal ones"),
-        ({"x": np.zeros(W), "z": np.zeros((6, 4))}, TIE, "which differ; expected equal ones"),
-        ({"x": np.zeros(W), "z": np.zeros(W, np.float32)}, TIE, "which differ; expected equal ones"),
-        ({"x": np.array(1.0), "z": np.array(2.0)}, TIE, "which differ; expected equal ones"),
+        ({"x": W, "z": W}, {"a": ["x", "z"], "b": {"concat": "y", "axis": 2}}, ("out-of-range", "axis 2", "[4, 6]")),
+        ({"x": (8, 2), "z": (4, 2)}, interleave(groups=4, sizes=[4, 2]), ("row-mismatch", "4 groups", "[4, 2]")),
+        (
+            {"y": (12, 2)},
+            interleave(groups=4, sizes=[4, 2]),
+            ("row-mismatch", "12 rows", "4 groups", "[4, 2]", "have 24"),
+        ),
+        ({"y": (12, 2)}, interleave(groups=5), ("row-mismatch", "12 rows", "5 groups", "[1, 1]", "have 10")),
+        ({"y": (12, 2)}, interleave(groups=0), ("out-of-range", "has 0", "is 0", "least 1")),
+        ({"y": (12, 2)}, interleave(groups="heads / 5"), ("not-divisible", "'heads / 5'", "and 4", "5 is")),
+        ({"y": (12, 2)}, interleave(groups="other"), ("unknown-number", "needs other", "let")),
+        ({"y": (12, 2)}, interleave(groups="config.n"), ("unknown-number", "config.n")),
+        ({"y": (12, 2)}, interleave(groups="exit(1)"), ("bad-number", "'exit(1)'", "config.NAME")),
+        (
+            {"x": (10, 2)},
+            {"a": "x", "b": {"interleave": "y", "groups": 3, "halves": 2}},
+            ("not-divisible", "3 groups", "of 2"),
+        ),
+        ({"x": (10, 2)}, pad(to=8), ("row-mismatch", "10 rows", "8 with")),
+        ({"x": (10, 2)}, pad(size=10), ("missing-size", "multiple")),
+        ({"y": (10, 2)}, pad(to=10), ("missing-size", "say with size")),
+        ({"x": (9, 2)}, pad(size=10, to=16), ("row-mismatch", "9 rows", "says 10")),
+        ({"y": (12, 2)}, pad(size=10, to=16), ("row-mismatch", "12 rows", "says 16")),
+        ({"x": (4,)}, {"a": "x", "b": {"transpose": "y"}}, ("wrong-dimensions", "[4]")),
+        ({"x": (), "z": ()}, CONCAT, ("wrong-dimensions",)),
+        ({"y": ()}, CONCAT, ("wrong-dimensions",)),
+        ({"x": np.ones(W), "z": np.zeros(W)}, TIE, ("not-equal", "'x'", "'z'")),
+        ({"x": np.zeros(W), "z": np.zeros((6, 4))}, TIE, ("not-equal",)),
+        ({"x": np.zeros(W), "z": np.zeros(W, np.float32)}, TIE, ("not-equal",)),
+        ({"x": np.array(1.0), "z": np.array(2.0)}, TIE, ("not-equal",)),
         (
             {"x": W, "z": W, "x.step": np.array(1.0), "z.step": np.array(2.0)},
             CONCAT,
-            "y.step is made of 'x.step' and 'z.step', which differ; expected equal ones",
+            ("not-equal", "y.step", "'x.step'", "'z.step'"),
         ),
-        ({"x": W, "z": W, "x.exp_avg": W}, CONCAT, "y.exp_avg lacks 'z.exp_avg', and the source has x.exp_avg"),
-        ({"x": W, "z": W, "adam_v.x": W}, CONCAT, "adam_v.y lacks 'adam_v.z', and the source has adam_v.x"),
+        ({"x": W, "z": W, "x.exp_avg": W}, CONCAT, ("missing-tensor", "y.exp_avg", "'z.exp_avg'", "x.exp_avg")),
+        ({"x": W, "z": W, "adam_v.x": W}, CONCAT, ("missing-tensor", "adam_v.y", "'adam_v.z'", "adam_v.x")),
     ],
 )
-def test_what_does_not_add_up(tmp_path: Path, tensors: dict[str, Any], rule: dict[str, Any], said: str) -> None:
-    with pytest.raises(SourceError) as error:
+def test_what_does_not_add_up(
+    tmp_path: Path, tensors: dict[str, Any], rule: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    with refused(SourceError, *expected) as error:
         opened(tmp_path, tensors).derive(rules(rule, let={"heads": 4}))
-    assert said in str(error.value)
     assert "$.rules[0]" in str(error.value) or "tensor 'q'" in str(error.value)
 
 
@@ -265,47 +283,50 @@ SCALED = {"x": (256, 256), "z": (256, 256), "x_scale_inv": (2, 2), "z_scale_inv"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "rule", "said"),
+    ("tensors", "rule", "expected"),
     [
-        ({"x": (200, 256), "x_scale_inv": (2, 2), "z": (200, 256), "z_scale_inv": (2, 2)}, CONCAT, "cut at row 200"),
-        ({"y": (400, 256), "y_scale_inv": (4, 2)}, CONCAT, "y_scale_inv would be cut at row 200 of the weights"),
+        (
+            {"x": (200, 256), "x_scale_inv": (2, 2), "z": (200, 256), "z_scale_inv": (2, 2)},
+            CONCAT,
+            ("not-divisible", "200"),
+        ),
+        ({"y": (400, 256), "y_scale_inv": (4, 2)}, CONCAT, ("not-divisible", "y_scale_inv", "200")),
         (
             {"y": (384, 256), "y_scale_inv": (3, 2)},
             CONCAT,
-            "cut at row 192 of the weights, and a scale is of 128",
+            ("not-divisible", "192", "128"),
         ),
-        (SCALED, interleave(), "would be cut at row 1 of the weights"),
-        (SCALED, interleave(groups=4), "would be cut at row 64 of the weights"),
-        (SCALED, interleave(groups=4, sizes=[64, 64]), "would be cut at row 64 of the weights"),
-        ({"y": (512, 256), "y_scale_inv": (4, 2)}, interleave(groups=4), "would be cut at row 64 of the weights"),
+        (SCALED, interleave(), ("not-divisible", "row 1 of")),
+        (SCALED, interleave(groups=4), ("not-divisible", "64 of")),
+        (SCALED, interleave(groups=4, sizes=[64, 64]), ("not-divisible", "64 of")),
+        ({"y": (512, 256), "y_scale_inv": (4, 2)}, interleave(groups=4), ("not-divisible", "64 of")),
         (
             {**SCALED, "z_scale_inv": (2, 3)},
             CONCAT,
-            "of [2, 3], and 'z' is of [256, 256]; expected [2, 2]",
+            ("wrong-shape", "[2, 3]", "'z'", "[256, 256]", "[2, 2]"),
         ),
         (
             {"x": (256, 200), "z": (256, 256), "x_scale_inv": (2, 2), "z_scale_inv": (2, 2)},
             {"a": ["x", "z"], "b": {"concat": "y", "axis": 1, "sizes": [200, 256]}},
-            "would be cut at row 200 of the weights",
+            ("not-divisible", "200"),
         ),
         (
             {"x.0": (100, 128), "x.1": (100, 128), "x.0_scale_inv": (1, 1), "x.1_scale_inv": (1, 1)},
             {"a": "x.{e}", "b": {"stack": "y", "by": "e", "flat": True}},
-            "would be cut at row 100 of the weights",
+            ("not-divisible", "100"),
         ),
     ],
 )
 def test_scales_whose_blocks_would_be_cut(
-    tmp_path: Path, tensors: dict[str, Any], rule: dict[str, Any], said: str
+    tmp_path: Path, tensors: dict[str, Any], rule: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
-    with pytest.raises(SourceError) as error:
+    with refused(SourceError, *expected):
         opened(tmp_path, tensors).derive(rules(rule))
-    assert said in str(error.value)
 
 
 def test_scales_without_their_weights(tmp_path: Path) -> None:
     scales = {name: shape for name, shape in SCALED.items() if "scale" in name}
-    with pytest.raises(SourceError, match="is of the scales of 'x', which is not there"):
+    with refused(SourceError, "missing-tensor", "'x'"):
         opened(tmp_path, {"w": W, **scales}).derive(rules(CONCAT, {"a": "w", "b": "v"}))
 
 
@@ -332,31 +353,34 @@ def test_scales_follow_their_weights(tmp_path: Path, options: dict[str, Any]) ->
     assert opened(tmp_path, {"x": (8, 4), "z": (4, 4), "x_scale_inv": (2, 1), "z_scale_inv": (1, 1)}).derive(small)
 
 
-@pytest.mark.parametrize(("block", "said"), [(0, r"\$.let.scale_block is 0"), ("n", "needs n, which is not in let")])
-def test_a_size_of_scales_that_is_none(tmp_path: Path, block: object, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [(0, ("out-of-range", "$.let.scale_block", "is 0")), ("n", ("unknown-number", "scale_block", "needs n"))],
+)
+def test_a_size_of_scales_that_is_none(tmp_path: Path, block: object, expected: tuple[str, ...]) -> None:
+    with refused(UsageError, *expected):
         opened(tmp_path, SCALED).derive(rules(CONCAT, let={"scale_block": block}))
 
 
 def test_rules_that_are_in_each_others_way(tmp_path: Path) -> None:
     two = {"x.1": W, "q": W}
     same = rules({"a": "x.{l}", "b": "y.{l}"}, {"a": "x.{k}", "b": "z.{k}"}, {"a": "q", "b": "r"})
-    with pytest.raises(SourceError, match=r"tensor 'x.1': is in several rules: \$.rules\[0\], \$.rules\[1\]"):
+    with refused(SourceError, "ambiguous-rules", "'x.1'", "$.rules[0]", "$.rules[1]"):
         opened(tmp_path, two).derive(same)
-    with pytest.raises(SourceError, match=r"tensor 'r': is made by \$.rules\[\d\] and \$.rules\[\d\]; expected one"):
+    with refused(SourceError, "duplicate-name", "'r'", "$.rules[0]", "$.rules[1]"):
         opened(tmp_path, two).derive(rules({"a": "x.1", "b": "r"}, {"a": "q", "b": "r"}))
     kept = {"x": W, "global_step": np.array([1], np.int32)}
-    with pytest.raises(SourceError, match=r"tensor 'global_step': is made by the source and"):
+    with refused(SourceError, "duplicate-name", "'global_step'"):
         opened(tmp_path, kept).derive(rules({"a": "x", "b": "global_step"}, source="a"))
-    with pytest.raises(SourceError, match=r"\$.rules\[1\]: matches no tensor: absent.{l}; correct it, or make it opt"):
+    with refused(SourceError, "no-match", "$.rules[1]", "absent.{l}"):
         opened(tmp_path, {"q": W}).derive(rules({"a": "q", "b": "r"}, {"a": "absent.{l}", "b": "r.{l}"}))
 
 
 def test_which_side_is_the_source(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has q; rules names none of them: y"):
+    with refused(UsageError, "no-match", "has q", "names y"):
         opened(tmp_path, {"q": W}).derive(rules({"a": "x", "b": "y"}))
     turned = rules({"a": "x", "b": {"transpose": "x"}})
-    with pytest.raises(UsageError, match=r"are those of both sides \(a, b\); say which is the source"):
+    with refused(UsageError, "ambiguous-side", "a or b"):
         opened(tmp_path, {"x": W}).derive(turned)
     for side in ("a", "b"):
         some = rules({"a": "x", "b": {"transpose": "x"}}, source=side)
@@ -365,7 +389,7 @@ def test_which_side_is_the_source(tmp_path: Path) -> None:
 
 def test_twice_is_refused(tmp_path: Path) -> None:
     one = opened(tmp_path, {"x": W}).derive(rules({"a": "x", "b": "y"}))
-    with pytest.raises(UsageError, match="is made by rules already; make these and rules one file"):
+    with refused(UsageError, "already-derived"):
         one.derive(rules({"a": "y", "b": "z"}))
 
 
@@ -374,7 +398,7 @@ def test_one_stage_is_refused(tmp_path: Path) -> None:
     strategy = Strategy.of({"x": {0: layout}, "z": {1: layout}})
     full = {"x": np.ones(W, np.float32), "z": np.ones(W, np.float32)}
     stage = reshard.open(write_ranks(tmp_path, full, strategy), strategy=strategy, stage=1)
-    with pytest.raises(UsageError, match="is one stage of a pipeline, and rules are of all tensors; open all stages"):
+    with refused(UsageError, "one-stage"):
         stage.derive(rules(CONCAT))
     assert reshard.open(tmp_path, strategy=strategy).derive(rules(CONCAT))["y"].shape == (8, 6)
 
@@ -388,9 +412,9 @@ def test_what_is_no_tensor_of_its_own(tmp_path: Path) -> None:
         own = {"x.0": rows(rank), "x.1": rows(rank)}
         write_file(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors", {"w": rows(rank), **own})
     strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
-    varying = reshard.open(tmp_path, strategy=strategy, layouts={"x.*": "copy"}).without(["w"])
+    varying = reshard.open(tmp_path, strategy=strategy, layout={"x.*": "copy"})._record.without(["w"])
     assert varying.derive(rename).tensors["y.0"].varies
-    with pytest.raises(SourceError, match=r"has to do with 'x.0', which is text; expected a tensor"):
+    with refused(SourceError, "not-a-tensor", "'x.0'"):
         texts.derive(stack)
     assert "x.1 is taken from one rank; those of others may be different" in varying.derive(stack).warnings
 
@@ -401,9 +425,7 @@ def test_the_other_kind_of_rules(tmp_path: Path) -> None:
     layouts, tensors = tmp_path / "layouts.yaml", tmp_path / "tensors.yaml"
     layouts.write_text("mesh: {tp: 2}\noperators: {x: MatMul}\n")
     tensors.write_text("reshard-rules: 1\nsides: [a, b]\nrules: [{a: x, b: y}]\n")
-    result = call("plan", source, "--rules", layouts)
-    assert result.exit_code == 2
-    assert "says how tensors are cut among ranks; expected rules of their names and shapes" in result.stderr
+    failed(2, "not-rules", "plan", source, "--rules", layouts, places=(layouts,))
     result = call("plan", source, "--target-strategy", tensors)
     assert result.exit_code == 2
-    assert "says how tensors are renamed and fused; expected rules of how they are cut" in result.stderr
+    assert str(tensors) in result.stderr

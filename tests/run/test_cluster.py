@@ -21,6 +21,7 @@ import pytest
 from checkpoints import numbers, tree, write_ranks
 from clusters import Wire, client_of, cluster, count_plans, plans_counted
 from commands import heed_signals, interruptible
+from refusals import refused
 from remotes import get
 from samples import one_in
 
@@ -94,15 +95,17 @@ def test_only_receipts_and_the_plan_travel(
     report = made.run(tmp_path / "out", client=client, progress=told.append)
     sent = wire.nbytes - before
     assert tree(tmp_path / "out") == expected
-    assert len(made.tasks) > 100
+    assert len(made._record.tasks) > 100
     assert report.bytes_read == made.stats.bytes_read == told[-1].written == told[-1].total
     # Each worker rebuilt the plan once, not once a task; or twice, where it had it from the scheduler and the other.
     assert set(client.run(plans_counted).values()) <= {1, 2}
-    assert sent < 6144 * len(made.tasks) + 10 * len(pickle.dumps(made))
+    assert sent < 6144 * len(made._record.tasks) + 10 * len(pickle.dumps(made))
     assert sent < report.bytes_written // 4
     # The same workers once more: what they held open is not what gets its name now.
     smaller = reshard.plan(
-        made.source, Strategy.of({"norm": Layout.of([6], [0])}), selection=reshard.Selection(("norm",))
+        reshard.Checkpoint(made._record.source),
+        Strategy.of({"norm": Layout.of([6], [0])}),
+        selection=reshard.Selection(("norm",)),
     )
     smaller.run(tmp_path / "out", client=client, overwrite=True)
     made.run(tmp_path / "out", client=client, overwrite=True)
@@ -120,13 +123,13 @@ def test_a_file_that_was_lost_is_made_anew_by_the_same_workers(
         out = tmp_path / str(number)
         made.run(out, client=wired[1])
         (out / path).unlink()
-        assert made.run(out, client=wired[1]).finished == len(made.files) - 1
+        assert made.run(out, client=wired[1]).finished == len(made._record.files) - 1
         assert tree(out) == expected
 
 
 def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tmp_path: Path) -> None:
     """The same path leads to another directory on the worker; an index at a URL goes before what it is of."""
-    source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made.source.root)}", strategy=BEFORE)
+    source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made._record.source.root)}", strategy=BEFORE)
     plan = reshard.plan(source, files=reshard.HuggingFaceSet(200_000), format="safetensors")
     url = "memory://refused-before-anything"
     plan.run(url)
@@ -134,7 +137,7 @@ def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tm
     (tmp_path / "elsewhere").mkdir()
     with cluster(tmp_path, 0) as one:
         one.add_worker(cwd=tmp_path / "elsewhere")
-        with client_of(one.address, 1) as client, pytest.raises(SourceError, match=r"worker tcp://.*cannot be read"):
+        with client_of(one.address, 1) as client, refused(SourceError, "not-found", "worker tcp://"):
             plan.run(url, client=client, restart=True)
     assert get(url) == before
 
@@ -143,8 +146,8 @@ def test_a_collection_computed_on_a_cluster(
     made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
 ) -> None:
     collection = made.graph(tmp_path / "out")
-    receipts = wired[1].compute(collection).result()
-    assert sum(receipt.written for receipt in receipts) == made.stats.bytes_written
+    report = wired[1].compute(collection).result()
+    assert report.bytes_written == made.stats.bytes_written
     assert tree(tmp_path / "out") == expected
 
 
@@ -160,8 +163,8 @@ def test_dask_does_not_walk_through_the_plan(
     monkeypatch.setattr(reshard.Plan, "__dask_tokenize__", walked, raising=False)
     with pytest.raises(AssertionError):
         tokenize(made)
-    work = graph.Graph(made, str(tmp_path / "a"), tasks.How(apart=True)).work()
-    other = graph.Graph(made, str(tmp_path / "b"), tasks.How(apart=True)).work()
+    work = graph.Graph(made._record, str(tmp_path / "a"), tasks.How(apart=True)).work()
+    other = graph.Graph(made._record, str(tmp_path / "b"), tasks.How(apart=True)).work()
     assert tokenize(work) == tokenize(pickle.loads(pickle.dumps(work))) != tokenize(other)  # noqa: S301 -- our own
 
 
@@ -170,21 +173,21 @@ def test_workers_of_one_machine_sync_at_the_end(
 ) -> None:
     """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
     root = str(tmp_path)
-    made = replace(made, digests=tuple(file_digests(made)))
-    here = reshard_cluster.check_workers(made, root, wired[1])
+    plan = replace(made._record, digests=tuple(file_digests(made._record)))
+    here = reshard_cluster.check_workers(plan, root, wired[1])
     assert here == cache_of(root) != ""
     monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
-    assert reshard_cluster.check_workers(made, root, wired[1]) == ""
-    for cached, waited in ((here, 0), ("another machine", len(made.files)), ("", len(made.files))):
+    assert reshard_cluster.check_workers(plan, root, wired[1]) == ""
+    for cached, waited in ((here, 0), ("another machine", len(plan.files)), ("", len(plan.files))):
         how = tasks.How(apart=True, cached=cached)
-        tasks.create_files(made, range(len(made.files)), root, how)
+        tasks.create_files(plan, range(len(plan.files)), root, how)
         assert len(faults.of("sync")) == waited
         faults.clear()
-        tasks.move_task(made, 0, root, how, None)
+        tasks.move_task(plan, 0, root, how, None)
         assert bool(faults.of("sync")) == bool(waited)
         faults.clear()
-        tasks.close_files(made, range(len(made.files)), root, how, {}, None)
-        assert len(faults.of("sync")) == (len(made.files) if cached else 0)
+        tasks.close_files(plan, range(len(plan.files)), root, how, {}, None)
+        assert len(faults.of("sync")) == (len(plan.files) if cached else 0)
         faults.clear()
 
 
@@ -193,11 +196,11 @@ def test_a_failure_on_a_worker_leaves_nothing(
     made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: str
 ) -> None:
     """A source that is truncated under the run: found while reading, whatever other tasks do just then."""
-    shutil.copytree(Path(made.source.root), tmp_path / "src")
+    shutil.copytree(Path(made._record.source.root), tmp_path / "src")
     monkeypatch.setattr(budget, "TASK_BYTES", 1 << 16)
     monkeypatch.setattr(tasks_of, "FILES_AT_ONCE", 1)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=BEFORE), AFTER)
-    path = Path(plan.source.files[7].path)
+    path = Path(plan._record.source.files[7].path)
 
     check_workers = reshard_cluster.check_workers
 
@@ -207,8 +210,10 @@ def test_a_failure_on_a_worker_leaves_nothing(
         return cached
 
     monkeypatch.setattr("reshard.run.run.check_workers", then_cut)  # just before they begin
-    with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
+    with pytest.raises((SourceError, TargetError)) as caught:
         plan.run(tmp_path / "out", client=wired[1], partition=partition)
+    assert caught.value.code in {"truncated", "source-changed"}
+    assert "checkpoint_7.safetensors" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -288,7 +293,7 @@ def test_a_scheduler_is_lost_in_the_middle(
 
         with pytest.raises(KeyboardInterrupt if interrupted else ReshardError) as caught:
             made.run(tmp_path / "out", client=client, progress=kill)
-        assert interrupted or "the cluster failed" in str(caught.value)
+        assert interrupted or getattr(caught.value, "code", "") == "cluster-failed"
         one.workers[0].kill()
         one.workers[0].wait()
         assert not list((tmp_path / "out").rglob("*.safetensors"))
@@ -301,18 +306,18 @@ def test_a_worker_that_sees_other_files_is_named(
 ) -> None:
     """The same path leads to another directory on the worker: its own working directory."""
     (tmp_path / "elsewhere").mkdir()
-    source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made.source.root)}", strategy=BEFORE)
-    assert source.files[0].path.startswith("/proc/self/cwd/")
+    source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made._record.source.root)}", strategy=BEFORE)
+    assert source._record.files[0].path.startswith("/proc/self/cwd/")
     with cluster(tmp_path, 0) as one:
         one.add_worker(cwd=tmp_path / "elsewhere")
         with client_of(one.address, 1) as client:
-            with pytest.raises(SourceError, match=r"worker tcp://.*cannot be read.* by the same paths"):
+            with refused(SourceError, "not-found", "worker tcp://", "checkpoint_0.safetensors", "by the same paths"):
                 reshard.plan(source, AFTER).run(tmp_path / "out", client=client)
             assert not (tmp_path / "out").exists()
             there = f"/proc/self/cwd/{os.path.relpath(tmp_path)}"
             inside = f"{tmp_path}/"
             monkeypatch.setattr(os.path, "realpath", lambda path: re.sub(f"^{inside}", f"{there}/", str(path)))
-            with pytest.raises(TargetError, match=r"worker tcp://.*is another directory there, or none"):
+            with refused(TargetError, "different-directory", "worker tcp://", "out"):
                 made.run(tmp_path / "out", client=client)
 
 
@@ -336,21 +341,24 @@ def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(reshard_cluster, "REACHED_WITHIN", 1)
     began = time.monotonic()
     with (
-        pytest.raises(ReshardError, match=r"cluster tcp://127\.0\.0\.1:9: cannot be reached within 1 s"),
+        refused(ReshardError, "not-reachable", "tcp://127.0.0.1:9", "1 s"),
         reshard_cluster.connected("tcp://127.0.0.1:9"),
     ):
         pass
-    with pytest.raises(ReshardError, match="cannot be reached"), reshard_cluster.connected("nowhere://x"):
+    with refused(ReshardError, "not-reachable", "nowhere://x"), reshard_cluster.connected("nowhere://x"):
         pass
     with (
         cluster(tmp_path, 0) as one,
-        pytest.raises(ReshardError, match="has no worker after 1 s; start one: dask worker tcp"),
+        refused(ReshardError, "no-workers", "1 s", "dask worker tcp"),
         reshard_cluster.connected(one.address),
     ):
         pass
     assert time.monotonic() - began < 20
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ReshardError, match=r"pip install 'reshard\[distributed\]'"), reshard_cluster.connected("local"):
+    with (
+        refused(ReshardError, "library-missing", "pip install 'reshard[distributed]'"),
+        reshard_cluster.connected("local"),
+    ):
         pass
 
 
@@ -358,8 +366,8 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
     reshard.write_strategy(AFTER, tmp_path / "after.ckpt")
     command = [
-        sys.executable, "-m", "reshard", "transform", made.source.root, "out", "--source-strategy", "before.ckpt",
-        "--target-strategy", "after.ckpt",
+        sys.executable, "-m", "reshard", "transform", made._record.source.root, "out",
+        "--source-strategy", "before.ckpt", "--target-strategy", "after.ckpt",
     ]  # fmt: skip
     done = subprocess.run([*command, "--cluster", "local:2"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -368,12 +376,12 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     assert tree(tmp_path / "out") == expected
     done = subprocess.run([*command, "--cluster", "local:0"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "expected e.g. tcp://10.0.0.1:8786, local or local:4" in done.stderr
+    assert "'local:0' is not a cluster, such as tcp://10.0.0.1:8786, local or local:4" in done.stderr
     done = subprocess.run(
         [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert "--scheduler is only for runs on this machine" in done.stderr
+    assert "--scheduler is for this machine" in done.stderr
 
 
 def test_a_run_that_is_given_up_settles() -> None:
@@ -382,7 +390,7 @@ def test_a_run_that_is_given_up_settles() -> None:
         with pytest.raises(TimeoutError):
             asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 0.2))
         asyncio.run(asyncio.wait_for(reshard_cluster.settled("another"), 1))
-        with pytest.raises(ReshardError, match="given up"):
+        with refused(ReshardError, "cancelled"):
             live_runs.check_cancelled("one")
     finally:
         live_runs.add("one", -1)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import assert_rank_files, tree
+from refusals import failed, refused
 from stopped_runs import FULL, TARGET, call, command, small_tasks, source, stopped, times
 
 import reshard
@@ -34,18 +35,16 @@ def test_over_a_finished_target_nothing_is_left_to_do(command: list[str | Path],
 def test_a_changed_plan_is_refused(command: list[str | Path], tmp_path: Path) -> None:
     assert call(*command).exit_code == 0
     before = tree(tmp_path / "out")
-    refused = call(*command, "--cast", "float32=float16")
-    assert refused.exit_code == 6
-    assert "were written by a run of another plan" in refused.output
+    failed(6, "other-run", *command, "--cast", "float32=float16", places=(tmp_path / "out", "--restart"))
     assert tree(tmp_path / "out") == before
     assert call(*command, "--cast", "float32=float16", "--restart").exit_code == 0
     assert tree(tmp_path / "out") != before
 
 
 def test_a_begun_target_of_another_plan_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    stopped(reshard.plan(source, TARGET), tmp_path / "out")
+    stopped(reshard.plan(source, TARGET)._record, tmp_path / "out")
     other = reshard.plan(source, TARGET, selection=reshard.Selection(cast={"float32": "float64"}))
-    with pytest.raises(TargetError, match="another plan"):
+    with refused(TargetError, "other-run", tmp_path / "out"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", restart=True)
     other.run(tmp_path / "undisturbed")
@@ -57,9 +56,7 @@ def test_somebody_elses_file_needs_overwrite(command: list[str | Path], tmp_path
     foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"theirs")
     for more in ([], ["--restart"]):
-        refused = call(*command, *more)
-        assert refused.exit_code == 6
-        assert "with --overwrite" in refused.output
+        failed(6, "already-exists", *command, *more, places=("rank_1/checkpoint_1.safetensors", "--overwrite"))
         assert tree(tmp_path / "out") == {"rank_1/checkpoint_1.safetensors": b"theirs"}
     assert call(*command, "--overwrite").exit_code == 0
     assert_rank_files(tmp_path / "out", FULL, TARGET)
@@ -72,10 +69,10 @@ def test_a_finished_file_that_was_changed_is_somebody_elses(
     target = Strategy.of({name: Layout.of([2], [-1] * array.ndim) for name, array in FULL.items()})
     plan = reshard.plan(source, target, link_replicas=True)
     plan.run(tmp_path / "out")
-    path = tmp_path / "out" / plan.files[link].path
+    path = tmp_path / "out" / plan._record.files[link].path
     path.unlink()
     path.write_bytes(b"edited")
-    with pytest.raises(TargetError, match="with overwrite=True"):
+    with refused(TargetError, "already-exists", plan._record.files[link].path, "overwrite=True"):
         plan.run(tmp_path / "out")
     assert path.read_bytes() == b"edited"
 
@@ -86,7 +83,7 @@ def test_a_restart_that_is_stopped_may_be_typed_again(source: reshard.Checkpoint
     old.run(tmp_path / "out")
     plan = reshard.plan(source, TARGET)
     for tasks in (0, 6):
-        stopped(plan, tmp_path / "out", tasks, restart=True)
+        stopped(plan._record, tmp_path / "out", tasks, restart=True)
         assert len(times(tmp_path / "out")) == 2
     report = plan.run(tmp_path / "out")
     assert report.resumed > 0

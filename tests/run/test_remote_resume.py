@@ -12,6 +12,7 @@ import fsspec
 import pytest
 from checkpoints import tree, write_ranks
 from faulty import IMPORTED, Faults, raising
+from refusals import refused
 from remotes import COLUMNS, FULL, ROWS, at_urls, get, put, records
 from samples import slow
 
@@ -160,7 +161,7 @@ def test_over_a_finished_target_nothing_is_left_to_do(
     for _ in range(2):
         report = plan.run(f"{root}/out")
         assert (report.finished, report.bytes_read, report.bytes_written) == (3, 0, 0)
-        assert "nothing is left to do" in report_text(plan, report)
+        assert "nothing is left to do" in report_text(plan._record, report)
     reshard.plan(source, COLUMNS, ranks=[1]).run(f"{root}/out")
     assert not streamed
     plan.run(f"{root}/out", restart=True)
@@ -175,12 +176,12 @@ def test_a_changed_plan_or_source_is_refused(
     before = get(f"{root}/out")
     streamed.clear()
     other = reshard.plan(source, COLUMNS, selection=reshard.Selection(cast={"float32": "float16"}))
-    with pytest.raises(TargetError, match="by a run of another plan, or from sources .*; start over with restart=True"):
+    with refused(TargetError, "other-run", f"{root}/out", "restart=True"):
         other.run(f"{root}/out")
-    fs, path = fsspec.core.url_to_fs(source.files[0].path)
+    fs, path = fsspec.core.url_to_fs(source._record.files[0].path)
     fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
     changed = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
-    with pytest.raises(TargetError, match="from sources that changed since; start over with restart=True"):
+    with refused(TargetError, "other-run", f"{root}/out", "restart=True"):
         changed.run(f"{root}/out")
     assert not streamed
     assert get(f"{root}/out") == before
@@ -199,13 +200,13 @@ def test_somebody_elses_file_is_refused(
 ) -> None:
     """One that was there, and one that was ours and is another now, though as long."""
     plan = reshard.plan(source, COLUMNS)
-    name = plan.files[1].path
+    name = plan._record.files[1].path
     fs, path = fsspec.core.url_to_fs(f"{root}/out/{name}")
     for theirs in (b"theirs", undisturbed[name][:-1] + b"x"):
         fs.pipe_file(path, theirs)
         streamed.clear()
         for options in ({}, {"restart": True}):
-            with pytest.raises(TargetError, match=f"/out: has {name} already; .* replace it with overwrite=True"):
+            with refused(TargetError, "already-exists", f"{root}/out", name, "overwrite=True"):
                 plan.run(f"{root}/out", **options)
         assert not streamed
         assert get(f"{root}/out")[name] == theirs
@@ -227,14 +228,14 @@ def test_a_ledger_that_lies(root: str, source: reshard.Checkpoint, undisturbed: 
     """A file that is there and of which no record says is anybody's."""
     plan = reshard.plan(source, COLUMNS)
     fs, place = fsspec.core.url_to_fs(f"{root}/out")
-    for number, (file, digest) in enumerate(zip(plan.files, file_digests(plan), strict=True)):
+    for number, (file, digest) in enumerate(zip(plan._record.files, file_digests(plan._record), strict=True)):
         size = str(file.layout.size).encode()
         content = lines.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
         content = content.replace(b"FILE", file.path.encode())
         fs.pipe_file(f"{place}/{DIRECTORY}/0000000{number}-0123abcd.000000.jsonl", content)
-    name = plan.files[0].path
+    name = plan._record.files[0].path
     fs.pipe_file(f"{place}/{name}", bytes(len(undisturbed[name])))
-    with pytest.raises(TargetError, match="with overwrite=True"):
+    with refused(TargetError, "already-exists", name, "overwrite=True"):
         plan.run(f"{root}/out")
     fs.rm_file(f"{place}/{name}")
     plan.run(f"{root}/out")
@@ -245,7 +246,7 @@ def test_checksums_are_those_of_a_local_run(root: str, source: reshard.Checkpoin
     plan = reshard.plan(source, COLUMNS)
     local = plan.run(tmp_path / "out").checksums
     assert local is not None
-    assert all(local[file.path] for file in plan.files)
+    assert all(local[file.path] for file in plan._record.files)
     assert plan.run(f"{root}/out").checksums == local
     assert plan.run(f"{root}/out").checksums == local
     assert plan.run(f"{root}/other", fsync=False).checksums is None
@@ -268,7 +269,7 @@ def test_the_index_of_a_set_is_there_when_all_is(
     files, finished = case
     plan = reshard.plan(source, files=files, format="safetensors")
     plan.run(tmp_path / "out")
-    (index,) = (file.path for file in plan.files if file.last)
+    (index,) = (file.path for file in plan._record.files if file.last)
     for options in ({}, {"restart": True}):
         with pytest.raises(KeyboardInterrupt):
             plan.run(f"{root}/out", scheduler="synchronous", progress=stop_after(finished), **options)
@@ -282,7 +283,7 @@ def test_an_older_index_goes_first_without_a_journal_too(
 ) -> None:
     plan = reshard.plan(source, files=reshard.HuggingFaceSet(9000), format="safetensors")
     plan.run(f"{root}/out", ledger=False)
-    (index,) = (file.path for file in plan.files if file.last)
+    (index,) = (file.path for file in plan._record.files if file.last)
     with pytest.raises(KeyboardInterrupt):
         plan.run(f"{root}/out", scheduler="synchronous", ledger=False, overwrite=True, progress=stop_after(1))
     assert index not in get(f"{root}/out")
@@ -296,7 +297,7 @@ def test_what_a_group_replaces_stays_until_all_of_it_is_sent(source: reshard.Che
     before = get(url)
     faults.clear()
     faults.nth(1, raising(TargetError("the network is gone")), "finish", after=True)
-    with pytest.raises(TargetError, match="the network is gone"):
+    with refused(TargetError, "bad-target", "the network is gone"):
         plan.run(url, scheduler="synchronous", restart=True)
     assert get(url) == before
 
@@ -306,7 +307,7 @@ def test_links_are_gone_on_with(root: str, source: reshard.Checkpoint, tmp_path:
     plan = reshard.plan(source, replicas, link_replicas=True)
     plan.run(tmp_path / "out")
     gone = raising(TargetError("the network is gone"))
-    with faults.broken(1, gone, "link", after=True), pytest.raises(TargetError, match="the network is gone"):
+    with faults.broken(1, gone, "link", after=True), refused(TargetError, "bad-target", "the network is gone"):
         plan.run(f"{root}/out", scheduler="synchronous")
     assert plan.run(f"{root}/out").finished == 2
     assert get(f"{root}/out") == tree(tmp_path / "out")
@@ -314,7 +315,7 @@ def test_links_are_gone_on_with(root: str, source: reshard.Checkpoint, tmp_path:
 
 def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, several_groups: None) -> None:
     """Of the run in which it changes nothing, so that the same command begins again; of an earlier one what it made."""
-    fs, path = fsspec.core.url_to_fs(source.files[1].path)
+    fs, path = fsspec.core.url_to_fs(source._record.files[1].path)
 
     def change(event: Any) -> None:
         if event.written:

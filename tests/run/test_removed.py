@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoints import assert_equal, assert_rank_files, numbers, tree, write_file, write_ranks
 from commands import call, done
+from refusals import failed, refused
 from remotes import get
 
 import reshard
@@ -99,8 +100,7 @@ def test_the_commands_say_so(eight: Path, tmp_path: Path) -> None:
     reshard.write_strategy(ranks(4), tmp_path / "four.ckpt")
     command = ["transform", tmp_path / "src" / "net.safetensors", eight, "--target-strategy", tmp_path / "four.ckpt"]
     before = tree(eight)
-    refused = call(*command)
-    assert refused.exit_code == 6
+    failed(6, "other-run", *command)
     assert "4 files of earlier runs would be removed" in done(*command, "--overwrite", "--dry-run").stderr
     assert tree(eight) == before
     result = done(*command, "--overwrite")
@@ -133,9 +133,7 @@ def test_ranks_of_unknown_origin_are_refused(
     before["four.ckpt"] = (tmp_path / "four.ckpt").read_bytes()
     command = ["transform", source.root, eight, "--target-strategy", tmp_path / "four.ckpt", "--overwrite"]
     for more in ([], ["--dry-run"]):
-        refused = call(*command, *more)
-        assert refused.exit_code == 6
-        assert "rank_5/checkpoint_5.safetensors too, of other ranks" in refused.stderr
+        failed(6, "other-ranks", *command, *more, places=("rank_5/checkpoint_5.safetensors",))
         assert tree(tmp_path) == before
     shutil.rmtree(eight / ".reshard")
     assert call(*command).exit_code == 6
@@ -200,7 +198,7 @@ def test_other_ranks_of_the_same_target_stay(source: reshard.Checkpoint, eight: 
     assert len(reshard.plan(source, four, ranks=[0, 2, 3]).run(eight, overwrite=True).removed) == 5
     assert reshard.plan(source, four, ranks=[1]).run(eight, overwrite=True).removed == ()
     assert reshard.open(eight).strategy == four
-    assert not reshard.open(eight).partial
+    assert not reshard.open(eight)._record.partial
     assert reshard.plan(source, four, ranks=[3]).run(eight, restart=True).removed == ()
     assert_rank_files(eight, FULL, four)
 
@@ -253,7 +251,7 @@ def test_the_source_stays(source: reshard.Checkpoint, eight: Path) -> None:
     for path in eight.glob("rank_*/*.ckpt"):
         path.unlink()
     one = eight / "rank_5" / "checkpoint_5.safetensors"
-    reshard.plan(reshard.open(one, layouts={"*": "whole"}), prefix="one_").run(eight, overwrite=True)
+    reshard.plan(reshard.open(one, layout={"*": "whole"}), prefix="one_").run(eight, overwrite=True)
     assert one.read_bytes() == before["rank_5/checkpoint_5.safetensors"]
 
 
@@ -294,7 +292,7 @@ def test_a_dcp_and_an_iteration_of_fewer_files(source: reshard.Checkpoint, tmp_p
     kinds = {"dcp": reshard.DCP, "run": reshard.Checkpoint2}
     for name, kind in kinds.items():
         more = {"step": 5} if kind is reshard.Checkpoint2 else {}
-        small, large = (reshard.plan(source, files=kind(max_shard_bytes=size, **more)) for size in (100, 1 << 20))
+        small, large = (reshard.plan(source, files=kind(max_shard_size=size, **more)) for size in (100, 1 << 20))
         small.run(tmp_path / name)
         large.run(tmp_path / "expected" / name)
         assert large.run(tmp_path / name, overwrite=True).removed
@@ -313,7 +311,7 @@ def test_at_a_url(source: reshard.Checkpoint, root: str) -> None:
     fs, path = reshard.storage.remote.filesystem(f"{url}/rank_6/checkpoint_6.safetensors")
     fs.pipe_file(path, b"theirs")
     before = get(url)
-    with pytest.raises(TargetError, match="rank_6/checkpoint_6.safetensors too, of other ranks"):
+    with refused(TargetError, "other-ranks", "rank_6/checkpoint_6.safetensors"):
         reshard.plan(source, ranks(2)).run(url, overwrite=True)
     assert get(url) == before
 
@@ -329,9 +327,9 @@ def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: resh
         ["unify", four, eight.parent / "set"],
         ["strategy", "from-checkpoint", four, "-o", four / "s.json"],
     ):
-        refused = call(*command)
-        assert refused.exit_code == 4
-        assert "rank_4/checkpoint_4.safetensors is not in the ledger" in refused.stderr
+        result = call(*command)
+        assert result.exit_code == 4
+        assert "rank_4/checkpoint_4.safetensors is not in the ledger" in result.stderr
     assert "rank_4/checkpoint_4.safetensors is not in the ledger" in done("inspect", four).stderr
     assert "complete" not in done("verify", four).stdout
     shutil.rmtree(four / "rank_4")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import blocks, numbers, write_file, write_ranks
+from refusals import check, refused
 
 import reshard
 from reshard import Layout, Selection, Strategy
@@ -65,7 +66,7 @@ def test_several_ranks_need_a_strategy(root: Path) -> None:
 
 
 def names_in(source: reshard.Checkpoint) -> set[str]:
-    return {Path(file.path).name for file in source.files}
+    return {Path(file.path).name for file in source._record.files}
 
 
 def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
@@ -75,11 +76,11 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     source = reshard.open(tmp_path, strategy=STRATEGY)
     assert names_in(source) == {"net-2_5.safetensors"}
     assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
-    assert source.step == Step("2_5", ("1_10",))
+    assert source._record.step == Step("2_5", ("1_10",))
     assert "step 2_5 (the newest of 2; suffix=... takes another)" in repr(source)
     older = reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")
     assert names_in(older) == {"net-1_10.safetensors"}
-    assert older.step == Step("1_10")
+    assert older._record.step == Step("1_10")
 
 
 def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Path) -> None:
@@ -87,11 +88,11 @@ def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Pa
         write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
     (tmp_path / "src" / "rank_2" / "net-1_20.safetensors").unlink()
     source = reshard.open(tmp_path / "src", strategy=STRATEGY)
-    assert source.step == Step("1_100", ("1_10", "1_9"))
-    data = checkpoint_data(source)
+    assert source._record.step == Step("1_100", ("1_10", "1_9"))
+    data = checkpoint_data(source._record)
     assert data["step"] == {"name": "1_100", "older": ("1_10", "1_9")}
     report = reshard.plan(source).run(tmp_path / "out")
-    assert reshard.open(report.directory).step is None
+    assert reshard.open(report.directory)._record.step is None
 
 
 def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
         write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=STRATEGY))
     plan.save(tmp_path / "plan.json")
-    assert reshard.read_plan(tmp_path / "plan.json").source.step == Step("2_5")
+    assert reshard.read_plan(tmp_path / "plan.json")._record.source.step == Step("2_5")
     plan.run(tmp_path / "out")
     assert reshard.verify(tmp_path / "out").against_step == Step("2_5")
 
@@ -107,13 +108,13 @@ def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["net_rank_{rank}-1_10", "src{rank}", "checkpoint_{rank}", "net"])
 def test_names_may_carry_the_rank(tmp_path: Path, name: str) -> None:
     write_ranks(tmp_path, FULL, STRATEGY, name=name)
-    assert len(reshard.open(tmp_path, strategy=STRATEGY).files) == 4
+    assert len(reshard.open(tmp_path, strategy=STRATEGY)._record.files) == 4
 
 
 def test_a_restarted_run_beside_the_first_must_be_chosen(tmp_path: Path) -> None:
     for name in ("net-1_10", "net_1-1_10"):
         write_ranks(tmp_path, FULL, STRATEGY, name=name)
-    with pytest.raises(SourceError, match=r"several checkpoints.*with suffix=\.\.\.$"):
+    with refused(SourceError, "several-checkpoints"):
         reshard.open(tmp_path, strategy=STRATEGY)
     assert names_in(reshard.open(tmp_path, strategy=STRATEGY, suffix="net_1-1_10")) == {"net_1-1_10.safetensors"}
 
@@ -121,7 +122,7 @@ def test_a_restarted_run_beside_the_first_must_be_chosen(tmp_path: Path) -> None
 def test_both_formats_of_one_checkpoint_must_be_chosen_between(tmp_path: Path) -> None:
     for format in ("ckpt", "safetensors"):
         write_ranks(tmp_path, FULL, STRATEGY, format)
-    with pytest.raises(SourceError, match="several checkpoints"):
+    with refused(SourceError, "several-checkpoints"):
         reshard.open(tmp_path, strategy=STRATEGY)
     assert reshard.open(tmp_path, strategy=STRATEGY, suffix=".ckpt").format == "ckpt"
 
@@ -129,14 +130,14 @@ def test_both_formats_of_one_checkpoint_must_be_chosen_between(tmp_path: Path) -
 def test_ranks_without_a_step_in_common(tmp_path: Path) -> None:
     for rank in range(4):
         write_file(tmp_path / f"rank_{rank}" / f"net-1_{rank % 2 + 1}.safetensors", FULL)
-    with pytest.raises(SourceError, match="no checkpoint in common"):
+    with refused(SourceError, "no-common-checkpoint"):
         reshard.open(tmp_path, strategy=STRATEGY)
 
 
 def test_what_is_not_a_checkpoint_is_passed_over(root: Path) -> None:
     for name in ("net-graph.meta", "meta.json", "net.tmp", "x_breakpoint.ckpt", ".hidden.ckpt", "y.ckpt.partial"):
         (root / "rank_0" / name).write_bytes(b"no")
-    assert len(reshard.open(root, strategy=STRATEGY).files) == 4
+    assert len(reshard.open(root, strategy=STRATEGY)._record.files) == 4
 
 
 def test_formats_are_told_by_content(root: Path) -> None:
@@ -148,10 +149,10 @@ def test_formats_are_told_by_content(root: Path) -> None:
 def test_rank_pattern(root: Path) -> None:
     for rank in range(4):
         (root / f"rank_{rank}").rename(root / f"node{rank}")
-    with pytest.raises(SourceError, match=r"give rank_pattern=\.\.\. for other names"):
+    with refused(SourceError, "no-checkpoint", "rank_pattern"):
         reshard.open(root, strategy=STRATEGY)
-    assert len(reshard.open(root, strategy=STRATEGY, rank_pattern="node{rank}/*.safetensors").files) == 4
-    with pytest.raises(SourceError, match="no {rank}"):
+    assert len(reshard.open(root, strategy=STRATEGY, rank_pattern="node{rank}/*.safetensors")._record.files) == 4
+    with refused(SourceError, "bad-rank-pattern"):
         reshard.open(root, rank_pattern="node/*")
 
 
@@ -163,7 +164,7 @@ def test_parts_of_a_rank_are_read_together(tmp_path: Path) -> None:
                 tmp_path / f"rank_{rank}" / f"checkpoint_{rank}_part{part}.ckpt", blocks(FULL, some, rank), "ckpt"
             )
     source = reshard.open(tmp_path, strategy=STRATEGY)
-    assert len(source.files) == 8
+    assert len(source._record.files) == 8
     assert set(source) == {"w", "b"}
 
 
@@ -172,7 +173,7 @@ def test_global_steps_must_agree(root: Path) -> None:
         root / "rank_2" / "checkpoint_2.safetensors",
         {**blocks(FULL, STRATEGY, 2), "global_step": np.array(8, np.int32)},
     )
-    with pytest.raises(SourceError, match=r"global_step: differs.*with suffix=\.\.\.$"):
+    with refused(SourceError, "several-steps", "global_step"):
         reshard.open(root, strategy=STRATEGY)
 
 
@@ -184,22 +185,23 @@ def test_a_missing_rank_is_refused_though_replicas_have_all_it_held(tmp_path: Pa
     strategy = Strategy.of({"w": Layout.of([2, 2], [0, -1])})
     root = write_ranks(tmp_path, {"w": FULL["w"]}, strategy)
     (root / "rank_3" / "checkpoint_3.safetensors").unlink()
-    with pytest.raises(SourceError, match="rank 3: has no file, of the 4 ranks that the strategy.*partial=True"):
+    with refused(SourceError, "missing-replicas", "rank 3", "the 4"):
         reshard.open(root, strategy=strategy)
     assert reshard.open(root, strategy=strategy, partial=True).tensors["w"].shards[1].files == (1,)
     (root / "rank_1" / "checkpoint_1.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"rank 1: has no file; it is needed for 1 tensors \(w\)"):
+    with refused(SourceError, "missing-ranks", "rank 1", "for 1"):
         reshard.open(root, strategy=strategy)
 
 
 def test_some_ranks_may_be_enough_for_some(root: Path) -> None:
     files = {rank: root / f"rank_{rank}" / f"checkpoint_{rank}.safetensors" for rank in (1, 3)}
     source = reshard.open(files, strategy=STRATEGY, partial=True)
-    assert reshard.plan(source, STRATEGY, ranks=[1]).source_ranks() == (1,)
-    with pytest.raises(
-        SourceError, match=r"tensor 'w': block \[0:2, 0:4\] is in no file that is there; expected in that of rank 0"
-    ):
+    assert reshard.plan(source, STRATEGY, ranks=[1])._record.source_ranks() == (1,)
+    with refused(SourceError, "missing-block", "tensor 'b'", "[0:2]", "ranks 0,2", "tensor 'w'"):
         reshard.plan(source, STRATEGY, ranks=[0])
+    one = Strategy.of({"w": ROWS})
+    with refused(SourceError, "missing-block", "tensor 'w'", "[0:2, 0:4]", "rank 0"):
+        reshard.plan(source, one, ranks=[0], selection=Selection(include=["w"]))
 
 
 def test_all_faults_at_once(root: Path) -> None:
@@ -208,16 +210,15 @@ def test_all_faults_at_once(root: Path) -> None:
     )
     with pytest.raises(SourceError) as caught:
         reshard.open(root, strategy=STRATEGY)
-    text = str(caught.value)
-    assert "tensor 'w' has shape [3, 4]; the strategy and the other ranks say [2, 4]" in text
-    assert "tensor 'b' is int8; other ranks have float32" in text
-    assert "has 2 faults" in text
+    check(caught.value, "wrong-shape", "tensor 'w' in", "rank_1/checkpoint_1.safetensors", "[3, 4]", "[2, 4]")
+    check(caught.value, "mixed-dtypes", "tensor 'b' in", "int8", "float32")
+    assert len(caught.value.codes) == 2
 
 
 def test_more_ranks_than_the_strategy_describes(root: Path) -> None:
-    with pytest.raises(SourceError, match="has ranks 2-3; the strategy describes ranks 0 to 1"):
+    with refused(SourceError, "strategy-mismatch", "ranks 2-3", "ranks 0 to 1"):
         reshard.open(root, strategy=Strategy.of({"w": Layout.of([2], [0, -1])}))
-    with pytest.raises(SourceError, match=r"no checkpoint at 'node0/\*\.ckpt' and so on"):
+    with refused(SourceError, "no-checkpoint", "node0/*.ckpt"):
         reshard.open(root, rank_pattern="node{rank}/*.ckpt")
 
 
@@ -259,25 +260,25 @@ def test_a_tensor_that_a_higher_stage_has_whole_is_not_asked_of_a_lower(tmp_path
 
 def test_a_frozen_weight_that_is_split_but_not_listed_is_refused(root: Path) -> None:
     trainable = Strategy.of({"b": STRATEGY.tensors["b"][0].layout})
-    with pytest.raises(SourceError, match=r"tensor 'w': differs between the ranks.*only_trainable_params=False"):
+    with refused(SourceError, "unlisted-tensor", "'w'"):
         reshard.open(root, strategy=trainable)
-    given = reshard.open(root, strategy=trainable, layouts={"w": "split:0"})
+    given = reshard.open(root, strategy=trainable, layout={"w": "split:0"})
     assert given.tensors["w"].spec.shape == (8, 4)
     assert (
-        reshard.open(root, strategy=trainable, layouts={"w": "4:0,-1"}).tensors["w"].shards == given.tensors["w"].shards
+        reshard.open(root, strategy=trainable, layout={"w": "4:0,-1"}).tensors["w"].shards == given.tensors["w"].shards
     )
 
 
 def test_also_a_large_one_of_which_only_pieces_are_compared(tmp_path: Path) -> None:
     full = numbers({"frozen": (64, 4096), "b": (4,)})
     write_ranks(tmp_path, full, Strategy.of({"frozen": ROWS, "b": Layout.of([4], [-1])}))
-    with pytest.raises(SourceError, match="tensor 'frozen': differs between the ranks"):
+    with refused(SourceError, "unlisted-tensor", "'frozen'"):
         reshard.open(tmp_path, strategy=Strategy.of({"b": Layout.of([4], [-1])}))
 
 
 def test_a_rule_that_makes_replicas_of_what_differs_is_refused(root: Path) -> None:
-    with pytest.raises(SourceError, match="rank 0 and rank 1, which the rule 'whole' says hold the same"):
-        reshard.open(root, strategy=STRATEGY, layouts={"w": "whole"})
+    with refused(SourceError, "replicas-differ-by-rule", "rank 0", "rank 1", "whole"):
+        reshard.open(root, strategy=STRATEGY, layout={"w": "whole"})
 
 
 def test_unlisted_tensors_of_different_shapes_are_refused(root: Path) -> None:
@@ -287,7 +288,7 @@ def test_unlisted_tensors_of_different_shapes_are_refused(root: Path) -> None:
     write_file(
         root / "rank_2" / "checkpoint_2.safetensors", {**blocks(FULL, STRATEGY, 2), "x": np.zeros(2, np.float32)}
     )
-    with pytest.raises(SourceError, match=r"tensor 'x': is float32 \[3\] in rank 3 and float32 \[2\] in rank 2"):
+    with refused(SourceError, "unlisted-tensor", "'x'", "float32", "[3]", "rank 3"):
         reshard.open(root, strategy=STRATEGY)
 
 
@@ -295,9 +296,9 @@ def test_listed_tensors_that_every_rank_holds_whole_are_refused(tmp_path: Path) 
     """`integrated_save=True` stores whole tensors though the strategy splits them."""
     for rank in range(4):
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", FULL, "ckpt")
-    with pytest.raises(SourceError, match=r"integrated_save=True.*layouts=\{'\*': 'whole'\}"):
+    with refused(SourceError, "saved-whole", "layout={'*': 'whole'}"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"*": "whole"})
+    source = reshard.open(tmp_path, strategy=STRATEGY, layout={"*": "whole"})
     assert source.tensors["w"].spec.shape == (8, 4)
 
 
@@ -305,7 +306,7 @@ def test_a_json_strategy_tells_whole_tensors_by_their_shape(tmp_path: Path) -> N
     for rank in range(4):
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", {"w": np.zeros((8, 4), np.float32)}, "ckpt")
     strategy = Strategy.of({"w": ROWS}, shapes={"w": (8, 4)})
-    with pytest.raises(SourceError, match=r"would be \[32, 4\].*the strategy says \[8, 4\]"):
+    with refused(SourceError, "saved-whole", "[32, 4]", "[8, 4]"):
         reshard.open(tmp_path, strategy=strategy)
 
 
@@ -319,9 +320,9 @@ def test_one_tensor_that_is_whole_among_split_ones_is_refused(tmp_path: Path, sh
     full = {**FULL, "table": np.tile(np.arange(shape[1], dtype=np.float32), (shape[0], 1))}
     strategy = Strategy.of({"w": ROWS, "b": Layout.of([4], [-1]), "table": ROWS})
     write_ranks(tmp_path, full, strategy)
-    with pytest.raises(SourceError, match=r"tensor 'table': is split by .* give layouts=\{'table': 'whole'\}; else"):
+    with refused(SourceError, "saved-whole", "'table'", "whole"):
         reshard.open(tmp_path, strategy=strategy)
-    source = reshard.open(tmp_path, strategy=strategy, layouts={"table": "4:0,-1"})
+    source = reshard.open(tmp_path, strategy=strategy, layout={"table": "4:0,-1"})
     assert source.tensors["table"].spec.shape == shape
 
 
@@ -331,9 +332,9 @@ def test_constants_of_which_nobody_knows_whether_they_are_whole_are_warned_of(tm
     for rank in range(4):
         tensors = {**blocks(full, strategy, rank), "b": FULL["b"]}
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
-    with pytest.raises(SourceError, match=r"tensor 'b': is split by the strategy, and every rank holds the same"):
+    with refused(SourceError, "saved-whole", "'b'"):
         reshard.open(tmp_path, strategy=strategy)
-    (notice,) = reshard.open(tmp_path, strategy=strategy, layouts={"b": "whole"}).warnings
+    (notice,) = reshard.open(tmp_path, strategy=strategy, layout={"b": "whole"}).warnings
     assert notice.startswith("zero: constant, and equal on all ranks")
 
 
@@ -348,7 +349,7 @@ def test_a_strategy_that_says_whole_of_what_is_split_is_refused(tmp_path: Path, 
     full = numbers({"w": (8, columns), "v": (8, 4)})
     write_ranks(tmp_path, full, Strategy.of({"w": ROWS, "v": ROWS}), format)
     wrong = Strategy.of({"w": WHOLE, "v": ROWS})
-    with pytest.raises(SourceError, match=r"tensor 'w': block .* differs between rank 0 and rank 1, which the strat"):
+    with refused(SourceError, "replicas-differ", "'w'", "rank 0", "rank 1"):
         reshard.open(tmp_path, strategy=wrong)
 
 
@@ -360,7 +361,7 @@ def test_every_axis_along_which_a_tensor_may_be_split_is_looked_at(tmp_path: Pat
     write_ranks(tmp_path, full, Strategy.of(truth))
     for name in full:
         wrong = Strategy.of({**truth, name: Layout.of(mesh, [-1, -1])})
-        with pytest.raises(SourceError, match=f"tensor '{name}': block"):
+        with refused(SourceError, "replicas-differ", name):
             reshard.open(tmp_path, strategy=wrong)
 
 
@@ -370,13 +371,13 @@ def test_the_number_of_reads_is_bounded_and_what_was_looked_at_is_said(
     full = numbers({f"layers.{n}.{kind}": (2, 4) for n in range(100) for kind in ("a", "b", "c", "d")})
     strategy = Strategy.of(dict.fromkeys(full, WHOLE))
     write_ranks(tmp_path, full, strategy)
-    assert reshard.open(tmp_path, strategy=strategy).looked == (400, 400, 1200, 1200, 1200)
+    assert reshard.open(tmp_path, strategy=strategy)._record.looked == (400, 400, 1200, 1200, 1200)
     monkeypatch.setattr(probe, "_MOST_READS", 300)
-    looked = reshard.open(tmp_path, strategy=strategy).looked
+    looked = reshard.open(tmp_path, strategy=strategy)._record.looked
     assert looked == (100, 400, 200, 200, 1200)
     wrong = {**full, **{name: -value for name, value in full.items() if name.endswith(".c")}}
     write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
-    with pytest.raises(SourceError, match=r"tensor 'layers\.\d+\.c': block .* rank 0 and rank 3"):
+    with refused(SourceError, "replicas-differ", "rank 0", "rank 3"):
         reshard.open(tmp_path, strategy=strategy)  # one kind of tensor in a hundred layers is not missed
 
 
@@ -395,7 +396,7 @@ def test_scalars_that_differ_are_noticed_and_kept_apart(tmp_path: Path) -> None:
 def test_a_tensor_that_no_file_holds_is_missing_from_a_whole_model(tmp_path: Path) -> None:
     root = write_ranks(tmp_path, {"w": FULL["w"]}, STRATEGY)
     source = reshard.open(root, strategy=STRATEGY)
-    with pytest.raises(SourceError, match="tensor 'b': is in the strategy and in no source file"):
+    with refused(SourceError, "missing-tensor", "tensor 'b'", "allow_missing='b'"):
         reshard.plan(source)
     assert reshard.plan(source, allow_missing=["b"]).missing == ("b",)
 
@@ -405,7 +406,7 @@ def test_a_stage_whose_ranks_are_gone_is_missed(tmp_path: Path) -> None:
     write_ranks(tmp_path, {"w": FULL["w"], "v": FULL["b"]}, strategy)
     for rank in (2, 3):
         (tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors").unlink()
-    with pytest.raises(SourceError, match="ranks 2-3: have no file, of the 4 ranks"):
+    with refused(SourceError, "missing-replicas", "ranks 2-3", "the 4"):
         reshard.open(tmp_path, strategy=strategy)
 
 
@@ -414,15 +415,15 @@ def test_one_stage_of_a_pipeline_says_what_is_left_out(tmp_path: Path) -> None:
     write_ranks(tmp_path, {"w": FULL["w"], "v": FULL["b"]}, strategy)
     for stage, name in ((0, "w"), (1, "v")):
         source = reshard.open(tmp_path, strategy=strategy, stage=stage)
-        assert (list(source), source.part, len(source.files)) == ([name], stage, 2)
-    with pytest.raises(StrategyError, match="files of other stages are there; give the directory"):
+        assert (list(source), source._record.part, len(source._record.files)) == ([name], stage, 2)
+    with refused(StrategyError, "one-stage", "stage 0", "files of other stages are there", "stage=0"):
         reshard.open(tmp_path, strategy=strategy.of_stage(0))
     first = reshard.open(tmp_path, strategy=strategy.of_stage(0), stage="own")
-    assert first.part == 0
+    assert first._record.part == 0
     (notice,) = first.warnings
     assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0-1 are read")
     plan = reshard.plan(first, Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0])}))
-    assert [file.path for file in plan.files][:1] == ["rank_0/checkpoint_0_part0.safetensors"]
+    assert [file.path for file in plan._record.files][:1] == ["rank_0/checkpoint_0_part0.safetensors"]
 
 
 def test_every_stage_that_holds_a_shared_tensor_is_checked(tmp_path: Path) -> None:
@@ -430,7 +431,7 @@ def test_every_stage_that_holds_a_shared_tensor_is_checked(tmp_path: Path) -> No
     strategy = Strategy.of({"tied": {0: layout, 1: layout}})
     write_ranks(tmp_path, {"tied": FULL["w"]}, strategy)
     write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", {"tied": np.zeros((3, 4), np.float64)})
-    with pytest.raises(SourceError, match="tensor 'tied' is float64; other ranks have float32"):
+    with refused(SourceError, "mixed-dtypes", "'tied'", "float64", "float32"):
         reshard.open(tmp_path, strategy=strategy)
 
 
@@ -441,18 +442,18 @@ def test_constants_beside_whole_tensors_are_named_with_them(tmp_path: Path) -> N
     for rank in range(4):
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", full, "ckpt")
     for rules in ({}, {"w": "whole"}):
-        with pytest.raises(SourceError, match="'zero'.*integrated_save"):
-            reshard.open(tmp_path, strategy=strategy, layouts=rules)
-    assert reshard.open(tmp_path, strategy=strategy, layouts={"*": "whole"}).tensors["zero"].spec.shape == (4,)
+        with refused(SourceError, "saved-whole", "'zero'"):
+            reshard.open(tmp_path, strategy=strategy, layout=rules)
+    assert reshard.open(tmp_path, strategy=strategy, layout={"*": "whole"}).tensors["zero"].spec.shape == (4,)
 
 
 def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
     for rank in range(4):
         tensors = {**blocks(FULL, STRATEGY, rank), "rng": np.array([rank, 1], np.int64)}
         write_file(tmp_path / "src" / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
-    with pytest.raises(SourceError, match="'rng': differs.*copy if every rank has a value of its own"):
+    with refused(SourceError, "unlisted-tensor", "'rng'"):
         reshard.open(tmp_path / "src", strategy=STRATEGY)
-    source = reshard.open(tmp_path / "src", strategy=STRATEGY, layouts={"rng": "copy"})
+    source = reshard.open(tmp_path / "src", strategy=STRATEGY, layout={"rng": "copy"})
     plan = reshard.plan(source, STRATEGY)
     plan.run(tmp_path / "out")
     for rank in range(4):
@@ -463,7 +464,7 @@ def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
 def test_ranks_of_two_formats(tmp_path: Path) -> None:
     for rank, format in enumerate(("ckpt", "safetensors")):
         write_file(tmp_path / f"rank_{rank}" / f"c.{format}", FULL, format)
-    with pytest.raises(SourceError, match="`reshard convert` those of one format to the other"):
+    with refused(SourceError, "no-common-checkpoint"):
         reshard.open(tmp_path, strategy=STRATEGY)
 
 
@@ -479,10 +480,10 @@ STAGES = Strategy.of(
 
 def test_replicas_in_later_stages_are_looked_at_too(tmp_path: Path) -> None:
     write_ranks(tmp_path, PIPE, STAGES)
-    assert reshard.open(tmp_path, strategy=STAGES).looked == (3, 3, 1, 1, 1)
+    assert reshard.open(tmp_path, strategy=STAGES)._record.looked == (3, 3, 1, 1, 1)
     wrong = {**blocks(PIPE, STAGES, 3), "tied": -PIPE["tied"]}
     write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
-    with pytest.raises(SourceError, match="tensor 'tied': block .* differs between rank 2 and rank 3"):
+    with refused(SourceError, "replicas-differ", "'tied'", "rank 2", "rank 3"):
         reshard.open(tmp_path, strategy=STAGES)
 
 
@@ -490,13 +491,13 @@ def test_a_tensor_in_files_of_a_stage_that_shall_not_have_it_is_refused(tmp_path
     write_ranks(tmp_path, PIPE, STAGES)
     first_only = {name: {p.stage: p.layout for p in places} for name, places in STAGES.tensors.items()}
     del first_only["tied"][1]
-    with pytest.raises(SourceError, match="tensor 'tied': is in ranks 2-3; the strategy has it in stage 0, other ran"):
+    with refused(SourceError, "wrong-stage", "'tied'", "ranks 2-3", "stage 0"):
         reshard.open(tmp_path, strategy=Strategy.of(first_only))
 
 
 def test_a_selection_of_which_all_is_dropped_is_refused(root: Path) -> None:
     source = reshard.open(root, strategy=STRATEGY)
-    with pytest.raises(UsageError, match="leaves no tensor for the target"):
+    with refused(UsageError, "no-tensors"):
         reshard.plan(
             source, Strategy.of({"b": STRATEGY.tensors["b"][0].layout}), selection=Selection(include=["w"]), drop=["w"]
         )

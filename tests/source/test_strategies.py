@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 import pytest
-from commands import call, done
+from commands import done
+from refusals import failed, refused
 
 import reshard
 from reshard import Layout, Strategy
@@ -96,24 +97,26 @@ def test_a_mesh_that_is_repeated_in_a_stage(described: Callable[..., reshard.Che
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "code", "said"),
     [
         (
             lambda layout: layout.update(rank_list=[4, 5, 6, 7, 0, 1, 2, 3]),
-            "lies on ranks 4-7,0-3, which are not whole",
+            "not-whole-stages",
+            "ranks 4-7,0-3",
         ),
         (
             lambda layout: layout.update(device_matrix=[4], rank_list=[1, 2, 3, 4], tensor_map=[0, -1]),
-            "lies on other ranks than its layout is about",
+            "unknown-blocks",
+            "ranks",
         ),
-        (lambda layout: layout.update(interleaved_parallel=True), "is interleaved within each card"),
+        (lambda layout: layout.update(interleaved_parallel=True), "unreadable-tensor", "interleaved"),
     ],
 )
 def test_what_no_strategy_can_say_is_refused_by_name(
-    described: Callable[..., reshard.Checkpoint], what: Callable[[Json], None], said: str
+    described: Callable[..., reshard.Checkpoint], what: Callable[[Json], None], code: str, said: str
 ) -> None:
     found = described(what)
-    with pytest.raises(SourceError, match=f"'{EMBEDDING}': {said}.*to leave it out give drop='{EMBEDDING}'"):
+    with refused(SourceError, code, f"tensor '{EMBEDDING}'", said, f"drop='{EMBEDDING}'"):
         reshard.strategy_of(found)
     made = reshard.strategy_of(found, drop=["embedding.*"])
     assert set(found) - set(made.tensors) - {EMBEDDING} == {"global_step"}
@@ -121,14 +124,14 @@ def test_what_no_strategy_can_say_is_refused_by_name(
 
 def test_lost_blocks_are_refused_by_name(mindspore_data: Path) -> None:
     found = reshard.open(root_of(mindspore_data, "pynative_submesh_once") / "checkpoint")
-    with pytest.raises(SourceError, match="decoder.final_layernorm.weight': lacks 1 of its 2 blocks"):
+    with refused(SourceError, "unreadable-tensor", "decoder.final_layernorm.weight", "lacks 1", "its 2"):
         reshard.strategy_of(found)
     assert "output_layer.weight" in reshard.strategy_of(found, drop=["*norm.weight"]).tensors
 
 
 def test_of_what_has_a_strategy_and_of_what_has_none(tmp_path: Path, mindspore_data: Path) -> None:
     source = reshard.open(root_of(mindspore_data, "graph_1") / "checkpoint")
-    with pytest.raises(UsageError, match="says of no rank which block it holds"):
+    with refused(UsageError, "no-layout"):
         reshard.strategy_of(source)
     cut = Strategy.of({EMBEDDING: Layout.of([2], [0, -1]), "output_layer.weight": Layout.of([2], [-1, 0])})
     selection = reshard.Selection(include=tuple(cut.tensors))
@@ -136,7 +139,7 @@ def test_of_what_has_a_strategy_and_of_what_has_none(tmp_path: Path, mindspore_d
     target = reshard.open(tmp_path / "ranks")
     assert reshard.strategy_of(target).tensors.keys() == cut.tensors.keys()
     assert list(reshard.strategy_of(target, drop=["out*"]).tensors) == [EMBEDDING]
-    with pytest.raises(UsageError, match="nearest is"):
+    with refused(UsageError, "no-match"):
         reshard.strategy_of(target, drop=["output_layers.*"])
 
 
@@ -147,10 +150,8 @@ def test_the_command(mindspore_data: Path, tmp_path: Path) -> None:
     assert f"wrote {file}: 12 tensors over 8 ranks in 2 stages" in shown.stdout
     done("transform", root, tmp_path / "ranks", "--target-strategy", file)
     assert reshard.verify(tmp_path / "ranks").equal
-    assert "s.ckpt: is there already" in call("strategy", "from-checkpoint", root, "-o", file).stderr
+    failed(6, "already-exists", "strategy", "from-checkpoint", root, "-o", file, places=("s.ckpt",))
     shown = done("strategy", "from-checkpoint", root, "-o", tmp_path / "s.json", "--iteration", "4")
     assert "has nested layouts, as that of embedding.word_embeddings.weight; MindSpore 2.10 does not" in shown.stderr
     for place in (root / "latest_checkpointed_iteration.txt", root / "iteration_00000004/metadata.json"):
-        refused = call("strategy", "from-checkpoint", root, "-o", place, "--overwrite")
-        assert refused.exit_code == 6
-        assert "is one of the files of the checkpoint" in refused.stderr
+        failed(6, "target-is-source", "strategy", "from-checkpoint", root, "-o", place, "--overwrite", places=(place,))

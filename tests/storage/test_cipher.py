@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 import reshard.storage.cipher
 from reshard.errors import ReshardError, SourceError, UsageError
@@ -115,26 +116,27 @@ def test_a_wrong_key_is_found_before_a_byte_is_given_out(tmp_path: Path, mindspo
     """Also by those wrong keys whose padding looks right, one in 256 for the CBC modes."""
     plain = (mindspore_data / "encrypted" / "plain.ckpt").read_bytes()
     path = encrypted(tmp_path / "a.ckpt", Cipher(mode, KEY), plain)
-    messages = set()
+    codes = set()
     for number in range(2000 if mode != "AES-GCM" else 50):
         key = number.to_bytes(16, "big")
         with pytest.raises(SourceError) as raised:
             index_file(path, store=DecryptingStore(Cipher(mode, key)))
-        messages.add(str(raised.value).split(": ", 1)[1][:40])
-    assert any("cannot be decrypted with this key" in message for message in messages)
-    assert mode == "AES-GCM" or len(messages) > 1  # some passed the padding
+        codes.add(raised.value.code)
+    assert "wrong-key" in codes
+    assert mode == "AES-GCM" or len(codes) > 1  # some passed the padding
 
 
 def test_whatever_comes_out_of_a_wrong_key_the_error_names_the_key(tmp_path: Path, mindspore_data: Path) -> None:
     path = encrypted(
         tmp_path / "a.ckpt", Cipher("AES-CBC", KEY), (mindspore_data / "encrypted" / "plain.ckpt").read_bytes()
     )
-    messages = set()
+    found_later = set()
     for number in range(2000):
-        with pytest.raises(SourceError, match="with this key|or the key is wrong, which AES-CBC cannot tell") as raised:
+        with pytest.raises(SourceError) as raised:
             reshard.open(path, cipher=Cipher("AES-CBC", number.to_bytes(16, "big")))
-        messages.add("or the key is wrong" in str(raised.value))
-    assert messages == {True, False}
+        found_later.add(raised.value.code != "wrong-key")
+        assert "the key is wrong" in str(raised.value)
+    assert found_later == {True, False}
 
 
 def test_a_changed_byte_is_found_by_the_tag(tmp_path: Path, small_blocks: int) -> None:
@@ -146,7 +148,7 @@ def test_a_changed_byte_is_found_by_the_tag(tmp_path: Path, small_blocks: int) -
     store = DecryptingStore(cipher)
     buffer = bytearray(100)
     store.read_into(path, 0, memoryview(buffer))  # blocks stand by themselves: the first is valid
-    with pytest.raises(SourceError, match="cannot be decrypted with this key"):
+    with refused(SourceError, "wrong-key"):
         store.read_into(path, 200, memoryview(buffer))
 
 
@@ -161,22 +163,22 @@ def test_the_order_of_blocks_is_bound_by_nothing(tmp_path: Path, small_blocks: i
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "place"),
     [
-        (lambda content: b"\x0a" + content, "is not encrypted; leave the key out"),
-        (lambda content: content[:-1], "truncated or corrupt"),
-        (lambda content: content[:30], "truncated or corrupt"),
-        (lambda content: content[:160], "truncated or corrupt"),
-        (lambda content: content + b"rest", "byte 296: no encrypted block"),
-        (lambda content: content[:148] + b"\xd9" + content[149:], "is encrypted in mode AES-CBC; the mode given is"),
-        (lambda content: content[:24] + b"\x0c" + content[25:], "byte 0: no encrypted block"),
+        (lambda content: b"\x0a" + content, "not-encrypted", ""),
+        (lambda content: content[:-1], "corrupt", "byte 148"),
+        (lambda content: content[:30], "corrupt", "byte 0"),
+        (lambda content: content[:160], "corrupt", "byte 148"),
+        (lambda content: content + b"rest", "corrupt", "byte 296"),
+        (lambda content: content[:148] + b"\xd9" + content[149:], "wrong-mode", "AES-CBC"),
+        (lambda content: content[:24] + b"\x0c" + content[25:], "corrupt", "byte 0"),
     ],
 )
-def test_a_corrupt_file_says_where(tmp_path: Path, small_blocks: int, change: object, message: str) -> None:
+def test_a_corrupt_file_says_where(tmp_path: Path, small_blocks: int, change: object, code: str, place: str) -> None:
     encrypted(tmp_path / "a", Cipher("AES-GCM", KEY), bytes(200))
     content = change((tmp_path / "a").read_bytes())  # type: ignore[operator]
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(SourceError, match=message):
+    with refused(SourceError, code, tmp_path / "a", place):
         DecryptingStore(Cipher("AES-GCM", KEY)).size(str(tmp_path / "a"))
 
 
@@ -190,7 +192,7 @@ def test_the_trailer_that_mindspore_puts_behind_an_encrypted_file_is_passed_over
 
 def test_reading_past_the_end_is_an_error(tmp_path: Path) -> None:
     path = encrypted(tmp_path / "a", Cipher("AES-CBC", KEY), b"contents")
-    with pytest.raises(SourceError, match="ends at byte 8 decrypted; 2 more bytes were expected"):
+    with refused(SourceError, "truncated", "byte 8", "2 more"):
         DecryptingStore(Cipher("AES-CBC", KEY)).read_into(path, 4, memoryview(bytearray(6)))
 
 
@@ -205,11 +207,11 @@ def test_a_file_that_was_replaced_is_indexed_anew(tmp_path: Path) -> None:
 
 
 def test_the_key_is_checked_and_not_shown() -> None:
-    with pytest.raises(UsageError, match="unknown encryption mode 'AES-ECB'; known are AES-GCM, AES-CBC, SM4-CBC"):
+    with refused(UsageError, "unknown-mode", "AES-ECB", "AES-GCM, AES-CBC, SM4-CBC"):
         Cipher("AES-ECB", KEY)
-    with pytest.raises(UsageError, match="the key has 5 bytes; AES-GCM takes 16 or 24 or 32"):
+    with refused(UsageError, "bad-key", "5 bytes", "AES-GCM", "16 or 24 or 32"):
         Cipher("AES-GCM", b"short")
-    with pytest.raises(UsageError, match="the key is a str; expected bytes"):
+    with refused(UsageError, "bad-key", "str"):
         Cipher("AES-GCM", "0123456789ABCDEF")  # type: ignore[arg-type]
     assert KEY.decode() not in repr(Cipher("AES-GCM", KEY))
 
@@ -223,5 +225,5 @@ def test_a_store_travels_with_its_key(tmp_path: Path) -> None:
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
-    with pytest.raises(ReshardError, match=r"pip install 'reshard\[crypto\]'"):
+    with refused(ReshardError, "library-missing", "reshard[crypto]"):
         DecryptingStore(Cipher("AES-GCM", KEY))

@@ -15,6 +15,7 @@ import pytest
 from checkpoints import tree, write_file, write_ranks
 from commands import call, done
 from faulty import Faults, raising
+from refusals import failed, refused
 from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, records
 
 import reshard
@@ -50,11 +51,11 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
     assert tree(tmp_path / "fetched") == tree(tmp_path / "out")
     reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
     assert get(f"{root}/stored") == tree(tmp_path / "out")
-    with pytest.raises(TargetError, match=r"/out: has rank_0/checkpoint_0\.\w+, .* already; .* with overwrite=True"):
+    with refused(TargetError, "already-exists", f"{root}/out", "overwrite=True"):
         plan.run(f"{root}/out", ledger=False)
     plan.run(f"{root}/out", ledger=False, overwrite=True)
     assert get(f"{root}/out") == tree(tmp_path / "out")
-    with pytest.raises(TargetError, match="is one of the source files"):
+    with refused(TargetError, "target-is-source"):
         reshard.plan(source, ROWS).run(f"{root}/src", overwrite=True)
     back = reshard.plan(reshard.open(f"{root}/out", strategy=COLUMNS), ROWS)
     back.run(f"{root}/back")
@@ -162,15 +163,15 @@ def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_gro
     """By its entity tag or time; of two files, one of which is complete already, neither is left."""
     put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
-    fs, path = fsspec.core.url_to_fs(plan.source.files[1].path)
-    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
-        plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan.source.files[1].path))
+    fs, path = fsspec.core.url_to_fs(plan._record.source.files[1].path)
+    with refused(TargetError, "source-changed", "checkpoint_1.safetensors"):
+        plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan._record.source.files[1].path))
     assert get(f"{root}/out") == {}
     fs.rm_file(path)
-    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: cannot be looked at: it is not there; it was"):
+    with refused(TargetError, "source-gone", "checkpoint_1.safetensors"):
         plan.run(f"{root}/out")
-    with pytest.raises(SourceError, match=r"checkpoint_1\.safetensors: cannot be read: it is not there"):
-        plan.source["w"].compute()
+    with refused(SourceError, "not-found", "checkpoint_1.safetensors"):
+        plan._record.source["w"].compute()
 
 
 def test_a_source_cut_short_names_the_byte(root: str, tmp_path: Path) -> None:
@@ -179,9 +180,9 @@ def test_a_source_cut_short_names_the_byte(root: str, tmp_path: Path) -> None:
     source = reshard.open(f"{root}/a.safetensors")
     fs, name = fsspec.core.url_to_fs(f"{root}/a.safetensors")
     fs.pipe_file(name, path.read_bytes()[:5000])
-    with pytest.raises(SourceError, match=r"a\.safetensors: (ends at byte 5000|cannot be read)"):
+    with refused(SourceError, "truncated", "a.safetensors", "5000"):
         source["w"].compute()
-    with pytest.raises(SourceError, match=r"the file has 5000 bytes; its header describes"):
+    with refused(SourceError, "truncated", "5000"):
         reshard.open(f"{root}/a.safetensors")
 
 
@@ -196,8 +197,8 @@ def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
     reshard.plan(source).run(f"{root}/out")
     assert np.array_equal(reshard.open(f"{root}/out")["w.f32"].compute(), full["w.f32"])
     exported = reshard.Cipher(None, b"0123456789ABCDEF", required=False)
-    assert reshard.open(f"{root}/a.ckpt", cipher=exported).cipher == replace(exported, required=True)
-    assert reshard.open(f"{root}/out", cipher=exported).cipher is None
+    assert reshard.open(f"{root}/a.ckpt", cipher=exported)._record.cipher == replace(exported, required=True)
+    assert reshard.open(f"{root}/out", cipher=exported)._record.cipher is None
 
 
 @at_urls("mode", ["AES-GCM", "SM4-CBC"], 2)
@@ -214,33 +215,33 @@ def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: 
             found = bytearray(len(content))
             cipher.store().read_into(f"{root}/out/{name}", 0, memoryview(found))
             assert found == content
-    assert plan.run(f"{root}/out").finished == len(plan.files)
+    assert plan.run(f"{root}/out").finished == len(plan._record.files)
     fs, name = fsspec.core.url_to_fs(f"{root}/out/rank_0/checkpoint_0.ckpt")
     fs.rm_file(name)
-    assert plan.run(f"{root}/out").finished == len(plan.files) - 1
+    assert plan.run(f"{root}/out").finished == len(plan._record.files) - 1
     assert reshard.verify(f"{root}/out", cipher=cipher)
-    with pytest.raises(UsageError, match="files that are encrypted are written from first byte to last"):
+    with refused(UsageError, "wrong-partition"):
         plan.run(tmp_path / "other", partition="tensor")
 
 
 def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SourceError, match="is not there; expected a directory of rank directories"):
+    with refused(SourceError, "not-found"):
         reshard.open(f"{bucket}/nothing")
-    with pytest.raises(UsageError, match="nosuch://x/y.*: Protocol not known"):
+    with refused(UsageError, "bad-url", "nosuch://x/y"):
         reshard.open("nosuch://x/y")
     plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
-    with pytest.raises(UsageError, match="leave partition 'tensor' out"):
+    with refused(UsageError, "wrong-partition"):
         plan.run(bucket, partition="tensor")
-    with pytest.raises(UsageError, match="unknown partition 'rank'; known are tensor and file"):
+    with refused(UsageError, "unknown-partition", "'rank'"):
         plan.run(tmp_path / "out", partition="rank")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ReshardError, match=r"gs://b/x.*: the library .* not installed; pip install gcsfs, or 'reshard"):
+    with refused(ReshardError, "library-missing", "gs://b/x", "pip install gcsfs", "reshard[remote]"):
         reshard.open("gs://b/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("RESHARD_STALL_SECONDS", "0.1")
     fs = fsspec.filesystem("s3", skip_instance_cache=True, **options(0.1))
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, url.removeprefix("s3://")))
-    with pytest.raises(SourceError, match=r"s3://b/x.*: cannot be looked at: .*127\.0\.0\.1:9"):
+    with refused(SourceError, "store-not-answering", "s3://b/x", "127.0.0.1:9"):
         reshard.open("s3://b/x")
 
 
@@ -257,8 +258,9 @@ def test_a_bucket_that_does_not_exist(server: str, tmp_path: Path, below: str) -
     for code, some in commands.items():
         for command in some:
             result = call(*command)
-            assert (result.exit_code, result.stderr) == (
-                code, "error: the bucket s3://no-such-bucket-at-all does not exist\n"
+            lines = [line for line in result.stderr.splitlines() if not line.startswith("format:")]
+            assert (result.exit_code, lines) == (
+                code, ["error: the bucket s3://no-such-bucket-at-all does not exist"]
             ), command  # fmt: skip
 
 
@@ -272,12 +274,10 @@ def test_credentials_that_lack_are_looked_for_in_places_that_are_named(
     monkeypatch.setenv("HOME", str(tmp_path))
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, url.removeprefix("s3://")))
-    places = (
-        "Unable to locate credentials; credentials are looked for in AWS_ACCESS_KEY_ID and .*, ~/.aws .* the role of"
-    )
-    with pytest.raises(SourceError, match=f"{bucket}/x: cannot be looked at: {places}"):
+    places = ("AWS_ACCESS_KEY_ID", "~/.aws", "the role of")
+    with refused(SourceError, "no-access", f"{bucket}/x", *places):
         reshard.open(f"{bucket}/x")
-    with pytest.raises(TargetError, match=f"cannot be written: {places}"):
+    with refused(TargetError, "no-access", *places):
         plan.run(f"{bucket}/out")
 
 
@@ -292,16 +292,16 @@ def test_credentials_that_lack_are_looked_for_in_places_that_are_named(
     ],
 )
 def test_only_what_seems_to_lack_credentials_names_their_places(url: str, error: Exception, said: str) -> None:
-    with pytest.raises(SourceError, match=f"^{url}: cannot be read: {error}") as caught, telling(url, "read"):
+    code = "no-access" if said else "store-error"
+    with refused(SourceError, code, url, error, said) as caught, telling(url, "read"):
         raise error
-    assert ("credentials are looked for in" in str(caught.value)) == bool(said)
-    assert said in str(caught.value)
+    assert bool(caught.value.hint) == bool(said)
 
 
 def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
     write_ranks(tmp_path / "src", FULL, ROWS)
     source = reshard.open(f"file://{tmp_path}/src", strategy=ROWS)
-    assert source.files[0].path == f"{tmp_path}/src/rank_0/checkpoint_0.safetensors"
+    assert source._record.files[0].path == f"{tmp_path}/src/rank_0/checkpoint_0.safetensors"
     plan = reshard.plan(source, COLUMNS)
     plan.run(f"file://{tmp_path}/a")
     plan.run(tmp_path / "b")
@@ -325,7 +325,7 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     put(tmp_path / "s", bucket)
 
     options = ["--source-strategy", f"{bucket}/rows.ckpt", "--target-strategy", f"{bucket}/columns.ckpt"]
-    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "-v")
     assert f"{bucket}/out/rank_0/checkpoint_0.safetensors" in dry.stdout
     assert "each writing whole files" in dry.stdout
     ran = subprocess.run(
@@ -333,7 +333,7 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, env=os.environ,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert f"to look at it: {sys.executable} -m reshard inspect {bucket}/out" in ran.stderr
+    assert f"next: {sys.executable} -m reshard verify {bucket}/out" in ran.stdout
     reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
     dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
@@ -346,10 +346,8 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     again = call("transform", f"{bucket}/src", f"{bucket}/out", *options)
     assert again.exit_code == 0
     assert "nothing is left to do" in again.stdout
-    changed = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16")
-    assert changed.exit_code == 6
-    assert changed.stderr.count("\n") == 1
-    assert "start over with --restart" in changed.stderr
+    changed = ["transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16"]
+    failed(6, "other-run", *changed, places=(f"{bucket}/out", "--restart"))
     assert "3 files" not in call("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
     done("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
     done("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
@@ -378,7 +376,7 @@ def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: p
     any_store().read_into("memory://batches/a", 0, buffer)
     assert bytes(buffer) == bytes(range(250)) * 10
     assert [(start, end) for _, start, end in asked.ranges] == [(0, 1000), (1000, 2000), (2000, 2500)]
-    with pytest.raises(SourceError, match="a: ends at byte 2500; 1 more bytes were expected"):
+    with refused(SourceError, "truncated", "2500", "1 more"):
         any_store().read_into("memory://batches/a", 2499, memoryview(bytearray(2)))
 
 

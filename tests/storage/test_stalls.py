@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from checkpoints import tree, write_file, write_ranks
 from fsspec.asyn import AsyncFileSystem
+from refusals import refused
 from remotes import get, put
 
 import reshard
@@ -142,12 +143,11 @@ def test_after_five_tries_it_has_failed(
     is_read = error is UnansweredError
     through.on(fault, operation)
     begun = time.monotonic()
-    with pytest.raises(error, match="check the connection, then type the same command again") as caught:  # noqa: PT012
+    with refused(error, "store-not-answering", "5 times") as caught:
         source = reshard.open(f"{bucket}/src" if is_read else local, strategy=HALVES)
         reshard.plan(source, HALVES).run(tmp_path / "out" if is_read else f"{bucket}/out", scheduler="synchronous")
     assert time.monotonic() - begun < 60
     assert caught.value.exit_code == 1
-    assert "5 times" in str(caught.value)
     tries = Counter(seen.key for seen in through.seen if seen.fault)
     sent = 2 if (fault, operation) == ("stall", "UploadPart") else 1  # aiohttp itself sends it once again
     assert 4 <= max(tries.values()) <= 5 * sent  # the first may be spent on the start of the client
@@ -234,9 +234,7 @@ def test_any_file_system_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> 
     fsspec.register_implementation("never", NeverFileSystem, clobber=True)
     monkeypatch.setenv("RESHARD_STALL_SECONDS", "0.05")
     begun = time.monotonic()
-    with pytest.raises(
-        UnansweredError, match=r"never://b/x: cannot be looked at: the store sent nothing for 0.05 s, 5"
-    ):
+    with refused(UnansweredError, "store-not-answering", "never://b/x", "0.05 s", "5 times"):
         reshard.open("never://b/x")
     assert time.monotonic() - begun < 10
 
@@ -244,7 +242,7 @@ def test_any_file_system_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("seconds", ["0", "-1", "30 s", "nan", "inf"])
 def test_seconds_that_are_none(monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
     monkeypatch.setenv("RESHARD_STALL_SECONDS", seconds)
-    with pytest.raises(UsageError, match="RESHARD_STALL_SECONDS is"):
+    with refused(UsageError, "bad-value", "RESHARD_STALL_SECONDS"):
         reshard.open("memory://b/x")
 
 

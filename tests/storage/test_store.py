@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from stores import read, store
 
 from reshard.errors import BudgetError, SourceError, TargetError
@@ -125,38 +126,38 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
 def test_a_file_that_ends_early_names_the_byte(store: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"abc")
-    with pytest.raises(SourceError, match=r"a: ends at byte 3; 5 more bytes were expected \(truncated"):
+    with refused(SourceError, "truncated", "byte 3", "5 more"):
         read(store, path, 1, 7)
     assert read(store, path, 3, 0) == b""
 
 
 def test_a_file_that_is_not_there(store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="a: cannot be read: No such file or directory"):
+    with refused(SourceError, "not-found", "/a"):
         store.size(str(tmp_path / "a"))
-    with pytest.raises(TargetError, match=r"a\.partial: cannot be opened: No such file"):
+    with refused(TargetError, "cannot-write", "a.partial"):
         store.sink(store.unfinished(str(tmp_path / "a")), sized=True).write_at(0, memoryview(b"x"))
-    with pytest.raises(TargetError, match=r"a\.partial: cannot be given its final name: No such file"):
+    with refused(TargetError, "cannot-write", "a.partial"):
         store.publish(store.unfinished(str(tmp_path / "a")), str(tmp_path / "a"), durable=False)
 
 
 def test_a_directory_is_not_a_file(store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="is not a regular file but a directory, a pipe or a device"):
+    with refused(SourceError, "not-a-file", tmp_path):
         read(store, tmp_path, 0, 1)
     (tmp_path / f"a{PARTIAL}").mkdir()
-    with pytest.raises(TargetError, match=r"a\.partial: cannot be made: Is a directory"):
+    with refused(TargetError, "cannot-write", "a.partial"):
         store.create(store.unfinished(str(tmp_path / "a")), 1)
 
 
 def test_a_file_where_a_directory_should_be(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(b"")
-    with pytest.raises(TargetError, match=r"cannot be made: (Not a directory|File exists)"):
+    with refused(TargetError, "cannot-write"):
         store.create(store.unfinished(str(tmp_path / "rank_0" / "a")), 1)
 
 
 def test_a_link_is_not_followed(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"precious")
     (tmp_path / f"a{PARTIAL}").symlink_to(tmp_path / "precious")
-    with pytest.raises(TargetError, match="cannot be made"):
+    with refused(TargetError, "cannot-write"):
         store.create(store.unfinished(str(tmp_path / "a")), 1)
     assert (tmp_path / "precious").read_bytes() == b"precious"
 
@@ -173,9 +174,9 @@ def test_a_full_disk_is_found_at_once_and_nothing_is_left(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", fail(code))
-    free = ".*; .* are free" if code == errno.ENOSPC else "[^;]*"  # a quota or a limit says nothing of the disk
-    with pytest.raises(BudgetError, match=rf"a\.partial: no room for 4\.1 kB more \({free}\); free space"):
+    with refused(BudgetError, "no-space", "a.partial", "4.1 kB") as caught:
         store.create(store.unfinished(str(tmp_path / "a")), 4096)
+    assert ("are free" in str(caught.value)) == (code == errno.ENOSPC)  # a quota or a limit says nothing of the disk
     assert listing(tmp_path) == []
 
 
@@ -189,13 +190,13 @@ def test_a_disk_that_fills_while_writing(store: LocalStore, tmp_path: Path, monk
     path = str(tmp_path / "a")
     store.create(store.unfinished(path), 4)
     monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
-    with pytest.raises(BudgetError, match="no room for 4 B more"):
+    with refused(BudgetError, "no-space", "4 B"):
         store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
     monkeypatch.setattr(os, "pwrite", fail(errno.EIO))
-    with pytest.raises(TargetError, match="cannot be written: Input/output error"):
+    with refused(TargetError, "cannot-write", "Input/output"):
         store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
     monkeypatch.setattr(os, "fsync", fail(errno.EIO))
-    with pytest.raises(TargetError, match="cannot be written: Input/output error"):
+    with refused(TargetError, "cannot-write", "Input/output"):
         store.sync(store.unfinished(path))
     assert not (tmp_path / "a").exists()
 
@@ -214,7 +215,7 @@ def test_a_source_that_cannot_be_read_names_the_byte(
 ) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     monkeypatch.setattr(os, "preadv", fail(errno.EIO))
-    with pytest.raises(SourceError, match="a: cannot be read at byte 1: Input/output error"):
+    with refused(SourceError, "cannot-read", "byte 1", "Input/output"):
         read(store, tmp_path / "a", 1, 2)
 
 

@@ -45,7 +45,7 @@ def test_names_that_only_look_like_it(name: str) -> None:
 
 def test_they_follow_their_weights() -> None:
     names = [*WEIGHTS, *(name for name, _, _ in FORMS.values())]
-    found = Selection(names={"model.h.*": "model.layers.*", "emb": "tok"}).renamed(names)
+    found = Selection(name_map={"model.h.*": "model.layers.*", "emb": "tok"}).renamed(names)
     assert {old: new for old, new in found.items() if old != new and old not in WEIGHTS} == {
         "optim.state.h.0.w.exp_avg": "optim.state.layers.0.w.exp_avg",
         "optim.state.emb.step": "optim.state.tok.step",
@@ -54,7 +54,7 @@ def test_they_follow_their_weights() -> None:
         "optimizer.state.exp_avg.model.h.0.b": "optimizer.state.exp_avg.model.layers.0.b",
         "adam_m.emb": "adam_m.tok",
     }
-    without = Selection(names={"model.*": "*"}).renamed(names)
+    without = Selection(name_map={"model.*": "*"}).renamed(names)
     assert without["optim.state.h.0.w.exp_avg"] == "optim.state.h.0.w.exp_avg"
     assert without["state.model.h.0.w.exp_avg_sq"] == "state.h.0.w.exp_avg_sq"
 
@@ -66,6 +66,6 @@ def test_they_are_kinds_and_no_weights(tmp_path: pytest.TempPathFactory) -> None
     assert found.groups(by="kind").counts == {"weights": 1, "state.exp_avg": 1, "state.step": 1}
     plan = reshard.plan(found, selection=Selection(weights_only=True))
     assert plan.dropped == ()
-    assert [label.name for label in plan.labels] == ["w"]
+    assert [label.name for label in plan._record.labels] == ["w"]
     made = Strategy.from_rules({name: value.shape for name, value in tensors.items()}, {"dp": 2}, {"w": ("dp",)})
     assert np.prod(made.grid("state.w.exp_avg", (4, 2)).blocks[0].shape) == 4

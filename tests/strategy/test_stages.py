@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from checkpoints import Array, blocks, dtype_name, numbers, tree, write_file, write_ranks
 from commands import call, done, proposed
+from refusals import refused
 from strategy_files import meaning
 
 import reshard
@@ -81,10 +82,9 @@ def pipeline(mindspore_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def assert_refused(result: Result, option: str, stage: int) -> None:
     assert result.exit_code == 4, (result.stdout, result.stderr)
-    (line,) = result.stderr.splitlines()
-    assert f"strategy is that of stage {stage} of a pipeline" in line
-    assert f"give the directory of its strategy files, or the merged file, or {option} {stage} " in line
-    assert not result.stdout
+    for place in (f"stage {stage} of a pipeline", "the directory of its strategy files", f"{option} {stage}"):
+        assert place in result.stderr
+    assert not result.stdout or json.loads(result.stdout)["error"]["exit_code"] == 4
 
 
 def held(pipeline: Pipeline, rank: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
     assert [file["path"] for file in whole["files"]] == [f"rank_0/checkpoint_0_part{stage}.ckpt"]
     told = json.loads(done("unify", *read[:1], tmp_path / "set", *read[2:], "--json").stdout)
     assert told["missing"] == whole["missing"]
-    report = done("transform", *read[:1], tmp_path / "words", *command[3:])
+    report = done("transform", *read[:1], tmp_path / "words", *command[3:], "-v")
     assert f"missing, because the source does not have it: {len(others)} names: " in report.stdout
 
 
@@ -171,27 +171,27 @@ def test_stage_after_stage_gives_what_all_of_the_strategy_does(pipeline: Pipelin
 def test_python_is_asked_for_the_stage_too(pipeline: Pipeline, tmp_path: Path) -> None:
     for stage, name in (FIRST, LAST):
         for strategy in (pipeline.files / name, pipeline.all.of_stage(stage)):
-            with pytest.raises(StrategyError, match=rf"that of stage {stage} of a pipeline.*or stage={stage} if only"):
+            with refused(StrategyError, "one-stage", f"stage {stage} of a pipeline", f"stage={stage}"):
                 reshard.open(pipeline.source, strategy=strategy)
             for given in (stage, "own"):
                 source = reshard.open(pipeline.source, strategy=strategy, stage=given)
-                assert (source.part, source.elsewhere) == (stage, set(pipeline.of(1 - stage)))
+                assert (source._record.part, source._record.elsewhere) == (stage, set(pipeline.of(1 - stage)))
         assert set(reshard.plan(source).missing) >= set(pipeline.of(1 - stage))
         some = reshard.plan(source.sel("global_step"))  # what `sel` leaves out is not missed
         assert not set(some.missing) & set(pipeline.of(1 - stage))
         planned = reshard.plan(source, reshard.read_strategy(pipeline.four_strategy))
         planned.save(tmp_path / f"{stage}.json")
         assert reshard.read_plan(tmp_path / f"{stage}.json").missing == planned.missing
-    with pytest.raises(UsageError, match="stage is 'both'; expected the number of one"):
+    with refused(UsageError, "bad-value", "'both'"):
         reshard.open(pipeline.source, strategy=pipeline.all, stage="both")  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match="stage 0 is asked for; the strategy has stages 1"):
+    with refused(StrategyError, "no-such-stage", "stage 0", "it has 1"):
         reshard.open(pipeline.source, strategy=pipeline.files / LAST[1], stage=0)
 
 
 def test_a_weight_of_the_stage_itself_is_missed_as_before(pipeline: Pipeline, tmp_path: Path) -> None:
     write_ranks(tmp_path, {n: v for n, v in pipeline.full.items() if n != "net.layer1.bias"}, pipeline.all, "ckpt")
     source = reshard.open(tmp_path, strategy=pipeline.files / FIRST[1], stage=0)
-    with pytest.raises(SourceError, match=r"tensor 'net\.layer1\.bias': is in the strategy and in no source file"):
+    with pytest.raises(SourceError, match=r"tensor 'net\.layer1\.bias'"):
         reshard.plan(source)
 
 
@@ -227,7 +227,7 @@ def test_a_stage_of_the_target_that_is_asked_for(
     target = ["--target-strategy", strategy, "--target-stage", str(stage)]
     ranks = range(4 * stage, 4 * stage + 4)
     command = ["transform", pipeline.four, tmp_path / "out", "--source-strategy", pipeline.four_strategy, *target]
-    result = done(*command)
+    result = done(*command, "-v")
     paths = [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in ranks]
     assert sorted(tree(tmp_path / "out")) == paths
     for rank in ranks:
@@ -266,15 +266,15 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
     source = reshard.open(pipeline.four, strategy=pipeline.four_strategy)
     for stage, name in (FIRST, LAST):
         for one in (reshard.read_strategy(pipeline.files / name), pipeline.all.of_stage(stage)):
-            with pytest.raises(StrategyError, match=rf"the target strategy is that of stage {stage} of a pipeline"):
+            with pytest.raises(StrategyError, match=rf"stage {stage} of a pipeline"):
                 reshard.plan(source, one)
             assert reshard.plan(source, one, stage=stage).ranks == tuple(range(4 * stage, 4 * stage + 4))
         assert reshard.plan(source, pipeline.all, stage=stage, ranks=[4 * stage]).ranks == (4 * stage,)
-        with pytest.raises(UsageError, match=rf"rank {4 - 4 * stage} is asked for; stage {stage} has the ranks"):
+        with pytest.raises(UsageError, match=rf"rank {4 - 4 * stage}\b"):
             reshard.plan(source, pipeline.all, stage=stage, ranks=[4 - 4 * stage])
-    with pytest.raises(StrategyError, match="stage 2 is asked for; the strategy has stages 0, 1"):
+    with refused(StrategyError, "no-such-stage", "stage 2", "0, 1"):
         reshard.plan(source, pipeline.all, stage=2)
-    with pytest.raises(UsageError, match="no strategy says which ranks it has"):
+    with pytest.raises(UsageError, match="stage"):
         reshard.plan(source, stage=0)
     assert call("unify", pipeline.whole, "out", "--target-stage", "0").exit_code == 2
     words = ["plan", pipeline.whole, "--style", "mindspore", "--target-stage", "0"]
@@ -284,7 +284,7 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
 def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pipeline, tmp_path: Path) -> None:
     """A copy of the first stage's file that lies alone says nothing of others."""
     alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
-    said = "if the strategy is that of one stage of a pipeline, give the directory of its strategy files"
+    place = "the directory of its strategy files"
     read = [pipeline.four, "--source-strategy", pipeline.four_strategy]
     for words in (
         ["transform", read[0], tmp_path / "out", *read[1:], "--target-strategy", alone],
@@ -292,8 +292,8 @@ def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pi
     ):
         result = call(*words)
         assert result.exit_code == 4
-        assert "--drop 'net.layer2.weight'" in result.stderr or words[0] == "strategy"
-        assert said in result.stderr.splitlines()[-1]
+        assert "--drop 'net.layer2." in result.stderr or words[0] == "strategy"
+        assert place in result.stderr.splitlines()[-1]
 
 
 def test_weights_that_go_whole_to_every_rank_are_reported(pipeline: Pipeline, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_strategy_of_one_stage_does_not_fit_a_whole_model(pipeline: Pipeline) 
     for _, name in (FIRST, LAST):
         result = call("strategy", "check", pipeline.files / name, pipeline.whole)
         assert result.exit_code == 4
-        assert "is in the files and not in the strategy" in result.stderr
+        assert "tensor 'net.layer" in result.stderr
     for stage, name in (FIRST, LAST):
         done("strategy", "check", pipeline.files / name, pipeline.source, "--stage", str(stage))
 
@@ -389,13 +389,13 @@ def test_a_stage_without_tensors_has_ranks(tmp_path: Path, extension: str) -> No
 
 def test_mindspores_names_take_the_target_s_stage_for_no_model(pipeline: Pipeline, tmp_path: Path) -> None:
     """MindSpore copies what a target strategy does not name; the weights of other stages would be lost here."""
-    said = r"dst_strategy_file is that of stage \d of a pipeline, and names none of \d tensors: .*give that of all"
+    place = r"dst_strategy_file [\s\S]*stage \d of a pipeline"
     for _, name in (FIRST, LAST):
         for read in ((pipeline.four, pipeline.four_strategy), (pipeline.whole, None)):
-            with pytest.raises(StrategyError, match=said):
+            with pytest.raises(StrategyError, match=place):
                 ms.transform_checkpoints(read[0], tmp_path / "out", "checkpoint_", read[1], pipeline.files / name)
         ms.unified_safetensors(pipeline.four, pipeline.four_strategy, tmp_path / "set")
-        with pytest.raises(StrategyError, match=said.replace("dst_strategy_file", "predict_strategy")):
+        with pytest.raises(StrategyError, match=place.replace("dst_strategy_file", "predict_strategy")):
             ms.load_distributed_checkpoint(
                 None, predict_strategy=pipeline.files / name, format="safetensors",
                 unified_safetensors_dir=tmp_path / "set", dst_safetensors_dir=tmp_path / "out",

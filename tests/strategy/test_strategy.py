@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from math import prod
 
@@ -11,6 +10,7 @@ import helpers
 import numpy as np
 import pytest
 from hypothesis import given
+from refusals import check, refused
 
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout.block import Block
@@ -94,7 +94,7 @@ def test_the_whole_shape_of_an_expanded_layout() -> None:
 def test_an_expanded_layout_of_two_meanings_is_refused_until_the_shape_is_known() -> None:
     # [2, 2, 6] under [2, 1, 0] is [4, 6] or [2, 12]: the ranks store [1, 3] of both.
     expanded = from_json(Layout.of([2, 2, 2], [2, 1, 0]), (2, 2, 6))
-    with pytest.raises(LayoutError, match=re.escape("stands for [2, 12] or [4, 6]; use the protobuf strategy file")):
+    with refused(LayoutError, "unknown-shape", "[2, 12] or [4, 6]", "protobuf"):
         expanded.whole_shape("w", (1, 3), stage=0)
     assert expanded.grid("w", (4, 6)).by_rank()[7] == Block((3, 3), (4, 6))
     assert expanded.grid("w", (2, 12)).by_rank()[7] == Block((1, 9), (2, 12))
@@ -105,25 +105,20 @@ def test_an_expanded_layout_of_two_meanings_is_refused_until_the_shape_is_known(
 
 def test_a_layout_that_does_not_fit_names_the_tensor() -> None:
     strategy = Strategy.of({"net.w": ROWS})
-    with pytest.raises(LayoutError, match=r"tensor 'net\.w': dimension 0 of size 5 does not divide into 2"):
+    with pytest.raises(LayoutError, match=r"tensor 'net\.w': .*0 of size 5"):
         strategy.grid("net.w", (5, 4))
-    with pytest.raises(LayoutError, match=r"tensor 'net\.w': the files store 1 dimensions"):
+    with pytest.raises(LayoutError, match=r"tensor 'net\.w': .*1 dim"):
         strategy.whole_shape("net.w", (5,), stage=0)
     expanded = from_json(Layout.of([2, 2], [1, 0]), (2, 8))
-    with pytest.raises(LayoutError, match=r"tensor 'w': shape \[12\] is not what the layout"):
+    with refused(LayoutError, "wrong-shape", "tensor 'w'", "[12]"):
         expanded.grid("w", (12,))
-    with pytest.raises(LayoutError, match="stands for no shape of that many dimensions"):
+    with refused(LayoutError, "unknown-shape", "'w'", "[3]", "no shape"):
         expanded.whole_shape("w", (3,), stage=0)
 
 
 def test_tensors_that_disagree_on_the_number_of_devices_are_all_named() -> None:
-    with pytest.raises(StrategyError) as caught:
+    with refused(StrategyError, "devices-differ", "strategy has 2 faults", "b.dev_matrix: [4]", "d.dev_matrix"):
         Strategy.of({"a": ROWS, "b": Layout.of([4], [0]), "c": ROWS, "d": {1: Layout.of([2, 3], [0])}})
-    assert str(caught.value) == (
-        "strategy has 2 faults:\n"
-        "  b.dev_matrix: [4] has 4 devices; the tensors before it have 2\n"
-        "  d.dev_matrix: [2, 3] has 6 devices; the tensors before it have 2"
-    )
 
 
 # Merging.
@@ -145,7 +140,7 @@ def test_a_pipeline_of_one_stage_is_that_stage() -> None:
 
 
 def test_all_faults_of_merging_are_told_at_once() -> None:
-    with pytest.raises(StrategyError) as caught:
+    with refused(StrategyError, "files-disagree", "5 faults", "1.ckpt", "0.ckpt", "stage 0 on w") as caught:
         merge(
             [
                 ("0.ckpt", stage(0, w=ROWS)),
@@ -156,17 +151,14 @@ def test_all_faults_of_merging_are_told_at_once() -> None:
                 ("5.ckpt", stage(2, w=Layout.of([4], [0]))),
             ]
         )
-    message = str(caught.value)
-    assert message.startswith("merging strategies has 5 faults:")
-    assert "1.ckpt: disagrees with 0.ckpt of the same stage 0 on w" in message
-    assert "2.ckpt: names no tensor" in message
-    assert "4.ckpt: is merged already; give the files of the single ranks" in message
-    assert "stage 1: has no file; 4 stages are expected because 3.ckpt is stage 3" in message
-    assert "stages: have different numbers of devices: 2, 4" in message
+    check(caught.value, "no-tensors", "2.ckpt: ")
+    check(caught.value, "already-merged", "4.ckpt: ")
+    check(caught.value, "missing-stage", "stage 1: ", "3.ckpt is stage 3")
+    check(caught.value, "devices-differ", "stages: ", "2, 4")
 
 
 def test_nothing_to_merge() -> None:
-    with pytest.raises(StrategyError, match="holds no strategy file"):
+    with refused(StrategyError, "no-strategy-file"):
         merge([])
 
 
@@ -219,5 +211,5 @@ def test_a_pipeline_taken_apart_merges_to_itself(model: generators.Model) -> Non
 
 def test_a_layout_given_by_hand_is_for_as_many_devices() -> None:
     strategy = Strategy.of({"w": Layout.of([4], [0])})
-    with pytest.raises(StrategyError, match="is for 3 devices; a stage has 4"):
+    with refused(StrategyError, "devices-differ", "'w'", "3 devices", "has 4"):
         strategy.with_layout("w", Layout.of([3], [0]))

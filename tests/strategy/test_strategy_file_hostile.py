@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import check, refused
 from samples import examples
 from strategy_files import add_layout, add_operator, json_item, json_top, message, saved
 
@@ -39,35 +39,32 @@ def test_all_faults_of_a_directory_are_told_at_once(tmp_path: Path) -> None:
     add_layout(merged, "0-w", [2], [0])
     saved(tmp_path / "in" / "merged.ckpt", merged)
     for call in (read_strategy, lambda folder: merge_strategies(folder, tmp_path / "out.ckpt")):
-        with pytest.raises(StrategyError) as caught:
+        with refused(StrategyError, "files-disagree", "4 faults", "strategy_1.ckpt: ", "stage 0 on w") as caught:
             call(tmp_path / "in")
-        message_ = str(caught.value)
-        assert "has 4 faults:" in message_
-        assert re.search(r"strategy_1\.ckpt: disagrees with .*strategy_0\.ckpt of the same stage 0 on w", message_)
-        assert re.search(r"strategy_2\.ckpt: names no tensor", message_)
-        assert re.search(r"merged\.ckpt: is merged already", message_)
-        assert re.search(r"stage 1: has no file; 3 stages are expected because .*strategy_10\.ckpt", message_)
+        check(caught.value, "no-tensors", "strategy_2.ckpt: ")
+        check(caught.value, "already-merged", "merged.ckpt: ")
+        check(caught.value, "missing-stage", "stage 1: ", "strategy_10.ckpt is stage 2")
     assert not (tmp_path / "out.ckpt").exists()
 
 
 def test_both_formats_in_one_directory(tmp_path: Path) -> None:
     saved(tmp_path / "a.ckpt", part(0, w=[0]))
     saved(tmp_path / "a.json", json_top({"w": json_item()}))
-    with pytest.raises(StrategyError, match=r"both formats \(1 \.ckpt, 1 \.json\); expected one"):
+    with refused(StrategyError, "mixed-formats", tmp_path, "1 .ckpt", "1 .json"):
         read_strategy(tmp_path)
 
 
 def test_a_directory_without_strategy_files(tmp_path: Path) -> None:
     saved(tmp_path / "notes.txt", b"")
-    with pytest.raises(StrategyError, match="holds no strategy file; expected"):
+    with refused(StrategyError, "no-strategy-file", tmp_path):
         read_strategy(tmp_path)
-    with pytest.raises(StrategyError, match=r"notes\.txt: is not a directory"):
+    with refused(StrategyError, "not-a-directory", "notes.txt"):
         merge_strategies(tmp_path / "notes.txt", tmp_path / "out.ckpt")
 
 
 def test_a_pipeline_whose_last_stage_is_impossible_is_not_counted_through(tmp_path: Path) -> None:
     saved(tmp_path / "a.ckpt", part(4_000_000_000, w=[0]))
-    with pytest.raises(StrategyError, match="stage 4000000000, more than any pipeline has"):
+    with refused(StrategyError, "out-of-range", "stage 4000000000"):
         read_strategy(tmp_path)
 
 
@@ -75,54 +72,81 @@ def test_a_pipeline_whose_last_stage_is_impossible_is_not_counted_through(tmp_pa
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=r"nowhere\.ckpt: cannot be read: No such file or directory"):
+    with pytest.raises(StrategyError, match=r"nowhere\.ckpt"):
         read_strategy(tmp_path / "nowhere.ckpt")
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("content", "code", "place"),
     [
-        (b"", "is empty; a strategy file was expected"),
-        (b"[1, 2]", "is a JSON list; expected an object"),
-        (b'{"parallel_layout_item": ', "is not JSON"),
-        (b'{"a":' * 100_000, "is not JSON: it is nested too deeply"),
-        (b"\xff\xfe{", "is not JSON"),
-        ({}, "names no tensor"),
-        (json_top([]), "$.parallel_layout_item: is a list; expected an object"),
-        (json_top({"w": [1]}), "$.parallel_layout_item.w: is a list; expected an object"),
-        (json_top({"w": {"dev_matrix": [2]}}), "$.parallel_layout_item.w.tensor_map: is missing"),
-        (json_top({"w": json_item(dev_matrix=[2, 0])}), "$.parallel_layout_item.w: dev_matrix is [2, 0]"),
-        (json_top({"w": json_item(dev_matrix=["2"])}), ".w.dev_matrix: is ['2']; expected a list of integers"),
-        (json_top({"w": json_item(dev_matrix=[-2])}), ".w.dev_matrix: holds -2; expected 0 to 4294967295"),
-        (json_top({"w": json_item(tensor_map=[True, -1])}), ".w.tensor_map: is [True, -1]; expected a list of"),
-        (json_top({"w": json_item(tensor_map=[5, -1])}), "$.parallel_layout_item.w: tensor_map[0] is 5"),
-        (json_top({"w": json_item(tensor_map=[[1, 0]])}), ".w.tensor_map: is [[1, 0]]; expected a list of integers"),
-        (json_top({"w": json_item(tensor_shape=[8])}), ".w.tensor_shape: is [8], of 1 dimensions; tensor_map has 2"),
-        (json_top({"w": json_item(tensor_shape=[-8, 8])}), ".w.tensor_shape: holds -8; expected 0 to"),
-        (json_top({"w": json_item(field=None)}), ".w.field: is None; expected an integer"),
-        (json_top({"w": json_item(opt_weight_shard_step=1 << 40)}), ".w.opt_weight_shard_step: is 1099511627776"),
-        (json_top({"w": json_item(opt_weight_shard_size=-7)}), "opt_weight_shard_size is -7; expected -1 or more"),
-        (json_top({"\ud800": json_item()}), "is not a name; half of a surrogate pair"),
-        (json_top({"w": json_item()}, {"op": {"stage": -1}}), "$.parallel_strategy_item.op.stage: is -1; expected 0"),
-        (json_top({"w": json_item()}, {"op": {"parallel_strategy": [1]}}), ".op.parallel_strategy[0]: is 1;"),
-        (json_top({"w": json_item()}, {"op": {"parallel_strategy": 1}}), ".op.parallel_strategy: is 1; expected"),
-        (json_top({"w": json_item()}, {"a": {"stage": 0}, "b": {"stage": 1}}), "operators: are of stages [0, 1]"),
-        (json_top({"w": json_item()}, current_stage=-1), "$.current_stage: is -1; expected 0"),
-        (json_top({"w": json_item(), "v": json_item(dev_matrix=[4])}), "tensor_map[0] is 1; expected -1 to 0"),
-        (json_top({"w": json_item(), "v": json_item(dev_matrix=[2, 2])}), "v.dev_matrix: [2, 2] has 4 devices"),
-        (json_top({"99999-w": json_item()}), "stage 99999: is more than any pipeline has"),
-        (json_top({"9" * 4000 + "-w": json_item()}), "is more than any pipeline has"),
-        (json_top({"w" * 5000: json_item()}), "is a name of 5000 characters; at most 4096 bytes"),
+        (b"", "empty-file", ""),
+        (b"[1, 2]", "not-a-strategy", "list"),
+        (b'{"parallel_layout_item": ', "not-json", ""),
+        (b'{"a":' * 100_000, "not-json", "nested"),
+        (b"\xff\xfe{", "not-json", ""),
+        ({}, "no-tensors", ""),
+        (json_top([]), "wrong-type", "$.parallel_layout_item: is a list"),
+        (json_top({"w": [1]}), "wrong-type", "$.parallel_layout_item.w: is a list"),
+        (json_top({"w": {"dev_matrix": [2]}}), "missing-key", "$.parallel_layout_item.w.tensor_map"),
+        (
+            json_top({"w": json_item(dev_matrix=[2, 0])}),
+            "out-of-range",
+            "$.parallel_layout_item.w: dev_matrix is [2, 0]",
+        ),
+        (json_top({"w": json_item(dev_matrix=["2"])}), "wrong-type", ".w.dev_matrix: is ['2']"),
+        (
+            json_top({"w": json_item(dev_matrix=[-2])}),
+            "out-of-range",
+            ".w.dev_matrix: holds -2",
+        ),
+        (json_top({"w": json_item(tensor_map=[True, -1])}), "wrong-type", ".w.tensor_map: is [True, -1]"),
+        (
+            json_top({"w": json_item(tensor_map=[5, -1])}),
+            "out-of-range",
+            "$.parallel_layout_item.w: tensor_map[0] is 5",
+        ),
+        (json_top({"w": json_item(tensor_map=[[1, 0]])}), "wrong-type", ".w.tensor_map: is [[1, 0]]"),
+        (json_top({"w": json_item(tensor_shape=[8])}), "wrong-dimensions", ".w.tensor_shape: is [8]"),
+        (json_top({"w": json_item(tensor_shape=[-8, 8])}), "out-of-range", ".w.tensor_shape: holds -8"),
+        (json_top({"w": json_item(field=None)}), "wrong-type", ".w.field: is None"),
+        (
+            json_top({"w": json_item(opt_weight_shard_step=1 << 40)}),
+            "out-of-range",
+            ".w.opt_weight_shard_step: is 1099511627776",
+        ),
+        (json_top({"w": json_item(opt_weight_shard_size=-7)}), "out-of-range", "opt_weight_shard_size is -7"),
+        (json_top({"\ud800": json_item()}), "bad-name", "$.parallel_layout_item"),
+        (
+            json_top({"w": json_item()}, {"op": {"stage": -1}}),
+            "out-of-range",
+            "_item.op.stage: is -1",
+        ),
+        (
+            json_top({"w": json_item()}, {"op": {"parallel_strategy": [1]}}),
+            "wrong-type",
+            "op.parallel_strategy[0]: is",
+        ),
+        (json_top({"w": json_item()}, {"op": {"parallel_strategy": 1}}), "wrong-type", ".op.parallel_strategy: is 1;"),
+        (json_top({"w": json_item()}, {"a": {"stage": 0}, "b": {"stage": 1}}), "several-stages", "[0, 1]"),
+        (json_top({"w": json_item()}, current_stage=-1), "out-of-range", "$.current_stage: is -1"),
+        (json_top({"w": json_item(), "v": json_item(dev_matrix=[4])}), "out-of-range", "tensor_map[0] is 1"),
+        (json_top({"w": json_item(), "v": json_item(dev_matrix=[2, 2])}), "devices-differ", "v.dev_matrix: [2, 2]"),
+        (json_top({"99999-w": json_item()}), "out-of-range", "stage 99999: "),
+        (json_top({"9" * 4000 + "-w": json_item()}), "out-of-range", "stage 999999999: "),
+        (json_top({"w" * 5000: json_item()}), "name-too-long", "5000"),
         (
             b'{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}, "w": {}}}',
-            "w: is listed a second time",
+            "duplicate-key",
+            "w: ",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_json_file_that_is_not_sound_says_where(tmp_path: Path, content: object, expected: str) -> None:
+def test_a_json_file_that_is_not_sound_says_where(
+    tmp_path: Path, content: object, code: str | None, place: str
+) -> None:
     path = saved(tmp_path / "a.json", content)
-    with pytest.raises(StrategyError, match=re.escape(expected)) as caught:
+    with refused(StrategyError, code, place) as caught:
         read_strategy(path)
     assert str(caught.value).startswith(str(path))
 
@@ -145,7 +169,7 @@ def test_a_json_key_that_is_misspelt(tmp_path: Path, key: str, misspelt: str) ->
     assert content.count(f'"{key}":') == 1
     read_strategy(saved(tmp_path / "valid.json", json.loads(content)))
     changed = json.loads(content.replace(f'"{key}":', f'"{misspelt}":'))
-    with pytest.raises(StrategyError, match=rf"\$\S*\.{misspelt}: is not known; did you mean '{key}'\?"):
+    with refused(StrategyError, "unknown-key", f".{misspelt}: ", f"'{key}'"):
         read_strategy(saved(tmp_path / "a.json", changed))
 
 
@@ -162,15 +186,12 @@ def test_all_faults_of_a_json_file_are_told_at_once(tmp_path: Path) -> None:
         {"a": 1, "b": json_item(dev_matrix=[]), "c": json_item(tensor_map="x"), "d": json_item(field="y")},
         {"op": {"stage": "z"}},
     )
-    with pytest.raises(StrategyError) as caught:
+    with refused(StrategyError, "wrong-type", "a.json has 5 faults", "$.parallel_layout_item.b: ") as caught:
         read_strategy(saved(tmp_path / "a.json", top))
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
-        "  $.parallel_layout_item.a",
-        "  $.parallel_layout_item.b",
-        "  $.parallel_layout_item.c.tensor_map",
-        "  $.parallel_layout_item.d.field",
-        "  $.parallel_strategy_item.op.stage",
-    ]
+    assert (
+        "$.parallel_layout_item.a: is a int; expected an object (likewise $.parallel_layout_item.c.tensor_map, "
+        "$.parallel_layout_item.d.field, $.parallel_strategy_item.op.stage)"
+    ) in str(caught.value)
 
 
 def test_all_faults_of_a_protobuf_file_are_told_at_once(tmp_path: Path) -> None:
@@ -182,32 +203,24 @@ def test_all_faults_of_a_protobuf_file_are_told_at_once(tmp_path: Path) -> None:
     add_layout(top, "d", [8], [0])
     for stage in (0, 1):
         add_operator(top, f"op{stage}", stage)
-    with pytest.raises(StrategyError) as caught:
+    with refused(StrategyError, "several-stages", "5 faults", "operators: ", "[0, 1]") as caught:
         read_strategy(saved(tmp_path / "a.ckpt", top))
-    assert str(caught.value).splitlines()[1:] == [
-        "  a: tensor_map[0] is 2; expected -1 to 1 for dev_matrix [2, 2]",
-        "  b: dev_matrix is [0]; expected extents of at least 1",
-        "  operators: are of stages [0, 1]; expected one stage in a file that is not merged",
-        "  c: is listed a second time",
-        "  d.dev_matrix: [8] has 8 devices; the tensors before it have 4",
-    ]
+    check(caught.value, "duplicate-name", "c: ")
+    check(caught.value, "devices-differ", "d.dev_matrix: [8]")
+    check(caught.value, "out-of-range", "a: tensor_map[0] is 2", "b")
 
 
 def test_missing_required_fields_are_all_named(tmp_path: Path) -> None:
     top = message()
     top.ClearField("current_stage")
     add_layout(top, "a", [2], [0]).parallel_layouts.ClearField("field")
-    with pytest.raises(StrategyError) as caught:
+    with refused(StrategyError, "missing-key", "current_stage: ", "parallel_layout_item[0].parallel_layouts.field"):
         read_strategy(saved(tmp_path / "a.ckpt", top))
-    assert [line.split(": ")[0] for line in str(caught.value).splitlines()[1:]] == [
-        "  current_stage",
-        "  parallel_layout_item[0].parallel_layouts.field",
-    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 20, b"PK\x03\x04", b"a text"])
 def test_what_is_not_a_strategy_file(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(StrategyError, match=r"a\.ckpt: "):
+    with pytest.raises(StrategyError, match=r"a\.ckpt"):
         read_strategy(saved(tmp_path / "a.ckpt", content))
 
 

@@ -13,6 +13,7 @@ import helpers
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from refusals import refused
 from strategy_files import meaning
 
 import reshard
@@ -42,7 +43,7 @@ def test_every_file_of_mindspore_is_read(mindspore_data: Path) -> None:
     assert len(NAMES) == 324
     for name in NAMES:
         if name in EMPTY:
-            with pytest.raises(StrategyError, match="names no tensor; expected the layout of at least one"):
+            with refused(StrategyError, "no-tensors"):
                 read_strategy(mindspore_data / name)
         else:
             strategy = read_strategy(mindspore_data / name)

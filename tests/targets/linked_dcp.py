@@ -32,7 +32,7 @@ WHOLE: Box = (0, 0), (6, 4)
 
 def linked(source: Path | reshard.Checkpoint, target: Path, names: Mapping[str, str] | None = None, **more: Any) -> Any:
     checkpoint = source if isinstance(source, reshard.Checkpoint) else reshard.open(source)
-    plan = reshard.plan(checkpoint, files=LinkedDCP(), selection=Selection(names=names or {}, **more))
+    plan = reshard.plan(checkpoint, files=LinkedDCP(), selection=Selection(name_map=names or {}, **more))
     return plan.run(target)
 
 

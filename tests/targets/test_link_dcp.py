@@ -11,6 +11,7 @@ from checkpoints import write_file
 from commands import done
 from dcp_files import item, write_torch
 from linked_dcp import CASES, FULL, WHOLE, assert_equal, described, full_of, linked, one_file, paths_in, shares, simple
+from refusals import refused
 
 import reshard
 from reshard import LinkedDCP, Selection
@@ -30,15 +31,15 @@ def test_every_real_one_is_renamed_and_back(mindspore_data: Path, tmp_path: Path
     """With its objects; what is listed in the end is what was in the beginning, with the same items."""
     root = mindspore_data / "dcp" / name
     source, full = reshard.open(root / "checkpoint"), full_of(root)
-    there = {old: f"new.{old}" for old in source.every}
+    there = {old: f"new.{old}" for old in source._record.every}
     report = linked(source, tmp_path / "new", there)
     new = reshard.open(tmp_path / "new")
     assert_equal(new, {there[old]: value for old, value in full.items()})
-    assert list(new.objects) == [there[old] for old in source.every if old in source.objects]
+    assert list(new._record.objects) == [there[old] for old in source._record.every if old in source._record.objects]
     assert not new.unreadable
     assert report.bytes_read == report.bytes_written == 0
-    assert report.links == len(source.files)
-    for file in source.files:
+    assert report.links == len(source._record.files)
+    for file in source._record.files:
         other = tmp_path / "new" / Path(file.path).name
         assert shares(file.path, other)
     assert reshard.verify(tmp_path / "new").equal
@@ -104,9 +105,7 @@ def test_an_encoded_box_at_the_place_of_another(tmp_path: Path) -> None:
         write_torch(tmp_path / name / "plain", {"p": FULL["w"]}, {0: [("p", WHOLE, item(FULL["w"]))]})
     linked(tmp_path / "alike", tmp_path / "out")
     assert len(described(tmp_path / "out")["listed"]["w"][3]) == 1
-    with pytest.raises(
-        SourceError, match=r"'w': has boxes of several sizes at \[0, 0\].*leave it out give exclude='w'"
-    ):
+    with refused(SourceError, "ambiguous-boxes", "'w'", "[0, 0]"):
         linked(tmp_path / "unlike", tmp_path / "other")
     linked(tmp_path / "unlike", tmp_path / "other", exclude=("w",))
     assert set(reshard.open(tmp_path / "other")) == {"p"}
@@ -147,13 +146,13 @@ def test_paths_that_cannot_be_are_left_out(path: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"list.0": "list.x"}, r"names 'list\.2' and 'list\.x': cannot both be in nested dicts and lists"),
-        ({"objects.rng": "list"}, r"names 'list\.0' and 'list': cannot both be in nested dicts and lists"),
-        ({"objects.rng": "list.0"}, r"name 'list.0': is given to list.0, objects.rng"),
+        ({"list.0": "list.x"}, ("conflicting-names", "'list.2'", "'list.x'")),
+        ({"objects.rng": "list"}, ("conflicting-names", "'list.0'", "'list'")),
+        ({"objects.rng": "list.0"}, ("duplicate-name", "'list.0'", "objects.rng")),
     ],
 )
-def test_names_that_cannot_be_together(mindspore_data: Path, tmp_path: Path, names: Any, said: str) -> None:
-    with pytest.raises((SourceError, UsageError), match=said):
+def test_names_that_cannot_be_together(mindspore_data: Path, tmp_path: Path, names: Any, said: tuple[str, ...]) -> None:
+    with refused((SourceError, UsageError), *said):
         linked(mindspore_data / "dcp" / "kinds" / "checkpoint", tmp_path / "out", names)
     assert not (tmp_path / "out").exists()
 
@@ -162,7 +161,7 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     source = reshard.open(mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint")
 
     def warnings(names: Mapping[str, str]) -> list[str]:
-        plan = reshard.plan(source, files=LinkedDCP(), selection=Selection(names=names))
+        plan = reshard.plan(source, files=LinkedDCP(), selection=Selection(name_map=names))
         return [text for text in plan.warnings if not text.startswith("data files are links")]
 
     assert warnings({}) == []
@@ -186,7 +185,7 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     ],
 )
 def test_states_follow(states: tuple[str, ...], names: dict[str, str], expected: tuple[str, ...]) -> None:
-    assert tuple(Selection(names=names).renamed(["model.a.w", *states]).values())[1:] == expected
+    assert tuple(Selection(name_map=names).renamed(["model.a.w", *states]).values())[1:] == expected
 
 
 # --- selecting ---
@@ -210,8 +209,8 @@ def test_objects_are_chosen_as_tensors_are(mindspore_data: Path, tmp_path: Path)
     linked(root, tmp_path / "out", {"objects.int": "objects.number"}, include=("objects.*",), exclude=("*.bytes",))
     found = reshard.open(tmp_path / "out")
     assert set(found) == {"objects.rng"}
-    before = {old.replace("objects.int", "objects.number") for old in reshard.open(root).objects}
-    assert set(found.objects) == {name for name in before if name.startswith("objects.")} - {"objects.bytes"}
+    before = {old.replace("objects.int", "objects.number") for old in reshard.open(root)._record.objects}
+    assert set(found._record.objects) == {name for name in before if name.startswith("objects.")} - {"objects.bytes"}
 
 
 def test_what_is_not_read_is_carried(tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_what_is_not_read_is_carried(tmp_path: Path) -> None:
         1: [("half", ((0, 0), (3, 4)), item(FULL["w"][:3]))],
     }
     root = write_torch(tmp_path / "source", full, items)
-    with pytest.raises(SourceError, match=r"'half'.*blocks have 12 of 24 elements.*to leave it out give drop='half'"):
+    with refused(SourceError, "unreadable-tensor", "'half'", "12 of"):
         linked(root, tmp_path / "out")
     linked(root, tmp_path / "out", {bucket: f"{bucket}.new"}, drop=("half",))
     found = reshard.open(tmp_path / "out")
@@ -250,7 +249,7 @@ def test_encodings_that_cannot_be(tmp_path: Path, encoding: object) -> None:
     items = {0: [("w", WHOLE, item(FULL["w"]))]}
     write_torch(tmp_path / "all" / "e", FULL, items, transform_descriptors=encoding)
     write_torch(tmp_path / "all" / "plain", {"p": FULL["w"]}, {0: [("p", WHOLE, item(FULL["w"]))]})
-    with pytest.raises(SourceError, match="tensor 'w': is encoded by .*, which is no name of an encoding"):
+    with refused(SourceError, "unknown-encoding", "'w'"):
         linked(tmp_path / "all", tmp_path / "out")
 
 
@@ -262,18 +261,18 @@ def test_directories_that_are_one_checkpoint(mindspore_data: Path, tmp_path: Pat
     full = {name: value for name, value in full_of(mindspore_data / "dcp" / "fsdp2_uneven").items() if name != "step"}
     opened = reshard.open(apart)
     assert_equal(opened, full)
-    assert opened.described_by == "optimizer_0/.metadata (and 1 more)"
-    assert "optim.param_groups.0.lr" in opened.objects
+    assert opened._record.described_by == "optimizer_0/.metadata (and 1 more)"
+    assert "optim.param_groups.0.lr" in opened._record.objects
     linked(apart, tmp_path / "one", {"optim.*": "optimizer.*"})
     one = reshard.open(tmp_path / "one")
     assert_equal(one, {name.replace("optim.", "optimizer."): value for name, value in full.items()})
-    assert "optimizer.param_groups.0.lr" in one.objects
+    assert "optimizer.param_groups.0.lr" in one._record.objects
     assert {"optimizer_0__0_0.distcp", "pytorch_model_fsdp_0__0_0.distcp"} <= set(paths_in(tmp_path / "one"))
     planned = described(tmp_path / "one")["planned"]
     assert planned["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")
     assert planned["model.emb.weight"] == ("model", "emb.weight")
     assert reshard.verify(tmp_path / "one").equal
-    with pytest.raises(ChangedError, match=r"its contents, links, owner or rights"):  # which a link changes
+    with refused(ChangedError, "source-changed"):  # which a link changes
         reshard.plan(opened, files=reshard.HuggingFaceSet(), format="safetensors").run(tmp_path / "hf")
     opened = reshard.open(apart)
     reshard.plan(opened, files=reshard.HuggingFaceSet(), format="safetensors").run(tmp_path / "hf")
@@ -285,14 +284,14 @@ def test_directories_that_are_one_checkpoint(mindspore_data: Path, tmp_path: Pat
 def test_directories_that_are_not_one_checkpoint(tmp_path: Path) -> None:
     simple(tmp_path / "run", "step-1")
     simple(tmp_path / "run", "step-2")
-    with pytest.raises(SourceError, match=r"step-2/\.metadata: has 'w', as step-1 has; expected directories of"):
+    with pytest.raises(SourceError, match=r"step-2/\.metadata: has 'w', which step-1 has"):
         reshard.open(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "step-2")
-    with pytest.raises(SourceError, match="run: has no"):
+    with refused(SourceError, "no-checkpoint", tmp_path / "run"):
         reshard.open(tmp_path / "run")
     unfinished = simple(tmp_path / "run", "step-3", ("v", "c"))
     (unfinished / ".metadata").unlink()
-    with pytest.raises(SourceError, match=r"step-3: __0_0\.distcp is of a distributed .*was saving it interrupted\?"):
+    with refused(SourceError, "unfinished", "step-3", "__0_0.distcp"):
         reshard.open(tmp_path / "run")
 
 
@@ -330,9 +329,7 @@ def test_names_of_files_that_would_be_the_same(tmp_path: Path) -> None:
     """Those of a directory begin with its name."""
     one_file(tmp_path / "all" / "a", "p", "b__0_0.distcp")
     one_file(tmp_path / "all" / "ab", "q", "__0_0.distcp")
-    with pytest.raises(
-        SourceError, match=r"ab/__0_0\.distcp would be linked as 'ab__0_0\.distcp'; rename the directory"
-    ):
+    with refused(SourceError, "bad-name", "ab/__0_0.distcp", "'ab__0_0.distcp'"):
         linked(tmp_path / "all", tmp_path / "out")
     linked(tmp_path / "all", tmp_path / "out", include=("q",))
     assert paths_in(tmp_path / "out", "distcp") == ["ab__0_0.distcp"]

@@ -15,6 +15,7 @@ from checkpoints import assert_equal, blocks, numbers, write_file
 from commands import call, done
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from samples import sampled
 from written_checkpoint2 import (
     CASES,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 def test_real_ones_become_whole_tensors(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     """In several files that mindformers takes on every mesh: with no metadata, and no names of Hugging Face's."""
     source, full = opened(mindspore_data, name)
-    reshard.plan(source, files=Checkpoint2(max_shard_bytes=3000)).run(tmp_path / "run", fsync=False)
+    reshard.plan(source, files=Checkpoint2(max_shard_size=3000)).run(tmp_path / "run", fsync=False)
     assert_equal(reshard.open(tmp_path / "run"), full)
     place = tmp_path / "run" / "iteration_00000004"
     files = {path.name for path in place.iterdir()}
@@ -217,11 +218,11 @@ def test_the_step_and_what_is_known_of_it(
 
 def test_a_source_that_does_not_say_its_step(tmp_path: Path) -> None:
     source = whole_file(tmp_path, FULL, "net-3_9.safetensors")
-    with pytest.raises(UsageError, match=r"how many steps were done; give it: step=\.\.\. to reshard.Checkpoint2"):
+    with refused(UsageError, "missing-step", "reshard.Checkpoint2"):
         reshard.plan(source, files=Checkpoint2())
-    refused = call("unify", tmp_path / "net-3_9.safetensors", tmp_path / "run", "--style", "checkpoint2")
-    assert refused.exit_code == 2
-    assert "give it: --target-step N" in refused.stderr
+    result = call("unify", tmp_path / "net-3_9.safetensors", tmp_path / "run", "--style", "checkpoint2")
+    assert result.exit_code == 2
+    assert "--target-step N" in result.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -258,7 +259,7 @@ def test_a_common_json_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
     reshard.plan(whole_file(tmp_path), files=Checkpoint2()).run(tmp_path / "run", fsync=False)
     place = (tmp_path / "run" / "iteration_00000007").rename(tmp_path / "best")
     (place / "common.json").write_text("[7]")
-    with pytest.raises(SourceError, match=r"common.json: is a JSON list; expected an object"):
+    with refused(SourceError, "wrong-type", "common.json"):
         reshard.open(place)
 
 
@@ -299,7 +300,7 @@ def test_values_of_each_rank_s_own_are_kept(tmp_path: Path) -> None:
             tmp_path / f"ranks/rank_{rank}/a.safetensors",
             {**blocks(FULL | STATES, one, rank), "seed": np.array([rank])},
         )
-    source = reshard.open(tmp_path / "ranks", strategy=one, layouts={"seed": "copy"})
+    source = reshard.open(tmp_path / "ranks", strategy=one, layout={"seed": "copy"})
     reshard.plan(source, one, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
     place = tmp_path / "run" / "iteration_00000001"
     assert "seed" not in metadata(place)["state_dict_metadata"]
@@ -310,17 +311,15 @@ def test_values_of_each_rank_s_own_are_kept(tmp_path: Path) -> None:
 
 def test_blocks_that_the_format_cannot_say(tmp_path: Path) -> None:
     source = whole_file(tmp_path)
-    with pytest.raises(
-        SourceError, match=r"'norm': dimension 0 of size 12 does not divide into 5; it does into 4 or 6"
-    ):
+    with pytest.raises(SourceError, match=r"(?s)'norm': dimension 0 of size 12 .* 4 or 6"):
         reshard.plan(source, Strategy.of({"norm": Layout.of([5], [0])}), files=Checkpoint2())
-    with pytest.raises(SourceError, match="'norm': has blocks of several sizes"):
+    with refused(SourceError, "unequal-blocks", "'norm'"):
         reshard.plan(source, Strategy.of({"norm": Layout.of([2], [0], param_split_shape=[5, 7])}), files=Checkpoint2())
-    with pytest.raises(SourceError, match="'norm': .*6 pieces by the optimizer are not along axes"):
+    with pytest.raises(SourceError, match="'norm': .*optimizer cuts 6 pieces"):
         reshard.plan(source, Strategy.of({"norm": Layout.of([4, 3, 3], [-1], 6)}), files=Checkpoint2())
     for name in ("a\nb", "a\u2028b", " a", "a,b"):  # mindformers takes escapes as they stand, and spaces off
         odd = whole_file(tmp_path, {name: FULL["norm"]})
-        with pytest.raises(SourceError, match=r"expected no comma, .* mindformers could not read the metadata"):
+        with refused(SourceError, "bad-name"):
             reshard.plan(odd, Strategy.of({name: Layout.of([2], [0])}), files=Checkpoint2(1))
     reshard.plan(odd, files=Checkpoint2(1))  # where no metadata are
 
@@ -336,17 +335,17 @@ def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
         with pytest.raises(UsageError):
             reshard.plan(source, one, files=Checkpoint2(), **options)
     pattern = reshard.read_layouts(mindspore_data / "checkpoint2" / "graph_dp2_tp4" / "checkpoint")
-    with pytest.raises(UsageError, match="is a pattern of a Checkpoint 2.0; give files="):
+    with refused(UsageError, "wrong-type", "2.0"):
         reshard.plan(source, pattern)
     for wrong in ("a/b", ".a", "{rank}", "\n"):
-        with pytest.raises(UsageError, match="not the beginning of a file name"):
+        with refused(UsageError, "bad-name"):
             Checkpoint2(prefix=wrong)
     with pytest.raises(UsageError, match="expected a number from 0 to 999999999999999999"):
         Checkpoint2(-1)
     for common in ("[]", "{", "[" * 100_000):
-        with pytest.raises(UsageError, match="common is not JSON as common.json has it"):
+        with refused(UsageError, "not-json", "common.json"):
             Checkpoint2(common=common)
-    with pytest.raises(SourceError, match=r"has no metadata.json; expected a Checkpoint 2.0 whose tensors are cut"):
+    with refused(SourceError, "not-a-checkpoint", "metadata.json", "2.0"):
         reshard.read_layouts(mindspore_data / "checkpoint2" / "graph_1" / "checkpoint")
 
 
@@ -360,11 +359,11 @@ def test_a_prefix(tmp_path: Path, prefix: str) -> None:
 
 
 def test_what_is_not_there_is_said_to_be_that(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="nothere: is not there; expected a Checkpoint 2.0"):
+    with refused(SourceError, "not-found", tmp_path / "nothere"):
         reshard.read_layouts(tmp_path / "nothere")
     result = call("strategy", "from-checkpoint", tmp_path / "nothere", "-o", tmp_path / "s.ckpt")
-    assert (result.exit_code, "nothere: is not there" in result.stderr) == (4, True)
-    with pytest.raises(UsageError, match="not the beginning of a file name"):
+    assert (result.exit_code, str(tmp_path / "nothere") in result.stderr) == (4, True)
+    with refused(UsageError, "bad-name"):
         Checkpoint2(prefix="x" * 300)
 
 
@@ -393,7 +392,7 @@ def test_a_source_need_not_count_steps_as_the_pattern_does(tmp_path: Path) -> No
     some = whole_file(tmp_path, {"emb": FULL["emb"], "norm": FULL["norm"]}, "some.safetensors")
     plan = reshard.plan(some, pattern, files=Checkpoint2(4))
     assert plan.missing == ("global_step",)
-    with pytest.raises(SourceError, match=r"tensor 'norm': is in the strategy and in no source file"):
+    with refused(SourceError, "missing-tensor", "'norm'"):
         reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}, "emb.safetensors"), pattern, files=Checkpoint2(4))
 
 
@@ -403,14 +402,14 @@ def test_a_whole_weight_that_the_pattern_lacks_is_not_hidden_in_files(tmp_path: 
     layouts = Strategy.of({"emb": Layout.of([2], [0, -1])})
     reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}), layouts, files=Checkpoint2(4)).run(tmp_path / "like")
     pattern, source = reshard.read_layouts(tmp_path / "like"), whole_file(tmp_path, some, "more.safetensors")
-    with pytest.raises(SourceError, match=r"tensor 'norm': is not in the target strategy"):
+    with refused(SourceError, "not-in-strategy", "'norm'"):
         reshard.plan(source, pattern, files=Checkpoint2(4))
 
 
 def test_the_size_of_files_of_a_plan_for_a_dcp(tmp_path: Path) -> None:
     write_file(tmp_path / "net.safetensors", EVERYTHING)
     words = ("plan", tmp_path / "net.safetensors", "--format", "dcp", "--max-shard-size", "300B")
-    assert "__0_1.distcp" in done(*words).stdout
+    assert "__0_1.distcp" in done(*words, "-v").stdout
 
 
 EXPERTS = numbers({"mlp.experts.weight1": (48, 24), "mlp.experts.weight2": (48, 12), "norm": (12,)})
@@ -471,5 +470,5 @@ def test_other_shapes_than_the_pattern_s_are_refused(tmp_path: Path) -> None:
     other = whole_file(tmp_path, {"w": np.zeros((24, 48), np.float32)}, "other.safetensors")
     reshard.plan(other, Strategy.of({"w": Layout.of([2], [0, -1])}), files=Checkpoint2(1)).run(tmp_path / "other")
     source = whole_file(tmp_path, {"w": np.zeros((48, 24), np.float32)})
-    with pytest.raises(SourceError, match=r"'w': has shape \[48, 24\]; the target strategy says \[24, 48\]"):
+    with refused(SourceError, "wrong-shape", "'w'", "[48, 24]", "[24, 48]"):
         reshard.plan(source, reshard.read_layouts(tmp_path / "other"), files=Checkpoint2(1))

@@ -16,6 +16,7 @@ import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from click.testing import CliRunner
 from format_files import saved, st_file
+from refusals import failed, refused
 from written_dcp import assert_whole, read, unpickled
 
 import reshard
@@ -143,7 +144,7 @@ def test_every_dtype_of_torch(tmp_path: Path) -> None:
 
 def test_a_dtype_that_torch_has_not_is_refused(tmp_path: Path) -> None:
     file = write_file(tmp_path / "a.ckpt", {"w": np.zeros(3, ml_dtypes.int4)}, "ckpt")
-    with pytest.raises(UsageError, match="tensor 'w': PyTorch has no dtype int4"):
+    with refused(UsageError, "unsupported-dtype", "'w'", "int4"):
         reshard.plan(reshard.open(file), format="dcp")
 
 
@@ -179,7 +180,7 @@ def test_of_stages_that_cut_a_tensor_otherwise_the_first_counts(tmp_path: Path) 
 
 def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
     full = numbers({f"w{number}": (8, 4) for number in range(5)} | {"large": (40, 8)})
-    files = reshard.DCP(max_shard_bytes=300)
+    files = reshard.DCP(max_shard_size=300)
     reshard.plan(source(tmp_path, full), files=files).run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", full)
     assert sorted(map(len, found.ranges.values())) == [1, 1, 2, 2]
@@ -207,7 +208,7 @@ def test_rows_become_columns(tmp_path: Path) -> None:
 
 def test_selected_renamed_and_cast(tmp_path: Path) -> None:
     selection = reshard.Selection(
-        include=("layer.*", "step"), names={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
+        include=("layer.*", "step"), name_map={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
     )
     reshard.plan(source(tmp_path), format="dcp", selection=selection).run(tmp_path / "out")
     expected = {"model.w.x": FULL["layer.w"], "model.b.x": FULL["layer.b"], "step": FULL["step"]}
@@ -227,7 +228,7 @@ def test_at_a_url(tmp_path: Path) -> None:
 
 def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     uneven = Strategy.of({"layer.b": Layout.of([3], [0])})
-    with pytest.raises(SourceError, match="dimension 0 of size 8 does not divide into 3"):
+    with pytest.raises(SourceError, match="dimension 0 of size 8"):
         reshard.plan(source(tmp_path), uneven, format="dcp")
 
 
@@ -237,15 +238,15 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_what_a_dcp_has_not(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a DCP has the blocks of all ranks, each once"):
+    with refused(UsageError, "needs-all-ranks"):
         reshard.plan(source(tmp_path), strategy(), format="dcp", **options)
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     checkpoint = source(tmp_path)
-    with pytest.raises(UsageError, match="format dcp and MindSporeSet do not go together"):
+    with refused(UsageError, "wrong-format"):
         reshard.plan(checkpoint, format="dcp", files=reshard.MindSporeSet())
-    with pytest.raises(UsageError, match="format ckpt and DCP do not go together"):
+    with refused(UsageError, "wrong-format"):
         reshard.plan(checkpoint, format="ckpt", files=reshard.DCP())
     with pytest.raises(UsageError, match="expected at least 1"):
         reshard.DCP(0)
@@ -261,7 +262,7 @@ def test_commands(tmp_path: Path) -> None:
     root = source(tmp_path).root
     reshard.write_strategy(strategy(), tmp_path / "strategy.json")
     target = ["--target-strategy", tmp_path / "strategy.json", "--format", "dcp"]
-    assert "9 files" in invoke("transform", root, tmp_path / "one", *target, "--dry-run")
+    assert "8 dcp files and their index" in invoke("transform", root, tmp_path / "one", *target, "--dry-run")
     invoke("transform", root, tmp_path / "one", *target)
     assert "nothing is left to do" in invoke("transform", root, tmp_path / "one", *target)
     assert_whole(tmp_path / "one", FULL)
@@ -287,12 +288,12 @@ def test_options_of_other_targets(options: list[str], tmp_path: Path) -> None:
     arguments = ["transform", source(tmp_path).root, str(tmp_path / "out"), "--format", "dcp", *options]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
-    assert "only for --format ckpt or safetensors" in done.output
+    assert options[0] in done.output
 
 
 def test_metadata_is_last_and_withdrawn_first(tmp_path: Path) -> None:
     plan = reshard.plan(source(tmp_path), format="dcp")
-    assert [file.path for file in plan.files if file.last] == [".metadata"]
+    assert [file.path for file in plan._record.files if file.last] == [".metadata"]
     plan.run(tmp_path / "out")
     other = reshard.plan(source(tmp_path, numbers({"w": (4, 4)})), format="dcp")
     other.run(tmp_path / "out", overwrite=True)
@@ -304,7 +305,7 @@ def test_names_are_pickled_once(tmp_path: Path) -> None:
     full = numbers({"a long name of a tensor": (2000, 1)})
     rows = Strategy.of({name: Layout.of([2000], [0, -1]) for name in full})
     plan = reshard.plan(source(tmp_path, full), rows, format="dcp")
-    (metadata,) = [file for file in plan.files if file.last]
+    (metadata,) = [file for file in plan._record.files if file.last]
     content = metadata.layout.literals[0][1]
     assert len(content) < 2000 * 130
     assert len(dict(unpickled(content)[1])["storage_data"]) == 2000
@@ -359,26 +360,24 @@ def test_a_mesh_and_placements(tmp_path: Path) -> None:
         ]
         assert boxes[tensor] == sorted(((begin, *[0] * len(others)), (size, *others)) for begin, size in nested)
     assert boxes["a.whole"] == [((0,), (3,))]
-    done = CliRunner().invoke(cli, [*map(str, make), str(tmp_path / "strategy.json")])
-    assert done.exit_code == 2
-    assert "several axes cut dimension 0 into pieces of several sizes" in done.output
+    failed(2, "not-in-json", *make, tmp_path / "strategy.json", places=("'a.flat'", "dimension 0"))
 
 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (["shard(0)"], "has 1 placements; expected one for each axis of the mesh: dp, tp"),
-        (["partial(sum)", "replicate"], "'partial(sum)' is not a placement; expected shard(DIM)"),
-        (["shard(0)", "tp"], "'tp' is not a placement"),
-        (["shard(2)", "replicate"], "shards dimension 2; a tensor that it is for has 2 dimensions"),
-        (["replicate", "shard(1)"], "splits dimension 1 of size 6 4 ways, which does not divide it; only dimension 0"),
-        (["strided_shard(0, split_factor=2)", "shard(0)"], "has the split_factor 2; later axes cut dimension 0 4 ways"),
+        (["shard(0)"], "has 1 placements; expected one for each axis of the mesh (dp, tp)"),
+        (["partial(sum)", "replicate"], "'partial(sum)'"),
+        (["shard(0)", "tp"], "'tp' "),
+        (["shard(2)", "replicate"], "shards dimension 2"),
+        (["replicate", "shard(1)"], "splits dimension 1 of size 6 4 ways"),
+        (["strided_shard(0, split_factor=2)", "shard(0)"], "has the split_factor 2"),
     ],
 )
 def test_placements_that_do_not_fit(rule: list[str], message: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as result:
         Strategy.from_rules({"w": (8, 6)}, MESH, {"w": rule})
-    assert message in str(refused.value)
+    assert message in str(result.value)
 
 
 def test_an_axis_may_be_called_as_a_placement_is() -> None:

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import numbers
 from commands import call, done
 from dcp_files import item, saved, write_torch
+from refusals import refused
 from written_dcp import read
 
 import reshard
@@ -39,7 +40,7 @@ def root(mindspore_data: Path) -> Callable[[str], Path]:
 
 
 def held(checkpoint: reshard.Checkpoint) -> dict[str, bytes]:
-    return dict(contents(checkpoint.objects))
+    return dict(contents(checkpoint._record.objects))
 
 
 def made(tmp_path: Path, *, paths: Any = None, **objects: bytes) -> reshard.Checkpoint:
@@ -51,10 +52,10 @@ def made(tmp_path: Path, *, paths: Any = None, **objects: bytes) -> reshard.Chec
 def test_real_ones_are_carried(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Whole, as rows of three and back: the bytes of every object, and where all is in the state that was saved."""
     source = reshard.open(root(name))
-    assert source.objects
+    assert source._record.objects
     plan = reshard.plan(source, format="dcp")
     assert not plan.dropped
-    assert dict(plan.memory)["objects"] == sum(map(len, held(source).values()))
+    assert dict(plan._record.memory)["objects"] == sum(map(len, held(source).values()))
     plan.run(tmp_path / "whole", fsync=False)
     shapes = {key: tensor.spec.shape for key, tensor in source.tensors.items() if tensor.spec.shape}
     rows = Strategy.from_rules(shapes, {"dp": 3}, {"*": ["shard(0)"]})
@@ -63,11 +64,11 @@ def test_real_ones_are_carried(root: Callable[[str], Path], tmp_path: Path, name
     for target in ("whole", "rows", "back"):
         found = reshard.open(tmp_path / target)
         assert held(found) == held(source)
-        assert found.paths == source.paths
+        assert found._record.paths == source._record.paths
         assert reshard.verify(tmp_path / target, against=root(name)).equal
     written = read(tmp_path / "back")
-    assert written.objects.keys() == source.objects.keys()
-    assert written.planner_data.keys() == set(source.every)
+    assert written.objects.keys() == source._record.objects.keys()
+    assert written.planner_data.keys() == set(source._record.every)
     if name == "fsdp2_uneven":
         assert written.objects["optim.param_groups.0.lr"] == 0.001
         assert written.planner_data["optim.state.emb.weight.step"] == ("optim", "state", "emb.weight", "step")
@@ -82,7 +83,7 @@ def test_paths_follow_new_names(root: Callable[[str], Path], tmp_path: Path) -> 
         "optim.state.layers.*": "optim.state.blocks.*",
         "lr_scheduler.*": "lr.*",
     }
-    plan = reshard.plan(source, format="dcp", selection=Selection(names=names))
+    plan = reshard.plan(source, format="dcp", selection=Selection(name_map=names))
     (warning,) = plan.warnings
     assert warning.startswith("optim.param_groups.0.params: carried as it is, with the names that parameters had")
     plan.run(tmp_path / "out", fsync=False)
@@ -108,17 +109,17 @@ def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
     reshard.plan(source, format="dcp").run("memory://carried-objects")
     found = reshard.open("memory://carried-objects")
     assert held(found) == held(source) == held(reshard.open(root("mcore_tp2_pp2")))
-    assert dict(contents(found.beside)) == dict(contents(source.beside))
+    assert dict(contents(found._record.beside)) == dict(contents(source._record.beside))
     assert reshard.verify("memory://carried-objects", against=root("mcore_tp2_pp2")).equal
 
 
 def test_names_that_cannot_be_nested(tmp_path: Path) -> None:
     """A list has places alone."""
     source = made(tmp_path, paths={"w": ("w",), "a.0": ("a", 0), "a.1": ("a", 1)}, a__0=saved(1), a__1=saved(2))
-    with pytest.raises(SourceError, match="cannot both be in nested dicts and lists"):
-        reshard.plan(source, format="dcp", selection=Selection(names={"a.0": "a.b"}))
-    reshard.plan(source, format="dcp", selection=Selection(names={"a.*": "b.*"})).run(tmp_path / "out")
-    assert reshard.open(tmp_path / "out").paths == {"w": ("w",), "v": ("v",), "b.0": ("b", 0), "b.1": ("b", 1)}
+    with refused(SourceError, "conflicting-names"):
+        reshard.plan(source, format="dcp", selection=Selection(name_map={"a.0": "a.b"}))
+    reshard.plan(source, format="dcp", selection=Selection(name_map={"a.*": "b.*"})).run(tmp_path / "out")
+    assert reshard.open(tmp_path / "out")._record.paths == {"w": ("w",), "v": ("v",), "b.0": ("b", 0), "b.1": ("b", 1)}
 
 
 def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) -> None:
@@ -130,9 +131,9 @@ def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) 
     )):  # fmt: skip
         done("unify", root("fsdp2_uneven"), tmp_path / f"{number}", "--format", "dcp", *options)
         found = reshard.open(tmp_path / f"{number}")
-        assert len(found.objects) == carried
+        assert len(found._record.objects) == carried
         assert reshard.verify(tmp_path / f"{number}").equal
-    target = done("unify", root("fsdp2_uneven"), tmp_path / "hf", "--style", "huggingface", "--dry-run").stdout
+    target = done("unify", root("fsdp2_uneven"), tmp_path / "hf", "--style", "huggingface", "--dry-run", "-v").stdout
     assert "dropped  15 names: optim.param_groups.0.lr" in target
     zarr = reshard.plan(reshard.open(root("mcore_tp2_pp2")), format="zarr")
     assert set(MEGATRON) < set(zarr.dropped)
@@ -141,34 +142,35 @@ def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) 
 def test_what_megatron_says_is_read_for_a_step_alone(
     root: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[reshard.Checkpoint] = []
+    asked: list[Any] = []
     monkeypatch.setattr(module, "iteration", asked.append)
     source = reshard.open(root("mcore_tp2_pp2"))
     reshard.plan(source, format="dcp")
     assert not asked
     reshard.plan(source, files=DCP(step=7))
-    assert asked == [source]
+    assert asked == [source._record]
 
 
 def test_a_name_twice(tmp_path: Path) -> None:
     source = made(tmp_path, o=saved(1))
-    with pytest.raises(UsageError, match="name 'v': is given to v, o; every tensor needs a name of its own"):
-        reshard.plan(source, format="dcp", selection=Selection(names={"o": "v"}))
-    with pytest.raises(UsageError, match=r"selection: leaves no tensor"):
+    with refused(UsageError, "duplicate-name", "'v'"):
+        reshard.plan(source, format="dcp", selection=Selection(name_map={"o": "v"}))
+    with refused(UsageError, "no-tensors"):
         reshard.plan(source, format="dcp", selection=Selection(include=("o",)))
 
 
 def test_damaged_ones_are_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = saved("word").replace(b"word", b"Word", 1)
     source = made(tmp_path, good=saved(1), o=content)
-    refused = call("unify", source.root, tmp_path / "out", "--format", "dcp")
-    assert refused.exit_code == 4
-    assert "object 'o': is damaged: the checksum (CRC-32) of 'archive/data.pkl'" in refused.stderr
-    assert "to leave it out give --exclude o" in refused.stderr
+    result = call("unify", source.root, tmp_path / "out", "--format", "dcp")
+    assert result.exit_code == 4
+    assert "object 'o'" in result.stderr
+    assert "archive/data.pkl" in result.stderr
+    assert "--exclude o" in result.stderr
     done("unify", source.root, tmp_path / "out", "--format", "dcp", "--exclude", "o")
-    assert set(reshard.open(tmp_path / "out").objects) == {"good"}
+    assert set(reshard.open(tmp_path / "out")._record.objects) == {"good"}
     monkeypatch.setattr(module, "LARGEST", len(content))
-    with pytest.raises(SourceError, match=r"objects: have \d+ B; at most \d+ B are carried; .* exclude='(o|good)'"):
+    with refused(SourceError, "too-large", "objects", "exclude="):
         reshard.plan(source, format="dcp")
 
 
@@ -221,7 +223,7 @@ def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, 
     for beside in MEGATRON:
         assert (Path(found.root) / beside).read_bytes() == (root(name) / beside).read_bytes()
     assert read(Path(found.root)).state["planner_data"] is None
-    assert found.paths is None
+    assert found._record.paths is None
     assert held(found) == held(source)
     full = {key.replace("\\", "/"): value for key, value in np.load(root(name).parent / "full.npz").items()}
     assert set(found) == set(full)
@@ -246,13 +248,13 @@ def test_the_step_of_a_run(root: Callable[[str], Path], tmp_path: Path) -> None:
     assert "says iteration 5, and is carried so to iteration 12" in other.stderr.replace("\n", " ")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert [one.name for one in tmp_path.glob("iter_*")]
-    refused = call("unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5")
-    assert refused.exit_code == 6
+    result = call("unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5")
+    assert result.exit_code == 6
     for step in (-1, 10**18):
         with pytest.raises(UsageError, match=f"step is {step}; expected a number from 0"):
             DCP(step=step)
     plan = reshard.plan(source, files=DCP(step=7))
-    assert [file.path for file in plan.files if file.last] == [
+    assert [file.path for file in plan._record.files if file.last] == [
         "iter_0000007/common.pt", "iter_0000007/metadata.json", "iter_0000007/.metadata",
         "latest_checkpointed_iteration.txt",
     ]  # fmt: skip
@@ -264,7 +266,7 @@ def test_a_file_of_another_program_is_not_megatrons(tmp_path: Path) -> None:
     for name in MEGATRON:
         (Path(source.root) / name).write_text("{}")
     found = reshard.open(source.root)
-    assert not found.beside
+    assert not found._record.beside
     reshard.plan(found, format="dcp").run(tmp_path / "out")
     assert read(tmp_path / "out").planner_data == {"w": ("w",), "v": ("v",), "o": ("o",)}
 
@@ -274,7 +276,7 @@ def test_a_damaged_common_file(root: Callable[[str], Path], tmp_path: Path) -> N
     content = bytearray((copied / "common.pt").read_bytes())
     content[content.index(b"iteration")] ^= 1
     (copied / "common.pt").write_bytes(content)
-    with pytest.raises(SourceError, match=r"object 'common.pt': is damaged: the checksum"):
+    with pytest.raises(SourceError, match=r"object 'common.pt': is corrupt"):
         reshard.plan(reshard.open(copied), format="dcp")
     reshard.plan(reshard.open(copied), format="safetensors").run(tmp_path / "whole")
 

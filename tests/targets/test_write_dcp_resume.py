@@ -21,7 +21,7 @@ FULL = numbers({f"w{number}": (16, 8) for number in range(6)})
 @pytest.fixture
 def plan(tmp_path: Path) -> reshard.Plan:
     checkpoint = reshard.open(write_file(tmp_path / "src.safetensors", FULL))
-    return reshard.plan(checkpoint, files=reshard.DCP(max_shard_bytes=512))
+    return reshard.plan(checkpoint, files=reshard.DCP(max_shard_size=512))
 
 
 def unfinished(target: Path) -> list[Path]:
@@ -31,8 +31,8 @@ def unfinished(target: Path) -> list[Path]:
 @pytest.fixture(params=["tensor", "file"])
 def stopped_at(request: pytest.FixtureRequest, plan: reshard.Plan, tmp_path: Path) -> str:
     """Stop a run when it has written two files, and return its partition."""
-    made = len(plan.files) if request.param == "tensor" else 0  # these receipts come first
-    stopped(plan, tmp_path / "out", tasks=made + 2, partition=request.param)
+    made = len(plan._record.files) if request.param == "tensor" else 0  # these receipts come first
+    stopped(plan._record, tmp_path / "out", tasks=made + 2, partition=request.param)
     return str(request.param)
 
 
@@ -51,7 +51,7 @@ def test_a_file_with_a_wrong_byte_is_written_again(
     where: str, plan: reshard.Plan, tmp_path: Path, stopped_at: str
 ) -> None:
     number, path = next((n, p) for p in unfinished(tmp_path / "out") for n in range(6) if f"__0_{n}." in p.name)
-    (sums,) = plan.files[number].layout.crcs
+    (sums,) = plan._record.files[number].layout.crcs
     place = {"sum": sums.places[0], "sum of the directory": sums.places[1], "contents": sums.begin}[where]
     content = bytearray(path.read_bytes())
     content[place] ^= 1
@@ -65,7 +65,7 @@ def test_sums_of_what_two_runs_wrote(tasks: int, tmp_path: Path) -> None:
     """A run knows the sums of what it writes; of what is there already it must look."""
     full = numbers({"w": (32, 32)})
     plan = reshard.plan(reshard.open(write_file(tmp_path / "src.safetensors", full)), files=reshard.DCP())
-    stopped(plan, tmp_path / "out", tasks=tasks)
+    stopped(plan._record, tmp_path / "out", tasks=tasks)
     report = plan.run(tmp_path / "out")
     assert report.resumed == (tasks - 1) * 512  # two files are made first, and what comes with the last is noted
     assert_whole(tmp_path / "out", full)

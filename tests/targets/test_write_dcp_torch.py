@@ -228,9 +228,9 @@ def test_fsdp_and_tensor_parallel_meshes(mesh: dict[str, int] | None, tmp_path: 
 
 def renamed(root: Path, source: reshard.Checkpoint, names: dict[str, str], **chosen: Any) -> dict[str, str]:
     """Link, and return the names of all that is linked, old to new."""
-    plan = reshard.plan(source, files=reshard.LinkedDCP(), selection=reshard.Selection(names=names, **chosen))
+    plan = reshard.plan(source, files=reshard.LinkedDCP(), selection=reshard.Selection(name_map=names, **chosen))
     plan.run(root / "out")
-    found = reshard.Selection(names=names).renamed([*source.every], source.every)
+    found = reshard.Selection(name_map=names).renamed([*source._record.every], source._record.every)
     kept = {old: new for old, new in found.items() if old not in plan.left_out}
     (root / "names.json").write_text(json.dumps(kept))
     return kept

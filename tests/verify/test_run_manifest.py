@@ -13,6 +13,7 @@ from checkpoints import numbers, places, write_ranks
 from commands import call
 from generators import Model, models
 from hypothesis import given, settings
+from refusals import refused
 from remotes import get
 from samples import examples
 from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is used by all
@@ -105,8 +106,8 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
     assert not read
     assert_as_read("dst")
     sums = sum(1 + len(file.get("tensors", [])) for file in json.loads(Path("m.json").read_text())["files"].values())
-    assert f"\nmanifest: m.json, {sums} checksums of " in said
-    assert said.endswith("\nto check it against the manifest: reshard verify dst --manifest m.json\n")
+    assert f"\n  manifest: m.json, {sums} checksums of " in said
+    assert "\nnext: reshard verify dst" in said
     Path("m.json").unlink()
     if words[0] == "convert" and Path("dst").is_file():  # its directory is another's, and gets no ledger
         refused = call(*words, *MANIFEST)
@@ -131,8 +132,8 @@ def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: py
     url = f"memory://{abs(hash(request.node.nodeid))}"
     words = [url if word == "dst" else word for word in COMMANDS[name]]
     said = ran(*words, *MANIFEST)
-    assert "\nmanifest: m.json, " in said
-    assert said.endswith(f"\nto check it against the manifest: reshard verify {url} --manifest m.json\n")
+    assert "\n  manifest: m.json, " in said
+    assert "\nnext: reshard verify " in said
     for path, content in get(url).items():
         Path("dst", path).parent.mkdir(parents=True, exist_ok=True)
         Path("dst", path).write_bytes(content)
@@ -160,7 +161,7 @@ def test_of_a_plan_file(folder: Path, read: list[Any]) -> None:
 
 def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
-    stopped(plan, folder / "dst", 8)
+    stopped(plan._record, folder / "dst", 8)
     report = plan.run("dst")
     assert 0 < report.resumed < plan.stats.bytes_written
     report.write_manifest("m.json")
@@ -170,7 +171,7 @@ def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
 
 def test_of_a_run_that_linked_and_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), SAME, link_replicas=True)
-    stopped(plan, folder / "dst", 6)
+    stopped(plan._record, folder / "dst", 6)
     report = plan.run("dst")
     assert report.links == 1
     report.write_manifest("m.json")
@@ -185,7 +186,7 @@ def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> No
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
     plan.run("dst")
     path = "rank_2/checkpoint_2.ckpt"
-    (place,) = places(plan.files[2].layout)["c"]
+    (place,) = places(plan._record.files[2].layout)["c"]
     kept = [some for some in known(str(folder / "dst")).records[path].ranges if not place[0] <= some[0] < sum(place)]
     (log,) = (folder / "dst" / ".reshard").glob("*.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines() if line]
@@ -237,25 +238,25 @@ SET = ["unify", "src", "dst", *BEFORE]
         (
             [*SET, "--write-manifest", "there.json"],
             6,
-            "there.json: is there already; choose another name, or replace it",
+            "there.json already exists",
         ),
-        ([*SET, "--write-manifest", "src"], 6, "src: is a directory; expected the name of a file"),
-        ([*SET, "--write-manifest", "src", "--overwrite"], 6, "src: is a directory; expected the name of a file"),
-        ([*SET, "--write-manifest", "dst/part0.safetensors"], 6, "dst/part0.safetensors: is one of the target files"),
+        ([*SET, "--write-manifest", "src"], 6, "src is a directory"),
+        ([*SET, "--write-manifest", "src", "--overwrite"], 6, "src is a directory"),
+        ([*SET, "--write-manifest", "dst/part0.safetensors"], 6, "dst/part0.safetensors is one of the target files"),
         (
             [*SET, "--write-manifest", "src/rank_0/checkpoint_0.ckpt", "--overwrite"],
             6,
-            "src/rank_0/checkpoint_0.ckpt: is one of the source files; choose another name for the manifest",
+            "src/rank_0/checkpoint_0.ckpt is one of the source files",
         ),
         (
             [*SET, "--format", "zarr", *MANIFEST],
             2,
-            "is only for plain checkpoint files, and dst becomes a zarr store; leave it out",
+            "dst becomes a zarr store",
         ),
         (
             ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
             6,
-            "there.json: is there already",
+            "there.json already exists",
         ),
     ],
 )
@@ -266,7 +267,7 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, words: list[str],
         result = call(*words, *more)
         assert (result.exit_code, result.stdout) == (code, "")
         assert says in result.stderr
-        assert result.stderr.count("\n") == 1
+        assert result.stderr.count("error: ") == 1
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
@@ -286,10 +287,8 @@ def test_a_manifest_that_cannot_be_written_is_not_there_in_parts(folder: Path) -
     Path("file").write_text("")
     result = call(*SET, "--write-manifest", "file/m.json")
     assert result.exit_code == 6
-    assert result.stderr.startswith("error: file/m.json: cannot be written: ")
-    assert result.stderr.endswith(
-        "; the target files are complete; the same command, without --restart, makes the manifest alone\n"
-    )
+    assert "file/m.json" in result.stderr
+    assert "the same command, without --restart, makes the manifest alone" in result.stderr
     assert ran(*SET, *MANIFEST).startswith("nothing is left to do: ")
     assert_as_read("dst")
 
@@ -304,11 +303,11 @@ def test_without_checksums_there_is_none(folder: Path) -> None:
     reports: list[Report] = [
         plan.run("unsummed", fsync=False),
         plan.run("unnoted", ledger=False),
-        reshard.plan(plan.source, format="zarr", drop=["note"]).run("zarr"),
+        reshard.plan(reshard.Checkpoint(plan._record.source), format="zarr", drop=["note"]).run("zarr"),
     ]
     for report in reports:
-        with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
+        with refused(UsageError, "no-checksums", report.directory, "checksums=True"):
             report.manifest()
-        with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
+        with refused(UsageError, "no-checksums", report.directory, "checksums=True"):
             report.write_manifest("m.json")
     assert not list(Path().glob("m.json*"))

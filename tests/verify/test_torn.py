@@ -72,7 +72,7 @@ def test_of_ranks_with_a_strategy(tmp_path: Path) -> None:
     root = write_ranks(tmp_path / "ranks", {name: LARGE[name] for name in ("w", "v")}, ROWS)
     reshard.write_strategy(ROWS, tmp_path / "rows.ckpt")
     words = [root, "--target-strategy", tmp_path / "rows.ckpt"]
-    assert "but for samples of 5 of 5 replicas" in done("verify", *words).stdout
+    assert "but for samples of 5 of 5 replicas" in done("verify", *words, "-v").stdout
     later = {"w": LARGE["w"][:32] + np.float32(1), "v": LARGE["v"]}
     write_file(next((root / "rank_2").iterdir()), later)
     (one,) = differences(*words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from compared import AFTER, BEFORE, FULL, compared, flip, rank_file
 from generators import Model, models
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from samples import examples
 
 import reshard
@@ -69,7 +69,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
                 tmp_path / source, after, against=case / f"src_{other}", source_strategy=before, selection=every
             )
             assert not found.differences
-            assert found.tensors + len(plan.texts) == len({label.name for label in plan.labels})
+            assert found.tensors + len(plan._record.texts) == len({label.name for label in plan._record.labels})
             assert set(found.dropped) == set(plan.dropped)
 
 
@@ -197,13 +197,13 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
     for rank in range(4):
         part = {"w": weight["w"][2 * rank : 2 * rank + 2], "rng": states[rank]}
         write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", part)
-    reading = {"strategy": strategy, "layouts": {"rng": "copy"}, "contents": False}
+    reading = {"strategy": strategy, "layout": {"rng": "copy"}, "contents": False}
     source = reshard.open(tmp_path / "src", **reading)
     half = Strategy.of({"w": Layout.of([2], [0])})
     reshard.plan(source, half).run(tmp_path / "dst")
 
     def verified() -> reshard.Verification:
-        target = reshard.open(tmp_path / "dst", strategy=half, layouts={"rng": "copy"}, contents=False)
+        target = reshard.open(tmp_path / "dst", strategy=half, layout={"rng": "copy"}, contents=False)
         return reshard.verify(target, against=reshard.open(tmp_path / "src", **reading))
 
     assert verified().equal
@@ -215,7 +215,7 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
 
 def test_names_and_casts_as_in_a_conversion(sides: tuple[Path, Path], tmp_path: Path) -> None:
     source, _ = sides
-    selection = Selection(weights_only=True, names={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
+    selection = Selection(weights_only=True, name_map={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
     opened = reshard.open(source, strategy=BEFORE)
     reshard.plan(opened, files=reshard.HuggingFaceSet(4000), format="safetensors", selection=selection).run(
         tmp_path / "u"
@@ -271,9 +271,9 @@ def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path]
     assert reshard.verify(target, AFTER, against=source).equal, "its ledger knows the other strategy"
     assert reshard.verify(target, against=source, source_strategy=BEFORE).equal
     shutil.rmtree(target / ".reshard")
-    with pytest.raises(SourceError, match=r"8 ranks and no strategy.*give source_strategy=\.\.\., or layouts="):
+    with refused(SourceError, "no-layout", "8 ranks", "source_strategy=..., or layout="):
         reshard.verify(target, AFTER, against=source)
-    with pytest.raises(SourceError, match=r"6 ranks and no strategy.*give strategy=\.\.\., or layouts="):
+    with refused(SourceError, "no-layout", "6 ranks", " strategy=..., or layout="):
         reshard.verify(target, against=source, source_strategy=BEFORE)
 
 
@@ -314,17 +314,17 @@ def test_a_sample_reads_less_and_is_the_same_again(tmp_path: Path, small_bands: 
 @pytest.mark.parametrize("sample", [0, -1, 1.5, math.nan])
 def test_a_share_that_is_none(tmp_path: Path, sample: float) -> None:
     path = write_file(tmp_path / "a.ckpt", FULL, "ckpt")
-    with pytest.raises(UsageError, match="sample is"):
+    with refused(UsageError, "out-of-range", f"sample is {sample}"):
         reshard.verify(path, against=path, sample=sample)
 
 
 def test_no_contradicting_wishes(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.ckpt", FULL, "ckpt")
-    with pytest.raises(UsageError, match="with a source or with a manifest"):
+    with refused(UsageError, "conflicting-options"):
         reshard.verify(path, against=path, manifest=path)
-    with pytest.raises(UsageError, match="0 threads"):
+    with refused(UsageError, "out-of-range", "threads is 0"):
         reshard.verify(path, threads=0)
-    with pytest.raises(BudgetError, match="memory=56_000_000 works"):
+    with refused(BudgetError, "not-enough-memory", "memory=56_000_000"):
         reshard.verify(path, against=path, memory=1000)
 
 
@@ -341,8 +341,8 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(sides: tuple[Path, Path]) -> 
     partial = opened(target, AFTER)
     path = rank_file(target, 2)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(SourceError, match=r"rank_2.*ends at byte"):
-        reshard.verify(partial, against=source, source_strategy=BEFORE)
+    with refused(SourceError, "truncated", "rank_2"):
+        reshard.verify(reshard.Checkpoint(partial), against=source, source_strategy=BEFORE)
 
 
 # --- structure --------------------------------------------------------------------------------------------------
@@ -358,11 +358,11 @@ def test_a_sound_structure(sides: tuple[Path, Path]) -> None:
 
 def test_a_missing_rank(sides: tuple[Path, Path]) -> None:
     rank_file(sides[1], 4).unlink()
-    with pytest.raises(SourceError, match="rank 4") as caught:
+    with refused(SourceError, "missing-ranks", "rank 4") as caught:
         reshard.verify(sides[1], AFTER)
     assert caught.value.exit_code == 4
     shutil.rmtree(sides[1] / ".reshard")  # which knows of the file
-    with pytest.raises(SourceError, match="rank 4: has no file, though there are ranks up to 5"):
+    with refused(SourceError, "missing-ranks", "rank 4", "ranks up to 5"):
         reshard.verify(sides[1])
 
 
@@ -371,16 +371,16 @@ def test_a_lying_header(sides: tuple[Path, Path]) -> None:
     content = path.read_bytes()
     assert b'"shape":[48,18]' in content
     path.write_bytes(content.replace(b'"shape":[48,18]', b'"shape":[18,48]'))
-    with pytest.raises(SourceError, match=r"rank_1.*tensor 'w' has shape \[18, 48\].*\[48, 18\]"):
+    with refused(SourceError, "wrong-shape", "rank_1", "tensor 'w'", "[18, 48]", "[48, 18]"):
         reshard.verify(sides[1], AFTER)
     path.write_bytes(content.replace(b'"shape":[48,18]', b'"shape":[48,19]'))
-    with pytest.raises(SourceError, match=r"rank_1.*tensor 'w'.*occupies"):
+    with refused(SourceError, "wrong-size", "rank_1", "tensor 'w'"):
         reshard.verify(sides[1])
 
 
 def test_a_weight_that_the_strategy_names(sides: tuple[Path, Path]) -> None:
     more = Strategy.of({**{name: places[0].layout for name, places in AFTER.tensors.items()}, "v": Layout.of([6], [0])})
-    with pytest.raises(SourceError, match="tensor 'v': is in the strategy and in no file"):
+    with refused(SourceError, "missing-tensor", "tensor 'v'", "allow_missing='v'"):
         reshard.verify(sides[1], more)
     assert reshard.verify(sides[1], more, selection=Selection(allow_missing=("v",))).equal
 
@@ -391,7 +391,7 @@ def test_unfinished_files_are_reported(sides: tuple[Path, Path]) -> None:
     warnings = reshard.verify(sides[1], AFTER).warnings
     assert "1 unfinished file (rank_4/checkpoint_4.safetensors.partial)" in warnings[0]
     path.unlink()
-    with pytest.raises(SourceError, match="(?s)rank 4.*unfinished file"):
+    with refused(SourceError, "missing-ranks", "rank 4", "unfinished file"):
         reshard.verify(sides[1], AFTER)
 
 
@@ -462,5 +462,5 @@ def test_what_only_a_comparison_obeys_is_refused_elsewhere(
     _, target = sides
     what = {"manifest": reshard.make_manifest(target)} if manifest else {"strategy": AFTER}
     assert reshard.verify(target, **what)
-    with pytest.raises(UsageError, match=f"{re.escape(word)} is only for a comparison with a source"):
+    with refused(UsageError, "needs-source", word):
         reshard.verify(target, **what, **option)

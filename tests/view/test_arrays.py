@@ -18,6 +18,7 @@ import pytest
 from checkpoints import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from samples import examples
 
 from reshard.dtypes import BY_NAME, STR
@@ -327,11 +328,11 @@ def test_bytes_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     half = Tensor.of(whole.tensors["w"].spec, whole.tensors["w"].shards[:1])
     lazy = Checkpoint(whole.root, {"w": half}, whole.files, whole.ranks)["w"]
     assert np.array_equal(lazy[:2].compute(), values[:2])
-    with pytest.raises(SourceError, match=r"tensor 'w': 8 of 8 items asked for are in no shard"):
+    with refused(SourceError, "missing-blocks", "'w'", "8 of", "8 items"):
         lazy.compute()
     first, second = whole.tensors["w"].shards
     short = Tensor.of(half.spec, [first._replace(replicas=(Extent(0, ((1, 28),)),)), second])
-    with pytest.raises(SourceError, match=r"bin: block \[0:2, 0:4\] is 4 bytes longer than what the file has"):
+    with refused(SourceError, "truncated", "block [0", "4]", "4 bytes"):
         Checkpoint(whole.root, {"w": short}, whole.files, whole.ranks)["w"].compute()
 
 

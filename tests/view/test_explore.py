@@ -8,6 +8,7 @@ import checkpoints
 import numpy as np
 import pytest
 from checkpoints import places
+from refusals import refused
 from test_show import large
 
 import reshard
@@ -84,7 +85,7 @@ def test_a_choice_is_a_checkpoint(source: Checkpoint, full: dict[str, np.ndarray
     assert list(chosen.sel("*.wq")) == ["layers.0.attn.wq", "layers.1.attn.wq"]
     assert "\n" not in repr(chosen)
     assert "2 left out" in chosen._repr_html_()
-    assert checkpoint_text(chosen).endswith(
+    assert checkpoint_text(chosen._record).endswith(
         "5 of 7 tensors, 2.1 kB in whole tensors, 2.1 kB in the files with replicas"
     )
 
@@ -104,13 +105,13 @@ def test_a_choice_is_planned_and_written(
         ))  # fmt: skip
     names = {"layers.*": "model.*"}
     renamed = Strategy.of({name.replace("layers", "model"): p[0].layout for name, p in COLUMNS.tensors.items()})
-    plan = reshard.plan(chosen, renamed, selection=reshard.Selection(names=names))
-    assert [label.name for label in plan.labels] == ["model.0.attn.wq", "model.1.attn.wq"]
+    plan = reshard.plan(chosen, renamed, selection=reshard.Selection(name_map=names))
+    assert [label.name for label in plan._record.labels] == ["model.0.attn.wq", "model.1.attn.wq"]
 
 
 def test_a_choice_does_not_hide_what_is_missing(source: Checkpoint) -> None:
     target = Strategy.of({**{n: p[0].layout for n, p in COLUMNS.tensors.items()}, "head": Layout.of([2], [0, -1])})
-    with pytest.raises(SourceError, match="tensor 'head': is in the strategy and in no source file"):
+    with pytest.raises(SourceError, match="tensor 'head': is in the strategy but in no source file"):
         reshard.plan(source.sel("norm"), target)
 
 
@@ -126,11 +127,9 @@ def test_states_are_still_known_by_weights_that_are_left_out(tmp_path: Path) -> 
 
 
 def test_a_pattern_that_matches_nothing_is_told_with_the_nearest(source: Checkpoint) -> None:
-    with pytest.raises(
-        UsageError, match=r"'layer\.\*\.atn\.wq': matches no tensor; nearest is 'layers\.\*\.attn\.w[qk]'"
-    ):
+    with refused(UsageError, "no-match", "layer.*.atn.wq"):
         source.sel("norm", "layer.*.atn.wq")
-    with pytest.raises(UsageError, match="'§': matches no tensor; there are "):
+    with refused(UsageError, "no-match", "§"):
         source.sel("§")
 
 
@@ -156,7 +155,7 @@ def test_groups(source: Checkpoint) -> None:
     assert source.groups("kind").counts == {"weights": 7}
     assert repr(groups) == f"<Groups of {source.root} by name: 4>"
     assert str(source.groups("prefix")).splitlines()[1].split() == ["layers", "6", "2.6", "kB", "float32"]
-    with pytest.raises(UsageError, match="cannot be grouped by 'size'; expected name, prefix, dtype"):
+    with refused(UsageError, "bad-value", "size"):
         source.groups("size")
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("ipykernel")
 FOLDER = Path(__file__).parents[2] / "notebooks"
 ENDS = {
     "1_look": ("image/svg+xml", "rank"),
-    "2_reshard": ("text/html", "bit for bit"),
+    "2_reshard": ("text/html", "every bit of"),
     "3_cluster": ("text/plain", "dashboard while it ran: http://127.0.0.1:"),
     "4_larger_than_memory": ("text/plain", "of 256 MB"),
     "5_believable_size": ("text/plain", "2,166 tensors on 512 ranks"),

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 import pytest
 
 from reshard.run.run import Progress
-from reshard.view.progress import progress
+from reshard.view.progress import Lines, progress
 
 
 class Terminal(io.StringIO):
@@ -90,3 +90,41 @@ def test_no_bar_stays_above_an_error(terminal: Terminal, error: type[BaseExcepti
     assert "50%" in terminal.getvalue()
     terminal.write("error: it is full\n")
     assert terminal.lines() == ["error: it is full"]
+
+
+def test_a_log_gets_a_line_every_thirty_seconds() -> None:
+    now, said = 1000.0, []
+    lines = Lines(("writing", "syncing", "written"), clock=lambda: now, say=said.append)
+    for second in range(101):
+        now = 1000.0 + second
+        lines(Progress(10_000 + 900 * second, 100_000, float(second), resumed=10_000))
+    now += 30
+    lines(Progress(100_000, 100_000, 130.0, resumed=10_000))
+    assert said == [
+        "writing: 37%, 37.0 kB of 100.0 kB, 900 B/s, 0:01:10 left",
+        "writing: 64%, 64.0 kB of 100.0 kB, 900 B/s, 0:00:40 left",
+        "writing: 91%, 91.0 kB of 100.0 kB, 900 B/s, 0:00:10 left",
+        "syncing: 100%, 100.0 kB of 100.0 kB, 692 B/s, 0:00:00 left",
+    ]
+
+
+def test_where_there_is_no_terminal_lines_go_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lines, "EVERY", 0.0)
+    log = io.StringIO()
+    with redirect_stderr(log), progress(quiet=False) as shown:
+        assert shown is not None
+        shown(Progress(500, 1000, 1.0))
+    assert log.getvalue() == "writing: 50%, 500 B of 1.0 kB, 500 B/s, 0:00:01 left\n"
+    with progress(quiet=True) as shown:
+        assert shown is None
+
+
+def test_a_bar_names_its_phase(terminal: Terminal) -> None:
+    with redirect_stderr(terminal), progress(quiet=False, words=("comparing", "closing", "compared")) as shown:
+        assert shown is not None
+        shown(Progress(500, 1000, 0.1))
+        time.sleep(0.2)
+        shown(Progress(1000, 1000, 0.2))
+        time.sleep(0.2)
+    for word in ("comparing", "compared"):
+        assert word in terminal.getvalue()

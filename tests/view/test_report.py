@@ -40,7 +40,7 @@ def report(plan: reshard.Plan, tmp_path: Path) -> Report:
 
 def test_it_counts_what_was_written(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
     assert (report.tensors, report.source_files) == (2, 4)
-    assert report.replicas == plan.replicas == 2 + 3  # w has 2 blocks on 4 ranks, global_step 1
+    assert report.replicas == plan._record.replicas == 2 + 3  # w has 2 blocks on 4 ranks, global_step 1
     assert report.bytes_written == report.bytes_read + 256 + 3 * 4
     assert report.target_bytes == sum(path.stat().st_size for path in (tmp_path / "dst").rglob("*.safetensors"))
     assert (report.dropped, report.missing) == (("adam_m.w",), ("adam_v.w",))
@@ -51,21 +51,23 @@ def test_it_counts_what_was_written(plan: reshard.Plan, report: Report, tmp_path
 
 
 def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_path: Path) -> None:
-    linked = reshard.plan(plan.source, TARGET, link_replicas=True)
+    linked = reshard.plan(reshard.Checkpoint(plan._record.source), TARGET, link_replicas=True)
     report = linked.run(tmp_path / "linked")
     assert (report.links, report.replicas) == (2, 1)
-    assert "3 tensors" not in report_text(linked, report)
-    assert "2 tensors, 1 replica of their blocks, 2 files linked\n" in report_text(linked, report)
+    assert "3 tensors" not in report_text(linked._record, report)
+    assert "1 replica of blocks, 2 files linked\n" in report_text(linked._record, report, verbose=True)
 
 
 def test_what_the_selection_leaves_out_is_said_with_the_options_that_do(plan: reshard.Plan, tmp_path: Path) -> None:
     selection = Selection(weights_only=True, exclude=("global*",))
-    chosen = reshard.plan(plan.source, TARGET, selection=selection)
+    chosen = reshard.plan(reshard.Checkpoint(plan._record.source), TARGET, selection=selection)
     assert chosen.left_out == ("adam_m.w", "global_step")
     assert plan.left_out == ()
     line = "left out by weights_only and exclude: 2 names: adam_m.w, global_step\n"
-    assert line in plan_text(chosen, "dst")
-    text = report_text(chosen, chosen.run(tmp_path / "chosen"))
+    assert line in plan_text(chosen._record, "dst", verbose=True)
+    report = chosen.run(tmp_path / "chosen")
+    assert "1 tensor (2 left out)" in report_text(chosen._record, report)
+    text = report_text(chosen._record, report, verbose=True)
     assert line in text
     assert line.replace("weights_only and exclude", "--weights-only and --exclude") in spelled(text, OPTIONS)
     assert "dropped" not in text
@@ -82,15 +84,19 @@ def test_memory_is_measured(report: Report) -> None:
 
 def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
     report = report._replace(seconds=0.5, peak_memory=48_000_000)
-    assert report_text(plan, report, "reshard verify dst") == (
-        f"wrote 4 safetensors files for 4 ranks (0-3) to {tmp_path}/dst\n"
-        f"read 260 B from 4 files, wrote {report.target_bytes / 1000:.1f} kB in 0.50 s (1.1 kB/s)\n"
-        "2 tensors, 5 replicas of their blocks\n"
-        "dropped, because the target does not have it: 1 name: adam_m.w\n"
-        "missing, because the source does not have it: 1 name: adam_v.w\n"
-        f"checksums: CRC-32C of every block, in {tmp_path}/dst/.reshard\n"
-        "memory: 48.0 MB at the peak of this process\n"
-        "to verify it: reshard verify dst"
+    nbytes = f"{report.target_bytes / 1000:.1f} kB"
+    short = (
+        f"wrote 4 safetensors files for 4 ranks to {tmp_path}/dst   {nbytes} in 0.50 s\n"
+        "  2 tensors (1 dropped, 1 missing); every block checksummed; peak memory 48.0 MB\n"
+    )
+    following = "next: reshard verify dst"
+    assert report_text(plan._record, report, "reshard verify dst") == short + following
+    assert report_text(plan._record, report, "reshard verify dst", verbose=True) == (
+        short + "  read 260 B from 4 files, wrote 528 B of contents in 0.50 s (1.1 kB/s)\n"
+        "  5 replicas of blocks\n"
+        "  dropped, because the target does not have it: 1 name: adam_m.w\n"
+        "  missing, because the source does not have it: 1 name: adam_v.w\n"
+        f"  checksums: CRC-32C of every block, in {tmp_path}/dst/.reshard\n" + following
     )
 
 
@@ -104,23 +110,24 @@ def test_finished_files_are_not_read_again(plan: reshard.Plan, report: Report, t
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     again = plan.run(report.directory)
     command = "reshard verify dst"
-    told = "finished files, whose size and time are as the earlier run noted them; the command below reads every bit\n"
+    told = "4 files kept, finished by an earlier run and not read again: "
     assert again.finished == 4
-    assert f"\nnot read again: 4 {told}to verify it: {command}" in report_text(plan, again, command)
-    assert report_text(plan, again).endswith("as the earlier run noted them; reshard verify reads every bit")
-    assert report_data(plan, "dst", again)["finished"] == 4
+    assert report_text(plan._record, again, command).startswith("nothing is left to do: ")
+    assert f"{told}the command below reads every bit\nnext: {command}" in report_text(plan._record, again, command)
+    assert report_text(plan._record, again).endswith(f"{told}reshard verify reads every bit")
+    assert report_data(plan._record, "dst", again)["finished"] == 4
     (Path(report.directory) / report.files[0]).unlink()
     again = plan.run(report.directory)
     assert again.finished == 3
-    assert f"\nnot read again: 3 {told}" in report_text(plan, again, command)
+    assert "3 files kept" in report_text(plan._record, again, command)
     path.unlink()
-    assert "not read again: 3 " in report_text(plan, plan.run(report.directory))
-    assert "not read again" not in report_text(plan, plan.run(report.directory, restart=True))
+    assert "3 files kept" in report_text(plan._record, plan.run(report.directory))
+    assert "kept" not in report_text(plan._record, plan.run(report.directory, restart=True))
 
 
 def test_it_fits_on_one_screen_and_shows_no_control_characters(plan: reshard.Plan, report: Report) -> None:
     many = tuple(f"n{k}.x{k % 7}\x1b.{'w' * (k % 5)}" for k in range(10_000))
-    text = report_text(plan, report._replace(dropped=many, missing=many), "reshard verify dst")
+    text = report_text(plan._record, report._replace(dropped=many, missing=many), "reshard verify dst", verbose=True)
     assert sum(-(-len(line) // 80) for line in text.splitlines()) <= 24
     assert all(line.isprintable() for line in text.splitlines())
 
@@ -128,13 +135,15 @@ def test_it_fits_on_one_screen_and_shows_no_control_characters(plan: reshard.Pla
 def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
     sums = {"rank_0/checkpoint_0.safetensors": {"w": 0x1A2B, "global_step": 0xFFFFFFFF}}
     summed = report._replace(checksums=sums)
-    assert "checksums: none made\n" in report_text(plan, report._replace(checksums=None))
-    data = report_data(plan, "dst", summed)
+    unsummed = report._replace(checksums=None)
+    assert "checksummed" not in report_text(plan._record, unsummed)
+    assert "checksums: none made" in report_text(plan._record, unsummed, verbose=True)
+    data = report_data(plan._record, "dst", summed)
     assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}
 
 
 def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, report: Report) -> None:
-    before, after = report_data(plan, "dst"), report_data(plan, "dst", report, "reshard verify dst")
+    before, after = report_data(plan._record, "dst"), report_data(plan._record, "dst", report, "reshard verify dst")
     assert list(before) == list(after)
     assert [key for key in before if before[key] != after[key]] == [
         "dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "removed", "verify",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from math import prod
 from typing import TYPE_CHECKING
 
 import pytest
+from generators import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,10 +26,10 @@ from reshard.view.data import plan_data, rank_files_data, strategy_data
 from reshard.view.tables import checkpoint_text, rank_files_text, rank_parts, table_lines
 from reshard.view.text import (
     bytes_text,
-    layout_text,
     plan_text,
     strategy_text,
 )
+from reshard.view.words import block_picture, layout_words, ranks_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,11 +110,11 @@ def test_sizes(nbytes: int, text: str) -> None:
 
 
 def test_optimizer_sharding_is_reported() -> None:
-    assert layout_text(Layout.of([2, 2], [0, -1], -1)) == ("[2, 2] map [0, -1] opt -1: 4 x 1 blocks, each on 1 rank")
+    assert layout_words(Layout.of([2, 2], [0, -1], -1)) == "rows / 4 (2 for the optimizer)"
 
 
 def test_a_layout_that_cannot_be_is_shown_with_the_reason() -> None:
-    text = layout_text(Layout.of([4], [-1], 3, opt_weight_shard_step=1))
+    text = layout_words(Layout.of([4], [-1], 3, opt_weight_shard_step=1))
     assert "not possible" in text
     assert "3 does not divide the 4 devices" in text
 
@@ -121,7 +123,32 @@ def test_a_real_strategy(mindspore_data: Path) -> None:
     path = mindspore_data / "real" / "tut_dst4_opt" / "strategy_0.ckpt"
     text = strategy_text(reshard.read_strategy(path), "dst_strategy.ckpt")
     assert text.startswith("dst_strategy.ckpt: 12 tensors over 4 ranks (0-3): 1 stage of 4 devices\n")
-    assert "[4] map [-1] opt -1: 4 blocks, each on 1 rank\n  net.layer{1-3}.bias  (3 tensors)" in text
+    assert "\nrows / 4 (4 for the optimizer)\n  net.layer{1-3}.bias  (3 tensors)" in text
+    raw = strategy_text(reshard.read_strategy(path), "dst_strategy.ckpt", raw=True)
+    assert "# [4] map [-1] opt -1\n  net.layer{1-3}.bias  (3 tensors)" in raw
+
+
+@given(laid_out())
+def test_words_count_the_blocks_and_the_copies(case: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = case
+    grid = layout.grid(shape)
+    words, _, copies = layout_words(layout).partition(" × ")
+    ways = [int(way) for way in re.findall(r"/ (\d+)", words)]
+    assert prod(ways) == len(grid.blocks)
+    assert int(copies.split()[0] if copies else 1) == len(grid.ranks[0])
+
+
+def test_a_picture_of_many_blocks_is_cut_short() -> None:
+    grid = Layout.of([64, 16], [1, 0]).grid((64, 32))
+    lines = block_picture(grid.shape, grid.blocks, grid.ranks)
+    assert len(lines) == 2 * 16 + 3
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1].strip() == "…"
+
+
+def test_ranks_are_counted_in_steps() -> None:
+    assert ranks_words(range(0, 64, 8)) == "0-56 step 8"
+    assert ranks_words([3]) == "3"
 
 
 def test_a_real_pipeline_tells_its_stages(mindspore_data: Path) -> None:
@@ -134,16 +161,16 @@ def test_a_real_pipeline_tells_its_stages(mindspore_data: Path) -> None:
 
 def test_a_real_checkpoint(mindspore_data: Path) -> None:
     root = mindspore_data / "real" / "tut_src8"
-    lines = checkpoint_text(reshard.open(root / "ckpt", strategy=root / "strategy_0.ckpt")).splitlines()
+    lines = checkpoint_text(reshard.open(root / "ckpt", strategy=root / "strategy_0.ckpt")._record).splitlines()
     assert lines[0].endswith("8 ckpt files, 8 ranks (0-7), 99.6 kB")
     weight = next(line for line in lines if line.startswith("net.layer1.weight"))
     assert re.split(r"  +", weight) == [
-        "net.layer1.weight", "1", "float32", "[16, 32]", "2.0 kB", "[2, 2, 2] map [-1, 1]", "2 x 4",
+        "net.layer1.weight", "1", "float32", "[16, 32]", "2.0 kB", "columns / 2 × 4 copies",
     ]  # fmt: skip
     bias = next(line for line in lines if line.startswith("net.layer{1-2}.bias"))
     assert re.split(r"  +", bias)[1:5] == ["2", "float32", "[32]", "256 B"]
     step = next(line for line in lines if line.startswith("global_step"))
-    assert re.split(r"  +", step)[5:] == ["whole", "1 x 8"]
+    assert re.split(r"  +", step)[5:] == ["whole × 8 copies"]
     assert lines[-1].startswith("15 tensors, 14.9 kB in whole tensors")
 
 
@@ -172,7 +199,7 @@ def test_ten_thousand_tensors_are_quick_and_short() -> None:
     text = checkpoint_text(checkpoint)
     files = rank_files_text(rank_parts("big", checkpoint.files, checkpoint.ranks))
     seconds = time.process_time() - began
-    assert len(text.splitlines()) == 22
+    assert len(text.splitlines()) == 18
     assert "h.{0-999}.wa" in text
     assert "ranks 0-63: each 10,000 tensors" in files
     assert seconds < 2, "measured: 0.15 s"
@@ -204,7 +231,7 @@ def test_hostile_names_do_not_reach_a_terminal() -> None:
         checkpoint_text(checkpoint),
         rank_files_text(rank_parts("x\x1b", (file,), (0,))),
         strategy_text(strategy, "x\x1b"),
-        plan_text(reshard.plan(checkpoint, strategy, drop=["*"]), "out\x1b"),
+        plan_text(reshard.plan(reshard.Checkpoint(checkpoint), strategy, drop=["*"])._record, "out\x1b"),
     ]
     for text in texts:
         assert all(line.isprintable() for line in text.split("\n"))
@@ -216,11 +243,11 @@ def test_a_plan_tells_what_it_costs(mindspore_data: Path) -> None:
     real = mindspore_data / "real"
     source = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
     plan = reshard.plan(source, reshard.read_strategy(real / "tut_dst4_opt" / "strategy_0.ckpt"), format="safetensors")
-    text = plan_text(plan, "dst")
+    text = plan_text(plan._record, "dst", verbose=True)
     assert "to       dst: 4 safetensors files, 4 ranks (0-3)" in text
     assert "read     14.9 kB from 2 files\n" in text
     assert f"to 4 files\ntasks    {plan.stats.tasks}\nmemory   about " in text
     assert "dst/rank_3/checkpoint_3.safetensors" in text
-    data = plan_data(plan, "dst")
-    assert data["target_bytes"] == sum(file.layout.size for file in plan.files)
+    data = plan_data(plan._record, "dst")
+    assert data["target_bytes"] == sum(file.layout.size for file in plan._record.files)
     assert data["seconds"] is None

@@ -17,6 +17,7 @@ import numpy as np
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import TargetError, VerifyError, bytes_text, names
+from reshard.formats.sets import HuggingFaceSet
 from reshard.plan.make import plan
 from reshard.readers.open import open as open_checkpoint
 from reshard.strategy.files import read_strategy
@@ -41,6 +42,7 @@ src_strategy.ckpt  which rank of these holds which block
 dst_strategy.ckpt  the same network over 4 ranks, with optimizer parallel
 full.npz           the whole tensors
 dst_checkpoints/   what reshard made: 4 ranks
+hf/                what reshard made: whole tensors in safetensors files
 """
 
 
@@ -72,15 +74,20 @@ def demo(directory: Path, say: Callable[[str], object] = print, command: str = "
     say("  dst_strategy.ckpt  the same network over 4 ranks, with optimizer parallel")
     say("  full.npz           the whole tensors, to check against")
     say("")
-    report = transform(directory)
+    report = convert(directory)
     say(
-        f"Transformed 8 ranks to 4 in {report.seconds:.2f} s: read {bytes_text(report.bytes_read)}, wrote "
+        f"Converted 8 ranks to 4 in {report.seconds:.2f} s: read {bytes_text(report.bytes_read)}, wrote "
         f"{count_text(len(report.files), 'file')} below {directory / 'dst_checkpoints'}."
     )
     checked = check(directory)
     say(
         f"Checked {count_text(checked.files, 'file')}: all {checked.nbytes:,} bytes of their {checked.tensors} tensors "
         "are equal to numpy slices of the whole tensors."
+    )
+    written = check_library(directory)
+    say(
+        f"Wrote {written.tensors} whole tensors below {directory / 'hf'}, and read them with Hugging Face's library "
+        f"safetensors: all {written.nbytes:,} bytes are equal."
     )
     say("")
     say(_next(directory, command))
@@ -95,9 +102,9 @@ def make(directory: Path) -> int:
     try:
         if directory.exists() and not (directory / MARK).is_file() and any(directory.iterdir()):
             raise TargetError(
-                f"{directory}: is there already and was not made by `reshard demo`; name another folder: "
-                "reshard demo FOLDER"
-            )
+                f"{directory} already exists, and `reshard demo` did not make it", code="already-exists",
+                hint="name another folder: reshard demo FOLDER",
+            )  # fmt: skip
         directory.mkdir(parents=True, exist_ok=True)
         (directory / MARK).write_text(_NOTE, encoding="utf-8")
         packed = files(__name__).joinpath("demo.tar.gz").read_bytes()
@@ -111,15 +118,44 @@ def make(directory: Path) -> int:
                     nbytes = place.write_bytes(content.read())
                     total += nbytes if member.name.startswith("src_checkpoints") else 0
     except OSError as error:
-        raise TargetError(f"{error.filename or directory}: cannot be written: {error.strerror}") from error
+        raise TargetError(
+            f"cannot write {error.filename or directory}: {error.strerror}", code="not-writable"
+        ) from error
     return total
 
 
-def transform(directory: Path) -> Report:
-    """Convert the demo's checkpoint, as `reshard transform` does."""
+def convert(directory: Path) -> Report:
+    """Convert the demo's checkpoint, as `reshard convert` does."""
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
     target = read_strategy(directory / "dst_strategy.ckpt")
     return plan(source, target).run(directory / "dst_checkpoints", overwrite=True)
+
+
+def check_library(directory: Path) -> Checked:
+    """Write the whole tensors as a Hugging Face set, and compare what the library safetensors reads with numpy's.
+
+    Raises:
+        VerifyError: something differs.
+    """
+    from safetensors import safe_open
+
+    source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
+    report = plan(source, format="safetensors", files=HuggingFaceSet()).run(directory / "hf", overwrite=True)
+    with np.load(directory / "full.npz", allow_pickle=False) as arrays:
+        whole: dict[str, Array] = {name: arrays[name] for name in arrays.files}
+    count = nbytes = 0
+    for name in report.files:
+        if not name.endswith(".safetensors"):
+            continue
+        with safe_open(str(directory / "hf" / name), framework="numpy") as file:
+            for tensor in whole.keys() & {*file.keys()}:
+                read, expected = file.get_tensor(tensor), whole[tensor]
+                if (read.shape, read.tobytes()) != (expected.shape, expected.tobytes()):
+                    raise VerifyError(f"{name}: tensor {tensor!r} differs in the safetensors library", code="demo")
+                count, nbytes = count + 1, nbytes + read.nbytes
+    if count != len(whole):
+        raise VerifyError(f"{directory / 'hf'} has {count} of {len(whole)} tensors", code="demo")
+    return Checked(len(report.files), count, nbytes)
 
 
 def check(directory: Path) -> Checked:
@@ -156,7 +192,7 @@ def _parsed(path: Path) -> dict[str, Stored]:
     try:
         message.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's DecodeError, or the file is gone: either way it is not what it should be
-        raise VerifyError(f"{path}: cannot be read back: {error}") from error
+        raise VerifyError(f"cannot read {path} back", code="cannot-read", facts=[str(error)]) from error
     return {
         value.tag: (value.tensor.tensor_type, tuple(value.tensor.dims), value.tensor.tensor_content)
         for value in message.value
@@ -171,17 +207,22 @@ def _stored(array: Array) -> Stored:
 def _compare(path: Path, found: Mapping[str, Stored], expected: Mapping[str, Stored]) -> None:
     if found.keys() != expected.keys():
         raise VerifyError(
-            f"{path}: does not hold the tensors it should: {names(sorted(found.keys() ^ expected.keys()))}"
+            f"{path} does not hold the tensors it should",
+            code="missing-tensor",
+            facts=[f"only in one of the two: {names(sorted(found.keys() ^ expected.keys()))}"],
         )
     for name, (kind, shape, content) in expected.items():
         if found[name][:2] != (kind, shape) or len(found[name][2]) != len(content):
-            raise VerifyError(f"{path}: tensor {name!r} is {found[name][:2]}; expected {(kind, shape)}")
+            raise VerifyError(
+                f"tensor {name!r} of {path} is {found[name][:2]}; expected {(kind, shape)}", code="wrong-shape"
+            )
         if found[name][2] != content:
             at = next(i for i, (a, b) in enumerate(zip(found[name][2], content, strict=True)) if a != b)
             raise VerifyError(
-                f"{path}: tensor {name!r} differs from its slice of the whole tensor: byte {at} is "
-                f"{found[name][2][at]:#04x}, expected {content[at]:#04x}; either the files were changed meanwhile, or "
-                "reshard is at fault: please report it"
+                f"tensor {name!r} of {path} differs from its slice of the whole tensor",
+                code="not-equal",
+                facts=[f"byte {at} is {found[name][2][at]:#04x}, expected {content[at]:#04x}"],
+                hint="if nobody changed the files meanwhile, reshard is at fault: please report it",
             )
 
 
@@ -200,12 +241,15 @@ What to type next:
   {command} inspect {source}
   {command} strategy show {quoted("dst_strategy.ckpt")}
 
-  # what a transformation would read and write; then do it, as safetensors
-  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors --dry-run
-  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors
+  # what a conversion would read and write; then do it, as safetensors
+  {command} convert {quoted("src_checkpoints")} {quoted("dst_safetensors")} --to safetensors {both} --dry-run
+  {command} convert {quoted("src_checkpoints")} {quoted("dst_safetensors")} --to safetensors {both}
 
-  # one file of whole tensors: leave the target strategy out
-  {command} transform {quoted("src_checkpoints")} {quoted("whole")} --source-strategy {quoted("src_strategy.ckpt")}
+  # is every bit as it was?
+  {command} verify {quoted("dst_safetensors")}
+
+  # whole tensors for Hugging Face: leave the target strategy out
+  {command} convert {quoted("dst_safetensors")} {quoted("weights")} --to hf --weights-only
 
 The same from Python:
 

@@ -13,6 +13,7 @@ from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, WRITE
 from reshard.errors import VerifyError, names, printable
+from reshard.readers.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ def _derived(
     **reading: Any,
 ) -> Derived:  # fmt: skip
     rules = reshard.Rules.read(file, config=model_config, let=let)
-    derived = rules.derived(reshard.open(source, strategy=source_strategy, **reading))
+    derived = rules.derived(open_checkpoint(source, strategy=source_strategy, **reading))
     say_warnings(derived.checkpoint.warnings)
     return derived
 
@@ -70,7 +71,7 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
     derived = _derived(file, source, **given)
     made, rows = derived.checkpoint, table(derived)
     header = ("rule", "verb", "tensors", derived.sides[0], "become", derived.sides[1])
-    differences = _differences(made, reshard.open(target, contents=False)) if target else []
+    differences = _differences(made, open_checkpoint(target, contents=False)) if target else []
     if as_json:
         keys = ("rule", "verb", "sources", "source", "targets", "target")
         print_json(
@@ -92,8 +93,9 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
                 print_text(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
         print_text(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
     if differences:
-        listed = "".join(f"\n  {printable(text)}" for text in differences[:20])
-        raise VerifyError(f"{target}: differs from what {file} make of {source}:{listed}")
+        raise VerifyError(
+            f"{target} differs from what {file} makes of {source}", code="not-equal", facts=differences[:20]
+        )
 
 
 def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
@@ -101,7 +103,7 @@ def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
     from reshard.plan.select import Selection
     from reshard.verify.match import match
 
-    return [f"{one.name}: {one.text}" for one in match(made, other, Selection()).differences if one.name]
+    return [printable(f"{one.name}: {one.text}") for one in match(made, other, Selection()).differences if one.name]
 
 
 @rules.command(

@@ -8,10 +8,19 @@ import click
 
 import reshard
 from reshard.cli.commands import Command, Group, option
-from reshard.cli.options import drop_option, iteration_option, json_option, overwrite_file_option, source_options
+from reshard.cli.options import (
+    drop_option,
+    iteration_option,
+    json_option,
+    overwrite_file_option,
+    raw_option,
+    source_options,
+)
 from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
 from reshard.errors import SourceError, UsageError, VerifyError, printable
+from reshard.readers.open import open as open_checkpoint
+from reshard.source.strategies import strategy_of
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from reshard.layout.layout import Layout
     from reshard.storage.places import Place
     from reshard.strategy.diff import Change, Diff
     from reshard.strategy.strategy import Strategy
@@ -54,8 +64,9 @@ tensors: name, stage, layout.
     short_help="Show ranks, and the tensors of each layout.",
 )
 @click.argument("path", type=STRATEGY, metavar="FILE_OR_DIRECTORY")
+@raw_option
 @json_option
-def show_strategy(path: Path, as_json: bool) -> None:
+def show_strategy(path: Path, raw: bool, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
     from reshard.view.data import strategy_data
     from reshard.view.text import strategy_text
@@ -64,7 +75,7 @@ def show_strategy(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(strategy_data(found))
     else:
-        print_text(strategy_text(found, str(path)))
+        print_text(strategy_text(found, str(path), raw=raw))
 
 
 @strategy.command(
@@ -82,7 +93,11 @@ Example:
 def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
     """Merge the strategy files of a pipeline's ranks in DIRECTORY into one file."""
     if output.parent.resolve() == directory.resolve():
-        raise UsageError(f"{output}: is in {directory}, whose every file is taken for a rank's; choose another place")
+        raise UsageError(
+            f"{output} is in {directory}, where every file is taken for that of a rank",
+            code="target-in-source",
+            hint="choose another directory",
+        )
     refuse_existing(output, overwrite=overwrite)
     _say_written(reshard.merge_strategies(directory, output), output)
 
@@ -186,7 +201,7 @@ def make_strategy(
     from reshard.source.strategies import strategy_by_rules
 
     refuse_existing(output, overwrite=overwrite)
-    checkpoint = reshard.open(like, strategy=source_strategy, **reading)
+    checkpoint = open_checkpoint(like, strategy=source_strategy, **reading)
     refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
     made = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
     reshard.write_strategy(made, output)
@@ -224,14 +239,16 @@ def strategy_from_checkpoint(
     if checkpoint.is_dir() and self_described(checkpoint, iteration) is None:
         known, change = noted(checkpoint)
         if change:
-            raise SourceError(changed_text(checkpoint, change))
+            raise SourceError(changed_text(checkpoint, change), code="source-changed")
         if not known:
-            expected = "expected a Checkpoint 2.0, or what reshard wrote with a strategy"
-            raise UsageError(f"{checkpoint}: does not say itself which rank holds which block; {expected}")
-    opened = reshard.open(checkpoint, iteration=iteration, contents=False)
+            raise UsageError(
+                f"{checkpoint} does not say which rank holds which block", code="no-strategy",
+                facts=["a Checkpoint 2.0 does, and what reshard wrote with a strategy"],
+            )  # fmt: skip
+    opened = open_checkpoint(checkpoint, iteration=iteration, contents=False)
     refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
     say_warnings(opened.warnings)
-    made = reshard.strategy_of(opened, drop=drop)
+    made = strategy_of(opened, drop=drop)
     reshard.write_strategy(made, output)
     nested = [name for name, (one, *_) in made.tensors.items() if any(len(axes) > 1 for axes in one.layout.tensor_map)]
     if nested and output.suffix == ".json":
@@ -268,17 +285,23 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
     first, second = reshard.read_strategy(a), reshard.read_strategy(b)
     found = diff(first, second)
+    error = None if found.same else VerifyError(f"{a} and {b} are not the same strategy", code="other-strategy")
     if as_json:
-        print_json(_diff_data(first, second, found))
+        print_json(_diff_data(first, second, found), error)
     else:
         print_text("\n".join(_diff_lines(first, second, found, (str(a), str(b)))))
-    if not found.same:
-        raise VerifyError(f"{a} and {b} are not the same strategy")
+    if error:
+        raise error
 
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
     from reshard.strategy.names import group_names
-    from reshard.view.text import count_text, layout_text
+    from reshard.view.text import count_text, raw_text
+    from reshard.view.words import layout_words
+
+    def shown(layout: Layout, other: Layout) -> str:
+        words = layout_words(layout)  # which do not say in which order ranks hold the blocks
+        return f"{words}   # {raw_text(layout)}" if words == layout_words(other) else words
 
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
@@ -289,7 +312,7 @@ def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) 
     for title, changes in (("other blocks", found.blocks), ("the same blocks, written otherwise", found.fields)):
         groups: dict[tuple[int, str, str], list[Change]] = {}
         for change in changes:
-            groups.setdefault((change.stage, layout_text(change.a), layout_text(change.b)), []).append(change)
+            groups.setdefault((change.stage, shown(change.a, change.b), shown(change.b, change.a)), []).append(change)
         for (stage, first, second), group in groups.items():
             yield f"{title}{_stage(a, stage)}:"
             yield f"  A {first}"
@@ -351,10 +374,10 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
         ranks = read_headers(checkpoint, **found_by).ranks
         own = wanted if len(set(ranks)) > 1 else None
     try:
-        opened = reshard.open(checkpoint, strategy=own, **reading)
+        opened = open_checkpoint(checkpoint, strategy=own, **reading)
     except SourceError as error:
         if own is wanted:
-            error.add_note("if STRATEGY is of a target to be made from CHECKPOINT, give --source-strategy too")
+            error.add_note("if STRATEGY is that of a target to be made from CHECKPOINT, add --source-strategy")
         raise
     say_warnings([*opened.warnings, *check(wanted, opened)])
     print_text(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")

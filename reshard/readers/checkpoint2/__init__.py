@@ -72,18 +72,22 @@ def _whole(place: Place, there: set[str]) -> Checkpoint:
         for count, numbers in by_count.items():
             if missing := [number for number in range(count) if number not in numbers]:
                 faults.add(
-                    f"{prefix}{kind}-*-{count:07d}.safetensors", f"has no number {names(missing)} of {count}, and "
-                    f"there is no {METADATA}; was saving it interrupted?"
-                )  # fmt: skip
+                    f"{prefix}{kind}-*-{count:07d}.safetensors",
+                    f"lacks number {names(missing)} of {count}, and there is no {METADATA}",
+                    code="missing-shards",
+                )
     faults.raise_if_any(SourceError)
     files, ranks = indexed({0: sorted(place / name for name in there)}, None)
-    held: dict[str, str] = {}
+    path_of: dict[str, str] = {}
     for file in files:
         for name in file.index.entries:
-            if name in held:
-                expected = f"expected whole tensors, each in one file, as there is no {METADATA}"
-                faults.add(f"tensor {name!r}", f"is in {held[name]} and {file.path}; {expected}")
-            held[name] = file.path
+            if name in path_of:
+                faults.add(
+                    f"tensor {name!r}",
+                    f"is in both {path_of[name]} and {file.path}, and there is no {METADATA}",
+                    code="duplicate-name",
+                )
+            path_of[name] = file.path
     faults.raise_if_any(SourceError)
     tensors = assemble_whole(str(place), files, ranks, range(len(files)))
     return Checkpoint(str(place), tensors, files, ranks, warnings=tuple(_health(place)), described_by=NAME)
@@ -92,16 +96,18 @@ def _whole(place: Place, there: set[str]) -> Checkpoint:
 def _health(place: Place) -> Iterator[str]:
     """Yield what the run says of its state: a training that is not healthy saves it with the checkpoint."""
     if not (place / COMMON).is_file():
-        yield f"{place}: has no {COMMON}, so that the step of the training is not known"
+        yield f"{place} has no {COMMON}, so the step of the training is unknown"
         return
     try:
         content = parse_json(read_small(place / COMMON, COMMON, _LARGEST, SourceError), [])
     except ValueError as error:
-        raise SourceError(f"{place / COMMON}: is not JSON: {error}") from None
+        raise SourceError(f"{place / COMMON} is not JSON", code="not-json", facts=[str(error)]) from None
     if not isinstance(content, dict):
-        raise SourceError(f"{place / COMMON}: is a JSON {type(content).__name__}; expected an object")
+        raise SourceError(
+            f"{place / COMMON} holds a JSON {type(content).__name__}; expected an object", code="wrong-type"
+        )
     if content.get("ckpt_status") == 1:
-        yield f"{place}: is of a training that was not healthy when it was saved (ckpt_status 1 in {COMMON})"
+        yield f"{place} was saved by a training that was not healthy (ckpt_status 1 in {COMMON})"
 
 
 class _Cut(NamedTuple):
@@ -154,7 +160,7 @@ class _Joined:
         matches = map(CHECKPOINT2.files.fullmatch, self.said.files)
         if self.gone != {match[0] for match in matches if match and match["kind"] == "opt"}:
             for name in self.gone:
-                faults.add(name, f"is not there, and {METADATA} names it; was saving it interrupted?")
+                faults.add(name, f"is missing; {METADATA} names it", code="missing-file")
         faults.raise_if_any(SourceError)
 
     def checkpoint(self) -> Checkpoint:
@@ -169,7 +175,7 @@ class _Joined:
             if name not in self.said.listed:
                 self._add_unlisted(name)
         if not self.tensors:
-            raise SourceError(f"{self.place}: {nothing_readable(self.unreadable)}")
+            raise SourceError(f"{self.place}: {nothing_readable(self.unreadable)}", code="no-tensors")
         if others := sorted(self.there - self.said.files.keys()):
             warnings.append(f"{METADATA} does not name {names(others, most=3)}, which is not read")
         defects = tuple(self._defects())

@@ -76,10 +76,12 @@ class Metadata:
                 elif section == "storage_data":
                     self._place(name, value)
         except (ValueError, KeyError, TypeError, LayoutError) as error:
-            said = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            raise SourceError(f"{path}: {where}{said}") from None
+            what = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise SourceError(f"{path}: {where}{what}", code="bad-metadata") from None
         if unknown := [name for name in self.places if name not in self.listed]:
-            raise SourceError(f"{path}: has places of {names(map(repr, unknown), most=3)}, and no such tensor")
+            raise SourceError(
+                f"{path} has blocks of {names(map(repr, unknown), most=3)}, but no such tensor", code="unknown-tensor"
+            )
         self.groups = list(self._groups)
 
     def held(self, name: str) -> list[tuple[int, int]]:

@@ -93,9 +93,9 @@ def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoin
         try:
             tensors[name] = _tensor(name, one, said, held, listed)
         except SourceError as error:
-            unreadable[name] = str(error)
+            unreadable[name] = error.message
     if not tensors:
-        raise SourceError(f"{place}: {nothing_readable(unreadable)}")
+        raise SourceError(f"{place}: {nothing_readable(unreadable)}", code="no-tensors")
     objects = {name: _object(place, said.items.get(name)) for name in said.objects}
     beside = {} if said.paths else _beside(place, there)
     return Checkpoint(
@@ -127,7 +127,7 @@ def _beside(place: Place, there: Sequence[str]) -> dict[str, Object]:
             elif some:
                 found[name] = Object(problem=f"is not read: {names(some)} are two of a kind")
         except SourceError as error:
-            found[name] = Object(problem=f"is not read: {error}")
+            found[name] = Object(problem=f"is not read: {error.message}")
     return found
 
 
@@ -149,7 +149,7 @@ class _Files:
                 items.setdefault(item.file, []).append((name, item))
         faults = Faults(str(place))
         for name in sorted(items.keys() - set(there)):
-            faults.add(name, f"is not there, and {said.described_by} names it; was saving it interrupted?")
+            faults.add(name, f"is missing; {said.described_by} names it", code="missing-file")
         faults.raise_if_any(SourceError)
         by_rank: dict[int, list[str]] = {}
         for name in sorted(items):
@@ -188,12 +188,14 @@ class _Files:
             places = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})
             end = max(end for _, end in places)
             if end > status.nbytes:
-                faults.add(file, f"has {status.nbytes} bytes; its items end at {end}; was saving it interrupted?")
+                faults.add(file, f"is truncated: it has {status.nbytes} bytes of {end}", code="truncated")
             for (begin, end), (other, _) in pairwise(places):  # each would be read, of bytes that are there once
                 if end > other:
-                    both = f"has an item from byte {begin} to {end}, and another from {other} on"
                     faults.add(
-                        file, f"{both}; expected one behind the other; does {self._said.described_by} belong to it?"
+                        file,
+                        f"has an item at bytes {begin} to {end} and another from {other} on, by "
+                        f"{self._said.described_by}, which may be of another checkpoint",
+                        code="overlapping-items",
                     )
                     break
         faults.raise_if_any(SourceError)
@@ -272,7 +274,7 @@ class _Files:
         encodings = ", ".join(map(shown, item.encoding[:3]))
         found = self.entries.get(item, f"is encoded ({encodings}), which is not read")
         if isinstance(found, str):
-            raise SourceError(found)
+            raise SourceError(found, code="unreadable-item")
         return found
 
 
@@ -326,12 +328,14 @@ def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Liste
         other = places.setdefault((item.file, item.key, item.begin), item.offsets)
         if other != item.offsets and entry.nbytes:
             both = f"{shape_text(other)} and {shape_text(item.offsets)}"
-            raise SourceError(f"has its boxes at {both} in one place of {item.file}; expected a place for each")
+            raise SourceError(f"has its boxes at {both} in one place of {item.file}", code="overlapping-items")
         shape = () if not one.shape and entry.shape == (1,) else entry.shape
         if (item.offsets, shape) not in one.boxes:
-            there = [shape_text(extents) for offsets, extents in sorted(one.boxes) if offsets == item.offsets]
+            expected = [shape_text(extents) for offsets, extents in sorted(one.boxes) if offsets == item.offsets]
             where = f"at {shape_text(item.offsets)} in {item.file}"
-            raise SourceError(f"is of shape {shape_text(shape)} {where}; expected {names(there) or 'no box'} there")
+            raise SourceError(
+                f"has shape {shape_text(shape)} {where}; expected {names(expected) or 'no box'}", code="wrong-shape"
+            )
         block, number = _block(item.offsets, shape), files.numbers[item.file]
         dtypes[entry.dtype.name] = entry.dtype
         at = Extent(number, entry.runs, entry.strides)
@@ -343,12 +347,16 @@ def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Liste
             strides = tuple(step * each for each in row_major(part.shape))
             held.append((part, laid(at, begin * step * width, part.shape, strides, width)))
             begin += part.size
-    if len(dtypes) != 1:
-        raise SourceError(f"is {' and '.join(sorted(dtypes)) or 'in no file'}, as {said.described_by} and files say")
+    if not dtypes:
+        raise SourceError(f"is in no file by {said.described_by}", code="missing-blocks")
+    if len(dtypes) > 1:
+        raise SourceError(
+            f"is {' and '.join(sorted(dtypes))} by {said.described_by} and the files", code="mixed-dtypes"
+        )
     (dtype,) = dtypes.values()
     found = listed.tensor(TensorSpec(name, dtype, said.flat.get(name, one.shape)), held)
     if isinstance(found, str):
-        raise SourceError(found)
+        raise SourceError(found, code="missing-blocks")
     return found
 
 
@@ -373,10 +381,14 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
     """
     grid = stored[:-1]
     if len(grid) != len(shape) or any(not count or extent % count for extent, count in zip(shape, grid, strict=True)):
-        raise SourceError(f"is a grid of {shape_text(grid)} parts of {shape_text(shape)}, which these do not divide")
+        raise SourceError(
+            f"is a grid of {shape_text(grid)} parts, which do not divide {shape_text(shape)}", code="not-divisible"
+        )
     part = tuple(extent // count for extent, count in zip(shape, grid, strict=True))
     if prod(part) != stored[-1] or any(extent > 1 for extent in block.shape[:-1]):
-        raise SourceError(f"has parts of {shape_text(part)} in {stored[-1]} elements, or several of them in a block")
+        raise SourceError(
+            f"has parts of {shape_text(part)} in {stored[-1]} elements, or several in a block", code="wrong-shape"
+        )
     at = tuple(number * extent for number, extent in zip(block.start, part, strict=False))
     return [
         Block(tuple(map(add, at, box.start)), tuple(map(add, at, box.stop)))

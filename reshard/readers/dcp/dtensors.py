@@ -71,15 +71,19 @@ class Kept(NamedTuple):
         try:
             ranges = held(mesh.extents, placements, shape, _place(mesh, rank))
         except LayoutError as error:
-            raise SourceError(str(error)) from None
+            raise SourceError(error.message, code=error.code) from None
         extents = tuple(sum(stop - start for start, stop in some) for some in ranges)
         if extents != self.local.shape and not (0 in extents and 0 in self.local.shape):
             raise SourceError(
-                f"is of shape {shape_text(self.local.shape)} in the file of rank {rank}; expected "
-                f"{shape_text(extents)} of {shape_text(shape)}, by its placements"
+                f"has shape {shape_text(self.local.shape)} in the file of rank {rank}; its placements give "
+                f"{shape_text(extents)} of {shape_text(shape)}",
+                code="wrong-shape",
             )
         if prod(map(len, ranges)) > _MOST_BLOCKS:
-            raise SourceError(f"is in {prod(map(len, ranges)):,} blocks in a file; at most {_MOST_BLOCKS:,} are read")
+            raise SourceError(
+                f"has {prod(map(len, ranges)):,} blocks in a file; at most {_MOST_BLOCKS:,} are supported",
+                code="too-many-blocks",
+            )
         yield from self._blocks(ranges)
 
     def _blocks(self, ranges: list[list[tuple[int, int]]]) -> Iterator[tuple[Block, Rebuilt]]:
@@ -126,7 +130,7 @@ class Tensors:
         if not isinstance(made[0], Name) or made[0].name != _SUBCLASS[1]:
             return Kept(rebuilt(value), None)
         if kind != "DTensor":
-            raise SourceError(f"is kept as {shown(kind)}, a class of its own, which is not read")
+            raise SourceError(f"is a tensor of the unsupported class {shown(kind)}", code="unsupported-class")
         state = Record(None, None)
         state.state = made[3]
         local, spec = rebuilt(state.field("_local_tensor")), state.field("_spec")
@@ -136,34 +140,40 @@ class Tensors:
     def _spec(self, value: object, shape: Shape) -> Spec:
         """Return what is said of a DTensor whose whole is of a shape, as its other arguments say."""
         if not isinstance(value, Record):
-            raise SourceError("has no spec, which says what part of it a rank has")
+            raise SourceError("has no spec, so which part a rank has is unknown", code="bad-dtensor")
         meta = _arguments(value.field("tensor_meta"))
         if meta and numbers(meta[0]) != shape:
-            raise SourceError(f"is of shape {shape_text(shape)}, and of another one in its spec")
+            raise SourceError(f"has shape {shape_text(shape)} but another one in its spec", code="wrong-shape")
         if not is_possible(shape):
-            raise SourceError(f"has the shape {shape_text(shape)}, which no array can have")
+            raise SourceError(f"has the impossible shape {shape_text(shape)}", code="bad-shape")
         mesh, placements = self._mesh(value.field("mesh")), value.field("placements")
         if not isinstance(placements, tuple) or len(placements) != len(mesh.extents):
-            raise SourceError(f"has {shown(placements)} for the placements on a mesh of {shape_text(mesh.extents)}")
+            raise SourceError(
+                f"has {shown(placements)} for placements on a mesh of {shape_text(mesh.extents)}", code="bad-placement"
+            )
         order = value.field("shard_order")
         for entry in order if isinstance(order, tuple) else ():
             axes = numbers(_arguments(entry)[1]) if len(_arguments(entry)) == 2 else ()
             if list(axes) != sorted(axes):
-                raise SourceError(f"is cut by the axes {shape_text(axes)} of its mesh in this order, which is not read")
+                raise SourceError(
+                    f"is cut by the mesh axes {shape_text(axes)} in an unsupported order", code="unsupported-layout"
+                )
         return Spec(shape, tuple(map(_placement, placements)), mesh)
 
     def _mesh(self, value: object) -> Mesh:
         if not isinstance(value, Record):
-            raise SourceError("has no mesh")
+            raise SourceError("has no mesh", code="bad-dtensor")
         if value not in self._meshes:
             if len(self._meshes) == _MOST_MESHES:
-                raise SourceError(f"is laid out on one of more than {_MOST_MESHES} meshes")
+                raise SourceError(f"has more than {_MOST_MESHES} meshes in its file", code="too-many-meshes")
             mesh = self._meshes[value] = _mesh(value, self.rank, self.count)
             saved_by, at = value.field("_rank"), value.field("_coordinate_on_dim")
             if (saved_by is not None and saved_by != self.rank) or (
                 at is not None and numbers(at) != _place(mesh, self.rank)
             ):
-                raise SourceError(f"was saved by another rank than {self.rank}, of which the file is by its name")
+                raise SourceError(
+                    f"was saved by another rank; its file is named for rank {self.rank}", code="wrong-rank"
+                )
         return self._meshes[value]
 
 
@@ -187,14 +197,14 @@ def _placement(value: object) -> Placement:
         return None
     if not isinstance(value, Record) or name not in {"Shard", "_StridedShard"}:
         why = ": each rank has a part of a sum" if name.lstrip("_").endswith("Partial") else ""
-        raise SourceError(f"has the placement {shown(name)}, which is not read{why}")
+        raise SourceError(f"has the unsupported placement {shown(name)}{why}", code="unsupported-placement")
     dim, factor = value.field("dim"), value.field("split_factor") if name == "_StridedShard" else None
     (dim,) = numbers((dim,))
     if name == "Shard":
         return Shard(dim)
     (factor,) = numbers((factor,))
     if not factor:
-        raise SourceError("has the split_factor 0")
+        raise SourceError("has the split_factor 0", code="bad-split-factor")
     return Shard(dim, factor)
 
 
@@ -214,22 +224,24 @@ def _mesh(value: Record, rank: int, count: int) -> Mesh:
             some = axes[: MOST_DIMS + 1] if isinstance(axes, tuple | list) else ()
             axes = [(axis.field("shape"), axis.field("stride")) for axis in some if isinstance(axis, Record)]
     if rank not in known:
-        raise SourceError(f"is laid out on {ranks_text(known)}, and in the file of rank {rank}")
+        raise SourceError(f"has a mesh of {ranks_text(known)}, but is in the file of rank {rank}", code="wrong-rank")
     begin = place = known.index(rank)
     places, extents = [0], tuple[int, ...]()
     for sizes, strides in axes:
         along = [0]
         for size, stride in zip(numbers(_several(sizes)), numbers(_several(strides)), strict=False):
             if not 0 < size * len(along) * len(places) <= count:
-                raise SourceError(f"is laid out on a mesh of more ranks than the {count} of which there are files")
+                raise SourceError(f"has a mesh of more ranks than the {count} that have files", code="missing-ranks")
             along = [start + number * stride for start in along for number in range(size)]
             begin -= place // stride % size * stride if stride else 0
         places, extents = [start + more for start in places for more in along], (*extents, len(along))
         if len(extents) > MOST_DIMS or not 0 <= begin + max(places) < len(known):
-            raise SourceError(f"is laid out on a mesh of {shape_text(extents)} with {len(known)} ranks")
+            raise SourceError(f"has a mesh of {shape_text(extents)} with {len(known)} ranks", code="bad-mesh")
     ranks = tuple(known[begin + place] for place in places)
     if len(set(ranks)) != len(ranks) or max(ranks) >= count or rank not in ranks:
-        raise SourceError(f"is laid out on {ranks_text(ranks)}, some twice or not there; there are files of {count}")
+        raise SourceError(
+            f"has a mesh of {ranks_text(ranks)}, some twice or without a file; {count} have files", code="bad-mesh"
+        )
     return Mesh(extents, ranks)
 
 

@@ -103,7 +103,7 @@ class Metadata:
             try:
                 self._add(content, name[: name.rfind("/") + 1])
             except SourceError as error:
-                raise SourceError(f"{place / name}: {error}") from None
+                raise error.about(f"{place / name}") from None
 
     def nbytes(self, name: str) -> int:
         """Return how many bytes the largest box of a tensor has at most."""
@@ -113,7 +113,7 @@ class Metadata:
 
     def _add(self, content: object, directory: str) -> None:
         if not (isinstance(content, Record) and content.name.endswith("Metadata")):
-            raise SourceError(f"is not {_WHAT}")
+            raise SourceError(f"is not {_WHAT}", code="bad-metadata")
         for name, one in _pairs(content, "state_dict_metadata"):
             self._add_name(name, directory)
             kind = one.name if isinstance(one, Record) else ""
@@ -122,10 +122,12 @@ class Metadata:
             elif kind == "TensorStorageMetadata":
                 self._add_tensor(name, one)
             else:
-                raise SourceError(f"{shown(name)} is a {shown(kind or 'value')}; expected a tensor or an object")
+                raise SourceError(
+                    f"{shown(name)} is a {shown(kind or 'value')}; expected a tensor or an object", code="bad-metadata"
+                )
         both = self.tensors.keys() & self.objects.keys()
         if both:
-            raise SourceError(f"{names(sorted(both), most=3)} is both a tensor and an object")
+            raise SourceError(f"{names(sorted(both), most=3)} is both a tensor and an object", code="duplicate-name")
         for index, info in _pairs(content, "storage_data"):
             self._add_item(index, info, directory)
         planned = content.field("planner_data")
@@ -136,36 +138,44 @@ class Metadata:
             if isinstance(name, str) and isinstance(one, Pairs) and WHOLE_SHAPE in (keys := one[::2]):
                 self.flat[name] = shape = numbers(one[2 * keys.index(WHOLE_SHAPE) + 1])
                 if not is_possible(shape):
-                    raise SourceError(f"tensor {shown(name)} was of shape {shape_text(shape)}, which no array can have")
+                    raise SourceError(
+                        f"tensor {shown(name)} had the impossible shape {shape_text(shape)}", code="bad-shape"
+                    )
 
     def _add_name(self, name: object, directory: str) -> None:
         if not isinstance(name, str) or not is_text(name) or len(name.encode()) > LONGEST_NAME:
-            raise SourceError(f"{shown(name)} is the name of a tensor; expected at most {LONGEST_NAME} bytes of text")
+            raise SourceError(
+                f"{shown(name)} is not a valid name; expected at most {LONGEST_NAME} bytes of text", code="bad-name"
+            )
         other = self._directories.setdefault(name, directory)
         if other != directory:
             raise SourceError(
-                f"has {shown(name)}, as {other.rstrip('/')} has; expected directories of different tensors, which make "
-                "one checkpoint; open one of them"
+                f"has {shown(name)}, which {other.rstrip('/')} has too",
+                code="several-checkpoints",
+                hint="open one of the directories",
             )
 
     def _add_tensor(self, name: str, one: Record) -> None:
         shape = numbers(one.field("size"))
         if not is_possible(shape):
-            raise SourceError(f"tensor {shown(name)} has the shape {shape_text(shape)}, which no array can have")
+            raise SourceError(f"tensor {shown(name)} has the impossible shape {shape_text(shape)}", code="bad-shape")
         found = Stated(_dtype(one.field("properties")), shape, set())
         known = self.tensors.setdefault(name, found)
         if (known.dtype, known.shape) != (found.dtype, found.shape):
             ranks = f"{known.dtype} {shape_text(known.shape)} and {found.dtype} {shape_text(found.shape)}"
-            raise SourceError(f"tensor {shown(name)} is {ranks}, as different ranks say")
+            raise SourceError(f"tensor {shown(name)} is {ranks} by different ranks", code="ranks-disagree")
         chunks = one.field("chunks")
         if not isinstance(chunks, list) or not all(isinstance(chunk, Record) for chunk in chunks):
-            raise SourceError(f"tensor {shown(name)} has no list of boxes")
+            raise SourceError(f"tensor {shown(name)} has no list of boxes", code="bad-metadata")
         self._count += len(chunks)
         if self._count > _MOST_BOXES:  # which a file can repeat without being large
-            raise SourceError(f"has more than {_MOST_BOXES:,} boxes")
+            raise SourceError(f"has more than {_MOST_BOXES:,} boxes", code="too-many-blocks")
         boxes = {self._box(chunk) for chunk in chunks}
         if not all(len(shape) == len(offsets) == len(extents) for offsets, extents in boxes):
-            raise SourceError(f"tensor {shown(name)} of shape {shape_text(shape)} has a box of other dimensions")
+            raise SourceError(
+                f"tensor {shown(name)} of shape {shape_text(shape)} has a box of other dimensions",
+                code="wrong-dimensions",
+            )
         known.boxes.update(boxes)
 
     def _box(self, chunk: Record) -> tuple[Shape, Shape]:
@@ -177,7 +187,7 @@ class Metadata:
 
     def _add_item(self, index: object, info: object, directory: str) -> None:
         if not (isinstance(index, Record) and isinstance(info, Record)):
-            raise SourceError("has a place that is not one of a box")
+            raise SourceError("has an entry in storage_data that is not a box", code="bad-metadata")
         name, _, offset = index.fields("fqn", "index", "offset")
         file, begin, nbytes, encoding, key = info.fields(
             "relative_path", "offset", "length", "transform_descriptors", "tensor_key"
@@ -186,16 +196,17 @@ class Metadata:
         if is_object and info.name != "_StorageInfo":
             return
         if not isinstance(name, str) or not (is_object or name in self.tensors):
-            raise SourceError(f"has a place of {shown(name)}, and no such tensor")
+            raise SourceError(f"has a box of {shown(name)}, but no such tensor", code="unknown-tensor")
         if info.name not in DCP_FILES:
-            raise SourceError(f"has a place of {shown(name)} that is a {shown(info.name)}, which is not known")
+            raise SourceError(f"has a box of {shown(name)} in an unknown {shown(info.name)}", code="unknown-storage")
         if not isinstance(file, str) or not _is_of_rank(info.name, file):
             raise SourceError(
-                f"tensor {shown(name)} is in {shown(file)}; expected a file of a rank, without directories"
+                f"tensor {shown(name)} is in {shown(file)}; expected a file of a rank, without directories",
+                code="bad-file-name",
             )
         key = name if key is None else key
         if not isinstance(key, str):
-            raise SourceError(f"tensor {shown(name)} has {shown(key)} for a tensor_key; expected text")
+            raise SourceError(f"tensor {shown(name)} has {shown(key)} for a tensor_key; expected text", code="bad-name")
         begin, nbytes = numbers((begin, nbytes)) if info.name == "_StorageInfo" else (0, 0)
         encodings = encoding if isinstance(encoding, list) else [encoding] if encoding else []
         offsets = () if is_object else numbers(offset)
@@ -227,17 +238,26 @@ def _files_in(place: Place, there: Sequence[str]) -> list[str]:
         by_kind.setdefault(match[1], {})[int(match[2])] = match[0]
     firsts = [DCP_INDEX] * (DCP_INDEX in there) + sorted(some[min(some)] for some in by_kind.values())
     if len(firsts) > 1:
-        both = f"has {firsts[0]} and {firsts[1]}, of two checkpoints that were saved here"
-        raise SourceError(f"{place}: {both}; remove the metadata of the older one, and its files")
+        raise SourceError(
+            f"{place} holds two checkpoints, of {firsts[0]} and {firsts[1]}",
+            code="several-checkpoints",
+            hint="remove the metadata of the older one, and its files",
+        )
     if firsts == [DCP_INDEX]:
         return firsts
     if not by_kind:
         shown = f"{DCP.shown_by(place, sorted(there))} {DCP.problem}"
-        raise SourceError(f"{place}: {shown}, and has no {DCP_INDEX}, which comes last; was saving it interrupted?")
+        raise SourceError(
+            f"{place} has no {DCP_INDEX}, which is written last; saving it was interrupted",
+            code="unfinished",
+            facts=[shown],
+        )
     (by_rank,) = by_kind.values()
     absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
     if absent:
-        raise SourceError(f"{place}: has no metadata of rank {names(absent)}, and some of rank {max(by_rank)}")
+        raise SourceError(
+            f"{place} has no metadata of rank {names(absent)}, but of rank {max(by_rank)}", code="missing-ranks"
+        )
     return [name for _, name in sorted(by_rank.items())]
 
 
@@ -257,7 +277,7 @@ def _is_path(path: object) -> bool:
 def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:
     found = content.field(name)
     if not isinstance(found, Pairs):
-        raise SourceError(f"has no {name}; expected {_WHAT}")
+        raise SourceError(f"has no {name}; expected {_WHAT}", code="bad-metadata")
     return found.items()
 
 

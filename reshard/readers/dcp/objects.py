@@ -50,7 +50,7 @@ def contents(objects: Mapping[str, Object]) -> Iterator[tuple[str, bytes]]:
         SourceError: those of one cannot be had; a short fact.
     """
     for problem in problems(objects).values():
-        raise SourceError(problem)
+        raise SourceError(problem, code="unreadable-object")
 
     def steps() -> Iterator[tuple[tuple[str, bytearray], ReadStore, list[Want]]]:
         for name, one in objects.items():
@@ -89,7 +89,7 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
         ((_, content),) = contents({name: every[name]})
         return _value(name, every[name], content, _Plain(_MOST_VALUES))
     except SourceError as error:
-        raise SourceError(f"{checkpoint.root}: object {name!r} {error}") from None
+        raise SourceError(f"{checkpoint.root}: object {name!r} {error.message}", code=error.code) from None
 
 
 def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
@@ -107,7 +107,7 @@ def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
         try:
             shown[name] = text_of(_value(name, every[name], content, plain))
         except SourceError as error:
-            shown[name] = str(error)
+            shown[name] = error.message
     return shown
 
 
@@ -177,7 +177,7 @@ def _value(name: str, one: Object, content: bytes, plain: _Plain) -> Any:
         try:
             return parse_json(content, [])
         except ValueError as error:
-            raise SourceError(f"is not JSON: {error}") from None
+            raise SourceError(f"is not JSON: {error}", code="not-json") from None
     pickled = next((record for path, record in _records(content) if path.endswith("/data.pkl")), None)
     if pickled is None:
         _refuse("it has no data.pkl")
@@ -193,14 +193,14 @@ def _records(content: bytes) -> Iterator[tuple[str, bytes]]:
             one.check(content[one.header : one.header + one.least])
             path, record = one.name.decode(errors="replace"), content[one.begin : one.begin + one.size]
             if carries and crc32(record) != one.crc:
-                raise SourceError(f"is damaged: the checksum (CRC-32) of {path!r:.60} is that of other bytes")
+                raise SourceError(f"is corrupt: {path!r:.60} does not match its CRC-32", code="wrong-checksum")
             yield path, record
     except Damaged as error:
         _refuse(f"it {error}")
 
 
 def _refuse(why: str) -> NoReturn:
-    raise SourceError(f"is not one that torch.save stored: {why}")
+    raise SourceError(f"is not an object of torch.save: {why}", code="not-torch-save")
 
 
 class _Plain:
@@ -213,7 +213,7 @@ class _Plain:
         """Return a value as plain data."""
         self.room -= 1
         if depth > _DEEPEST or self.room < 0:
-            raise SourceError("is nested too deeply, or has too many values")
+            raise SourceError("is nested too deeply, or has too many values", code="too-large")
         if isinstance(value, Pairs):
             return self._dict(value, depth)
         if isinstance(value, Record):
@@ -227,7 +227,7 @@ class _Plain:
         for key, one in pairs.items():
             plain = self.of(key, depth + 1)
             if not _is_key(plain):
-                raise SourceError("has a key of a dict that is no text or number")
+                raise SourceError("has a dict with a key that is neither text nor a number", code="unsupported-object")
             found[plain] = self.of(one, depth + 1)
         return found
 
@@ -236,7 +236,7 @@ class _Plain:
         made: object = record
         for one in (record, *(record.arguments if isinstance(record.arguments, tuple) else ())):
             if isinstance(one, Record) and isinstance(one.made_by, Name) and not one.made_by.module:
-                raise SourceError(f"has a value of {one.name}, which is not held")
+                raise SourceError(f"has a value of the unsupported kind {one.name}", code="unsupported-object")
         match record.name, record.arguments:
             case "Namespace", _ if isinstance(record.state, Pairs):
                 made = self._dict(record.state, depth)

@@ -207,8 +207,9 @@ class Archive:
         start = reader.upto(0, len(_LEGACY))
         if start == _LEGACY:
             raise SourceError(
-                f"{reader.path}: is of torch.save before PyTorch 1.6, which made no zip; expected a zip; load and "
-                "save it with a newer PyTorch"
+                f"{reader.path} was saved by PyTorch before 1.6, which made no zip",
+                code="unsupported-version",
+                hint="load and save it with a newer PyTorch",
             )
         if start[:4] != b"PK\3\4":
             self._refuse(f"begins with {start[:8].hex(' ') or 'nothing'}")
@@ -248,4 +249,6 @@ class Archive:
         return Content(self.reader, record.begin, record.size)
 
     def _refuse(self, why: str) -> NoReturn:
-        raise SourceError(f"{self.reader.path}: {why}; expected what torch.save makes; it is damaged or not complete")
+        raise SourceError(
+            f"{self.reader.path} is not a complete file of torch.save", code="corrupt", facts=[f"it {why}"]
+        )

@@ -82,7 +82,11 @@ def open_saves(place: Place, there: Sequence[str], *, contents: bool | Literal["
     matches = [match for match in map(SAVES.files.fullmatch, sorted(there)) if match]
     counts = sorted({int(match["count"]) for match in matches})
     if len(counts) > 1:
-        raise SourceError(f"{place}: has files of {names(counts)} ranks; move those of one run to another directory")
+        raise SourceError(
+            f"{place} has files of runs of {names(counts)} ranks",
+            code="several-checkpoints",
+            hint="move the files of one run to another directory",
+        )
     faults = Faults(str(place))
     by_kind: dict[str, dict[int, str]] = {}
     for match in matches:
@@ -91,9 +95,9 @@ def open_saves(place: Place, there: Sequence[str], *, contents: bool | Literal["
         missing = (rank for rank in range(counts[0]) if rank not in some)
         if first := list(islice(missing, 64)):
             what = f"{ranks_text(first)}{' and more' if len(first) == 64 else ''}, of {counts[0]}"
-            faults.add(f"{kind}_world_size_{counts[0]}_rank_*.pt", f"has no file of {what}; was saving it interrupted?")
+            faults.add(f"{kind}_world_size_{counts[0]}_rank_*.pt", f"has no file of {what}", code="missing-ranks")
         if max(some) >= counts[0]:
-            faults.add(some[max(some)], f"is of a rank that is not one of {counts[0]}")
+            faults.add(some[max(some)], f"is of a rank beyond the {counts[0]}", code="no-such-rank")
     faults.raise_if_any(SourceError)
     files = [
         _File(place / name, rank, "" if kind == _MODEL else f"{kind}.")
@@ -131,9 +135,9 @@ def _opened(place: Place, files: Sequence[_File], count: int, *, contents: bool 
             if name not in unreadable:
                 tensors[name] = _tensor(name, some, ranks, listed)
         except SourceError as error:
-            unreadable[name] = str(error)
+            unreadable[name] = error.message
     if not tensors:
-        raise SourceError(f"{place}: {nothing_readable(unreadable)}")
+        raise SourceError(f"{place}: {nothing_readable(unreadable)}", code="no-tensors")
     checkpoint = Checkpoint(
         str(place), tensors, tuple(one.file for one in every), ranks, unreadable=unreadable,
         objects={name: Object(problem=kind) for name, kind in objects.items() if name not in {*held, *unreadable}},
@@ -147,22 +151,29 @@ def _tensor(name: str, some: Sequence[tuple[int, Kept, int]], ranks: Sequence[in
     """Return a tensor; raise `SourceError` where what the files have does not make one."""
     dtypes = {kept.local.dtype.name: kept.local.dtype for _, kept, _ in some}
     if len(dtypes) > 1:
-        raise SourceError(f"is {names(sorted(dtypes))} in different files")
+        raise SourceError(f"is {names(sorted(dtypes))} in different files", code="mixed-dtypes")
     specs = {ranks[number]: kept.spec for number, kept, _ in some}
     first = next(iter(specs.values()))
     meshes: dict[Mesh, set[int]] = {}
     for rank, spec in specs.items():
         if (spec and spec[:2]) != (first and first[:2]):
-            raise SourceError(f"is laid out otherwise in the file of rank {rank} than in that of rank {min(specs)}")
+            raise SourceError(
+                f"has different layouts in the files of ranks {min(specs)} and {rank}", code="ranks-disagree"
+            )
         if spec:
             meshes.setdefault(spec.mesh, set()).add(rank)
     for mesh, those in meshes.items():
         if those != set(mesh.ranks):
-            raise SourceError(f"is laid out on {ranks_text(mesh.ranks)}, as the files of {ranks_text(those)} say alone")
+            raise SourceError(
+                f"has a mesh of {ranks_text(mesh.ranks)}, but only in the files of {ranks_text(those)}",
+                code="ranks-disagree",
+            )
     shapes = {kept.local.shape: ranks[number] for number, kept, _ in reversed(some)}
     if first is None and len(shapes) > 1:
-        said = [f"{shape_text(shape)} in rank {rank}" for shape, rank in sorted(shapes.items(), key=lambda i: i[1])]
-        raise SourceError(f"is of shape {names(said, most=2)}, and not a DTensor, which says how it is cut")
+        texts = [f"{shape_text(shape)} in rank {rank}" for shape, rank in sorted(shapes.items(), key=lambda i: i[1])]
+        raise SourceError(
+            f"has shape {names(texts, most=2)} but is no DTensor, so its layout is unknown", code="no-layout"
+        )
     shape = first.shape if first else some[0][1].local.shape
     parts = [
         (block, local.extent(number, begin))
@@ -172,7 +183,7 @@ def _tensor(name: str, some: Sequence[tuple[int, Kept, int]], ranks: Sequence[in
     (dtype,) = dtypes.values()
     found = listed.tensor(TensorSpec(name, dtype, shape), parts)
     if isinstance(found, str):
-        raise SourceError(found)
+        raise SourceError(found, code="missing-blocks")
     return found
 
 
@@ -183,13 +194,13 @@ def _read(number: int, file: _File, count: int) -> _Read:
     archive = Archive(RangeReader(str(path), window=_REMOTE_WINDOW if path.can.waits else 0))
     order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
     if order.strip() != b"little":
-        raise SourceError(f"{path}: has its bytes in the order {order!r}, which is not read")
+        raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
     content = archive.content(b"data.pkl")
     made, holding = unpickled(content, _WHAT, outside=True), _Holding()
     try:
         values = _flattened(made, file.prefix, min(_MOST_VALUES, content.size), holding)
     except SourceError as error:
-        raise SourceError(f"{path}: {error}; expected {_WHAT}") from None
+        raise SourceError(f"{path}: {error.message}; expected {_WHAT}", code=error.code) from None
     reader, refused = Tensors(file.rank, count), dict[str, str]()
     objects: dict[str, str] = {}
     kept: dict[str, Kept] = {}
@@ -203,7 +214,7 @@ def _read(number: int, file: _File, count: int) -> _Read:
         try:
             kept[name] = reader.kept(value)
         except SourceError as error:
-            refused[name] = str(error)
+            refused[name] = error.message
     records = archive.checked(dict.fromkeys(one.local.record for one in kept.values()))
     entries: dict[str, Entry] = {}
     for name, one in kept.items():
@@ -211,7 +222,7 @@ def _read(number: int, file: _File, count: int) -> _Read:
         try:
             entries[name] = one.local.entry(record.begin, record.begin + record.size)
         except SourceError as error:
-            refused[name] = str(error)
+            refused[name] = error.message
     sums = Archives((Part("", 0, archive.reader.size),))
     index = FileIndex(NAME, entries, header=number, sums=sums)
     found = {name: (kept[name], records[kept[name].local.record].begin) for name in entries}
@@ -240,7 +251,7 @@ def _flattened(made: object, prefix: str, most: int, holding: _Holding) -> dict[
     if _kind(made) in _DICTS and not _items(made) and not holding.tensor(made):
         return found
     if _inside(made, holding) is None:
-        raise SourceError(f"has {'a tensor' if is_tensor(made) else shown(made)}")
+        raise SourceError(f"holds {'a tensor' if is_tensor(made) else shown(made)}", code="not-a-state-dict")
     waiting: list[tuple[str, object, int]] = [(prefix, made, 0)]
     count = length = 0
     while waiting:
@@ -249,18 +260,18 @@ def _flattened(made: object, prefix: str, most: int, holding: _Holding) -> dict[
         if inside is None:
             name = name.removesuffix(".")
             if name in found or not is_text(name) or len(name.encode()) > LONGEST_NAME:
-                raise SourceError(f"has {name!r:.60} twice, or it cannot be a name")
+                raise SourceError(f"has {name!r:.60} twice, or it is not a valid name", code="bad-name")
             found[name] = value
             continue
         count += len(inside[1])
         if depth == _DEEPEST or count > most:
-            raise SourceError("is nested too deeply, or has too many values")
+            raise SourceError("is nested too deeply, or has too many values", code="too-large")
         first = len(waiting)
         for key, one in zip(*inside, strict=True):
             waiting.append((f"{name}{key}.", one, depth + 1))
             length += len(waiting[-1][0])
             if length > _MOST_TEXT:
-                raise SourceError(f"has names of more than {_MOST_TEXT:,} characters")
+                raise SourceError(f"has names of more than {_MOST_TEXT:,} characters in all", code="too-large")
         waiting[first:] = reversed(waiting[first:])
     return found
 

@@ -70,7 +70,7 @@ def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
         found = item(span, head, known)
         if found is None:
             found = next((item(span, more, known) for _, more in read_heads([span], _LONGEST_HEAD)), None)
-        yield found or "is not a tensor that torch.save stored: its head is too long"
+        yield found or "is not a tensor of torch.save: its head is too long"
 
 
 def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
@@ -122,15 +122,16 @@ def item(span: Span, head: bytes, known: Known) -> Entry | str | None:
             known.pickles[pickled] = rebuilt(unpickled(Held(span.path, pickled), _WHAT, outside=True))
         alike = known.pickles[pickled]
         if name != alike.record:
-            first = f"which has {name!r:.60} first"
-            raise SourceError(f"is in the record {alike.record!r:.60} of its item, {first}")  # noqa: TRY301 -- likewise
+            raise SourceError(  # noqa: TRY301 -- likewise
+                f"is in record {alike.record!r:.60} of its item; the first is {name!r:.60}", code="wrong-record"
+            )
         if begin in known.heads or len(known.heads) < _MOST_BEGINS:
             heads = known.heads.setdefault(begin, {})
             if len(heads) < _MOST_HEADS:
                 heads[head[:begin]] = alike
         return alike.entry(span.begin + begin, span.begin + span.nbytes)
     except SourceError as error:
-        return str(error)
+        return error.message
 
 
 def _walked(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
@@ -151,11 +152,13 @@ def _walked(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
         method = head[at + 8 : at + 10]
         begin = at + _LOCAL.size + of_name + of_more
         if mark != b"PK\x03\x04" or method != b"\0\0":
-            raise SourceError("is not a tensor that torch.save stored: it is not a zip archive of plain records")
+            raise SourceError(
+                "is not a tensor of torch.save: it is not a zip archive of plain records", code="not-torch-save"
+            )
         name = head[at + _LOCAL.size : at + _LOCAL.size + of_name].partition(b"/")[2]
         if name.startswith(b"data/"):
             if order.strip() != b"little":
-                raise SourceError(f"has its bytes in the order {order!r:.20}, which is not read")
+                raise SourceError(f"has the unsupported byte order {order!r:.20}", code="unsupported-byte-order")
             return begin, name, pickled
         end = _end_of(head, begin, size)
         if end is None:
@@ -166,7 +169,7 @@ def _walked(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
         elif name == b"byteorder":
             order = content
     if is_whole:
-        raise SourceError("is not a tensor that torch.save stored: it has no bytes, or is cut off")
+        raise SourceError("is not a tensor of torch.save: it has no bytes, or is truncated", code="truncated")
     return None
 
 
@@ -217,7 +220,7 @@ class Rebuilt:
     def entry(self, begin: int, end: int) -> Entry:
         """Return the tensor, whose storage lies in a file from one byte on, in an item that ends at another."""
         if begin + self.elements * self.dtype.itemsize > end:
-            raise SourceError("has an item that is shorter than the tensor")
+            raise SourceError("has an item that is shorter than the tensor", code="truncated")
         found = self.extent(0, begin)
         return Entry(self.dtype, self.shape, found.runs, strides=found.strides)
 
@@ -271,26 +274,31 @@ def rebuilt(made: object) -> Rebuilt:
         made = inner
     version = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name)
     if version is None or not version <= len(arguments) <= version + 1:
-        raise SourceError(f"is kept as {shown(name) if name else 'a value'}, which is not read")
+        raise SourceError(
+            f"is saved as {shown(name) if name else 'a value'}, not as a plain tensor", code="unsupported-class"
+        )
     if len(arguments) > version and not (isinstance(arguments[-1], list) and not arguments[-1]):
-        raise SourceError("is conjugated or negated when it is loaded, which is not read")
+        raise SourceError("is conjugated or negated on loading, which is not supported", code="unsupported-tensor")
     outside = arguments[0].arguments if isinstance(arguments[0], Record) and not arguments[0].name else ()
     if not (isinstance(outside, tuple) and len(outside) == 5 and outside[0] == "storage"):
-        raise SourceError("has no storage")
+        raise SourceError("has no storage", code="bad-tensor")
     _, kind, key, _, elements = outside
     stated = arguments[6] if version == 7 else kind
     text = stated.name if isinstance(stated, Name) else ""
     dtype = BY_NAME.get(text if version == 7 else STORAGES.get(text.removesuffix("Storage"), ""))
     if dtype is None:
-        raise SourceError(f"is of PyTorch's dtype {text.removesuffix('Storage')!r:.60}, which no other format has")
+        raise SourceError(
+            f"has PyTorch's dtype {text.removesuffix('Storage')!r:.60}, which no other format has",
+            code="unsupported-dtype",
+        )
     shape, strides, (first, count) = numbers(arguments[2]), numbers(arguments[3]), numbers((arguments[1], elements))
     if len(shape) != len(strides) or not is_possible(shape):
-        raise SourceError(f"has the shape {shape_text(shape)} and the strides {shape_text(strides)}")
+        raise SourceError(f"has shape {shape_text(shape)} and strides {shape_text(strides)}", code="bad-shape")
     last = first + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
     if version == 7:
         count //= dtype.itemsize
     if prod(shape) and last >= count:
-        raise SourceError("goes beyond its storage")
+        raise SourceError("reaches beyond its storage", code="out-of-range")
     if not isinstance(key, str):
-        raise SourceError("has no storage")
+        raise SourceError("has no storage", code="bad-tensor")
     return Rebuilt(dtype, b"data/" + key.encode(), count, first, shape, strides)

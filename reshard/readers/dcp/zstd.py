@@ -250,7 +250,7 @@ def read_streams(
         entry = item(Span(path, number * room, room), content, known)
         if isinstance(entry, Entry) and entry.nbytes > spans[number][1] // 3 * _BLOCK:
             entry = "has an item that is shorter than the tensor"
-        found.append(entry or "is not a tensor that torch.save stored: its head is too long")
+        found.append(entry or "is not a tensor of torch.save: its head is too long")
     if room <= _LONGEST_HELD:
         return Streams(room, tuple(spans), window), found
     memory = window + 2 * _READ + 4 * _PIECE + (_AHEAD if can(path).waits else 0)

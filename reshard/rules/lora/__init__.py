@@ -41,9 +41,13 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.alpha is not None and not is_alpha(self.alpha):
-            raise UsageError(f"the alpha of a LoRA adapter is {self.alpha!r:.60}; expected a number, such as 16")
+            raise UsageError(
+                f"the alpha of a LoRA adapter is {self.alpha!r:.60}; expected a number, such as 16", code="bad-value"
+            )
         if self.tied not in {"", *TIED}:
-            raise UsageError(f"tied of a LoRA adapter is {self.tied!r:.60}; expected {' or '.join(TIED)}")
+            raise UsageError(
+                f"tied of a LoRA adapter is {self.tied!r:.60}; expected {' or '.join(TIED)}", code="bad-value"
+            )
         object.__setattr__(self, "root", str(as_place(self.root).absolute()))
 
     def merged(self, source: Checkpoint) -> Checkpoint:
@@ -53,10 +57,13 @@ class LoRA:
 
         adapter = read_adapter(self)
         if self.digest not in {"", adapter.digest}:
-            raise SourceError(f"{self.root}: is another LoRA adapter than was planned with, or merged; give that one")
+            raise SourceError(
+                f"{self.root} is not the LoRA adapter that was planned or merged", code="different-adapter",
+                hint="give that adapter",
+            )  # fmt: skip
         return merge(source, adapter, replace(self, digest=adapter.digest))
 
 
-def is_alpha(given: object) -> bool:
-    """Return whether something is a number that may be an alpha, neither infinite nor absurd."""
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and abs(given) <= MOST_ALPHA
+def is_alpha(value: object) -> bool:
+    """Return whether a value may be an alpha: a number, neither infinite nor absurd."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST_ALPHA

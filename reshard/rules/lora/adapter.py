@@ -53,7 +53,9 @@ _OTHERWISE = {
     "use_dora": "it also scales the rows of the sum (DoRA)",
     "use_qalora": "it is of groups of a quantised weight",
 }
-"""What merging one product into each weight would not do justice to."""
+"""Adapter options that a plain merge cannot represent."""
+
+_MERGE_HINT = "merge it with PEFT"
 
 _INITS = {"gaussian", "eva", "orthogonal"}
 _MOST_RANK = 1 << 20
@@ -82,79 +84,94 @@ def read_adapter(lora: LoRA) -> Adapter:
     root = as_place(lora.root)
     config = _config(root, lora.alpha)
     if not (root / WEIGHTS).is_file():
-        other = f"has {PICKLED}, a pickle, which is not read; " if (root / PICKLED).is_file() else ""
-        raise SourceError(f"{root}: {other}expected {WEIGHTS}; save the adapter with safe_serialization=True")
+        if (root / PICKLED).is_file():
+            raise SourceError(
+                f"{root} has {PICKLED}, a pickle, which is not read", code="unsupported-pickle",
+                facts=[f"expected {WEIGHTS}"], hint="save the adapter with safe_serialization=True",
+            )  # fmt: skip
+        raise SourceError(f"{root} has no {WEIGHTS}", code="not-found")
     (file,), _ = read_indexes({0: [root / WEIGHTS]}, None)
     pairs, copies = _pairs(file, config)
-    found = sha256(repr([(pair.weight, pair.rank, pair.scale, pair.transposed) for pair in pairs]).encode())
-    found.update(lora.tied.encode())
+    digest = sha256(repr([(pair.weight, pair.rank, pair.scale, pair.transposed) for pair in pairs]).encode())
+    digest.update(lora.tied.encode())
     for begin in range(0, file.nbytes, _PIECE):
         content = bytearray(min(_PIECE, file.nbytes - begin))
         any_store().read_into(file.path, begin, memoryview(content))
-        found.update(content)
-    return Adapter(file, pairs, copies, found.hexdigest())
+        digest.update(content)
+    return Adapter(file, pairs, copies, digest.hexdigest())
 
 
 def _config(root: Place, alpha: float | None) -> _Config:
     path = root / CONFIG
     if not path.is_file():
-        raise SourceError(f"{root}: has no {CONFIG}; expected the directory of a LoRA adapter that PEFT saved")
+        raise SourceError(
+            f"{root} has no {CONFIG}",
+            code="not-an-adapter",
+            hint="give the directory of an adapter that PEFT saved",
+        )
     repeated: list[str] = []
     try:
-        given = parse_json(read_small(path, "adapter configuration", 1 << 22, SourceError), repeated)
+        options = parse_json(read_small(path, "adapter configuration", 1 << 22, SourceError), repeated)
     except ValueError as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError(f"{path}: is not JSON: {error}") from None
-    if repeated or not isinstance(given, dict):
-        raise SourceError(f"{path}: expected a JSON object in which each key is once; found {names(repeated) or given}")
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
+    if repeated:
+        raise SourceError(f"{path} has repeated keys: {names(repeated)}", code="duplicate-key")
+    if not isinstance(options, dict):
+        raise SourceError(f"{path} is a {type(options).__name__}; expected a JSON object", code="wrong-type")
     faults = Faults(str(path))
-    if given.get("peft_type") != "LORA":
-        faults.add("peft_type", f"is {given.get('peft_type')!r:.40}; expected LORA")
+    if options.get("peft_type") != "LORA":
+        faults.add("peft_type", f"is {options.get('peft_type')!r:.40}; expected LORA", code="not-lora")
     for key, why in _OTHERWISE.items():
-        if given.get(key):
-            faults.add(key, f"is {given[key]!r:.60}: {why}, and is not merged; merge it with PEFT")
-    if given.get("bias", "none") != "none":
-        faults.add("bias", f"is {given['bias']!r:.40}: biases were trained too, and are not merged; merge it with PEFT")
-    init = given.get("init_lora_weights")
+        if options.get(key):
+            faults.add(key, f"is {options[key]!r:.60}; {why}", code="unsupported-adapter", hint=_MERGE_HINT)
+    if options.get("bias", "none") != "none":
+        faults.add(
+            "bias", f"is {options['bias']!r:.40}; biases were trained too", code="unsupported-adapter", hint=_MERGE_HINT
+        )
+    init = options.get("init_lora_weights")
     if isinstance(init, str) and init not in _INITS:
         faults.add(
-            "init_lora_weights", f"is {init!r:.40}, which changes the weights of the model; convert it with PEFT"
-        )
+            "init_lora_weights", f"is {init!r:.40}, which changes the weights of the model", code="unsupported-init",
+            hint="convert it with PEFT",
+        )  # fmt: skip
 
     def checked(key: str, default: Any, what: str, valid: Any) -> Any:
-        found = given.get(key)
-        if found is not None and not valid(found):
-            faults.add(key, f"is {found!r:.60}; expected {what}")
-        return default if found is None else found
+        value = options.get(key)
+        if value is not None and not valid(value):
+            faults.add(key, f"is {value!r:.60}; expected {what}", code="bad-value")
+        return default if value is None else value
 
     rank = checked("r", 0, f"a whole number from 1 to {_MOST_RANK:,}", _is_rank)
-    said = checked("lora_alpha", None, "a number", is_alpha)
+    own_alpha = checked("lora_alpha", None, "a number", is_alpha)
     ranks = checked(
-        "rank_pattern", {}, "names or simple patterns, and a rank for each", lambda one: _is_map(one, _is_rank)
+        "rank_pattern", {}, "names or simple patterns, and a rank for each", lambda value: _is_map(value, _is_rank)
     )
     alphas = checked(
-        "alpha_pattern", {}, "names or simple patterns, and an alpha for each", lambda one: _is_map(one, is_alpha)
+        "alpha_pattern", {}, "names or simple patterns, and an alpha for each", lambda value: _is_map(value, is_alpha)
     )
-    flags = [checked(key, False, "true or false", lambda one: isinstance(one, bool)) for key in _FLAGS]
-    if not rank:
-        faults.add("r", "is missing; expected the rank")
-    if said is None and alpha is None:
-        faults.add("lora_alpha", Text("is missing, and nothing else says how strong the adapter is; give ",
-                                      Option("lora_alpha")))  # fmt: skip
+    flags = [checked(key, False, "true or false", lambda value: isinstance(value, bool)) for key in _FLAGS]
+    if options.get("r") is None:
+        faults.add("r", "is missing; expected the rank", code="missing-key")
+    if own_alpha is None and alpha is None:
+        faults.add(
+            "lora_alpha", "is missing, and nothing else says how strong the adapter is", code="missing-alpha",
+            hint=Text("give ", Option("lora_alpha")),
+        )  # fmt: skip
     faults.raise_if_any(SourceError)
-    return _Config(_Patterns(ranks, rank), _Patterns(alphas, said if alpha is None else alpha), *flags)
+    return _Config(_Patterns(ranks, rank), _Patterns(alphas, own_alpha if alpha is None else alpha), *flags)
 
 
-def _is_rank(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= _MOST_RANK
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_RANK
 
 
-def _is_map(given: object, valid: Any) -> bool:
+def _is_map(values: object, valid: Any) -> bool:
     return (
-        isinstance(given, dict)
-        and sum(not _PLAIN.fullmatch(key) for key in given) <= _MOST_PATTERNS
-        and all((_PLAIN.fullmatch(key) or _is_pattern(key)) and valid(value) for key, value in given.items())
+        isinstance(values, dict)
+        and sum(not _PLAIN.fullmatch(key) for key in values) <= _MOST_PATTERNS
+        and all((_PLAIN.fullmatch(key) or _is_pattern(key)) and valid(value) for key, value in values.items())
     )
 
 
@@ -171,15 +188,15 @@ def _is_pattern(text: str) -> bool:
 
 
 class _Patterns:
-    """What is said of modules by the ends of their names: the first that matches counts, as in PEFT.
+    """Values of modules by the ends of their names: the first that matches counts, as in PEFT.
 
     >>> _Patterns({"0.k_proj": 1, r".*[qk]_proj": 2}, 3).of("layers.0.k_proj"), _Patterns({"proj": 2}, 3).of("k_proj")
     (1, 3)
     """
 
-    def __init__(self, said: Mapping[str, Any], default: Any) -> None:
+    def __init__(self, values: Mapping[str, Any], default: Any) -> None:
         self._default = default
-        every = list(enumerate(said.items()))  # of experts there are thousands, of patterns few
+        every = list(enumerate(values.items()))  # of experts there are thousands, of patterns few
         self._names = {key: (number, value) for number, (key, value) in every if _PLAIN.fullmatch(key)}
         self._patterns = [
             (number, re.compile(rf"(.*\.)?({key})$"), value)
@@ -188,19 +205,19 @@ class _Patterns:
         ]
 
     def of(self, module: str) -> Any:
-        """Return what is said of a module."""
+        """Return the value of a module."""
         parts = module.split(".")
         ends = (".".join(parts[number:]) for number in range(len(parts)))
-        found = [self._names[end] for end in ends if end in self._names]
-        found += [(number, value) for number, pattern, value in self._patterns if pattern.match(module)]
-        return min(found)[1] if found else self._default
+        values = [self._names[end] for end in ends if end in self._names]
+        values += [(number, value) for number, pattern, value in self._patterns if pattern.match(module)]
+        return min(values)[1] if values else self._default
 
 
 def _pairs(file: SourceFile, config: _Config) -> tuple[tuple[Pair, ...], tuple[Copy, ...]]:
     """Return the pairs of an adapter's tensors, and the copies of the model's; each tensor must be one or the other."""
     faults = Faults(file.path)
     copies: list[Copy] = []
-    found: dict[tuple[str, bool], dict[str, str]] = {}
+    modules: dict[tuple[str, bool], dict[str, str]] = {}
     for name in (*file.index.entries, *dict(file.index.unreadable)):
         match = _NAME.fullmatch(name)
         if match is None or len(name) > _LONGEST:
@@ -209,24 +226,29 @@ def _pairs(file: SourceFile, config: _Config) -> tuple[tuple[Pair, ...], tuple[C
                 if fault := _dtype_fault(file, name):
                     faults.add(f"tensor {name!r}", fault)
             else:
-                faults.add(f"tensor {name!r:.200}", "is neither lora_A nor lora_B of a layer, and is not merged")
+                faults.add(f"tensor {name!r:.200}", "is neither lora_A nor lora_B of a layer", code="unexpected-tensor")
             continue
-        sides = found.setdefault((match["module"], match["side"] is None), {})
+        sides = modules.setdefault((match["module"], match["side"] is None), {})
         side = match["side"] or match["embedding"]
         if side in sides:
-            faults.add(f"tensor {name!r}", f"is that of {match['module']} once more, next to {sides[side]!r}")
+            faults.add(f"tensor {name!r}", f"repeats {sides[side]!r} of {match['module']}", code="duplicate-name")
         sides[side] = name
-    if not found:
-        faults.add("it", "has no tensors; expected lora_A and lora_B of each layer")
+    if not modules:
+        faults.raise_if_any(SourceError)
+        raise SourceError(
+            f"{file.path} has no tensors", code="no-tensors", facts=["expected lora_A and lora_B of each layer"]
+        )
     pairs = []
-    for (module, embedding), sides in found.items():
+    for (module, embedding), sides in modules.items():
         try:
             pairs.append(_pair(file, config, module, sides, embedding=embedding))
-        except ValueError as error:
-            faults.add(f"layer {module!r}", str(error))
+        except SourceError as error:
+            faults.add(f"layer {module!r}", error)
     every = [pair.weight for pair in pairs]
     for weight in {name for name in every if every.count(name) > 1} if len(set(every)) < len(every) else ():
-        faults.add(f"layer {weight!r}", "has two pairs, one of them as an embedding; expected one")
+        faults.add(
+            f"layer {weight!r}", "has two pairs, one of them as an embedding; expected one", code="duplicate-name"
+        )
     faults.raise_if_any(SourceError)
     return tuple(pairs), tuple(copies)
 
@@ -243,25 +265,27 @@ def _copy(name: str) -> Copy | None:
     return Copy(match["weight"] or f"{match['layer']}.{match['kind']}", name)
 
 
-def _dtype_fault(file: SourceFile, name: str) -> str:
-    """Return why a tensor of an adapter is not of a dtype that is read, or ""."""
+def _dtype_fault(file: SourceFile, name: str) -> SourceError | None:
+    """Return an error if a tensor of an adapter is of a dtype that is not read, or None."""
     entry = file.index.entries.get(name)
     if entry is not None and entry.dtype.name in _DTYPES:
-        return ""
+        return None
     dtype = dict(file.index.unreadable)[name] if entry is None else f"is {entry.dtype}"
-    return f"{dtype}; expected {names(sorted(_DTYPES))}"
+    return SourceError(f"{dtype}; expected {names(sorted(_DTYPES))}", code="wrong-dtype")
 
 
 def _pair(file: SourceFile, config: _Config, module: str, sides: Mapping[str, str], *, embedding: bool) -> Pair:
     if absent := {"A", "B"} - sides.keys():
-        raise ValueError(f"has no lora_{'embedding_' if embedding else ''}{absent.pop()}; expected A and B")
+        side = f"lora_{'embedding_' if embedding else ''}{absent.pop()}"
+        raise SourceError(f"has no {side}; expected A and B", code="missing-tensor")
     for name in sides.values():
         if fault := _dtype_fault(file, name):
-            raise ValueError(f"{name} {fault}")
+            raise fault.about(name)
     a, b = (file.index.entries[sides[side]].shape for side in "AB")
     rank = config.ranks.of(module)
     if len(a) != 2 or len(b) != 2 or (a[0], b[1]) != (rank, rank):
-        raise ValueError(f"has A {[*a]} and B {[*b]}; expected [{rank}, in] and [out, {rank}], as {CONFIG} says")
+        expected = f"expected [{rank}, in] and [out, {rank}], as {CONFIG} says"
+        raise SourceError(f"has A {[*a]} and B {[*b]}; {expected}", code="wrong-shape")
     scale = config.alphas.of(module) / (sqrt(rank) if config.root_of_rank else rank)
     transposed = embedding or config.transposed
     return Pair(f"{module}.weight", sides["A"], sides["B"], (b[0], a[1]), rank, scale, transposed)

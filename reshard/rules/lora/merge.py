@@ -86,9 +86,15 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
     """
     source.require_whole()
     if source.origin is not None:
-        raise UsageError(f"{source.root}: has other names, or an adapter, already; merge one adapter, and first of all")
+        raise UsageError(
+            f"{source.root} already has other names or an adapter", code="already-derived",
+            hint="merge one adapter, before everything else",
+        )  # fmt: skip
     if source.part is not None:
-        raise UsageError(f"{source.root}: is one stage of a pipeline, and an adapter is of all; open all stages")
+        raise UsageError(
+            f"{source.root} is one stage of a pipeline; an adapter needs all", code="one-stage",
+            hint="open all stages",
+        )  # fmt: skip
     resolved = resolve(source, adapter, lora.tied)
     faults = Faults(adapter.file.path)
     spans: dict[str, list[Span]] = {}
@@ -98,8 +104,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
         tensor = resolved.source.tensors.get(item.weight)
         if tensor is None:
             if item.weight not in source.left_out:
-                said = partial(no_match, item.weight, source.every)
-                faults.add(where, lambda said=said: f"{said()}, in {source.root}")  # type: ignore[misc]
+                faults.add(where, partial(_no_match, item.weight, source), code="no-match")
         elif fault := _fault(tensor, item, adapter, source.root):
             faults.add(where, fault)
         else:
@@ -114,23 +119,33 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
     return replace(resolved.source, decoding=merging, origin=Origin(source, None, frozenset(), lora, (), merged))
 
 
-def _fault(tensor: Tensor, item: Pair | Copy, adapter: Adapter, root: str) -> str:
-    """Return why an item cannot be added to a tensor, or compared with it; empty if it can."""
+def _no_match(weight: str, source: Checkpoint) -> str:
+    return f"{no_match(weight, source.every)}, in {source.root}"
+
+
+def _fault(tensor: Tensor, item: Pair | Copy, adapter: Adapter, root: str) -> SourceError | None:
+    """Return an error if an item cannot be added to a tensor, or compared with it, or None."""
     dtype, shape = tensor.spec.dtype, tensor.spec.shape
     expected = item.shape if isinstance(item, Pair) else adapter.file.index.entries[item.name].shape
     expected = expected[::-1] if item.transposed else expected
     here = f"{dtype} {shape_text(shape)} in {root}"
     if isinstance(item, Copy) and (shape != expected or len(shape) not in {1, 2}):
-        trained = "the adapter was trained on another model, or on another vocabulary"
-        return f"is {shape_text(expected)}, and {item.weight} is {here}; {trained}"
-    if shape != expected or dtype.name not in _DTYPES:
-        return f"is {here}; expected {shape_text(expected)} of {', '.join(sorted(_DTYPES))}"
+        return SourceError(
+            f"is {shape_text(expected)}, but {item.weight} is {here}", code="different-model",
+            facts=["the adapter was trained on another model or vocabulary"],
+        )  # fmt: skip
+    if shape != expected:
+        return SourceError(f"is {here}; expected {shape_text(expected)}", code="wrong-shape")
+    if dtype.name not in _DTYPES:
+        return SourceError(f"is {here}; expected {', '.join(sorted(_DTYPES))}", code="wrong-dtype")
     for block, replicas in tensor.shards:
         for extent in replicas:
             if extent.strides and not _are_rows(extent.strides, block.shape):
-                found = f"lies in the strides {shape_text(extent.strides)} in {root}"
-                return f"{found}; expected rows or columns, each in one run"
-    return ""
+                return SourceError(
+                    f"has strides {shape_text(extent.strides)} in {root}; expected contiguous rows or columns",
+                    code="unsupported-strides",
+                )
+    return None
 
 
 def _are_rows(strides: Shape, shape: Shape) -> bool:
@@ -300,9 +315,9 @@ class MergingStore(Around):
                 if not np.array_equal(ours.view(bits), theirs.view(bits)):
                     adapter.require_unchanged()
                     raise SourceError(
-                        f"{span.of.weight} in {path} differs from the copy of it in {adapter.file.path}; the adapter "
-                        "was trained on another model"
-                    )
+                        f"{span.of.weight} in {path} differs from the copy in the adapter", code="different-model",
+                        facts=[f"the copy is in {adapter.file.path}", "the adapter was trained on another model"],
+                    )  # fmt: skip
 
     def _add(self, path: str, offset: int, buffer: memoryview) -> None:
         """Add to what is in a buffer."""

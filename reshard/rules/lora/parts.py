@@ -73,7 +73,9 @@ class Adapter(NamedTuple):
     def require_unchanged(self) -> None:
         """Raise `ChangedError` if the file changed since it was opened."""
         if not any_store().status(self.file.path).is_still(self.file.status):
-            raise ChangedError(f"{self.file.path}: changed since it was opened; start again")
+            raise ChangedError(
+                f"{self.file.path} changed since it was opened", code="source-changed", hint="run the command again"
+            )
 
     def matrix(self, name: str) -> NDArray[Any]:
         """Read a whole matrix, as float32."""

@@ -82,7 +82,14 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
         if alike and not (group.one_storage and len({tensors[name].shards for name in changed}) > 1):
             merged = [pair for pair in merged if not (group.one_storage and pair.weight in changed[1:])]
         elif not choice:
-            raise UsageError(_question(source, group, changed))
+            how = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
+            raise UsageError(
+                f"{names(group.names)} are tied in {source.root}, and the adapter changes {how}", code="tied-weights",
+                hint=Text(
+                    "give ", Option("lora_tied", "untie"), " to store each as it was trained, or ",
+                    Option("lora_tied", "both"), " to change both, as PEFT's merge_and_unload does",
+                ),
+            )  # fmt: skip
         elif choice == "untie":
             untied += changed if group.one_storage else []
             warnings.append(
@@ -110,16 +117,6 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
 def _with_head(known: Mapping[str, T], head: str, embedding: str) -> Mapping[str, T]:
     """Return what is known of tensors, and of the head what is known of the embedding."""
     return {**known, head: known[embedding]} if embedding in known else known
-
-
-def _question(source: Checkpoint, group: _Group, changed: list[str]) -> Text:
-    """Return what to choose between."""
-    how = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
-    return Text(
-        f"{names(group.names)} are tied in {source.root}, and the adapter changes {how}; give ",
-        Option("lora_tied", "untie"), " to store each as it was trained, or ", Option("lora_tied", "both"),
-        " to change both, as PEFT's merge_and_unload does",
-    )  # fmt: skip
 
 
 def _head_and_embedding(source: Checkpoint, weights: Collection[str]) -> tuple[str, str]:
@@ -150,9 +147,9 @@ def _config_ties(source: Checkpoint, *, absent: bool) -> bool:
     except ValueError as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path} is not JSON: {error}") from None
+        raise UsageError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     if not isinstance(config, Mapping):
-        raise UsageError(f"{path} is not a JSON object")
+        raise UsageError(f"{path} is a {type(config).__name__}; expected a JSON object", code="wrong-type")
     inner = config.get("text_config")
     ties = config.get("tie_word_embeddings", inner.get("tie_word_embeddings") if isinstance(inner, Mapping) else None)
     if ties is None and absent:

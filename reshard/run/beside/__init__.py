@@ -123,8 +123,10 @@ def refuse_other_ranks(plan: Plan, root: str, older: Collection[str]) -> None:
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         if others := [path for path in _other_ranks(plan, as_place(root)) if path not in older]:
             raise TargetError(
-                f"{root} has {names(others, most=3)} too, of other ranks, and no ledger there says that this program "
-                f"wrote {'it' if len(others) == 1 else 'them'}; remove what is old, or choose another directory"
+                f"{root} has {names(others, most=3)} too, of other ranks",
+                code="other-ranks",
+                facts=[f"no ledger there says that this program wrote {'it' if len(others) == 1 else 'them'}"],
+                hint="remove the old files, or choose another directory",
             )
 
 

@@ -139,7 +139,9 @@ def stall_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise UsageError(f"{STALL_VARIABLE} is {text!r} in the environment; expected seconds, such as 30")
+        raise UsageError(
+            f"{STALL_VARIABLE} is {text!r} in the environment; expected seconds, such as 30", code="bad-value"
+        )
     return seconds
 
 
@@ -163,12 +165,16 @@ def filesystem(url: str) -> tuple[Any, str]:
             fs, name = url_to_fs(url)
     except ImportError as error:
         library = _LIBRARIES.get(scheme)
-        hint = f"pip install {library}, or 'reshard[remote]'" if library else str(error)
-        raise ReshardError(f"{url}: the library for such URLs is not installed; {hint}") from None
+        raise ReshardError(
+            f"the library for {scheme}:// is not installed, to open {url}",
+            code="library-missing",
+            facts=[] if library else [str(error)],
+            hint=f"pip install {library}, or 'reshard[remote]'" if library else "",
+        ) from None
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(f"{url}: {_said(url, error)}") from None
+        raise UsageError(f"cannot open {url}: {_one_line(error)}", code="bad-url", hint=_key_hint(url, error)) from None
     return fs, str(name)
 
 
@@ -182,10 +188,14 @@ def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iter
     except (FileNotFoundError, NotADirectoryError) as error:
         kind = GoneError if kind is SourceError else kind
         if lacking := lacking_bucket(url, error):
-            raise (NoBucketError if kind is TargetError else kind)(lacking) from None
-        raise kind(f"{url}: cannot be {what}: it is not there") from None
+            kind = NoBucketError if kind is TargetError else kind
+            raise kind(lacking, code="no-such-bucket") from None
+        raise kind(f"{url} does not exist", code="not-found") from None
     except Exception as error:
-        raise kind(f"{url}: cannot be {what}: {_said(url, error)}") from error
+        message = f"{url} cannot be {what}: {_one_line(error)}"
+        if hint := _key_hint(url, error):
+            raise kind(message, code="no-access", hint=hint) from error
+        raise kind(message, code="store-error") from error
 
 
 def lacking_bucket(url: str, error: Exception) -> str:
@@ -195,13 +205,16 @@ def lacking_bucket(url: str, error: Exception) -> str:
     return f"the bucket {scheme}://{name.partition('/')[0]} does not exist" if is_said else ""
 
 
-def _said(url: str, error: Exception) -> str:
-    """Return what a library says on one line, and where it looks for credentials if it seems to lack them."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    places = _CREDENTIALS.get(url.partition("://")[0])
-    if places and (isinstance(error, PermissionError) or re.search("credential|anonymous", text, re.IGNORECASE)):
-        return f"{text}; credentials are looked for in {places}"
-    return text
+def _one_line(error: BaseException) -> str:
+    """Return what a library says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _key_hint(url: str, error: Exception) -> str:
+    """Return where a library looks for credentials, if it seems to lack them; else nothing."""
+    places = _CREDENTIALS.get(url.partition("://")[0], "")
+    lacks = isinstance(error, PermissionError) or re.search("credential|anonymous", str(error), re.IGNORECASE)
+    return f"credentials are looked for in {places}" if places and lacks else ""
 
 
 def ask(
@@ -263,12 +276,13 @@ def ask_each(what: str, calls: Sequence[Call], kind: type[ReshardError] = Source
 def _failed(url: str, what: str, kind: type[ReshardError], error: BaseException, tries: int) -> ReshardError:
     """Return the error of a request that failed in every try."""
     kind = {SourceError: UnansweredError, TargetError: UnsentError}.get(kind, kind)
-    if _is_timeout(error):
-        reason = f"the store sent nothing for {stall_seconds():g} s"
-    else:
-        reason = " ".join(str(error).split()) or type(error).__name__
+    reason = f"the store sent nothing for {stall_seconds():g} s" if _is_timeout(error) else _one_line(error)
     times = f", {tries} times" if tries > 1 else ""
-    return kind(f"{url}: cannot be {what}: {reason}{times}; check the connection, then type the same command again")
+    return kind(
+        f"{url} cannot be {what}: {reason}{times}",
+        code="store-not-answering",
+        hint="check the connection, then type the same command again",
+    )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

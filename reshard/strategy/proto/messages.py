@@ -21,7 +21,7 @@ Unknown = bytes | tuple[tuple[str, object], ...]
 Said = tuple["Sequence[tuple[str, Layout, Shape | None, Unknown]]", tuple[Operator, ...], int, Unknown]
 """What a file says: names of tensors, their layouts and shapes; the operators; the current stage; what is unknown."""
 
-_MISSING = "is missing; the file is truncated, or not a strategy file"
+_MISSING = "is missing; the file is truncated or not a strategy file"
 
 
 def _message_class() -> type[Any]:
@@ -40,24 +40,24 @@ def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
     try:
         message.ParseFromString(content)
     except (DecodeError, UnicodeDecodeError) as error:
-        raise StrategyError(f"{path}: is neither a protobuf strategy file nor JSON ({error})") from None
+        raise StrategyError(f"{path} is not a strategy file", code="not-a-strategy", facts=[str(error)]) from None
     if not message.HasField("current_stage"):
-        faults.add("current_stage", _MISSING)
+        faults.add("current_stage", _MISSING, code="missing-key")
     for part, key in (("parallel_layout_item", "param_name"), ("parallel_strategy_item", "node_name")):
         for place, item in enumerate(getattr(message, part)):
             # Older files lack the two optimizer fields; every other required field must be there.
             for where in () if item.IsInitialized() else item.FindInitializationErrors():
                 if not where.endswith((".opt_weight_shard_step", ".opt_weight_shard_size")):
-                    faults.add(f"{part}[{place}].{where}", _MISSING)
+                    faults.add(f"{part}[{place}].{where}", _MISSING, code="missing-key")
             if isinstance(name := getattr(item, key), bytes):  # what protobuf gives for text that is not UTF-8
-                faults.add(f"{part}[{place}].{key}", f"is {name!r:.60}, which is not UTF-8")
+                faults.add(f"{part}[{place}].{key}", f"is {name!r:.60}, which is not UTF-8", code="not-utf-8")
     faults.raise_if_any(StrategyError)
     layouts = []
     for item in message.parallel_layout_item:
         try:
             layout = layout_of_message(item.parallel_layouts)
         except LayoutError as error:
-            faults.add(item.param_name, str(error))
+            faults.add(item.param_name, error)
             continue
         layouts.append((item.param_name, layout, None, _unknown(item, "parallel_layouts")))
     operators = tuple(
@@ -138,8 +138,10 @@ def to_protobuf(strategy: Strategy) -> bytes:
         layout = placed.layout
         if placed.expanded:
             raise UsageError(
-                f"tensor {name!r}: whether its layout {layout} of shape {shape_text(placed.shape or ())} is a nested "
-                "one, which JSON has expanded, cannot be known; write JSON (a name that ends with .json)"
+                f"tensor {name!r} cannot be written as protobuf: its layout may have been nested",
+                code="unknown-nesting",
+                facts=[f"JSON has it expanded: {layout} of shape {shape_text(placed.shape or ())}"],
+                hint="write JSON: a file name that ends with .json",
             )
         item = message.parallel_layout_item.add(param_name=name)
         given = item.parallel_layouts

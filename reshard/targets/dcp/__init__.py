@@ -77,7 +77,7 @@ class DCPTarget(Destination):
                 grid = fitted(target, name, shape, faults) if target and cut else _whole(shape, self.ranks)
                 if grid is not None:
                     self._grids[name] = _once(grid, target.devices if target else 1)
-        places = self._placed(files.max_shard_bytes)
+        places = self._placed(files.max_shard_size)
         self._places = sorted({_Place(self.ranks[0], 0)}.union(*places.values()))
         numbers = {place: number for number, place in enumerate(self._places)}
         self._files = {name: tuple(numbers[place] for place in some) for name, some in places.items()}
@@ -96,11 +96,12 @@ class DCPTarget(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return what is asked for; raise `UsageError` where that is not all ranks, or not each block once."""
+        """Return the request; raise `UsageError` if it is not for all ranks, or not for each block once."""
         if request.of_some or request.once:
             raise UsageError(
-                "a DCP has the blocks of all ranks, each once: leave ranks, stage, redundancy and links out"
-            )
+                "a DCP has the blocks of all ranks, each once", code="needs-all-ranks",
+                hint="leave ranks, stage, redundancy and links out",
+            )  # fmt: skip
         return request
 
     def wanted(self, item: Item) -> Wanted | None:
@@ -156,7 +157,7 @@ class DCPTarget(Destination):
         how_to_load = [HOW_TO_LOAD] if self._is_made and not self._carried.objects else []
         return (*self._carried.warnings(self._step), *how_to_load)
 
-    def _placed(self, max_shard_bytes: int) -> dict[str, list[_Place]]:
+    def _placed(self, max_shard_size: int) -> dict[str, list[_Place]]:
         """Return the file of each block, in the order of the blocks."""
         dtypes = {item.name: item.dtype for item in self._items}
         sizes = {
@@ -169,7 +170,7 @@ class DCPTarget(Destination):
             found[name] = []
             for (rank,), (_, nbytes) in zip(chosen, sizes[name], strict=True):
                 part, held = filled.get(rank, (0, 0))
-                if held and held + nbytes > max_shard_bytes:
+                if held and held + nbytes > max_shard_size:
                     part, held = part + 1, 0
                 filled[rank] = part, held + nbytes
                 found[name].append(_Place(rank, part))

@@ -72,7 +72,7 @@ class Carried:
 
 
 def old_names(source: Checkpoint, tensors: Mapping[str, str], carried: Iterable[str]) -> Iterator[str]:
-    """Yield what of names goes with others no more.
+    """Yield warnings about copied metadata that still uses old tensor names.
 
     Args:
         source: the checkpoint.
@@ -93,8 +93,10 @@ def read_carried(objects: Mapping[str, Object], faults: Faults) -> dict[str, byt
     total = sum(one.nbytes for one in some.values())
     if total > LARGEST:
         largest = max(some, key=lambda name: some[name].nbytes)
-        fault = f"have {bytes_text(total)}; at most {bytes_text(LARGEST)} are carried; to leave some out give "
-        faults.add("objects", Text(fault, Option("exclude", largest)))
+        faults.add(
+            "objects", f"have {bytes_text(total)}; expected {bytes_text(LARGEST)} at most", code="too-large",
+            hint=Text("to leave some out, give ", Option("exclude", largest)),
+        )  # fmt: skip
         return {}
     held = {}
     for name, content in contents(some):
@@ -103,5 +105,7 @@ def read_carried(objects: Mapping[str, Object], faults: Faults) -> dict[str, byt
                 check_sums(content)
             held[name] = content
         except SourceError as error:
-            faults.add(f"object {name!r}", Text(f"{error}; to leave it out give ", Option("exclude", name)))
+            hint = Text("to leave it out, give ", Option("exclude", name))
+            fault = SourceError(error.message, code=error.code, facts=error.facts, hint=hint)
+            faults.add(f"object {name!r}", fault)
     return held

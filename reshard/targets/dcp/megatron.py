@@ -78,5 +78,7 @@ def check_objects(objects: Iterable[tuple[str, str]], faults: Faults) -> None:
     """
     for old, new in objects:
         if not _OBJECT.fullmatch(new):
-            fault = "is no tensor, and Megatron-Core loads no such object; to leave it out give "
-            faults.add(f"object {old!r}", Text(fault, Option("exclude", old)))
+            faults.add(
+                f"object {old!r}", "is not a tensor, and Megatron-Core loads no such object", code="unsupported-object",
+                hint=Text("to leave it out, give ", Option("exclude", old)),
+            )  # fmt: skip

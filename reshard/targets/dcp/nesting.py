@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _PLACE = re.compile(r"\d{1,9}", re.ASCII)
 
+_HINT = "choose other names"
+
 
 def followed(path: KeyPath, old: str, new: str) -> KeyPath:
     """Return the path of something that gets another name.
@@ -90,7 +92,10 @@ def check_nesting(paths: Mapping[str, KeyPath], faults: Faults) -> None:
     for name, path in paths.items():
         other = at.setdefault(path, name)
         if other != name:
-            faults.add(f"names {name!r} and {other!r}", "would be in one place in nested dicts; choose others")
+            faults.add(
+                f"names {name!r} and {other!r}", "would have the same place in nested dicts", code="duplicate-name",
+                hint=_HINT,
+            )  # fmt: skip
     kinds: dict[KeyPath, tuple[type, str]] = {}
     for name, path in paths.items():
         for depth, key in enumerate(path):
@@ -98,5 +103,8 @@ def check_nesting(paths: Mapping[str, KeyPath], faults: Faults) -> None:
             kind, first = kinds.setdefault(above, (type(key), name))
             if above in at or kind is not type(key):
                 other = at.get(above, first)
-                faults.add(f"names {name!r} and {other!r}", "cannot both be in nested dicts and lists; choose others")
+                faults.add(
+                    f"names {name!r} and {other!r}", "cannot both be in nested dicts and lists",
+                    code="conflicting-names", hint=_HINT,
+                )  # fmt: skip
                 break

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _ITEM_BYTES = 2000  # resident memory of an item: as the metadata are read, twice, and written
 _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
 
+_COPY = "make a copy, without links"
+
 
 class Relinked(Destination):
     """A DCP that has something of another, or of several that were opened as one.
@@ -71,7 +73,10 @@ class Relinked(Destination):
         """
         place, said = _metadata_of(source)
         if not objects.keys() <= said.tensors.keys() | said.objects.keys():
-            raise SourceError(f"{place}: {said.described_by} was changed since it was opened; start again")
+            raise SourceError(
+                f"{place / said.described_by} changed since it was opened", code="source-changed",
+                hint="run the command again",
+            )  # fmt: skip
         carried, dropped = {}, []
         for old, new in objects.items():
             if old in source.unreadable and matches(old, request.selection.drop):
@@ -81,7 +86,7 @@ class Relinked(Destination):
                 if fault := _fault(old, said, source.unreadable.get(old)):
                     faults.add(f"tensor {old!r}" if old in said.tensors else f"object {old!r}", fault)
         if not carried:
-            raise UsageError("selection: leaves nothing for the target; all that is chosen is dropped")
+            raise UsageError("everything chosen is dropped; the target would be empty", code="no-tensors")
         paths = {new: followed(said.paths[old], old, new) for new, old in carried.items() if old in said.paths}
         check_nesting(paths, faults)
         paths = without_gaps(paths)
@@ -103,17 +108,17 @@ class Relinked(Destination):
 
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
-        """Return what is asked for; raise `UsageError` where linked files are not as that has them."""
+        """Return the request; raise `UsageError` if linked files cannot fulfil it."""
         if request.target:
             raise UsageError(
-                "linked files keep their blocks: no target strategy or pattern; leave it out, or the links"
+                "linked files keep their blocks", code="not-linkable", hint=_hint("the target strategy or pattern")
             )
         if request.selection.cast:
-            raise UsageError("linked files keep their dtypes; leave the cast out, or the links")
+            raise UsageError("linked files keep their dtypes", code="not-linkable", hint=_hint("the cast"))
         if request.selection.rules:
-            raise UsageError("linked files keep the shapes of what is in them; leave the rules out, or the links")
+            raise UsageError("linked files keep their shapes", code="not-linkable", hint=_hint("the rules"))
         if source.lora:
-            raise UsageError("linked files keep their bytes; leave the adapter out, or the links")
+            raise UsageError("linked files keep their bytes", code="not-linkable", hint=_hint("the adapter"))
         return DCPTarget.settled(request, source)
 
     def files(self, *_: object) -> tuple[TargetFile, ...]:
@@ -126,17 +131,23 @@ class Relinked(Destination):
 
 
 def _metadata_of(source: Checkpoint) -> tuple[Place, Metadata]:
-    """Return where a source is, and its metadata; raise `UsageError` where its files cannot be linked."""
+    """Return a source's location and metadata; raise `UsageError` if its files cannot be linked."""
     place = as_place(source.root)
     if not can(source.root).positioned:
-        raise UsageError(f"{place}: is at a URL, where no file can be linked; make a copy of it, which needs no links")
+        raise UsageError(f"no file can be linked at a URL such as {place}", code="not-linkable", hint=_COPY)
     if source.format != DCP_ITEMS:
-        what = f"has {source.format} files, which hold names" if source.described_by else "is not one"
-        raise UsageError(f"{place}: {what}; expected a DCP as PyTorch writes it by default; make a copy, without links")
-    there = place.names()
-    if not DCP.shown_by(place, there):
-        there = parts_below(place, there)
-    return place, Metadata(place, there)
+        what = f"has {source.format} files, which hold names" if source.described_by else "is not a DCP"
+        raise UsageError(
+            f"{place} {what}", code="not-a-dcp", facts=["links need a DCP as PyTorch writes it by default"], hint=_COPY
+        )
+    entries = place.names()
+    if not DCP.shown_by(place, entries):
+        entries = parts_below(place, entries)
+    return place, Metadata(place, entries)
+
+
+def _hint(what: str) -> str:
+    return f"leave {what} out, or the links"
 
 
 class _Links:
@@ -177,11 +188,17 @@ class _Links:
     def _link(self, file: str) -> TargetFile:
         path = str(self._place.absolute() / file)
         if path not in self._sizes:
-            raise SourceError(f"{path}: is named by .metadata now, and was not when it was opened; start again")
+            raise SourceError(
+                f".metadata did not name {path} when it was opened", code="source-changed",
+                hint="run the command again",
+            )  # fmt: skip
         name = file.replace("/", "")  # of a directory of several, so that each has names of its own
         other = self._names.setdefault(name, file)
         if other != file or not DCP_FILES["_StorageInfo"].fullmatch(name) or not name.isprintable():
-            raise SourceError(f"{self._place}: {file} would be linked as {name!r}; rename the directory that it is in")
+            raise SourceError(
+                f"{file} in {self._place} cannot be linked as {name!r}", code="bad-name",
+                hint="rename the directory that it is in",
+            )  # fmt: skip
         self.links[file] = link = TargetFile(rank_of(file), name, FileLayout(self._sizes[path], ()), link=path)
         return link
 
@@ -196,8 +213,8 @@ class _Links:
         )
 
 
-def _fault(name: str, said: Metadata, reason: str | None) -> str | None:
-    """Return why something cannot be carried; None where it can, be it readable or not.
+def _fault(name: str, said: Metadata, reason: str | None) -> SourceError | None:
+    """Return an error if something cannot be carried, be it readable or not, or None.
 
     Args:
         name: in the source.
@@ -206,29 +223,33 @@ def _fault(name: str, said: Metadata, reason: str | None) -> str | None:
     """
     items = said.items.get(name, [])
     if any(not _ENCODING.fullmatch(one) for item in items for one in item.encoding):
-        return f"is encoded by {names(items[0].encoding, most=3)}, which is no name of an encoding"
+        return SourceError(f"has the unknown encoding {names(items[0].encoding, most=3)}", code="unknown-encoding")
     if name in said.objects:
-        return None if items else "is in no file"
+        return None if items else SourceError("is in no file", code="missing-object")
     one = said.tensors[name]
     is_apart = any(item.encoding for item in items)
+    drop = Text("to leave it out, give ", Option("drop", name))
     if reason is not None and not is_apart:
-        return Text(f"{reason}; to leave it out give ", Option("drop", name))
+        return SourceError(reason, code="unreadable-tensor", hint=drop)
     if not one.dtype:
-        return Text("is of a dtype that is not known; to leave it out give ", Option("drop", name))
+        return SourceError("has an unknown dtype", code="unknown-dtype", hint=drop)
     extents = _extents(one)
     if any(item.offsets not in extents for item in items):
-        return "is somewhere in a file where no box of it is"
+        return SourceError("has bytes at offsets where it has no box", code="corrupt")
     return _encoded_fault(name, one, items) if is_apart else None
 
 
-def _encoded_fault(name: str, one: Stated, items: Sequence[Item]) -> str | None:
-    """Return why the encoded items of a tensor, which is all that is known of it, do not make it."""
+def _encoded_fault(name: str, one: Stated, items: Sequence[Item]) -> SourceError | None:
+    """Return an error if the encoded items of a tensor, which is all that is known of it, do not cover it, or None."""
     if unclear := sorted(_of_several(one, items)):
-        why = f"has boxes of several sizes at {shape_text(unclear[0])} and encoded items; nothing says which is which"
-        return Text(f"{why}; make a copy, without links, or to leave it out give ", Option("exclude", name))
+        return SourceError(
+            f"has encoded boxes of several sizes at {shape_text(unclear[0])}, which cannot be told apart",
+            code="ambiguous-boxes", hint=Text(f"{_COPY}, or leave it out with ", Option("exclude", name)),
+        )  # fmt: skip
     extents = _extents(one)
     boxes = {Block(at, tuple(map(add, at, extents[at]))) for at in {item.offsets for item in items}}
-    return cover_fault(one.shape, boxes)
+    fault = cover_fault(one.shape, boxes)
+    return None if fault is None else SourceError(fault, code="not-covered")
 
 
 def _extents(one: Stated) -> dict[Shape, Shape]:

@@ -188,7 +188,9 @@ def checks(
             shape = every.spec.shape
             space = common(shape, [one.space or shape for one in (every, compared)])
             if space is None:
-                raise SourceError(f"tensor {name!r}: both sides are made by rules that cut its axes otherwise")
+                raise SourceError(
+                    f"the rules of both sides cut the axes of tensor {name!r} differently", code="no-common-shape"
+                )
             tensor, every, compared = (shared.in_space(one, space) for one in (tensor, every, compared))
         dtype = other.spec.dtype
         own_values = tensor.varies and not other.listed

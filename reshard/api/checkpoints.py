@@ -1,0 +1,320 @@
+"""`reshard.open`, and the `Checkpoint` that users see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from reshard.errors import UsageError
+from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.readers.open import open as open_checkpoint
+from reshard.rules.lora import LoRA
+from reshard.rules.rules import Rules
+from reshard.sizes import size_of
+from reshard.source.strategies import strategy_of as strategy_of_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from dask.array import Array
+
+    from reshard.plan.select import Selection
+    from reshard.run.run import Progress, Report
+    from reshard.source.checkpoint import Checkpoint as Record
+    from reshard.source.checkpoint import Tensor
+    from reshard.storage.cipher import Cipher
+    from reshard.storage.places import AnyName
+    from reshard.strategy.strategy import Strategy
+    from reshard.view.svg import Picture
+    from reshard.view.tables import Groups
+
+    Arrays = Mapping[str, Array]
+else:
+    Arrays = Mapping
+
+
+def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
+    path: AnyName | Mapping[int, AnyName],
+    *,
+    strategy: Strategy | AnyName | None = None,
+    rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
+    layout: Mapping[str, str] | None = None,
+    stage: int | Literal["own"] | None = None,
+    partial: bool = False,
+    iteration: int | None = None,
+    cipher: Cipher | None = None,
+    contents: bool | Literal["blocks"] = True,
+) -> Checkpoint:
+    """Open a checkpoint, reading headers and samples of the contents.
+
+    Args:
+        path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; a
+            Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; a DCP of PyTorch, or
+            the directory of several that are one checkpoint, such as of the model and of the optimizer; what
+            `torch.save` made of DTensors on each rank; or one file of whole tensors. A local path, or a URL that fsspec
+            knows, such as `s3://bucket/run`.
+        strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
+            pipeline's ranks. None: that in the ledger, if reshard wrote the files or what they are copies of; else the
+            source is one rank of whole tensors.
+        rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
+        suffix: take the files whose names end with this (with or without extension), if a rank has several.
+        layout: glob of tensor names to a rule (see `Layout.parse`), in place of what the strategy says; `copy` for
+            tensors of which every rank has a value of its own. It must not contradict a ledger.
+        stage: only this stage of a pipeline. A strategy of one stage is refused without it if the strategy, the
+            files next to it or those of the checkpoint show that there are others. `own`: take a strategy as it is;
+            of one stage among the files of others, its tensors are taken, with a warning.
+        partial: the files of some ranks are enough; a plan that needs others is refused.
+        iteration: which checkpoint of a run; by default the one that the run names as its last.
+        cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra. Plain files are refused
+            (see `Cipher.required`).
+        contents: compare samples of what the strategy calls replicas, and of what it calls different blocks;
+            `blocks` compares the latter alone. Copies that are not sampled and may be values of each rank's own are
+            taken as such; `reshard.verify` compares them all.
+
+    Raises:
+        reshard.SourceError: no files, no step that every rank has, missing ranks, headers that contradict the
+            strategy; all faults at once.
+        reshard.StrategyError: the strategy cannot be read.
+        reshard.UsageError: options that contradict each other or the checkpoint.
+    """
+    return Checkpoint(
+        open_checkpoint(
+            path, strategy=strategy, rank_pattern=rank_pattern, suffix=suffix, layouts=layout, stage=stage,
+            partial=partial, iteration=iteration, cipher=cipher, contents=contents,
+        )
+    )  # fmt: skip
+
+
+class Checkpoint(Arrays):
+    """A checkpoint that `reshard.open` opened: a mapping of names to lazy dask arrays of whole tensors.
+
+    >>> from reshard.source.checkpoint import Checkpoint as Record
+    >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    ['derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'sel', 'strategy', 'tensors',
+     'to_zarr', 'unreadable', 'warnings']
+    """
+
+    __slots__ = ("_record",)
+    _record: Record
+
+    def __init__(self, record: Record, /) -> None:
+        self._record = record
+
+    __eq__ = object.__eq__  # that of a mapping would compute arrays
+    __hash__ = object.__hash__
+
+    @property
+    def root(self) -> str:
+        """The directory or file that was opened."""
+        return self._record.root
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What is known of each tensor without reading it: dtype and shape (`spec`), and its blocks (`shards`)."""
+        return self._record.tensors
+
+    @property
+    def format(self) -> str | None:
+        """The format of the files; None if they have several."""
+        return self._record.format
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all whole tensors in bytes; replicas count once."""
+        return self._record.nbytes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each file, ascending."""
+        return self._record.ranks
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy that says which rank holds which block; None if the source is whole or describes itself."""
+        return self._record.strategy
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings from opening it."""
+        return self._record.warnings
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """The names in the files that cannot be read, with the reasons."""
+        return self._record.unreadable
+
+    def sel(self, *patterns: str) -> Checkpoint:
+        """Return the checkpoint of some tensors only; nothing is read.
+
+        A plan leaves out what this leaves out, and does not report it as missing.
+
+        Args:
+            patterns: names of tensors, or globs; every one must match.
+
+        Raises:
+            reshard.UsageError: a pattern matches no tensor; the nearest is named.
+        """
+        return Checkpoint(self._record.sel(*patterns))
+
+    def derive(self, rules: Rules | AnyName) -> Checkpoint:
+        """Return the checkpoint in the names and shapes of another program; no tensor is read.
+
+        Args:
+            rules: between its names and those, or the rules file; see `reshard.Rules`.
+
+        Raises:
+            reshard.SourceError: tensors that no rule names, or several; missing parts; shapes that do not add up; all
+                at once.
+            reshard.UsageError: its names are those of neither side.
+        """
+        return Checkpoint(self._record.derive(rules if isinstance(rules, Rules) else Rules.read(rules)))
+
+    def merge_lora(self, lora: LoRA | AnyName) -> Checkpoint:
+        """Return the checkpoint with a LoRA adapter merged into its weights, whenever these are read.
+
+        A weight becomes `weight + scale * (B @ A)`, all of it in float32, and rounded once, to its own dtype.
+
+        Args:
+            lora: the adapter, or its directory; see `reshard.LoRA`.
+
+        Raises:
+            reshard.SourceError: the adapter cannot be read, or does not fit the weights; all faults at once.
+            reshard.UsageError: rules were applied before.
+        """
+        return Checkpoint(self._record.merge_lora(lora if isinstance(lora, LoRA) else LoRA(str(lora))))
+
+    def groups(self, by: str = "name") -> Groups:
+        """Return the number, size and dtypes of the tensors.
+
+        Args:
+            by: `name` (repeated layers as one), `prefix`, `dtype`, or `kind`: weights, and each state of the optimizer.
+        """
+        return self._record.groups(by)
+
+    def picture(self, name: str, target: Strategy | None = None) -> Picture:
+        """Draw which rank holds which block of a tensor, and next to it how another strategy cuts it.
+
+        Raises:
+            KeyError: there is no such tensor.
+            reshard.SourceError: it cannot be read.
+            reshard.UsageError: the target strategy does not name it.
+            reshard.LayoutError: the target strategy does not fit its shape.
+        """
+        return self._record.picture(name, target)
+
+    def to_zarr(
+        self,
+        store: AnyName,
+        *,
+        chunk_size: int | str | None = None,
+        shard_size: int | str | None = None,
+        compression: str | None = None,
+        selection: Selection | None = None,
+        memory: int | str | None = None,
+        fsync: bool = True,
+        overwrite: bool = False,
+        restart: bool = False,
+        threads: int | None = None,
+        client: Any = None,
+        progress: Callable[[Progress], None] | bool | None = None,
+    ) -> Report:
+        """Write the whole tensors as one zarr v3 group, in a directory of its own.
+
+        Args:
+            store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
+            chunk_size: the most bytes in a chunk, such as `"16MB"`; by default chunks are the source's blocks.
+            shard_size: the most bytes of chunks in a file; by default small chunks share files.
+            compression: `zstd`, `zstd:3` and so on; by default none.
+            selection: which tensors, under which names, as which dtypes.
+            memory: the most resident memory to use, in bytes or as `"1GB"`.
+            fsync: as for `Plan.run`.
+            overwrite: likewise.
+            restart: likewise.
+            threads: likewise.
+            client: likewise.
+            progress: likewise.
+
+        Raises:
+            reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
+                `Plan.run` do.
+        """
+        return self._record.to_zarr(
+            store, chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
+            compression=compression, selection=selection, memory=size_of(memory, "memory"), overwrite=overwrite,
+            restart=restart, fsync=fsync, threads=threads, client=client, progress=progress,
+        )  # fmt: skip
+
+    def __getitem__(self, name: str, /) -> Array:
+        """Return a tensor as a lazy dask array, one chunk a source shard.
+
+        Raises:
+            KeyError: there is no such tensor.
+            reshard.SourceError: it cannot be read; the reason is in `unreadable`.
+        """
+        array: Array = self._record[name]
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record.tensors)
+
+    def __len__(self) -> int:
+        return len(self._record.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._record.tensors
+
+    def __repr__(self) -> str:
+        return repr(self._record)
+
+    def _repr_html_(self) -> str:
+        return self._record._repr_html_()
+
+
+def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:
+    """Return what the shelves below know of a checkpoint.
+
+    Raises:
+        UsageError: it is not a checkpoint.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        hint = "open it with reshard.open" if isinstance(checkpoint, str | os.PathLike) else ""
+        raise UsageError(
+            f"{argument} is {checkpoint!r:.200}; expected a Checkpoint", code="not-a-checkpoint", hint=hint
+        )
+    return checkpoint._record  # noqa: SLF001 -- of this module
+
+
+def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
+    """Return the strategy of a checkpoint: that which it was opened with, or what it says itself, as Checkpoint 2.0 do.
+
+    Args:
+        checkpoint: an opened one.
+        drop: names of tensors, or globs, that are left out; every one must match.
+
+    Raises:
+        reshard.UsageError: it does not say which rank holds which block; a pattern matches no tensor.
+        reshard.SourceError: tensors cannot be read, or lie on ranks that no strategy can say; all at once.
+    """
+    return strategy_of_record(record_of(checkpoint, "checkpoint"), drop=drop)
+
+
+def read_object(checkpoint: Checkpoint, name: str) -> Any:
+    """Return an object of a DCP, or a file beside its tensors, as plain data; nothing is imported or called.
+
+    What is not plain stays what would have made it: the `Name` of a class or function, or a `Record` of its call. A
+    tensor is a `TensorSpec`, and a `Namespace` a dict of its attributes.
+
+    Args:
+        checkpoint: an opened one.
+        name: of the object, as `reshard inspect` shows it.
+
+    Raises:
+        KeyError: there is no such object.
+        reshard.SourceError: it cannot be read, or is damaged.
+    """
+    from reshard.readers.dcp.objects import read_object as read  # not on every start
+
+    return read(record_of(checkpoint, "checkpoint"), name)

@@ -1,0 +1,337 @@
+"""`reshard.plan` and `reshard.read_plan`, and the `Plan` that users see."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reshard.api.checkpoints import record_of
+from reshard.api.choices import selection_of, target_of
+from reshard.errors import UsageError
+from reshard.plan.make import plan as make_plan
+from reshard.plan.planfile import read_plan as read_record
+from reshard.sizes import size_of
+from reshard.targets.kinds import RANKS, check_options, file_format, files_of, source_word, word_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping
+
+    from reshard.api.checkpoints import Checkpoint
+    from reshard.api.choices import Globs
+    from reshard.plan.plan import Plan as Record
+    from reshard.plan.plan import Stats
+    from reshard.plan.select import Selection
+    from reshard.rules.lora import LoRA
+    from reshard.rules.rules import Rules
+    from reshard.run.graph import Graph
+    from reshard.run.run import Progress, Report
+    from reshard.source.checkpoint import Checkpoint as SourceRecord
+    from reshard.storage.cipher import Cipher
+    from reshard.storage.places import AnyName
+    from reshard.strategy.strategy import Strategy
+    from reshard.targets.kinds import AnyFiles
+    from reshard.targets.pattern import Pattern
+    from reshard.view.arrays import RankArrays
+    from reshard.view.svg import Picture
+
+
+def plan(
+    source: Checkpoint,
+    target: Strategy | Pattern | AnyName | None = None,
+    *,
+    format: str | None = None,  # noqa: A002 -- the word of every such tool
+    prefix: str | None = None,
+    step: int | None = None,
+    max_shard_size: int | str | None = None,
+    files: AnyFiles | None = None,
+    ranks: Iterable[int] | None = None,
+    stage: int | None = None,
+    selection: Selection | None = None,
+    include: Globs = (),
+    exclude: Globs = (),
+    weights_only: bool = False,
+    name_map: Mapping[str, str] | None = None,
+    cast: Mapping[str, str] | None = None,
+    drop: Globs = (),
+    allow_missing: Globs = (),
+    rules: Rules | Mapping[str, Any] | AnyName | None = None,
+    lora: LoRA | AnyName | None = None,
+    remove_redundancy: bool = False,
+    link_replicas: bool = False,
+    memory: int | str | None = None,
+    threads: int | None = None,
+    target_cipher: Cipher | None = None,
+) -> Plan:
+    """Plan how a checkpoint becomes that of another strategy, or of another format; nothing is read or written.
+
+    Args:
+        source: the checkpoint to convert, as `reshard.open` returns it.
+        target: which rank is to hold which block: a strategy, a strategy file, or rules (`.yaml`); None for whole
+            tensors. For a Checkpoint 2.0 and a DCP also what `reshard.read_layouts` says of another.
+        format: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
+            `checkpoint2`, of MindSpore Transformers; `zarr`, a store. By default the format of the source's files, and
+            safetensors if that is mixed or zarr.
+        prefix: files of ranks are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank if the source
+            is one stage of a pipeline; by default `checkpoint_`. Of a Checkpoint 2.0 what the names of files begin
+            with.
+        step: `checkpoint2` and `dcp`: how many steps the training has done.
+        max_shard_size: `hf`, `mindspore`, `dcp` and `checkpoint2`: the most bytes of tensors in a file, such as
+            `"4GB"`; one tensor alone may have more.
+        files: another way to lay out the target's files, such as `reshard.ZarrGroup(compression="zstd")`.
+        ranks: only these ranks of the target; by default all.
+        stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it
+            if there are others; what it does not name is dropped.
+        selection: which tensors, under which names, as which dtypes; or the keywords that make one:
+        include: as in `reshard.Selection`.
+        exclude: likewise.
+        weights_only: likewise.
+        name_map: likewise.
+        cast: likewise.
+        drop: likewise; these are added to a `selection`, too.
+        allow_missing: likewise.
+        rules: likewise, or a rules file.
+        lora: likewise, or the directory of an adapter.
+        remove_redundancy: store each block on one of the ranks that would hold it.
+        link_replicas: make equal target files links to one file: copies that share their blocks if the file system
+            has them, else hard links.
+        memory: the most resident memory that a run may use, in bytes or as `"1GB"`; by default about 100 MB are
+            enough, and some kB a tensor.
+        threads: the most threads that a run may have, fewer if `memory` is for fewer; by default 4.
+        target_cipher: encrypts the target files, of format `ckpt`, as MindSpore does; needs the `crypto` extra.
+
+    Raises:
+        reshard.SourceError: weights are missing or would be dropped; all at once. Also a target layout that does not
+            fit a tensor's shape, or a source that seems to be one rank of several.
+        reshard.StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
+        reshard.BudgetError: `memory` is too little; the error names the least that works.
+        reshard.UsageError: an unknown format or rank, or an option that the format does not take.
+    """
+    record = record_of(source)
+    extra: dict[str, Any] = {}
+    if selection is not None:
+        extra = {"drop": drop, "allow_missing": allow_missing}
+        drop = allow_missing = ()
+    selection = selection_of(
+        selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
+        allow_missing=allow_missing, rules=rules, lora=lora,
+    )  # fmt: skip
+    options = {
+        "target_strategy": target, "ranks": ranks, "target_stage": stage, "remove_redundancy": remove_redundancy,
+        "link_replicas": link_replicas, "prefix": prefix, "target_step": step, "max_shard_size": max_shard_size,
+    }  # fmt: skip
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if files is None:
+        word = _word(record, format)
+        check_options(word, given)
+        size = size_of(max_shard_size, "max_shard_size")
+        files = files_of(word, prefix=prefix, step=step, max_shard_size=size)
+        format = None if word == "checkpoint2" else file_format(word)  # noqa: A001 -- as above
+    elif own := {"max_shard_size", "target_step"} & {*given}:
+        names = " and ".join(name.removeprefix("target_") for name in sorted(own))
+        raise UsageError(
+            f"files says how the target is laid out; {names} is ignored", code="option-of-another-format",
+            hint=f"give {names} to {type(files).__name__}",
+        )  # fmt: skip
+    return Plan(
+        make_plan(
+            record, target_of(target, record, selection), format=format, prefix=prefix or "checkpoint_", files=files,
+            ranks=ranks, stage=stage, selection=selection, remove_redundancy=remove_redundancy,
+            link_replicas=link_replicas, memory=size_of(memory, "memory"), threads=threads,
+            target_cipher=target_cipher, **extra,
+        )
+    )  # fmt: skip
+
+
+def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as above
+    """Return what a plan writes: what is asked for, or files of ranks, as those of the source if they are some."""
+    if format is not None:
+        return word_of(format)
+    own = source_word(source)
+    return own if own in RANKS else "safetensors"
+
+
+class Plan:
+    """What a conversion will do, as `reshard.plan` found it: known before anything is read or written.
+
+    >>> [name for name in dir(Plan) if name[0] != "_"]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    ['dropped', 'explain_memory', 'format', 'graph', 'left_out', 'missing', 'picture', 'rank', 'ranks', 'run', 'save',
+     'stats', 'warnings']
+    """
+
+    __slots__ = ("_record",)
+    _record: Record
+
+    def __init__(self, record: Record, /) -> None:
+        self._record = record
+
+    @property
+    def stats(self) -> Stats:
+        """What it costs: bytes to read and to write, files, tasks, and the predicted peak of memory."""
+        return self._record.stats
+
+    @property
+    def format(self) -> str:
+        """The format of the target files."""
+        return self._record.format
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the target that are written."""
+        return self._record.ranks
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The names in the source that the target does not have."""
+        return self._record.dropped
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The names in the target that the source does not have."""
+        return self._record.missing
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names in the source that the selection does not choose."""
+        return self._record.left_out
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings, those from opening the source included."""
+        return self._record.warnings
+
+    def explain_memory(self) -> dict[str, int]:
+        """Return what the predicted peak of memory consists of, in bytes; the sum is `stats.peak_memory`."""
+        return self._record.explain_memory()
+
+    def rank(self, rank: int) -> RankArrays:
+        """Return what a target rank will hold, as a mapping of names to lazy dask arrays.
+
+        Raises:
+            reshard.UsageError: the plan does not write this rank.
+        """
+        return self._record.rank(rank)
+
+    def picture(self, name: str | None = None) -> Picture:
+        """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
+
+        Args:
+            name: the tensor, by its name in the target or the source; all by default.
+
+        Raises:
+            reshard.UsageError: the plan does not move such a tensor.
+        """
+        return self._record.picture(name)
+
+    def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
+        """Return the dask graph that writes the target files; `compute()` of it does so and returns a `Report`.
+
+        `run` does more: it refuses to overwrite, resumes, cleans up after a failure and reports progress.
+
+        Args:
+            directory: where the target files go; a local path, or a URL that fsspec knows.
+            fsync: as for `run`.
+            partition: likewise.
+        """
+        return self._record.graph(directory, fsync=fsync, partition=partition)
+
+    def run(
+        self,
+        directory: AnyName,
+        *,
+        client: Any = None,
+        scheduler: str | Callable[..., Any] | None = None,
+        threads: int | None = None,
+        fsync: bool = True,
+        drop_cache: bool | None = None,
+        overwrite: bool = False,
+        restart: bool = False,
+        checksums: bool | None = None,
+        ledger: bool = True,
+        partition: str | None = None,
+        progress: Callable[[Progress], None] | bool | None = None,
+    ) -> Report:
+        """Write the target files.
+
+        The bytes are the same whatever the scheduler and the number of threads. A run that was stopped is resumed.
+
+        Args:
+            directory: where the target files go; made if it does not exist. A local path, or a URL that fsspec knows.
+            client: a `distributed.Client`; its workers must reach the source and the target by the same paths. If a
+                worker is lost, its tasks run again elsewhere.
+            scheduler: `threads` (default), `synchronous`, or a function such as `dask.threaded.get`, which is called
+                with the tasks and a key; such a function is given the work at once, so that progress is reported at
+                the end. Not with a client.
+            threads: how many; by default one for each available processor, and no more than `reshard.plan` was asked
+                for (4 by default), which the predicted memory is for.
+            fsync: sync every file to disk before it gets its name.
+            drop_cache: keep what is read and written out of the page cache, so that other programs keep theirs; by
+                default if source and target together are larger than memory.
+            overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same
+                plan made them from the same sources. Files that earlier runs wrote there, and this one does not, are
+                removed at the end.
+            restart: forget what an earlier run left in the target, and replace the files that it finished; others that
+                it wrote are removed, too.
+            checksums: compute CRC-32C of what is written, so that an interrupted run can be resumed, and for
+                `Report.manifest`; by default as `fsync`.
+            ledger: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
+                nothing can be resumed. A zarr store has no ledger in it once it is finished.
+            partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to
+                last. By default `file` if the target is at a URL or encrypted, else `tensor`.
+            progress: called with a `reshard.Progress` after each task, and at the beginning of a run that is resumed;
+                True shows a bar, in a notebook or on a terminal.
+
+        Returns:
+            what was read and written, and the files.
+
+        Raises:
+            reshard.TargetError: a target file exists, is one of the sources, or is being written by another run; what
+                is there was begun from other sources or by another plan.
+            reshard.ChangedError: a source file changed while it was read.
+            reshard.BudgetError: the disk is full, or has no room for the target.
+            reshard.SourceError: a source file changed or cannot be read.
+            reshard.UsageError: options that contradict each other.
+        """
+        return self._record.run(
+            directory, client=client, scheduler=scheduler, threads=threads, fsync=fsync, drop_cache=drop_cache,
+            overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
+            progress=progress,
+        )  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write a plan file, which `reshard.read_plan` and `reshard run` read; it holds no weights and no key.
+
+        Raises:
+            reshard.TargetError: it exists, or is one of the source's files.
+            reshard.UsageError: such a plan cannot be saved.
+        """
+        self._record.save(path, overwrite=overwrite)
+
+    def __repr__(self) -> str:
+        return repr(self._record)
+
+    def _repr_html_(self) -> str:
+        return self._record._repr_html_()
+
+
+def read_plan(
+    path: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str] | None = None,
+    cipher: Cipher | None = None,
+    target_cipher: Cipher | None = None,
+) -> Plan:
+    """Read a plan file that `Plan.save` wrote, here or on another machine, and open its source.
+
+    Args:
+        path: the plan file.
+        source: where the source is, if it is not where it was planned: a directory with the same files below it.
+        cipher: decrypts the source's files; a plan file holds no key.
+        target_cipher: encrypts the target's files, in the mode that was planned.
+
+    Raises:
+        reshard.PlanError: the file is not valid, or this version would do something else than was planned.
+        reshard.SourceError, reshard.TargetError: the source is missing, or is not the one that was planned with.
+        reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
+    """
+    return Plan(read_record(path, source=source, cipher=cipher, target_cipher=target_cipher))

@@ -1,0 +1,144 @@
+"""`reshard help`, `completion` and `version`: about the program itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+from click.shell_completion import get_completion_class
+
+import reshard
+from reshard.cli.commands import Command, option
+from reshard.cli.terminal import paint, print_text
+from reshard.errors import UsageError, printable
+
+DOCS = (Path(reshard.__file__).with_name("docs"), Path(reshard.__file__).parents[1] / "docs")
+"""Where the pages are: in what is installed, and in a clone of the repository."""
+
+_RUNS_ON = (
+    "backports.zstd", "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "isal",
+    "ml_dtypes", "numcodecs", "numpy", "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
+)  # fmt: skip
+_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+class Page(NamedTuple):
+    """A page of the documentation: what to type for it, its title and its file."""
+
+    topic: str
+    title: str
+    path: Path
+
+
+def pages() -> dict[str, Page]:
+    """Return the pages by their topics, the guides first.
+
+    A topic is the name of a file. If a guide and a page of the reference have one name, that of the reference has its
+    folder in front.
+    """
+    found: dict[str, Page] = {}
+    root = next((place for place in DOCS if place.is_dir()), None)
+    if root is not None:
+        for folder in (root / "guides", root / "reference", root):
+            for path in sorted(folder.glob("*.md")):
+                if path.stem != "README":
+                    topic = f"{folder.name}/{path.stem}" if path.stem in found else path.stem
+                    heading = _HEADING.search(path.read_text(encoding="utf-8"))
+                    found[topic] = Page(topic, heading[1] if heading else path.stem, path)
+    return found
+
+
+@click.command(
+    "help",
+    cls=Command,
+    epilog="""
+Examples:
+
+  reshard help
+  reshard help layouts
+  reshard help convert
+""",
+    short_help="Show a guide, a page of the reference, or a command.",
+)
+@click.argument("topic", required=False)
+@click.pass_context
+def help_command(ctx: click.Context, topic: str | None) -> None:
+    """Show the guide, the page of the reference or the command TOPIC; without TOPIC, list the pages."""
+    known = pages()
+    if topic is None:
+        width = max(map(len, known), default=0)
+        print_text("\n".join(f"{page.topic:<{width}}  {page.title}" for page in known.values()))
+        return
+    if topic in known:
+        text = _COMMENT.sub("", known[topic].path.read_text(encoding="utf-8"))
+        text = _HEADING.sub(lambda heading: paint(heading[0], bold=True), printable(text, keep="\n").rstrip())
+        (click.echo_via_pager if sys.stdout.isatty() else click.echo)(text)
+        return
+    group = ctx.parent.command if ctx.parent else None
+    command = group.get_command(ctx, topic) if isinstance(group, click.Group) else None
+    if command is not None:
+        with click.Context(command, info_name=topic, parent=ctx.parent) as of_command:
+            click.echo(command.get_help(of_command), color=ctx.color)
+        return
+    from difflib import get_close_matches
+
+    near = get_close_matches(topic, known, n=3)
+    raise UsageError(
+        f"no page is called {topic!r}", code="no-such-topic",
+        hint=f"reshard help {near[0]}" if near else "`reshard help` lists the pages",
+    )  # fmt: skip
+
+
+@click.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+  eval "$(reshard completion bash)"                in ~/.bashrc
+  eval "$(reshard completion zsh)"                 in ~/.zshrc
+  reshard completion fish > ~/.config/fish/completions/reshard.fish
+""",
+    short_help="Print the script that completes commands with Tab.",
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes commands, options and paths with Tab in SHELL."""
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise UsageError(f"no completion is known for {shell}", code="unknown-shell")
+    click.echo(kind(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE").source())
+
+
+@click.command(cls=Command, short_help="Show the version.")
+@option(
+    "-v",
+    "--verbose",
+    under="Output",
+    first=True,
+    is_flag=True,
+    help="Of Python and the libraries too, for bug reports.",
+)
+def version(verbose: bool) -> None:
+    """Show the version."""
+    print_versions(verbose=verbose)
+
+
+def print_versions(*, verbose: bool) -> None:
+    """Print the version, and those of what it runs on as far as that is installed."""
+    click.echo(f"reshard, version {reshard.__version__}")
+    if not verbose:
+        return
+    import platform
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    click.echo(f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}")
+    for name in _RUNS_ON:
+        with suppress(PackageNotFoundError):
+            click.echo(f"{name} {version_of(name)}")

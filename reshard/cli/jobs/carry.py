@@ -1,0 +1,239 @@
+"""How every command that writes a checkpoint carries out its plan, or reports what it would do."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from reshard.cli.commands import KEY_FILES, refuse_to_write
+from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
+from reshard.errors import ReshardError, SourceError, UsageError, names
+from reshard.readers.open import files_read, made_at
+from reshard.storage.small import refuse_existing, refuse_inputs
+from reshard.view.progress import progress
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from reshard.cli.options import Running
+    from reshard.plan.plan import Plan
+    from reshard.run.run import Report
+    from reshard.storage.places import Place
+
+
+KEYS = """
+The object of --json has the keys schema (of the meaning of these keys, 1),
+dry_run, source, step (of several checkpoints the newest is read: name, and
+which are older), target, format, encryption (its mode, or null), ranks,
+tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
+files), source_files, target_files, tasks, peak_memory, partition,
+read_amplification, seconds (null in a dry run), dropped, missing, left_out (by
+--weights-only, --include and --exclude), changes (of names and values: kind,
+text, tensors, detail), warnings, sampled (what was looked at when SOURCE was
+opened), files: rank, path, nbytes; replicas, links, measured_memory, checksums,
+resumed, finished: how many files an earlier run had finished, which were not
+read again; removed: those of earlier runs that --overwrite or --restart
+removed; verify: the command to type (null where TARGET alone is not enough);
+manifest: the command that checks it. If it fails, it has error: code,
+exit_code, message, facts, hint.
+"""
+
+
+def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | None = None) -> None:
+    """Run a plan, or report what it would do.
+
+    Args:
+        plan: what to do.
+        target: the directory of the target files.
+        running: the options.
+        result: what was asked for, where that is a file in the target directory.
+    """
+    from reshard.plan.partition import partitioned
+    from reshard.run.beside import neighbours
+    from reshard.run.session import older_at
+    from reshard.view.data import report_data
+    from reshard.view.text import report_text
+
+    check_manifest_place(running.write_manifest, overwrite=running.overwrite)
+    _check_manifest(running.write_manifest, plan, target)
+    refuse_to_write([f"{target}/{file.path}" for file in plan.files])
+    older = older_at(plan, str(target.real())) if running.overwrite or running.restart else {}
+    warnings = [*plan.warnings, *(neighbours(plan, target, older) if result in {None, target} else ())]
+    if plan.source.cipher and not plan.cipher:
+        advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
+        warnings.append(f"{plan.source.root} is encrypted, and what is written is not{advice}")
+    plan = partitioned(replace(plan, warnings=tuple(warnings)), None, str(target))
+    if not running.quiet:
+        say_warnings(plan.warnings)
+    if running.dry_run:
+        found = _preflight(plan, target, running, older)
+        if not running.quiet:
+            say_warnings(found)
+        print_plan(plan, str(target), as_json=running.as_json, verbose=running.verbose)
+        return
+    with (
+        cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
+        progress(quiet=running.quiet) as shown,
+    ):
+        done = plan.run(
+            target,
+            client=client,
+            scheduler=running.scheduler,
+            threads=running.threads,
+            fsync=running.fsync,
+            drop_cache=running.drop_cache,
+            overwrite=running.overwrite,
+            restart=running.restart,
+            checksums=None if running.write_manifest is None else True,
+            progress=shown,
+        )
+    wrote()
+    if done.touched and not running.quiet:
+        say_warnings([_touched(done.touched, "kept")])
+    place, manifest, check = result or target, None, None
+    if running.write_manifest is not None:
+        manifest = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
+        check = _command("verify", place, "--manifest", running.write_manifest)
+    if running.quiet and not running.as_json:
+        return
+    is_known = not plan.alone and _is_known(plan, place)
+    keys = [
+        *(key_typed("--key-file", "cipher") if plan.source.cipher else ()),
+        *(key_typed("--target-key-file", "target_cipher") if plan.cipher else ()),
+    ]
+    against = ("--against", plan.source.root)
+    is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
+    verify = _command("verify", place, *(against if is_same else keys)) if is_known or is_same else None
+    if running.as_json:
+        print_json(report_data(plan, str(target), done, verify, check))
+        return
+    look = None
+    if is_known or plan.alone:
+        look = _inspect(place) if plan.cipher else _command("inspect", place)
+    print_text(report_text(plan, done, verify or check or look, manifest, verbose=running.verbose))
+    if running.verbose and verify and look:
+        say(f"to look at it: {look}")
+    if running.verbose and verify and check:
+        say(f"to check it against the manifest: {check}")
+
+
+def _is_known(plan: Plan, place: Place) -> bool:
+    """Return whether the ledger of a target says what all files of a plan are made from, so that a path is enough."""
+    place.refresh()
+    with suppress(SourceError):  # what cannot be read back now is not proposed to be
+        made = made_at(place)
+        return made is not None and all(file.path in made.records for file in plan.files)
+    return False
+
+
+def _command(*words: object) -> str:
+    """Return a command of this program, for a shell."""
+    return f"{called_as()} {shlex.join(map(str, words))}"
+
+
+def _inspect(place: Place) -> str:
+    """Return the command that shows an encrypted target: what was its key is that of a source then."""
+    command = _command("inspect", place, *(typed := key_typed("--key-file", "target_cipher")))
+    end = "_FILE" if os.environ.get("RESHARD_TARGET_KEY_FILE") else ""
+    return command if typed else f'RESHARD_KEY{end}="$RESHARD_TARGET_KEY{end}" {command}'
+
+
+def key_typed(option: str, name: str) -> tuple[object, ...]:
+    """Return an option with the key file that was typed for the parameter of a name; nothing where none was."""
+    typed = click.get_current_context().meta.get(KEY_FILES, {})
+    return (option, typed[name]) if name in typed else ()
+
+
+def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
+    """Print what a run would do."""
+    from reshard.view.data import report_data
+    from reshard.view.text import plan_text
+
+    if as_json:
+        print_json(report_data(plan, directory))
+    else:
+        print_text(plan_text(plan, directory, verbose=verbose, then=then))
+
+
+def _preflight(plan: Plan, target: Place, running: Running, older: Collection[str]) -> list[str]:
+    """Return what a run would find of its target files, and which option it would need."""
+    from reshard.run.beside import refuse_other_ranks
+    from reshard.run.preflight import Do, of, preflight
+    from reshard.view.text import count_text
+
+    there = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart, older=older)
+    if running.overwrite or running.restart:
+        refuse_other_ranks(plan, str(target.real()), older)
+    kept = of(there.fates, Do.KEEP)
+    key = ", with another key" if plan.cipher else ""
+    counts = (
+        (len(kept), "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
+        (there.resumable, "would be resumed, begun by an earlier run"),
+        (
+            len(of(there.fates, Do.CHANGED)),
+            f"would be refused, made by another plan{key} or from other sources; a run needs --restart",
+        ),
+        (len(of(there.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
+    )
+    removed = [f"{count_text(len(older), 'file')} of earlier runs would be removed: {names(sorted(older), most=3)}"]
+    found = [f"{count_text(count, 'target file')} {words}" for count, words in counts if count]
+    touched = sum(there.fates[file].is_touched for file in kept)
+    return [*found, *(removed if older else []), *([_touched(touched, "would keep")] if touched else [])]
+
+
+def _touched(count: int, kept: str) -> str:
+    """Return what to say of finished files whose sources may have changed since; a copy of them is as good."""
+    from reshard.view.text import count_text
+
+    return (
+        f"{kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
+        "changed, or copied or touched, with the size and time that they had; --restart starts over, and "
+        "`reshard verify --against` compares them"
+    )
+
+
+def check_manifest_place(path: Place | None, *, overwrite: bool) -> None:
+    """Refuse a manifest that could not be written, before anything is.
+
+    Raises:
+        TargetError: the manifest is there already, or a directory is.
+    """
+    if path is not None:
+        refuse_existing(path, overwrite=overwrite)
+
+
+def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
+    """Refuse a manifest that would stand in place of a file of the run, or that no files are for.
+
+    Raises:
+        UsageError: the target is a zarr store, or encrypted.
+        TargetError: the manifest's path is that of a target file or of a source file.
+    """
+    if path is None:
+        return
+    if plan.exclusive or plan.cipher or plan.linked:
+        what = "becomes a zarr store" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
+        raise UsageError(
+            f"--write-manifest is for plain checkpoint files, and {target} {what}", code="no-manifest",
+            hint=f"leave it out, and compare with the source: {called_as()} verify {target} --against SOURCE",
+        )  # fmt: skip
+    advice = "choose another name for the manifest"
+    refuse_inputs([path], files_read(plan.source.root, plan.source.files), "one of the source files", advice)
+    refuse_inputs([path], [f"{target}/{file.path}" for file in plan.files], "one of the target files", advice)
+
+
+def _write_manifest(path: Place, report: Report, *, overwrite: bool) -> str:
+    """Write the manifest of a run that is done, and return what to say of it."""
+    from reshard.view.text import count_text  # not on every start
+
+    try:
+        count = report.write_manifest(path, overwrite=overwrite)
+    except ReshardError as error:
+        error.add_note("the target files are complete; the same command, without --restart, makes the manifest alone")
+        raise
+    return f"{path}, {count_text(count, 'checksum')} of {count_text(len(report.files), 'file')}"

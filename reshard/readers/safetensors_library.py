@@ -1,0 +1,163 @@
+"""Reading safetensors files with Hugging Face's library, to check this program's own reader and writer by another.
+
+The library says which tensors a file has, their dtypes and shapes, and gives their contents by name; nothing of this
+program's own reading decides where the bytes are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from reshard.dtypes import INT4
+from reshard.errors import Faults, SourceError, UsageError
+from reshard.formats.safetensors import NAME
+from reshard.storage.base import Around
+from reshard.storage.places import any_store, can
+
+if TYPE_CHECKING:
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.base import ReadStore
+
+_READ_BYTES = 64 << 20  # what a thread may hold of a tensor whose rows are large
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file: its first byte there and the one after its last, its name and its row's size."""
+
+    begin: int
+    end: int
+    name: str
+    row_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class SafetensorsLibrary:
+    """Files that are read with the library: a `Coding`.
+
+    Attributes:
+        tensors: the tensors of each file, in the order of their bytes.
+        unread: names of tensors that the library cannot give, as numpy has no such dtype; they are read here.
+    """
+
+    tensors: dict[str, list[_Stored]]
+    unread: tuple[str, ...]
+
+    def store(self) -> ReadStore:
+        """Return what reads the tensors."""
+        return _LibraryStore(self)
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+        return threads * _READ_BYTES
+
+
+def by_library(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose safetensors files are read with Hugging Face's library.
+
+    Raises:
+        UsageError: it has no such files, or they are encrypted or at a URL.
+        SourceError: the library finds other tensors in a file, or other dtypes or shapes.
+    """
+    from safetensors import safe_open
+
+    files = [file for file in checkpoint.files if file.index.format == NAME]
+    code = "not-for-the-library"
+    if not files or checkpoint.coding is not None:
+        raise UsageError(f"{checkpoint.root} has no plain safetensors files for the library to read", code=code)
+    if not can(files[0].path).positioned:
+        raise UsageError(f"{checkpoint.root}: the safetensors library reads local files only", code=code)
+    faults = Faults(f"{checkpoint.root}, as the safetensors library reads it,")
+    tensors: dict[str, list[_Stored]] = {}
+    unread: dict[str, None] = {}
+    for file in files:
+        entries = {name: entry for name, entry in file.index.entries.items() if entry.text is None}
+        others = dict(file.index.unreadable)
+        try:
+            with safe_open(file.path, framework="numpy") as opened:
+                theirs = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 -- not a dict
+                said = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in theirs.items()}
+        except Exception as error:  # of the library, whose class is its own
+            raise SourceError(f"{file.path}: the safetensors library: {error}", code="library-disagrees") from None
+        for name in entries.keys() ^ (said.keys() - others.keys()):
+            where = "only this program finds it" if name in entries else "only the library finds it"
+            faults.add(f"{file.path}: tensor {name!r}", where, code="library-disagrees")
+        tensors[file.path] = stored = []
+        for name, entry in entries.items():
+            if name not in said or not prod(entry.shape):
+                continue
+            dtype = "I8" if entry.dtype is INT4 else entry.dtype.safetensors
+            if said[name] != (dtype, entry.shape):
+                fault = f"is {said[name]} there; this program read {(dtype, entry.shape)}"
+                faults.add(f"{file.path}: tensor {name!r}", fault, code="library-disagrees")
+            if entry.dtype.name.startswith("float8"):
+                unread[name] = None
+                continue
+            ((begin, nbytes),) = entry.runs
+            rows = entry.shape[0] if entry.shape else 1
+            stored.append(_Stored(begin, begin + nbytes, name, nbytes // rows))
+        stored.sort(key=lambda tensor: tensor.begin)
+    faults.raise_if_any(SourceError)
+    return replace(checkpoint, decoding=SafetensorsLibrary(tensors, tuple(unread)))
+
+
+class _LibraryStore(Around):
+    """Gives ranges of bytes of files from the library's tensors; what is in none of them as the file has it."""
+
+    def __init__(self, library: SafetensorsLibrary) -> None:
+        super().__init__(any_store())
+        self._tensors = library.tensors
+        self._begins = {path: [tensor.begin for tensor in tensors] for path, tensors in library.tensors.items()}
+        self._opened: dict[str, Any] = {}
+        self._lock = Lock()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
+        buffer = buffer.cast("B")
+        tensors, begins = self._tensors.get(path, []), self._begins.get(path, [])
+        while len(buffer):
+            number = bisect_right(begins, offset) - 1
+            tensor = tensors[number] if number >= 0 else None
+            if tensor is not None and offset < tensor.end:
+                count = min(tensor.end - offset, len(buffer))
+                self._read_tensor(path, tensor, offset - tensor.begin, buffer[:count])
+            else:
+                following = begins[number + 1] if number + 1 < len(begins) else offset + len(buffer)
+                count = min(following - offset, len(buffer))
+                self.inner.read_into(path, offset, buffer[:count])
+            offset, buffer = offset + count, buffer[count:]
+
+    def close(self) -> None:
+        """Close every file."""
+        with self._lock:
+            self._opened.clear()
+        super().close()
+
+    def _read_tensor(self, path: str, tensor: _Stored, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes of a tensor, some rows at a time."""
+        whole = self._file(path).get_slice(tensor.name)
+        if not whole.get_shape():
+            content = self._file(path).get_tensor(tensor.name).tobytes()
+            buffer[:] = content[begin : begin + len(buffer)]
+            return
+        step = max(_READ_BYTES // 2 // tensor.row_bytes, 1)
+        row, done = begin // tensor.row_bytes, 0
+        skipped = begin - row * tensor.row_bytes
+        while done < len(buffer):
+            stop = min(row + step, -(-(begin + len(buffer)) // tensor.row_bytes))
+            content = whole[row:stop].tobytes()[skipped : skipped + len(buffer) - done]
+            buffer[done : done + len(content)] = content
+            row, done, skipped = stop, done + len(content), 0
+
+    def _file(self, path: str) -> Any:
+        from safetensors import safe_open
+
+        with self._lock:
+            if path not in self._opened:
+                opened: Any = safe_open
+                self._opened[path] = opened(path, framework="numpy").__enter__()
+            return self._opened[path]

@@ -1,0 +1,175 @@
+"""What Python users see: few names, and arguments as on the command line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Any
+
+import dask.threaded
+import ml_dtypes  # noqa: F401 -- registers bfloat16, which is compared
+import numpy as np
+import pytest
+import users_script
+from commands import Case, call, done
+from dask.array import Array
+from refusals import refused
+from safetensors.numpy import load_file, save_file
+
+import reshard
+from reshard import errors
+from reshard.cli.demo import make
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's files."""
+    home = tmp_path_factory.mktemp("demo")
+    make(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def source(home: Path) -> reshard.Checkpoint:
+    return reshard.open(home / "src_checkpoints", strategy=home / "src_strategy.ckpt")
+
+
+def public(thing: object) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> None:
+    assert public(source) - public({}) | {"get", "items", "keys", "values"} == {
+        "derive", "format", "groups", "merge_lora", "nbytes", "picture", "ranks", "root", "sel", "strategy", "tensors",
+        "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
+    }  # fmt: skip
+    assert public(reshard.plan(source)) == {
+        "dropped", "explain_memory", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",
+        "save", "stats", "warnings",
+    }  # fmt: skip
+    assert isinstance(source[next(iter(source))], Array)
+    with pytest.raises(KeyError, match="did you mean"):
+        source["net.layer1.weigth"]
+
+
+def test_every_error_is_exported() -> None:
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert kinds <= set(reshard.__all__)
+    assert all(getattr(reshard, name) is getattr(errors, name) for name in kinds)
+    with pytest.raises(ImportError):
+        exec("from reshard import opne")  # noqa: S102
+
+
+@pytest.mark.parametrize("function", [reshard.open, reshard.plan, reshard.verify, reshard.convert, reshard.Plan.run])
+def test_every_option_is_in_the_signature_and_the_docstring(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values())
+    assert all(f"        {name}: " in (function.__doc__ or "") for name in parameters if name != "self")
+
+
+def test_a_plan_takes_paths_sizes_words_and_keywords(source: reshard.Checkpoint, home: Path, tmp_path: Path) -> None:
+    by_path = reshard.plan(source, home / "dst_strategy.ckpt", memory="1GB")
+    read = reshard.plan(source, reshard.read_strategy(home / "dst_strategy.ckpt"), memory=10**9)
+    assert by_path.stats == read.stats
+    chosen = {"include": ["net.layer1.*"], "name_map": {"net.*": "model.*"}, "cast": {"float32": "bfloat16"}}
+    reshard.plan(source, format="hf", max_shard_size="1kB", **chosen).run(tmp_path / "hf")
+    names = set(json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"])
+    opened = reshard.open(tmp_path / "hf")
+    assert names == set(opened) == {name.replace("net.", "model.") for name in source.sel("net.layer1.*")}
+    assert {tensor.spec.dtype.name for tensor in opened.tensors.values()} == {"bfloat16"}
+    assert reshard.verify(tmp_path / "hf", against=source, memory="1GB", **chosen)
+    for format, mark in {"mindspore": "param_name_map.json", "dcp": ".metadata", "zarr": "zarr.json"}.items():
+        reshard.plan(source, format=format).run(tmp_path / format)
+        assert (tmp_path / format / mark).is_file()
+    reshard.plan(source, format="checkpoint2", step=3).run(tmp_path / "run")
+    assert (tmp_path / "run" / "iteration_00000003").is_dir()
+
+
+def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint, home: Path) -> None:
+    with refused(reshard.UsageError, "option-of-another-format", "strategy"):
+        reshard.plan(source, home / "dst_strategy.ckpt", format="hf")
+    with refused(reshard.UsageError, "two-selections", "include"):
+        reshard.plan(source, selection=reshard.Selection(), include="*")
+    with refused(reshard.UsageError, "bad-size", "memory"):
+        reshard.plan(source, memory="lots")
+    with refused(reshard.UsageError, "not-a-checkpoint", "src"):
+        reshard.plan("src")  # type: ignore[arg-type]
+    with refused(reshard.UsageError, "option-of-another-format", "max_shard_size"):
+        reshard.plan(source, files=reshard.HuggingFaceSet(), max_shard_size="1GB")
+
+
+def test_a_graph_gives_a_report_and_a_run_takes_a_scheduler(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, format="safetensors")
+    computed = plan.graph(tmp_path / "computed").compute()
+    assert isinstance(computed, reshard.Report)
+    called = []
+
+    def get(tasks: Any, key: Any, **options: Any) -> Any:
+        called.append(key)
+        return dask.threaded.get(tasks, key, **options)
+
+    told: list[reshard.Progress] = []
+    report = plan.run(tmp_path / "run", scheduler=get, progress=told.append)
+    assert called
+    assert report.bytes_written == computed.bytes_written == told[-1].written
+    assert reshard.verify(tmp_path / "run")
+    with refused(reshard.UsageError, "two-schedulers"):
+        plan.run(tmp_path / "again", scheduler=get, client=object())
+
+
+def test_convert_takes_the_format_from_the_name_or_the_source(
+    source: reshard.Checkpoint, home: Path, tmp_path: Path
+) -> None:
+    src, strategy = home / "src_checkpoints", home / "src_strategy.ckpt"
+    whole = reshard.convert(src, tmp_path / "whole.safetensors", source_strategy=strategy)
+    assert whole.files == ("whole.safetensors",)
+    assert set(load_file(tmp_path / "whole.safetensors")) <= set(source)
+    assert reshard.convert(tmp_path / "whole.safetensors", tmp_path / "whole.ckpt").files == ("whole.ckpt",)
+    assert "zarr.json" in reshard.convert(source, tmp_path / "model.zarr").files
+    assert reshard.convert(src, tmp_path / "same", to="safetensors").source_files == 8, "each rank as it is cut"
+    ranks = reshard.convert(
+        src, tmp_path / "four", source_strategy=strategy, target_strategy=home / "dst_strategy.ckpt"
+    )
+    assert [name.partition("/")[0] for name in ranks.files] == [f"rank_{rank}" for rank in range(4)]
+    assert reshard.open(tmp_path / "four").format == "ckpt", "as the source"
+    reshard.convert(tmp_path / "model.zarr", tmp_path / "hf", to="hf", max_shard_size="1MB")
+    assert reshard.verify(tmp_path / "hf", against=tmp_path / "whole.safetensors", weights_only=True)
+    with refused(reshard.UsageError, "option-of-another-format", "compression"):
+        reshard.convert(src, tmp_path / "x", to="hf", compression="zstd")
+    with refused(reshard.UsageError, "one-file", "strategy"):
+        reshard.convert(src, tmp_path / "x.ckpt", source_strategy=strategy, target_strategy=strategy)
+
+
+def test_the_safetensors_library_reads_what_was_written(source: reshard.Checkpoint, home: Path, tmp_path: Path) -> None:
+    reshard.plan(source, home / "dst_strategy.ckpt", format="safetensors").run(tmp_path / "out")
+    found = reshard.verify(tmp_path / "out", independent=True)
+    assert found
+    assert found.independent == 4
+    path = tmp_path / "out" / "rank_2" / "checkpoint_2.safetensors"
+    tensors = load_file(path)
+    name = "net.layer1.weight"
+    tensors[name] = np.negative(tensors[name])
+    save_file(tensors, path)
+    changed = reshard.verify(tmp_path / "out", against=source, independent=True)
+    assert {one.name for one in changed.differences if one.kind == "values"} == {name}
+    with refused(reshard.UsageError, "needs-source"):
+        reshard.verify(tmp_path / "out" / "rank_0", independent=True)
+    with refused(reshard.UsageError, "not-for-the-library"):
+        reshard.verify(home / "src_checkpoints", home / "src_strategy.ckpt", against=source, independent=True)
+
+
+def test_the_command_reads_with_the_library_too(case: Case, tmp_path: Path) -> None:
+    done("transform", case.source, tmp_path / "out", *case.strategies, "--format", "safetensors")
+    result = json.loads(done("verify", tmp_path / "out", "--independent", "--json").stdout)
+    assert (result["independent"], result["equal"]) == (4, True)
+    assert call("verify", tmp_path / "out" / "rank_0", "--independent").exit_code == 2
+
+
+def test_a_users_script_runs(home: Path, tmp_path: Path) -> None:
+    users_script.main(home / "src_checkpoints", home / "src_strategy.ckpt", str(home / "dst_strategy.ckpt"), tmp_path)
+    assert {"ranks", "computed", "hf", "one.safetensors", "model.zarr", "plan.json"} <= {
+        p.name for p in tmp_path.iterdir()
+    }

@@ -1,0 +1,118 @@
+"""The generated pages of `docs/`: commands from the program's own help, and error codes from the package's source.
+
+python tests/docs_made.py   # writes them again
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.testing import CliRunner
+
+import reshard
+from reshard import errors
+from reshard.cli.main import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DOCS = Path(__file__).parent.parent / "docs"
+PACKAGE = Path(reshard.__file__).parent
+KINDS = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if name.endswith("Error")}
+MOST_LETTERS = 90
+
+
+def commands_page() -> str:
+    """Return the page of all commands: what `--help-all` prints, at 100 columns."""
+    parts = ["# Commands\n\nMade by `python tests/docs_made.py` from the program's own help.\n"]
+    for path, command in below(cli, ()):
+        listed = isinstance(command, click.Group)
+        arguments = [*path, "--help" if listed else "--help-all"]
+        shown = CliRunner().invoke(cli, arguments, prog_name="reshard", env={"COLUMNS": "100"}, terminal_width=100)
+        assert shown.exit_code == 0, shown.output
+        lines = "\n".join(line.rstrip() for line in shown.output.strip("\n").split("\n"))
+        parts.append(f"## {' '.join(['reshard', *path])}\n\n```text\n{lines}\n```\n")
+    return "\n".join(parts)
+
+
+def below(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield a command and those below it."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            if inner and not inner.hidden:
+                yield from below(inner, (*path, name))
+
+
+def errors_page() -> str:
+    """Return the page of all error codes, each with its exit codes and the messages that have it."""
+    codes: dict[str, tuple[set[str], list[str]]] = {}
+    for kind in KINDS.values():
+        codes.setdefault(kind.code, (set(), []))[0].add(str(kind.exit_code))
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            for code in codes_of(call):
+                exits, messages = codes.setdefault(code, (set(), []))
+                name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+                if name in KINDS:
+                    exits.add(str(KINDS[name].exit_code))
+                message = message_of(call)
+                if message and message not in messages:
+                    messages.append(message)
+    rows = [
+        f"| `{code}` | {', '.join(sorted(exits))} | {'; '.join(messages[:2])} |"
+        for code, (exits, messages) in sorted(codes.items())
+    ]
+    head = (
+        "# Errors\n\nMade by `python tests/docs_made.py` from the source. A code names a cause and stays the same when "
+        "the wording\nchanges; `--json` and `error.code` in Python have it. `…` stands for what varies. If there is no "
+        "exit code, it is\n2 for faults of options and 4 for faults of files.\n\n"
+        "| code | exit code | messages, such as |\n|---|---|---|\n"
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def codes_of(node: ast.AST) -> list[str]:
+    """Return the codes that a call gives to an error or a fault."""
+    if not isinstance(node, ast.Call):
+        return []
+    values = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+    return [one.value for value in values for one in ast.walk(value) if isinstance(one, ast.Constant) and one.value]
+
+
+def message_of(call: Any) -> str:
+    """Return the message of an error, or of a fault, with `…` for what is put in."""
+    place = 1 if isinstance(call.func, ast.Attribute) else 0  # faults.add(where, what)
+    if len(call.args) <= place:
+        return ""
+    text = re.sub(r"\s+", " ", words(call.args[place])).strip()
+    text = re.sub(r"(… ?)+", "… ", text).replace("|", "\\|").strip()
+    text = re.sub(r"… ([;,:.)\]])", r"…\1", text)
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
+
+
+def words(node: ast.AST) -> str:
+    """Return the literal text of an expression."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else "…"
+    if isinstance(node, ast.JoinedStr):
+        return "".join(words(value) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return words(node.left) + words(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Text":
+        return "".join(words(value) for value in node.args)
+    return "…"
+
+
+PAGES = {"reference/commands.md": commands_page, "reference/errors.md": errors_page}
+
+if __name__ == "__main__":
+    for place, make in PAGES.items():
+        (DOCS / place).write_text(make())

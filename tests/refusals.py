@@ -1,0 +1,60 @@
+"""Assert errors by kind, stable code and place, not by their wording."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from commands import call
+
+from reshard.cli.terminal import Told, told
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from click.testing import Result
+
+
+@contextmanager
+def refused(kind: type[BaseException], code: str, *places: object) -> Iterator[pytest.ExceptionInfo[ReshardError]]:
+    """Expect an error of this class and code, whose text names these places (files, tensors, options, numbers)."""
+    with pytest.raises(kind) as caught:
+        yield caught  # type: ignore[misc]  # a ReshardError, as is asserted next
+    check(caught.value, code, *places)
+
+
+def check(error: BaseException, code: str, *places: object) -> None:
+    """Assert the code of an error, and that its text names some places."""
+    assert isinstance(error, ReshardError), repr(error)
+    assert code in error.codes, f"{error.codes}: {error}"
+    for place in places:
+        assert str(place) in str(error), f"{place} is not named: {error}"
+
+
+def failed(exit_code: int, code: str, *arguments: str | Path, places: tuple[object, ...] = ()) -> Result:
+    """Run a command that must fail with this exit status and code, and name these places on stderr."""
+    with reported() as errors:
+        result = call(*arguments)
+    assert result.exit_code == exit_code, result.output
+    codes = [each for error in errors for each in getattr(error, "codes", ("failed",))]
+    assert code in (codes or ["usage"]), f"{codes}: {result.stderr}"
+    for place in places:
+        assert str(place) in result.stderr, result.stderr
+    return result
+
+
+@contextmanager
+def reported() -> Iterator[list[BaseException]]:
+    """Collect the errors that commands report; those that click reports itself, of wrong usage, are not among them."""
+    errors: list[BaseException] = []
+
+    def collect(error: BaseException) -> Told:
+        errors.append(error)
+        return told(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reshard.cli.commands.told", collect)
+        yield errors
