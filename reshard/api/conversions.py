@@ -4,42 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from reshard.api.asked import OPENING, Asked
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.api.choices import selection_of, target_of
-from reshard.errors import Option, TargetError, Text, UsageError
-from reshard.formats import check_name
-from reshard.formats.sets import LinkedDCP
-from reshard.plan.make import plan, plan_convert
+from reshard.api.choices import selection_of
+from reshard.api.jobs import job
 from reshard.plan.select import Selection
-from reshard.readers.open import has_several_ranks, noted, self_described
-from reshard.readers.open import open as open_checkpoint
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
-from reshard.targets.kinds import (
-    CUT,
-    RANKS,
-    WHOLE,
-    check_options,
-    file_format,
-    files_of,
-    is_file_name,
-    named_word,
-    source_word,
-    word_of,
-)
-from reshard.targets.pattern import read_layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from reshard.api.choices import Globs
-    from reshard.plan.plan import Plan
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.run import Progress, Report
-    from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName, Place
+    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 
@@ -135,157 +116,24 @@ def convert(
         reshard.SourceError, reshard.StrategyError, reshard.BudgetError, reshard.TargetError: as `reshard.open`,
             `reshard.plan` and `Plan.run` do.
     """
-    options = {
-        "layouts_of": layouts_of, "target_strategy": target_strategy, "ranks": ranks, "target_stage": stage,
-        "remove_redundancy": remove_redundancy, "link_replicas": link_replicas, "prefix": prefix, "target_step": step,
-        "max_shard_size": max_shard_size, "link": link, "chunk_size": chunk_size, "shard_size": shard_size,
-        "compression": compression,
-    }  # fmt: skip
-    given = [name for name, value in options.items() if value is not None and value is not False]
     selection = selection_of(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
         allow_missing=allow_missing, rules=rules, lora=lora,
     )  # fmt: skip
-    word = _stated(to, target, link=link)
-    if word is not None:
-        check_options(word, given)
-    place, memory_bytes = as_place(target), size_of(memory, "memory")
-    made: Plan
-    if not isinstance(source, Checkpoint) and _keeps_ranks(
-        as_place(source), source_strategy, place, word, given, selection, cipher, memory_bytes, same_ranks=same_ranks
-    ):
-        made, name = _of_same_ranks(as_place(source), place, word, selection, given, cipher, target_cipher, threads)
-    elif same_ranks:
-        raise UsageError(
-            "same_ranks converts the files of a path, and an opened checkpoint is given", code="needs-path",
-            hint="name the directory of the source",
-        )  # fmt: skip
-    else:
-        record = (
-            record_of(source)
-            if isinstance(source, Checkpoint)
-            else open_checkpoint(source, strategy=source_strategy, cipher=cipher)
-        )
-        word = word or _of_source(record, given)
-        check_options(word, given)
-        name = _file_name(record, place, word, given)
-        layout = read_layouts(layouts_of) if layouts_of is not None else target_of(target_strategy, record, selection)
-        files = files_of(
-            word, name, prefix=prefix, step=step, max_shard_size=size_of(max_shard_size, "max_shard_size"),
-            chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
-            compression=compression,
-        )  # fmt: skip
-        made = plan(
-            record, layout, format=None if word == "checkpoint2" or link else file_format(word),
-            prefix=prefix or "checkpoint_", files=LinkedDCP() if link else files, ranks=ranks, stage=stage,
-            selection=selection, remove_redundancy=remove_redundancy, link_replicas=link_replicas, memory=memory_bytes,
-            threads=threads, target_cipher=target_cipher,
-        )  # fmt: skip
-    return made.run(
-        place.parent if name else place, client=client, scheduler=scheduler, threads=threads, overwrite=overwrite,
+    asked = Asked(
+        to=to, target_strategy=target_strategy, layouts_of=layouts_of, ranks=ranks, target_stage=stage,
+        remove_redundancy=remove_redundancy, link_replicas=link_replicas, link=link, same_ranks=same_ranks,
+        prefix=prefix, target_step=step, max_shard_size=size_of(max_shard_size, "max_shard_size"),
+        chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
+        compression=compression, memory=size_of(memory, "memory"), target_cipher=target_cipher,
+    )  # fmt: skip
+    place = as_place(target)
+    made = job(
+        record_of(source) if isinstance(source, Checkpoint) else as_place(source),
+        source_strategy, place, asked, selection or Selection(), {**OPENING, "cipher": cipher},
+        threads=threads,
+    )  # fmt: skip
+    return made.plan.run(
+        made.directory or place, client=client, scheduler=scheduler, threads=threads, overwrite=overwrite,
         restart=restart, progress=progress,
     )  # fmt: skip
-
-
-def _stated(to: str | None, target: AnyName, *, link: bool) -> str | None:
-    """Return what is to be written, as an option or the name of the target says; None if neither does."""
-    if to is not None:
-        word = word_of(to)
-        if word in RANKS or as_place(target).suffix == ".zarr":
-            check_name(str(target), word)
-        return word
-    if link:
-        return "dcp"
-    named = named_word(target)
-    return named and named[0]
-
-
-def _of_source(source: Record, given: Collection[str]) -> str:
-    """Return what is written if nothing else says it: what the source is."""
-    word = source_word(source)
-    return "safetensors" if word in WHOLE and {*CUT}.intersection(given) else word
-
-
-def _file_name(source: Record, target: Place, word: str, given: Collection[str]) -> str | None:
-    """Return the name of the target file if the target is one file, else None.
-
-    Raises:
-        UsageError: several ranks are asked for.
-        TargetError: it is a directory, and the source is one file.
-    """
-    cut = [name for name in CUT if name in given]
-    named = is_file_name(target)
-    if word not in RANKS or not (named or as_place(source.root).is_file()):
-        return None
-    if cut and named:
-        message = Text(f"{target.name} is the name of one file, and ", Option(cut[0]), " makes a file for each rank")
-        raise UsageError(message, code="one-file", hint="name a directory")
-    if cut:
-        return None
-    _refuse_directory(target, source.root)
-    return target.name
-
-
-def _refuse_directory(target: Place, source: object) -> None:
-    if target.is_dir():
-        raise TargetError(f"{target} is a directory, and {source} is one file", code="is-directory", hint="name a file")
-
-
-def _keeps_ranks(
-    source: Place,
-    source_strategy: object,
-    target: Place,
-    word: str | None,
-    given: Collection[str],
-    selection: Selection | None,
-    cipher: Cipher | None,
-    memory: int | None,
-    *,
-    same_ranks: bool,
-) -> bool:
-    """Return whether each file is converted as it is cut: as asked for, or because nothing says how it was sharded."""
-    if same_ranks:
-        return True
-    if word not in RANKS or source_strategy is not None or {*CUT}.intersection(given):
-        return False
-    if source.is_file():
-        chosen = selection or Selection()
-        plain = chosen == Selection(drop=chosen.drop, rules=chosen.rules)
-        return plain and memory is None and self_described(source) is None
-    if is_file_name(target) or not source.is_dir() or not has_several_ranks(source):
-        return False
-    known = noted(source, cipher)
-    return not (known.is_known or known.change)
-
-
-def _of_same_ranks(
-    source: Place,
-    target: Place,
-    word: str | None,
-    selection: Selection | None,
-    given: Collection[str],
-    cipher: Cipher | None,
-    target_cipher: Cipher | None,
-    threads: int | None,
-) -> tuple[Plan, str | None]:
-    """Plan how each file is converted as it is cut; return the target's name, too, if it is one file."""
-    if word is None:
-        raise UsageError(
-            "same_ranks changes the format alone, and none is given", code="needs-format",
-            hint=Text("add ", Option("to", "ckpt"), " or ", Option("to", "safetensors")),
-        )  # fmt: skip
-    chosen = selection or Selection()
-    if given or chosen != Selection(drop=chosen.drop, rules=chosen.rules):
-        raise UsageError(
-            f"{source}: tensors cannot be cut or chosen if each rank's file is converted as it is",
-            code="needs-strategy", hint=Text("say how it was sharded: ", Option("source_strategy")),
-        )  # fmt: skip
-    name = None
-    if source.is_file():
-        _refuse_directory(target, source)
-        name = target.name
-    made = plan_convert(
-        source, word, name=name, drop=chosen.drop, threads=threads, cipher=cipher, target_cipher=target_cipher,
-        rules=chosen.rules,
-    )  # fmt: skip
-    return made, name

@@ -125,7 +125,7 @@ def plan(
         check_options(word, given)
         size = size_of(max_shard_size, "max_shard_size")
         files = files_of(word, prefix=prefix, step=step, max_shard_size=size)
-        format = None if word == "checkpoint2" else file_format(word)  # noqa: A001 -- as above
+        format = file_format(word)  # noqa: A001 -- as above
     elif own := {"max_shard_size", "target_step"} & {*given}:
         names = " and ".join(name.removeprefix("target_") for name in sorted(own))
         raise UsageError(

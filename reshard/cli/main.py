@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from reshard.api.asked import OPENING
 from reshard.cli.commands import Border, option
-from reshard.cli.options import OPENING, json_option, raw_option, source_options
+from reshard.cli.options import json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
 from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, TARGET

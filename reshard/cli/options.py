@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
+from reshard.api.asked import OPENING, Asked
 from reshard.cli.commands import option
 from reshard.cli.terminal import JSON
 from reshard.cli.values import (
@@ -31,55 +32,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
-
-CUT = ("target_strategy", "layouts_of", "ranks", "stage", "remove_redundancy", "link_replicas")
-"""The options that are about ranks of the target."""
-
-_FLAGS = {"stage": "--target-stage", "step": "--target-step", "cipher": "--target-key-file"}
-
-OPENING: dict[str, Any] = {
-    "rank_pattern": "rank_{rank}/*",
-    "suffix": None,
-    "layouts": {},
-    "stage": None,
-    "iteration": None,
-    "partial": False,
-}
-"""The parameters that say how a checkpoint is opened besides its strategy and its key, and what they are by default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the options say of a target: their values, by the names of the options."""
-
-    to: str | None
-    format: str | None
-    style: str | None
-    target_strategy: Place | None
-    layouts_of: Place | None
-    ranks: tuple[int, ...] | None
-    stage: int | None
-    remove_redundancy: bool
-    link_replicas: bool
-    link: bool
-    same_ranks: bool
-    prefix: str | None
-    step: int | None
-    max_shard_size: int | None
-    chunk_size: int | None
-    shard_size: int | None
-    compression: str | None
-    memory: int | None
-    cipher: Cipher | None
-
-    def given(self, names: Iterable[str]) -> list[str]:
-        """Return the flags of those of some options that were given."""
-        return [flag(name) for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
-
-
-def flag(name: str) -> str:
-    """Return what to type for an attribute of `Asked`."""
-    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 class Running(NamedTuple):
@@ -313,11 +265,9 @@ def target_options(verb: Literal["convert", "transform", "unify", "plan"]) -> Ca
 
 
 def _with_target_options(verb: str, command: Callable[..., Any]) -> Callable[..., Any]:
-    renamed = {"stage": "target_stage", "step": "target_step", "cipher": "target_cipher"}
-
     @functools.wraps(command)
     def asking(*args: Any, **given: Any) -> Any:
-        values = {field.name: given.pop(renamed.get(field.name, field.name)) for field in fields(Asked)}
+        values = {field.name: given.pop(field.name) for field in fields(Asked)}
         return command(*args, asked=Asked(**values), **given)
 
     wrapped: Callable[..., Any] = asking

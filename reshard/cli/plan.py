@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.cli.carry import KEYS, carry_out, key_typed, print_plan
 from reshard.cli.commands import Command, option
-from reshard.cli.jobs.carry import KEYS, carry_out, key_typed, print_plan
 from reshard.cli.options import (
-    Asked,
     Running,
     json_option,
     key_option,
@@ -31,6 +30,7 @@ from reshard.storage.small import refuse_existing
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.api.asked import Asked
     from reshard.plan.select import Selection
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
@@ -83,7 +83,7 @@ def plan(
     With -o the plan is saved, for `reshard run` here or on another machine that has the same files. The plan file holds
     no weights and no key. TARGET may be saved in it too, as a path below the directory in which it is run.
     """
-    from reshard.cli.jobs.target import job
+    from reshard.api.jobs import job
     from reshard.plan import planfile as plan_file
 
     if overwrite and output is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IROTH, S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -13,22 +12,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-import reshard
 from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS
 from reshard.dtypes import by_name
-from reshard.errors import Faults, ReshardError, SourceError, UsageError
+from reshard.errors import Faults, UsageError
 from reshard.formats.sets import DCP_NAME
 from reshard.layout.block import LONGEST_NAME
-from reshard.readers.open import open as open_checkpoint
 from reshard.sizes import parse_size
 from reshard.storage.cipher import Cipher, read_key
 from reshard.storage.places import as_place, is_url
 from reshard.storage.small import is_text, parse_json, pointed, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from reshard.storage.places import AnyName
 
 _MOST_RANKS = 1 << 20
 _LARGEST_NAME_MAP = 1 << 26
@@ -242,34 +238,3 @@ READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
 STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
 WRITE, WRITE_PLACE = PathType(OUTPUTS), PathType(OUTPUTS, remote=True)
 TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
-
-
-@contextmanager
-def noting_swap(
-    path: AnyName, strategy: AnyName | None, other: AnyName | None, reading: dict[str, Any]
-) -> Iterator[None]:
-    """Say it if a checkpoint that does not open with its strategy does with that of the other side.
-
-    Raises:
-        SourceError: it does not open.
-    """
-    try:
-        yield
-    except SourceError as error:
-        if strategy is not None and other is not None and _fits_other(path, strategy, other, reading):
-            raise SourceError(
-                "the two strategies are swapped",
-                code="swapped-strategies",
-                facts=[f"{path} does not fit {strategy}; it fits {other}"],
-                hint="exchange --source-strategy and --target-strategy",
-            ) from error
-        raise
-
-
-def _fits_other(path: AnyName, strategy: AnyName, other: AnyName, reading: dict[str, Any]) -> bool:
-    """Return whether a checkpoint opens with another strategy than its own, which can be read."""
-    with suppress(ReshardError, OSError):
-        reshard.read_strategy(strategy)
-        open_checkpoint(path, strategy=other, **reading)
-        return True
-    return False

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from reshard.api.asked import OPENING
 from reshard.cli.commands import Command, option
 from reshard.cli.options import (
-    OPENING,
     cluster_option,
     json_option,
     memory_option,
@@ -31,7 +31,7 @@ from reshard.cli.terminal import (
     say_warnings,
     wrote,
 )
-from reshard.cli.values import READ_PLACE, WRITE_PLACE, noting_swap, share
+from reshard.cli.values import READ_PLACE, WRITE_PLACE, share
 from reshard.errors import UsageError, VerifyError
 from reshard.plan.select import Selection
 from reshard.storage.cipher import required
@@ -99,7 +99,8 @@ was not looked at), independent (how many files of TARGET the safetensors
 library read), and differences: kind (values, missing, extra, dtype, shape,
 text, note; file, size, checksum), text, tensor, side, rank, path, block (start,
 stop), index (in the whole tensor), index_in_block, count, found, expected,
-reference. If it fails, it has error: code, exit_code, message, facts, hint.
+reference, dtype. If it fails, it has error: code, exit_code, message, facts,
+hint.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
@@ -279,6 +280,7 @@ def _opened(
     alone: bool = False,
 ) -> Place | Checkpoint:
     """Open one side as its options say; return its path if there are none, so that ledgers may say how."""
+    from reshard.api.jobs import noting_swap
     from reshard.verify.sides import opened
 
     strategy, other = strategies[what], strategies["source" if what == "target" else "target"]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
+from reshard.api.asked import OPENING
+from reshard.cli.carry import KEYS, carry_out, check_manifest_place
 from reshard.cli.commands import Command, option
-from reshard.cli.jobs.carry import KEYS, carry_out, check_manifest_place
-from reshard.cli.options import OPENING, Asked, Running, run_options, source_options, target_options
+from reshard.cli.options import Running, run_options, source_options, target_options
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE
@@ -22,7 +23,8 @@ from reshard.storage.small import is_within
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.cli.jobs.target import Verb
+    from reshard.api.asked import Asked
+    from reshard.api.jobs import Verb
     from reshard.storage.places import AnyName, Place
 
 
@@ -143,7 +145,7 @@ def _write(
     **reading: Any,
 ) -> None:
     """Write a checkpoint."""
-    from reshard.cli.jobs.target import job, with_format  # not on every start
+    from reshard.api.jobs import job, with_format  # not on every start
 
     if via_zarr is not None:
         if asked.same_ranks:
@@ -152,7 +154,7 @@ def _write(
             )
         _check_apart(via_zarr, source, target, running.write_manifest)
         check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
-        plain = str(via_zarr) if asked.cipher else f"{via_zarr} and {target}"
+        plain = str(via_zarr) if asked.target_cipher else f"{via_zarr} and {target}"
         if not _make_store(source, source_strategy, via_zarr, plain, selection, asked.memory, running, reading):
             return
         source, source_strategy = via_zarr, None

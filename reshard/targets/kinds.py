@@ -16,7 +16,7 @@ from reshard.storage.places import as_place
 from reshard.targets.checkpoint2 import Checkpoint2
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import AnyName
@@ -37,13 +37,14 @@ CHECKPOINT2 = "checkpoint2"
 
 _ALIASES = {"huggingface": "hf", "ms": "mindspore"}
 _BLOCKS = (*RANKS, DCP_NAME, CHECKPOINT2)
-TAKEN_BY: Mapping[str, Collection[str]] = {
+TAKEN_BY: Mapping[str, Sequence[str]] = {
     "layouts_of": (DCP_NAME, CHECKPOINT2),
     "target_strategy": _BLOCKS,
     "ranks": _BLOCKS,
     "target_stage": _BLOCKS,
     "remove_redundancy": _BLOCKS,
     "link_replicas": _BLOCKS,
+    "same_ranks": RANKS,
     "prefix": (*RANKS, CHECKPOINT2),
     "target_step": (DCP_NAME, CHECKPOINT2),
     "max_shard_size": ("hf", "mindspore", DCP_NAME, CHECKPOINT2),
@@ -140,12 +141,17 @@ def check_options(word: str, options: Collection[str]) -> None:
     if not wrong:
         return
     listed = joined(", ", [Text(Option(name)) for name in wrong])
-    if word in WHOLE and set(wrong) & set(CUT):
-        message = Text(f"{WHOLE[word]} holds whole tensors, and does not take ", listed)
-    else:
-        message = Text(f"the format {word} does not take ", listed)
-    words = " or ".join(TAKEN_BY[wrong[0]])
-    raise UsageError(message, code="option-of-another-format", hint=f"leave it out, or choose {words}")
+    code = "option-of-another-format"
+    if word in WHOLE and (cut := [name for name in wrong if name in CUT]):
+        raise UsageError(
+            f"{WHOLE[word]} holds whole tensors", code=code,
+            hint=Text("leave ", joined(", ", [Text(Option(name)) for name in cut]), " out"),
+        )  # fmt: skip
+    first, *others = TAKEN_BY[wrong[0]]
+    raise UsageError(
+        Text(listed, f" does not go with the format {word}"), code=code,
+        hint=Text("leave ", listed, " out, or choose ", Option("to", first), *(f" or {other}" for other in others)),
+    )  # fmt: skip
 
 
 def files_of(
@@ -183,10 +189,12 @@ def files_of(
     return HuggingFaceSet(**some) if word == "hf" else MindSporeSet(**some)
 
 
-def file_format(word: str) -> str:
-    """Return the format of the files of a target.
+def file_format(word: str) -> str | None:
+    """Return the format of the files of a target; None for a Checkpoint 2.0, which decides that itself.
 
     >>> file_format("hf"), file_format("dcp")
     ('safetensors', 'dcp')
     """
+    if word == CHECKPOINT2:
+        return None  # it says so itself
     return word if word in {*RANKS, ZARR, DCP_NAME} else "safetensors"

@@ -32,6 +32,7 @@ class Difference:
         found: the bits of that element, as hexadecimal digits; of `dtype`, the dtype.
         expected: what it should be.
         reference: the source file that says so.
+        dtype: of both, of `values`.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class Difference:
     found: str | None = None
     expected: str | None = None
     reference: str | None = None
+    dtype: str | None = None
 
     @property
     def index_in_block(self) -> tuple[int, ...] | None:

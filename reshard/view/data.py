@@ -230,4 +230,5 @@ def _difference_data(one: Difference) -> dict[str, object]:
         "found": one.found,
         "expected": one.expected,
         "reference": one.reference,
+        "dtype": one.dtype,
     }

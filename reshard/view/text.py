@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.dtypes import BY_NAME
 from reshard.errors import PYTHON, Option, Text, bytes_text, joined, names, printable, spelled
 from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
@@ -535,11 +536,17 @@ def _differences_lines(found: Verification, words: Words, every_one: str) -> Ite
     """Yield the first differences; those of many tensors that are alike are one."""
     groups: dict[object, list[Difference]] = {}
     for number, one in enumerate(found.differences):
-        alike = one.kind == "dtype" or (one.kind in {"missing", "extra"} and one.path is None)
-        groups.setdefault((one.kind, one.text) if alike else number, []).append(one)
+        key: object = number
+        if one.kind == "dtype" or (one.kind in {"missing", "extra"} and one.path is None):
+            key = one.kind, one.text
+        elif one.kind == "values" and one.index is not None:
+            key = one.kind, one.name
+        groups.setdefault(key, []).append(one)
     shown = list(groups.values())[:_MOST_SHOWN]
     for one, *others in shown:
-        if others:
+        if one.kind == "values" and one.index is not None:
+            yield from _values_lines(sorted((one, *others), key=lambda each: each.side == "source"), found, words)
+        elif others:
             folded = _folded((other.name or "" for other in (one, *others)), _MOST_MISSING)
             yield f"  {count_text(1 + len(others), 'tensor')}, {folded}: {one.text}"
         else:
@@ -562,17 +569,42 @@ def _difference_lines(one: Difference, found: Verification, words: Words) -> Ite
         yield f"  {below(one.path or '', found.target)}: {printable(spelled(one.text, words))}"
         return
     place = printable(near(one.path)) if one.path is not None else ""
-    if one.kind == "values" and one.index is not None and one.block is not None:
-        count = f"{one.count} of {count_text(one.block.size, 'element')}"
-        name = f"{printable(one.name)}{shape_text(one.index)}"
-        why = one.text.partition(f"expected 0x{one.expected}")[2]  # what the places below do not say
-        yield f"  {name}   0x{one.found}, expected 0x{one.expected}   ({count}){printable(spelled(why, words))}"
-        yield f"    {place} {shape_text(one.index_in_block or ())}  vs  {printable(near(one.reference or ''))}"
-        return
     kind = "object" if one.kind == "object" else "tensor"
     yield f"  {kind} {printable(one.name)}: {printable(spelled(one.text, words))}"
     if place:
         yield f"    {one.side}, {'' if one.rank is None else f'rank {one.rank}, '}{place}"
+
+
+def _values_lines(every: Sequence[Difference], found: Verification, words: Words) -> Iterable[str]:
+    """Yield the first element of a tensor that differs, as both files have it, and how many files differ besides."""
+    one, *others = every
+    block = f" of {count_text(one.block.size, 'element')} of this block" if one.block is not None else ""
+    why = one.text.partition(f"expected 0x{one.expected}")[2]  # how two tensors became one
+    name = f"{printable(one.name or '')}{shape_text(one.index or ())}"
+    yield f"  {name}   {one.count}{block}{printable(spelled(why, words))}"
+    values = [_value_text(bits or "", one.dtype) for bits in (one.found, one.expected)]
+    width = max(map(len, values))
+    yield f"    {values[0]:{width}}  {printable(near(one.path or ''))} {shape_text(one.index_in_block or ())}"
+    yield f"    {values[1]:{width}}  {printable(near(one.reference or ''))}"
+    if others:
+        yield f"    {len(others):,} more {'file differs' if len(others) == 1 else 'files differ'} in this tensor"
+    if found.against and not why and every[-1].side == "source":
+        yield f"    replicas inside {printable(near(found.against))} differ from each other"
+
+
+def _value_text(bits: str, dtype: str | None) -> str:
+    """Return an element as hexadecimal digits and as its value.
+
+    >>> _value_text("3f800000", "float32")
+    '0x3f800000 (1.0)'
+    """
+    if dtype is None:
+        return f"0x{bits}"
+    import numpy as np
+
+    kind = BY_NAME[dtype]
+    value = np.array([int(bits, 16)], kind.carrier()).view(kind.numpy())[0]
+    return f"0x{bits} ({value!s})"
 
 
 def below(path: str, root: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,9 +57,9 @@ def test_a_difference_is_told_on_one_screen(folder: Path) -> None:
     path = "rank_2/checkpoint_2.ckpt"
     lines = result.stdout.splitlines()
     assert lines[0] == "dst differs from src: 1 of 3 tensors"
-    assert lines[1].startswith("  w[1, 2]   0x")
-    assert lines[1].endswith("   (1 of 864 elements)")
-    assert lines[2:] == [f"    dst/{path} [1, 2]  vs  src/rank_0/checkpoint_0.ckpt"]
+    assert lines[1].startswith("  w[1, 2]   1 of 864 elements")
+    places = [re.fullmatch(r"    0x[0-9a-f]{8} \(.+\) +(\S+)( \[1, 2\])?", line) for line in lines[2:]]
+    assert [place and place[1] for place in places] == [f"dst/{path}", "src/rank_0/checkpoint_0.ckpt"]
     assert result.stderr == "", "the difference is told once"
     quiet = failed(3, "different", *BOTH, "--quiet", places=("dst", "src"))
     assert (quiet.stdout, len(quiet.stderr.splitlines())) == ("", 1)
@@ -73,7 +74,7 @@ def test_everything_differs(folder: Path) -> None:
     result = call(*BOTH)
     assert result.exit_code == 3
     assert len(result.stdout.splitlines()) <= 24
-    assert "and 12 more; --json lists them all" in result.stdout
+    assert result.stdout.count("5 more files differ") == 3
     assert len(data(call(*BOTH, "--json"))["differences"]) == 18
 
 

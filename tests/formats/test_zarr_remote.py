@@ -146,7 +146,7 @@ def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str)
     """Chunks of an older one would be taken for the new one's."""
     source.to_zarr(f"{root}/z", chunk_size=400)
     bits = reshard.Selection(include=("bits",))
-    with pytest.raises(TargetError, match="too; choose another directory, or remove it"):
+    with refused(TargetError, "other-files"):
         source.to_zarr(f"{root}/z", selection=bits)
     fs, path = fsspec.core.url_to_fs(f"{root}/z/mine")
     fs.pipe_file(path, b"x")

@@ -422,7 +422,16 @@ def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     assert_rank_files(tmp_path / "ran", written(merged(weights(), matrices(weights()), 8 / RANK)), None)
     done("unify", base.root, tmp_path / "set", "--style", "hf", "--lora", lora.root, "--no-fsync")
     assert_arrays(reshard.open(tmp_path / "set"), EXPECTED)
-    failed(2, "usage", "transform", base.root, tmp_path / "no", "--lora-alpha", "8", places=("--lora-alpha", "--lora"))
+    failed(
+        2,
+        "missing-option",
+        "transform",
+        base.root,
+        tmp_path / "no",
+        "--lora-alpha",
+        "8",
+        places=("--lora-alpha", "--lora"),
+    )  # fmt: skip
 
 
 def test_alpha_is_never_guessed(tmp_path: Path, base: reshard.Checkpoint) -> None:

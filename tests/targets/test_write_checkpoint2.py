@@ -218,11 +218,11 @@ def test_the_step_and_what_is_known_of_it(
 
 def test_a_source_that_does_not_say_its_step(tmp_path: Path) -> None:
     source = whole_file(tmp_path, FULL, "net-3_9.safetensors")
-    with refused(UsageError, "missing-step", "reshard.Checkpoint2"):
+    with refused(UsageError, "missing-step", "step="):
         reshard.plan(source, files=Checkpoint2())
     result = call("unify", tmp_path / "net-3_9.safetensors", tmp_path / "run", "--style", "checkpoint2")
     assert result.exit_code == 2
-    assert "--target-step N" in result.stderr
+    assert "--target-step" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

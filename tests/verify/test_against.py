@@ -102,7 +102,7 @@ def spoil(root: Path, plan: Plan, name: str = "") -> None:
     """Change one bit of a tensor; by default of the last in the files."""
     *_, (file, (offset, nbytes)) = [
         (file, content.runs[-1])
-        for file in plan._record.files
+        for file in plan.files
         for content in file.layout.contents
         if content.runs and not file.link and content.name.startswith(name)
     ]
@@ -133,10 +133,10 @@ def test_a_target_is_compared_with_its_source_either_way(
         assert kinds_of(found) == changed
         assert found.target.startswith(str(out))  # of a run, the iteration
         assert found.against == str(copy if second == copy else src)
-        assert found.tensors == len({label.name for label in plan._record.labels})
+        assert found.tensors == len({label.name for label in plan.labels})
         assert not found.left_out
     assert kinds_of(reshard.verify(out)) == changed
-    for which in ("", plan._record.labels[0].name):
+    for which in ("", plan.labels[0].name):
         spoil(out, plan, which)
         for first, second in ((out, src), (src, out), (out, copy)):
             found = reshard.verify(first, against=second)

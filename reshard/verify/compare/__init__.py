@@ -329,6 +329,7 @@ def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: 
         found,
         expected,
         source.files[mismatch.reference].path,
+        f"{dtype}",
     )
 
 
