@@ -44,7 +44,7 @@ SETUP = {"demo", "tests"}
 SET_UP = dict(re.findall(r"<!-- run: (\w+) -->\n```sh\n(.*?)```", README, re.DOTALL))
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^```(.*)$", re.MULTILINE)
-OPTION = re.compile(r"(?<![-|<\w])--[a-z][a-z-]+")
+OPTION = re.compile(r"(?<![-|<\w])--[a-z][a-z-]*[a-z]\b(?!-)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OF_OTHERS = {  # options in the pages that are other programs'
     "--ckpt-format", "--scheduler-file", "--ntasks", "--cpus-per-task", "--nthreads",
@@ -183,7 +183,7 @@ def test_options_that_are_named_exist() -> None:
 def options(command: click.Command) -> Iterator[str]:
     """The options of a command and of those below it."""
     context = click.Context(command)
-    yield from (option for parameter in command.get_params(context) for option in parameter.opts)
+    yield from (option for parameter in command.get_params(context) for option in (*parameter.opts, *parameter.secondary_opts))
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             below = command.get_command(context, name)
