@@ -15,6 +15,7 @@ refers to an `Option`, and each of the three has a table of `Words`. `str(error)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
@@ -300,6 +301,13 @@ class ChangedError(TargetError):
     code = "source-changed"
 
 
+_VERB = re.compile(
+    r"(is|are|was|were|has|have|had|would|cannot|does|differs|lacks|holds|gives|names|matches|becomes|uses|repeats"
+    r"|disagrees|begins|ends|needs|cuts|splits) "
+)
+"""How a predicate begins, whose subject is the place in front of it."""
+
+
 class Faults:
     """Collect the faults of one subject, to raise them together: one example for each cause.
 
@@ -311,8 +319,8 @@ class Faults:
     Traceback (most recent call last):
     ...
     reshard.errors.StrategyError: strategy.ckpt has 3 faults
-      $.w.dev_matrix: is empty; expected at least one axis
-      $.b.tensor_map[0]: is 3; expected -1 to 1 (likewise $.c.tensor_map[0])
+      $.w.dev_matrix is empty; expected at least one axis
+      $.b.tensor_map[0] is 3; expected -1 to 1 (likewise $.c.tensor_map[0])
     """
 
     def __init__(self, subject: str) -> None:
@@ -342,7 +350,8 @@ class Faults:
         elif len(self._causes) < _SHOWN_FAULTS:  # a hostile file has millions
             said = what if isinstance(what, str) else what()
             shown = where if isinstance(where, Text) or where.isprintable() else repr(where)
-            self._causes[code, "" if code else where] = _Cause(Text(shown, ": ", said), code, hint)
+            between = " " if _VERB.match(said) else ": "
+            self._causes[code, "" if code else where] = _Cause(Text(shown, between, said), code, hint)
 
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "", code: str = "") -> None:
         """Raise `kind` if there are faults.
@@ -358,7 +367,8 @@ class Faults:
         hints = list(dict.fromkeys(hint for hint in (*(cause.hint for cause in causes), advice) if hint))
         facts: list[str] = [cause.text() for cause in causes]
         if self.count == 1:
-            message, facts = Text(f"{self.subject}: ", causes[0].example), []
+            message, *expected = _parted(causes[0].example)
+            message, facts = Text(f"{self.subject}: ", message), [*expected]
         else:
             message = Text(f"{self.subject} has {self.count} faults")
             hidden = self.count - sum(cause.count for cause in causes)
@@ -367,6 +377,15 @@ class Faults:
         error = kind(message, code=codes[0], facts=facts, hint=joined("; ", hints))
         error.codes = codes
         raise error
+
+
+def _parted(text: Text) -> list[Text]:
+    """Split a sentence before what was expected, which is a fact of its own."""
+    for number, part in enumerate(text.parts):
+        if isinstance(part, str) and "; expected " in part:
+            before, _, after = part.partition("; ")
+            return [Text(*text.parts[:number], before), Text(after, *text.parts[number + 1 :])]
+    return [text]
 
 
 class _Cause:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ def check(error: BaseException, code: str, *places: object) -> None:
     assert isinstance(error, ReshardError), repr(error)
     assert code in error.codes, f"{error.codes}: {error}"
     for place in places:
-        assert str(place) in str(error), f"{place} is not named: {error}"
+        assert str(place) in one_line(str(error)), f"{place} is not named: {error}"
 
 
 def failed(exit_code: int, code: str, *arguments: str | Path, places: tuple[object, ...] = ()) -> Result:
@@ -42,8 +43,13 @@ def failed(exit_code: int, code: str, *arguments: str | Path, places: tuple[obje
     codes = [each for error in errors for each in getattr(error, "codes", ("failed",))]
     assert code in (codes or ["usage"]), f"{codes}: {result.stderr}"
     for place in places:
-        assert str(place) in result.stderr, result.stderr
+        assert str(place) in one_line(result.stderr), result.stderr
     return result
+
+
+def one_line(text: str) -> str:
+    """Return a message with what was expected on the line of what was found."""
+    return re.sub(r"\n +expected ", "; expected ", text)
 
 
 @contextmanager

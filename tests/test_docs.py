@@ -183,7 +183,9 @@ def test_options_that_are_named_exist() -> None:
 def options(command: click.Command) -> Iterator[str]:
     """The options of a command and of those below it."""
     context = click.Context(command)
-    yield from (option for parameter in command.get_params(context) for option in (*parameter.opts, *parameter.secondary_opts))
+    yield from (
+        option for parameter in command.get_params(context) for option in (*parameter.opts, *parameter.secondary_opts)
+    )
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             below = command.get_command(context, name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import PARTS, RUNS, SAVED_PARTS, refuse_directory, refuse_one_of_several
-from reshard.storage.base import reading
+from reshard.storage.base import PARTIAL, reading
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ def rank_files(
         found = {0: flat} if flat else {}
     _refuse_directory_formats(root, found, by_rank=by_rank)
     if not found:
+        if unfinished := leftovers(root):
+            raise SourceError(
+                f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
+                hint="the command that wrote it resumes it",
+            )  # fmt: skip
         usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
         raise SourceError(
@@ -163,6 +168,16 @@ def _refuse_directory_formats(root: Place, found: Mapping[int, Sequence[Place]],
     for directory, file_names in inside.items():
         besides = ([RUNS, *SAVED_PARTS] if found else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
         refuse_directory(directory, file_names, besides=besides)
+
+
+def leftovers(root: Place) -> list[str]:
+    """Return what a run that was interrupted, or is not done, has left below a directory."""
+    files = root.files() if root.is_dir() else []
+    unfinished = sorted(path.relative_to(str(root)).as_posix() for path in files if path.suffix == PARTIAL)
+    if not unfinished:
+        return []
+    count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
+    return [f"{root} has {count} ({names(unfinished, most=1)}): a run was interrupted, or is not done"]
 
 
 def _inside_instead(root: Place, rank_pattern: str) -> str:

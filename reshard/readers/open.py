@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial as applied
 from importlib import import_module
@@ -22,7 +23,7 @@ from reshard.formats.directories import (
     refuse_directory,
     refuse_one_of_several,
 )
-from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files
+from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
 from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
@@ -40,7 +41,7 @@ from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from reshard.formats.directories import DirectoryFormat, RunFormat
     from reshard.readers.runs import Iteration
@@ -149,7 +150,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         elsewhere.difference_update(strategy.tensors, *(file.index.entries for file in files))
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root} has no tensor", code="no-tensors")
-    tensors = assemble(root, files, ranks, strategy, partial=partial)
+    with _explained(path, knows=own is not None and not (by_ledger or layouts)):
+        tensors = assemble(root, files, ranks, strategy, partial=partial)
     if own and strategy is not None and part is None and (layouts or not by_ledger):
         _refuse_other_strategy(root, strategy, own, tensors, ruled)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
@@ -170,6 +172,23 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         by_file=isinstance(path, Mapping),
     )
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
+
+
+@contextmanager
+def _explained(path: AnyName | Mapping[int, AnyName], *, knows: bool) -> Iterator[None]:
+    """Add to a failure what the directory says: unfinished files are there, or its ledger knows the layout.
+
+    Raises:
+        SourceError: what failed.
+    """
+    try:
+        yield
+    except SourceError as error:
+        if not isinstance(path, Mapping):
+            error.facts += tuple(leftovers(as_place(path)))
+        if knows:
+            error.hint = Text("its ledger knows its layout: leave ", Option("strategy"), " out")
+        raise
 
 
 class _Opener(Protocol):

@@ -88,6 +88,7 @@ def strategy_from_file(
             f"$.{key}",
             f"is missing; expected {names(sorted(kinds[0]))}, or {names(sorted(kinds[1]))}",
             code="missing-key",
+            hint="`reshard help strategies` has examples",
         )
     operators = _operators(top.get("operators"), faults)
     faults.raise_if_any(UsageError)

@@ -30,7 +30,6 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.source.made import read_small_strategy
 from reshard.storage.places import as_place, is_url
 from reshard.verify.made import noted_source, target_of
-from reshard.verify.structure import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +98,7 @@ def opened(
         reading: other options of `reshard.open`.
 
     Raises:
-        SourceError: as `reshard.open`; the message also names unfinished files that are there.
+        SourceError: as `reshard.open`.
     """
     try:
         unruled = strategy is None and not reading.get("layouts") and reading.get("stage") is None
@@ -114,9 +113,7 @@ def opened(
                 )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
-        error = error.changed(lambda text: Text(text).map(lambda option: option.of(what)))
-        error.facts += tuple(leftovers(as_place(path)))
-        raise error from None
+        raise error.changed(lambda text: Text(text).map(lambda option: option.of(what))) from None
 
 
 def sides_of(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.layout.block import cover_fault
 from reshard.source.replicas import Replicas, in_every_stage, in_several_stages, is_deduplicated
-from reshard.storage.base import PARTIAL
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint, Sharding
-    from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
 
 
@@ -144,13 +142,3 @@ def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
         return []
     lack = f"stage {names(sorted(stages))} has nothing of {names(lacking, most=3)}, which it shares with others"
     return [f"{lack}: MindSpore leaves out what another stage stores"]
-
-
-def leftovers(root: Place) -> list[str]:
-    """Return what a run that was interrupted, or is not done, has left below a directory."""
-    files = root.files() if root.is_dir() else []
-    unfinished = sorted(path.relative_to(str(root)).as_posix() for path in files if path.suffix == PARTIAL)
-    if not unfinished:
-        return []
-    count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
-    return [f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or is not done"]

@@ -19,7 +19,7 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import EncryptedError, GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
-from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, rank_of
+from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, leftovers, rank_of
 from reshard.formats.sets import SET_INDEXES, read_index
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan.budget import comparison_budget
@@ -35,7 +35,7 @@ from reshard.upward import upward
 from reshard.verify.manifest import Manifest, read_manifest
 from reshard.verify.manifest_files import check_files, sum_files
 from reshard.verify.match import compares_notes, match, pairs_of_ranks
-from reshard.verify.structure import check_structure, leftovers
+from reshard.verify.structure import check_structure
 from reshard.verify.sums import check_carried, thread_count
 
 if TYPE_CHECKING:

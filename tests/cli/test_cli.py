@@ -317,7 +317,7 @@ def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
         ("[]", "is a JSON list"),
         ('{"a": 1, "b": null, "c": "d", "c": "e"}', "has 3 faults"),
         ('{"net.layer1.bias": "x", "net.layer2.bias": "x"}', "is given to net.layer1.bias, net.layer2.bias"),
-        ('{"gone": "x"}', "name 'gone': matches no tensor"),
+        ('{"gone": "x"}', "name 'gone' matches no tensor"),
         (None, "names.json does not exist"),
     ],
 )

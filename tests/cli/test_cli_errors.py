@@ -427,7 +427,7 @@ def test_verify_does_not_call_whole_tensors_equal_to_blocks(tmp_path: Path) -> N
     target = write_file(tmp_path / "out" / "rank_0" / "checkpoint_0.safetensors", written).parents[1]
     result = call("verify", target, "--against", source, "--source-strategy", tmp_path / "listed.ckpt")
     assert result.exit_code == 4
-    assert "tensor 'w': is split by the strategy, and every rank holds the same bytes" in result.stderr
+    assert "tensor 'w' is split by the strategy, and every rank holds the same bytes" in result.stderr
 
 
 def test_what_was_looked_at_is_said(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_another_source_is_refused(case: Case, tmp_path: Path) -> None:
     file.write_bytes(content)
     refused = call("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
     assert refused.exit_code == 6
-    assert "rank_5/net.ckpt: has other contents than when it was planned" in refused.stderr
+    assert "rank_5/net.ckpt has other contents than when it was planned" in refused.stderr
     assert not (tmp_path / "dst").exists()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, write_file
 from commands import Case, call, done
+from refusals import one_line
 
 import reshard
 from reshard.layout.layout import Layout
@@ -173,49 +174,49 @@ def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
         ("mesh: {dp: 2", ["is not YAML\n  line 1: while parsing"]),
         ("mesh: !!python/object:os.system {}", ["is not YAML\n  line 1: could not determine a constructor"]),
         ("\0", ["is not YAML"]),
-        ("mesh: {dp: 2}", ["$.rules: is missing; expected mesh, rules, or devices, operators"]),
-        ("devices: 4", ["$.operators: is missing"]),
-        ("mesh: {dp: 4}\nrules: {}\ndevices: 4\nopimizer: 1", ["2 faults", "$.devices: is unknown", "$.opimizer"]),
+        ("mesh: {dp: 2}", ["$.rules is missing; expected mesh, rules, or devices, operators"]),
+        ("devices: 4", ["$.operators is missing"]),
+        ("mesh: {dp: 4}\nrules: {}\ndevices: 4\nopimizer: 1", ["2 faults", "$.devices is unknown", "$.opimizer"]),
         (
             "mesh: {dp: 2, dp: 3}\nrules:\n  w: [dp]\n  w: []\n",
-            ["2 faults", "line 1, key 'dp': is a duplicate", "line 4, key 'w'"],
+            ["2 faults", "line 1, key 'dp' is a duplicate", "line 4, key 'w'"],
         ),
         (
             "mesh: {dp: 0, mp: 2}\nrules: {'*.wq': [mp, tp], 3: [dp]}\npredicts: true",
-            ["$.predicts: is unknown"],
+            ["$.predicts is unknown"],
         ),
         (
             "mesh: {dp: 0, mp: 2}\nrules: {'*.wq': [mp, tp], 3: [dp]}\noptimizer_parallel: 1",
             [
                 "4 faults",
-                "$.mesh.dp: is 0",
-                "$.rules['*.wq'][1]: names axis 'tp'",
-                "$.rules: has the key 3",
+                "$.mesh.dp is 0",
+                "$.rules['*.wq'][1] names axis 'tp'",
+                "$.rules has the key 3",
                 "$.opt",
             ],
         ),
         (
             "mesh: {a: 2}\nrules: {w: {mesh: {b: 4}, layout: [a]}}",
             [
-                "$.rules['w'].mesh: has 4 devices; a stage has 2",
-                "$.rules['w'].layout[0]: names axis 'a'; the mesh",
+                "$.rules['w'].mesh has 4 devices; a stage has 2",
+                "$.rules['w'].layout[0] names axis 'a'; the mesh",
             ],
         ),
         (
             "mesh: {a: 2}\nrules: {w: {mesh: {b: x}, layout: 3}}",
             [
-                "$.rules['w'].mesh.b: is 'x'; expected a number",
-                "$.rules['w'].layout: is 3; expected a list with one entry",
+                "$.rules['w'].mesh.b is 'x'; expected a number",
+                "$.rules['w'].layout is 3; expected a list with one entry",
             ],
         ),
-        ("mesh: {a: 2}\nrules: {w: {mesh: {b: 2}}}", ["$.rules['w']: is {'mesh': {'b': 2}}; expected a list"]),
-        ("devices: 4\noperators: [1]", ["$.operators: is [1]; expected a mapping"]),
-        ("devices: 4\noperators: {w: [1]}", ["$.operators['w']: is [1]; expected one of matmul, batch_matmul"]),
-        ("devices: 4\noperators: {w: {matmul: 3}}", ["$.operators['w']: is {'matmul': 3}; expected e.g."]),
+        ("mesh: {a: 2}\nrules: {w: {mesh: {b: 2}}}", ["$.rules['w'] is {'mesh': {'b': 2}}; expected a list"]),
+        ("devices: 4\noperators: [1]", ["$.operators is [1]; expected a mapping"]),
+        ("devices: 4\noperators: {w: [1]}", ["$.operators['w'] is [1]; expected one of matmul, batch_matmul"]),
+        ("devices: 4\noperators: {w: {matmul: 3}}", ["$.operators['w'] is {'matmul': 3}; expected e.g."]),
         ("devices: 4\noperators: {w: {matmul: [[1, 1], [1, 2]], transpose: 1}}", ["expected e.g. {matmul:"]),
         ("devices: 4\noperators: {w: {matmul: [[1, 1], [2, 2]]}}", ["cuts dimension k into 1 and 2 parts"]),
         ("devices: 4\noperators: {w: {matmul: [[1, 1], [1, 3]]}}", ["uses 3 devices, which does not divide the 4"]),
-        ("devices: true\noperators: {}", ["$.devices: is True; expected a number from 1 to 131072"]),
+        ("devices: true\noperators: {}", ["$.devices is True; expected a number from 1 to 131072"]),
     ],
 )
 def test_rules_files_that_are_none(tmp_path: Path, text: str, messages: list[str]) -> None:
@@ -224,7 +225,7 @@ def test_rules_files_that_are_none(tmp_path: Path, text: str, messages: list[str
         strategy_from_file(rules, SHAPES)
     assert caught.value.exit_code == 2
     for message in [str(rules), *messages]:
-        assert message in str(caught.value)
+        assert message in one_line(str(caught.value))
 
 
 def test_a_rules_file_that_is_not_there(real: Path, tmp_path: Path) -> None:
@@ -378,8 +379,8 @@ def test_check_tells_all_faults_at_once(real: Path, tmp_path: Path) -> None:
     for message in (
         "tensor 'net.layer2.weight': dimension 0 of size 32 does not divide into 3",
         "tensor 'net.layer3.bias': the tensor has 1 dimensions",
-        "tensor 'net.layer9.weight': is in the strategy, not in the files",
-        "tensor 'net.layer1.weight': is in the files, not in the strategy",
+        "tensor 'net.layer9.weight' is in the strategy, not in the files",
+        "tensor 'net.layer1.weight' is in the files, not in the strategy",
     ):
         assert message in result.stderr
 
@@ -391,7 +392,7 @@ def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) 
     warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened._record)
     assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy, not in the files"
     assert "tensor 'moments.net.layer1.bias' is in the files, not in the strategy" in warnings
-    with pytest.raises(reshard.ReshardError, match=r"'net.layer1.bias': has shape \[32\]; the strategy says \[64\]"):
+    with pytest.raises(reshard.ReshardError, match=r"'net.layer1.bias' has shape \[32\]; the strategy says \[64\]"):
         check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened._record)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
                 },
                 b"abcdef",
             ),
-            "bad-offsets", "tensor 'v': begins at byte 2 of the data; expected 4 (an overlap",
+            "bad-offsets", "tensor 'v' begins at byte 2 of the data; expected 4 (an overlap",
         ),
         (
             st_file(

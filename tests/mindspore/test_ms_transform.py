@@ -381,7 +381,7 @@ def test_a_missing_rank_is_told_with_who_needs_it(source: Path, tmp_path: Path) 
     with pytest.raises(SourceError) as caught:
         ms.transform_checkpoints(source, tmp_path / "out", "x", SOURCE, TARGET)
     assert str(caught.value).endswith(
-        "source rank 3: has no file; it is needed for target ranks 0-1 (2 tensors: net.w, adam_m.net.w)"
+        "source rank 3 has no file; it is needed for target ranks 0-1 (2 tensors: net.w, adam_m.net.w)"
     )
     columns = Strategy.of({"net.w": Layout.of([2], [-1, 0]), "net.b": Layout.of([2], [0])})
     for rank in (0, 1):

@@ -194,7 +194,7 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     assert [line.split()[1] for line in shown.splitlines()[1:]] == ["2", "4", "6"]
     assert "complete; the last" in shown.splitlines()[2]
     assert "was not healthy" in shown.splitlines()[1]
-    assert f"not complete: {gone.name}: is missing" in shown.splitlines()[3]
+    assert f"not complete: {gone.name} is missing" in shown.splitlines()[3]
     assert "iteration 2" not in done("inspect", root, "--iteration", "4").stdout
     found = json.loads(done("inspect", root, "--json").stdout)["iterations"]
     assert [(one["number"], one["is_last"], not one["problem"]) for one in found] == [
@@ -356,7 +356,7 @@ def test_states_that_the_metadata_leave_out(case: Callable[[str], Path]) -> None
     assert_equal(reshard.open(place), full_of(place))
     result = call("verify", place)
     assert result.exit_code == 4
-    assert "metadata.json: does not list adam_v." in result.stderr
+    assert "metadata.json does not list adam_v." in result.stderr
     steps = iter(range(99))
     rewrite(place, "global_step", lambda step: np.full_like(step, next(steps)))
     assert "differs between the ranks" in reshard.open(place).unreadable["global_step"]
@@ -383,7 +383,7 @@ def test_states_that_were_listed_and_not_saved(case: Callable[[str], Path]) -> N
     assert_equal(found, full_of(place), but=(name,))
     result = call("verify", place)
     assert result.exit_code == 4
-    assert f"tensor '{name}': is not in the files" in result.stderr
+    assert f"tensor '{name}' is not in the files" in result.stderr
 
 
 def test_a_weight_whose_place_is_in_a_file_of_the_optimizer(case: Callable[[str], Path]) -> None:

@@ -222,7 +222,7 @@ PLACES: list[tuple[str, Any, Any, Any]] = [("w", (0, 0), FILE, None), ("b", (0,)
     ("boxes", "place", "said"),
     [
         ([((0, 0), (4, 6)), ((4, 0), (3, 6))], [((0, 0), FILE, None)], r"shape \[7, 6\] at \[0, 0\] in _rank0_"),
-        ([((0, 0), (7, 6))], [((1, 0), FILE, None)], r"at \[1, 0\] in _rank0_.safetensors; .*no box"),
+        ([((0, 0), (7, 6))], [((1, 0), FILE, None)], r"at \[1, 0\] in _rank0_.safetensors\n.*no box"),
         ([((1, 0), (7, 6))], [((1, 0), FILE, None)], r"its block \[1:8, 0:6\] is not within that"),
         ([((0, 0), (7, 6))], [], "is in no file|have 0 of 42 elements"),
         ([((0, 0), (7, 6))], [((0, 0), FILE, "other")], "is not in _rank0_.safetensors"),

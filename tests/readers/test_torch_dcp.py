@@ -265,7 +265,7 @@ def test_several_chunks_of_a_name_in_a_file_and_replicas(tmp_path: Path) -> None
 def test_items_that_the_metadata_contradict(tmp_path: Path) -> None:
     w, ok = FULL["w"], ("b", ((0,), (5,)), item(FULL["b"]))
     for box, made, said in (
-        (WHOLE, item(w[:3]), r"shape \[3, 4\] at \[0, 0\] in __0_0.distcp; expected \[6, 4\]"),
+        (WHOLE, item(w[:3]), r"shape \[3, 4\] at \[0, 0\] in __0_0.distcp\n  expected \[6, 4\]"),
         (WHOLE, item(w.astype(np.float64)), "is float32 and float64"),
         (((0, 0), (3, 4)), item(w[:3]), r"its blocks have 12 of 24 elements"),
         (((1, 0), (6, 4)), item(w), r"its block \[1:7, 0:4\] is not within that"),

@@ -151,10 +151,10 @@ def test_all_faults_of_merging_are_told_at_once() -> None:
                 ("5.ckpt", stage(2, w=Layout.of([4], [0]))),
             ]
         )
-    check(caught.value, "no-tensors", "2.ckpt: ")
-    check(caught.value, "already-merged", "4.ckpt: ")
-    check(caught.value, "missing-stage", "stage 1: ", "3.ckpt is stage 3")
-    check(caught.value, "devices-differ", "stages: ", "2, 4")
+    check(caught.value, "no-tensors", "2.ckpt")
+    check(caught.value, "already-merged", "4.ckpt")
+    check(caught.value, "missing-stage", "stage 1", "3.ckpt is stage 3")
+    check(caught.value, "devices-differ", "stages", "2, 4")
 
 
 def test_nothing_to_merge() -> None:

@@ -39,11 +39,11 @@ def test_all_faults_of_a_directory_are_told_at_once(tmp_path: Path) -> None:
     add_layout(merged, "0-w", [2], [0])
     saved(tmp_path / "in" / "merged.ckpt", merged)
     for call in (read_strategy, lambda folder: merge_strategies(folder, tmp_path / "out.ckpt")):
-        with refused(StrategyError, "files-disagree", "4 faults", "strategy_1.ckpt: ", "stage 0 on w") as caught:
+        with refused(StrategyError, "files-disagree", "4 faults", "strategy_1.ckpt", "stage 0 on w") as caught:
             call(tmp_path / "in")
-        check(caught.value, "no-tensors", "strategy_2.ckpt: ")
-        check(caught.value, "already-merged", "merged.ckpt: ")
-        check(caught.value, "missing-stage", "stage 1: ", "strategy_10.ckpt is stage 2")
+        check(caught.value, "no-tensors", "strategy_2.ckpt")
+        check(caught.value, "already-merged", "merged.ckpt")
+        check(caught.value, "missing-stage", "stage 1", "strategy_10.ckpt is stage 2")
     assert not (tmp_path / "out.ckpt").exists()
 
 
@@ -85,59 +85,59 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (b'{"a":' * 100_000, "not-json", "nested"),
         (b"\xff\xfe{", "not-json", ""),
         ({}, "no-tensors", ""),
-        (json_top([]), "wrong-type", "$.parallel_layout_item: is a list"),
-        (json_top({"w": [1]}), "wrong-type", "$.parallel_layout_item.w: is a list"),
+        (json_top([]), "wrong-type", "$.parallel_layout_item is a list"),
+        (json_top({"w": [1]}), "wrong-type", "$.parallel_layout_item.w is a list"),
         (json_top({"w": {"dev_matrix": [2]}}), "missing-key", "$.parallel_layout_item.w.tensor_map"),
         (
             json_top({"w": json_item(dev_matrix=[2, 0])}),
             "out-of-range",
             "$.parallel_layout_item.w: dev_matrix is [2, 0]",
         ),
-        (json_top({"w": json_item(dev_matrix=["2"])}), "wrong-type", ".w.dev_matrix: is ['2']"),
+        (json_top({"w": json_item(dev_matrix=["2"])}), "wrong-type", ".w.dev_matrix is ['2']"),
         (
             json_top({"w": json_item(dev_matrix=[-2])}),
             "out-of-range",
-            ".w.dev_matrix: holds -2",
+            ".w.dev_matrix holds -2",
         ),
-        (json_top({"w": json_item(tensor_map=[True, -1])}), "wrong-type", ".w.tensor_map: is [True, -1]"),
+        (json_top({"w": json_item(tensor_map=[True, -1])}), "wrong-type", ".w.tensor_map is [True, -1]"),
         (
             json_top({"w": json_item(tensor_map=[5, -1])}),
             "out-of-range",
             "$.parallel_layout_item.w: tensor_map[0] is 5",
         ),
-        (json_top({"w": json_item(tensor_map=[[1, 0]])}), "wrong-type", ".w.tensor_map: is [[1, 0]]"),
-        (json_top({"w": json_item(tensor_shape=[8])}), "wrong-dimensions", ".w.tensor_shape: is [8]"),
-        (json_top({"w": json_item(tensor_shape=[-8, 8])}), "out-of-range", ".w.tensor_shape: holds -8"),
-        (json_top({"w": json_item(field=None)}), "wrong-type", ".w.field: is None"),
+        (json_top({"w": json_item(tensor_map=[[1, 0]])}), "wrong-type", ".w.tensor_map is [[1, 0]]"),
+        (json_top({"w": json_item(tensor_shape=[8])}), "wrong-dimensions", ".w.tensor_shape is [8]"),
+        (json_top({"w": json_item(tensor_shape=[-8, 8])}), "out-of-range", ".w.tensor_shape holds -8"),
+        (json_top({"w": json_item(field=None)}), "wrong-type", ".w.field is None"),
         (
             json_top({"w": json_item(opt_weight_shard_step=1 << 40)}),
             "out-of-range",
-            ".w.opt_weight_shard_step: is 1099511627776",
+            ".w.opt_weight_shard_step is 1099511627776",
         ),
         (json_top({"w": json_item(opt_weight_shard_size=-7)}), "out-of-range", "opt_weight_shard_size is -7"),
         (json_top({"\ud800": json_item()}), "bad-name", "$.parallel_layout_item"),
         (
             json_top({"w": json_item()}, {"op": {"stage": -1}}),
             "out-of-range",
-            "_item.op.stage: is -1",
+            "_item.op.stage is -1",
         ),
         (
             json_top({"w": json_item()}, {"op": {"parallel_strategy": [1]}}),
             "wrong-type",
-            "op.parallel_strategy[0]: is",
+            "op.parallel_strategy[0] is",
         ),
-        (json_top({"w": json_item()}, {"op": {"parallel_strategy": 1}}), "wrong-type", ".op.parallel_strategy: is 1;"),
+        (json_top({"w": json_item()}, {"op": {"parallel_strategy": 1}}), "wrong-type", ".op.parallel_strategy is 1;"),
         (json_top({"w": json_item()}, {"a": {"stage": 0}, "b": {"stage": 1}}), "several-stages", "[0, 1]"),
-        (json_top({"w": json_item()}, current_stage=-1), "out-of-range", "$.current_stage: is -1"),
+        (json_top({"w": json_item()}, current_stage=-1), "out-of-range", "$.current_stage is -1"),
         (json_top({"w": json_item(), "v": json_item(dev_matrix=[4])}), "out-of-range", "tensor_map[0] is 1"),
         (json_top({"w": json_item(), "v": json_item(dev_matrix=[2, 2])}), "devices-differ", "v.dev_matrix: [2, 2]"),
-        (json_top({"99999-w": json_item()}), "out-of-range", "stage 99999: "),
-        (json_top({"9" * 4000 + "-w": json_item()}), "out-of-range", "stage 999999999: "),
+        (json_top({"99999-w": json_item()}), "out-of-range", "stage 99999"),
+        (json_top({"9" * 4000 + "-w": json_item()}), "out-of-range", "stage 999999999"),
         (json_top({"w" * 5000: json_item()}), "name-too-long", "5000"),
         (
             b'{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}, "w": {}}}',
             "duplicate-key",
-            "w: ",
+            "w",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -169,7 +169,7 @@ def test_a_json_key_that_is_misspelt(tmp_path: Path, key: str, misspelt: str) ->
     assert content.count(f'"{key}":') == 1
     read_strategy(saved(tmp_path / "valid.json", json.loads(content)))
     changed = json.loads(content.replace(f'"{key}":', f'"{misspelt}":'))
-    with refused(StrategyError, "unknown-key", f".{misspelt}: ", f"'{key}'"):
+    with refused(StrategyError, "unknown-key", f".{misspelt}", f"'{key}'"):
         read_strategy(saved(tmp_path / "a.json", changed))
 
 
@@ -186,10 +186,10 @@ def test_all_faults_of_a_json_file_are_told_at_once(tmp_path: Path) -> None:
         {"a": 1, "b": json_item(dev_matrix=[]), "c": json_item(tensor_map="x"), "d": json_item(field="y")},
         {"op": {"stage": "z"}},
     )
-    with refused(StrategyError, "wrong-type", "a.json has 5 faults", "$.parallel_layout_item.b: ") as caught:
+    with refused(StrategyError, "wrong-type", "a.json has 5 faults", "$.parallel_layout_item.b") as caught:
         read_strategy(saved(tmp_path / "a.json", top))
     assert (
-        "$.parallel_layout_item.a: is a int; expected an object (likewise $.parallel_layout_item.c.tensor_map, "
+        "$.parallel_layout_item.a is a int; expected an object (likewise $.parallel_layout_item.c.tensor_map, "
         "$.parallel_layout_item.d.field, $.parallel_strategy_item.op.stage)"
     ) in str(caught.value)
 
@@ -203,9 +203,9 @@ def test_all_faults_of_a_protobuf_file_are_told_at_once(tmp_path: Path) -> None:
     add_layout(top, "d", [8], [0])
     for stage in (0, 1):
         add_operator(top, f"op{stage}", stage)
-    with refused(StrategyError, "several-stages", "5 faults", "operators: ", "[0, 1]") as caught:
+    with refused(StrategyError, "several-stages", "5 faults", "operators", "[0, 1]") as caught:
         read_strategy(saved(tmp_path / "a.ckpt", top))
-    check(caught.value, "duplicate-name", "c: ")
+    check(caught.value, "duplicate-name", "c")
     check(caught.value, "devices-differ", "d.dev_matrix: [8]")
     check(caught.value, "out-of-range", "a: tensor_map[0] is 2", "b")
 
@@ -214,7 +214,7 @@ def test_missing_required_fields_are_all_named(tmp_path: Path) -> None:
     top = message()
     top.ClearField("current_stage")
     add_layout(top, "a", [2], [0]).parallel_layouts.ClearField("field")
-    with refused(StrategyError, "missing-key", "current_stage: ", "parallel_layout_item[0].parallel_layouts.field"):
+    with refused(StrategyError, "missing-key", "current_stage", "parallel_layout_item[0].parallel_layouts.field"):
         read_strategy(saved(tmp_path / "a.ckpt", top))
 
 

@@ -276,7 +276,7 @@ def test_a_damaged_common_file(root: Callable[[str], Path], tmp_path: Path) -> N
     content = bytearray((copied / "common.pt").read_bytes())
     content[content.index(b"iteration")] ^= 1
     (copied / "common.pt").write_bytes(content)
-    with pytest.raises(SourceError, match=r"object 'common.pt': is corrupt"):
+    with pytest.raises(SourceError, match=r"object 'common.pt' is corrupt"):
         reshard.plan(reshard.open(copied), format="dcp")
     reshard.plan(reshard.open(copied), format="safetensors").run(tmp_path / "whole")
 

@@ -131,7 +131,7 @@ def test_what_is_wrong_at_a_url_is_said_of_each_file(made: str) -> None:
     said = {str(one.path)[:6]: one.kind for one in found.differences}
     assert said == {"rank_0": "file", "rank_1": "checksum", "rank_2": "size", "rank_3": "file"}
     assert found.warnings == (
-        f"{made}/dst: has 1 unfinished file (rank_9/a.safetensors.partial): a run was interrupted, or is not done",
+        f"{made}/dst has 1 unfinished file (rank_9/a.safetensors.partial): a run was interrupted, or is not done",
         "rank_9/late.ckpt: not in the manifest, and not checked",
     )
     some = reshard.verify(f"{made}/dst", manifest=manifest, partial=True)

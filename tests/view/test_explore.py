@@ -111,7 +111,7 @@ def test_a_choice_is_planned_and_written(
 
 def test_a_choice_does_not_hide_what_is_missing(source: Checkpoint) -> None:
     target = Strategy.of({**{n: p[0].layout for n, p in COLUMNS.tensors.items()}, "head": Layout.of([2], [0, -1])})
-    with pytest.raises(SourceError, match="tensor 'head': is in the strategy but in no source file"):
+    with pytest.raises(SourceError, match="tensor 'head' is in the strategy but in no source file"):
         reshard.plan(source.sel("norm"), target)
 
 
