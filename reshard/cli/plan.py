@@ -26,6 +26,7 @@ from reshard.cli.terminal import called_as, say, say_warnings, wrote
 from reshard.cli.values import READ, TARGET, WRITE
 from reshard.errors import UsageError
 from reshard.storage.small import refuse_existing
+from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +95,8 @@ def plan(
         refuse_existing(output, overwrite=overwrite)
         if target is not None:
             plan_file.check_directory(str(target))
-    made, directory, _, notes = job(source, source_strategy, target, asked, selection, reading)
+    with phase(READING, quiet=quiet):
+        made, directory, _, notes = job(source, source_strategy, target, asked, selection, reading)
     if output is not None:
         saved = None if directory is None else str(directory)
         plan_file.save(made, output, directory=saved, overwrite=overwrite)
@@ -157,5 +159,6 @@ def run(
                 f"{plan_file} names no target", code="no-target", hint=f"{called_as()} run {plan_file} TARGET"
             )
         target = TARGET.convert(saved.directory, None, None)
-    made = saved.plan(source, cipher=cipher, target_cipher=target_cipher, threads=running.threads)
+    with phase(READING, quiet=running.quiet):
+        made = saved.plan(source, cipher=cipher, target_cipher=target_cipher, threads=running.threads)
     carry_out(made, target, running)

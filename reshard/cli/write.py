@@ -19,6 +19,7 @@ from reshard.plan.make import plan as make_plan
 from reshard.plan.select import Selection
 from reshard.readers.open import open as open_checkpoint
 from reshard.storage.small import is_within
+from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,9 +161,10 @@ def _write(
         source, source_strategy = via_zarr, None
         reading = {**OPENING, "cipher": None}
         asked = with_format(asked, target, _format_before(via_zarr))
-    plan, directory, result, notes = job(
-        source, source_strategy, target, asked, selection, reading, verb=verb, threads=running.threads
-    )
+    with phase(READING, quiet=running.quiet):
+        plan, directory, result, notes = job(
+            source, source_strategy, target, asked, selection, reading, verb=verb, threads=running.threads
+        )
     if not running.quiet:
         for note in notes:
             say(note)

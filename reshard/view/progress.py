@@ -6,6 +6,7 @@ All are fed by the same events, `run.Progress`, which come from receipts: on thi
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from reshard.plan.plan import Plan
     from reshard.run.run import Progress, Report
+
+READING = "reading headers and planning"
+"""The phase before a run."""
 
 _PAUSE = 0.1  # seconds between two pictures of a notebook's bar
 # What has no number of an output begins 12 pixels further left in the HTML that a notebook is exported to.
@@ -142,6 +146,40 @@ def progress(
         yield show
         bar.update(task, description=words[2])
         bar.live.transient = bar.tasks[task].total is None
+
+
+@contextmanager
+def phase(name: str, *, quiet: bool, after: float = 1.0) -> Iterator[None]:
+    """Name what is done while no bytes can be counted: on a terminal after a second, in a log every 30 seconds.
+
+    Args:
+        name: such as `reading headers`.
+        quiet: say nothing.
+        after: seconds, on a terminal. The line is gone when the phase ends.
+    """
+    if quiet:
+        yield
+        return
+    terminal, began, done = sys.stderr.isatty(), time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        if not terminal:
+            while not done.wait(Lines.EVERY):
+                _to_stderr(f"{name}: {time.monotonic() - began:.0f} s")
+        elif not done.wait(after):
+            sys.stderr.write(f"{name}...")
+            sys.stderr.flush()
+            done.wait()
+            sys.stderr.write(f"\r{' ' * (len(name) + 3)}\r")
+            sys.stderr.flush()
+
+    teller = threading.Thread(target=tell, name="reshard-phase", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def pace(state: Progress) -> str:

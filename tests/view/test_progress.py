@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 import pytest
 
 from reshard.run.run import Progress
-from reshard.view.progress import Lines, progress
+from reshard.view.progress import Lines, phase, progress
 
 
 class Terminal(io.StringIO):
@@ -128,3 +128,24 @@ def test_a_bar_names_its_phase(terminal: Terminal) -> None:
         time.sleep(0.2)
     for word in ("comparing", "compared"):
         assert word in terminal.getvalue()
+
+
+def test_a_phase_without_bytes_is_named_and_gone_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal):
+        with phase("reading headers", quiet=False, after=0.01):
+            deadline = time.monotonic() + 10
+            while "reading headers..." not in terminal.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert "reading headers..." in terminal.getvalue()
+        assert terminal.lines() == []
+        with phase("reading headers", quiet=False), phase("reading headers", quiet=True, after=0):
+            pass
+    assert terminal.lines() == []
+    monkeypatch.setattr(Lines, "EVERY", 0.01)
+    log = io.StringIO()
+    with redirect_stderr(log), phase("reading headers", quiet=False):
+        deadline = time.monotonic() + 10
+        while log.getvalue().count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert set(log.getvalue().splitlines()) == {"reading headers: 0 s"}
