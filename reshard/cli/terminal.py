@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -201,10 +201,18 @@ def told(error: BaseException) -> Told:
 
 def say(text: str) -> None:
     """Write talk to stderr, with what a terminal would obey escaped."""
-    lines = spelled(text, OPTIONS).split("\n")
+    lines = _near(spelled(text, OPTIONS)).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
     shown = printable("\n".join(lines), keep="\n")
     click.echo(_LABEL.sub(lambda label: paint(label[0], bold=True, fg=_COLORS[label[1]]), shown), err=True)
+
+
+def _near(text: str) -> str:
+    """Return a text with paths in the current directory as they are there."""
+    with suppress(OSError):  # it may be gone
+        here = str(Path.cwd())
+        return text if here == "/" else re.sub(rf"(?<![^\s'\"=(]){re.escape(here)}/(?=[^\s/])", "", text)
+    return text
 
 
 def paint(text: str, **style: Any) -> str:

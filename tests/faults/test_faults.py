@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -217,7 +218,7 @@ class Trial:
         if ended.code == 0:
             assert ended.said == ""
         elif ended.code != -signal.SIGKILL:
-            assert len(ended.said.splitlines()) == 1, ended.said
+            assert len(re.findall(r"^(?:error: |interrupted|stopped by )", ended.said, re.MULTILINE)) == 1, ended.said
             begin = {130: "interrupted", 143: "stopped by SIGTERM"}.get(ended.code, "error: ")
             assert ended.said.startswith(begin), (ended.code, ended.said)
             assert ended.code in {4, 5, 6, 130, 143}, (ended.code, ended.said)
@@ -231,7 +232,7 @@ class Trial:
         """Type the same command until it is done, adding what it says; return the bytes written, and if it did."""
         more: list[str] = []
         while (ended := self.run({}, *more)).code:
-            (advice,) = [word for word in ("--restart", "--overwrite") if f"with {word}" in ended.said]
+            (advice,) = re.findall(r"(?:with|pass) (--restart|--overwrite)\b", ended.said)
             assert advice in self.may_need, ended.said
             assert advice not in more, ended.said
             more.append(advice)
@@ -307,7 +308,7 @@ def source_changes(how: str, trial: Trial) -> Ended:
         shutil.copy2(kept, path)
     ended = trial.run({"kind": "change", "change": how, "path": str(path), **any_moment(trial)})
     # What is left of a run that fails is not a hindrance, unless it says so.
-    trial.may_need = ("--restart",) if not ended.code or "with --restart" in ended.said else ()
+    trial.may_need = ("--restart",) if not ended.code or re.search("(with|pass) --restart", ended.said) else ()
     if ended.code == 0:  # too late, when names were given; or in time, before it was opened
         assert tree(trial.target) in (trial.expected, trial.fresh)
     else:

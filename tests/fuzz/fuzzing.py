@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands import call
+from refusals import reported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +126,9 @@ def directory(name: str) -> Iterator[Path]:
 
 def reshard(*words: str | Path) -> Result:
     """Run a command in this process; whatever it does, it ends with an exit code and one error at most."""
-    result = call(*words)
+    with reported() as errors:
+        result = call(*words)
+    result.codes = [code for error in errors for code in getattr(error, "codes", ())]  # type: ignore[attr-defined]
     said = f"{result.output}{'' if result.stderr in result.output else result.stderr}"
     command = " ".join(map(str, words))
     clean = isinstance(result.exception, SystemExit | type(None))
@@ -137,6 +140,12 @@ def reshard(*words: str | Path) -> Result:
     if result.exit_code not in {0, 3}:
         require(error_of(result), f"exit code {result.exit_code} without a word\n$ reshard {command}\n{said}")
     return result
+
+
+def is_unclear(result: Result) -> bool:
+    """Return whether a command refused a JSON strategy of which files of several shapes may be."""
+    codes: list[str] = result.codes  # type: ignore[attr-defined]
+    return result.exit_code == 4 and "unknown-shape" in codes
 
 
 def error_of(result: Result) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import reference
 from by_file import by_file
-from fuzzing import SECONDS, Fuzzer, WrongError, error_of, require, reshard
+from fuzzing import SECONDS, Fuzzer, WrongError, error_of, is_unclear, require, reshard
 from reference import Held, Side
 
 from reshard.plan import budget
@@ -183,7 +183,7 @@ def to_ranks(rng: Random, link: Link, path: Path, strategy: Path, format: str, *
 
 def step(*words: str | Path) -> None:
     result = reshard(*words, "--no-fsync")
-    if result.exit_code == 4 and "stands for" in result.stderr:
+    if is_unclear(result):
         raise UnclearError
     if result.exit_code:
         raise WrongError(f"exit code {result.exit_code}: {error_of(result)}\n$ reshard {' '.join(map(str, words))}")

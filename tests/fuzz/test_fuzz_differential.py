@@ -19,7 +19,7 @@ import pytest
 import reference
 from by_file import by_file
 from faulty import Faults, forget, install, raising
-from fuzzing import SECONDS, Fuzzer, WrongError, done, error_of, require, reshard
+from fuzzing import SECONDS, Fuzzer, WrongError, done, error_of, is_unclear, require, reshard
 from reference import Held, Read, Side, Tensor, Wishes
 
 from reshard.plan import budget
@@ -434,7 +434,7 @@ Told = dict[str, object] | None
 def transformed(words: list[str]) -> Told:
     """Run a command; a JSON strategy whose nested entries may mean two things may be refused."""
     result = reshard(*words, "--json")
-    if result.exit_code == 4 and "stands for" in result.stderr and ".json" in " ".join(words):
+    if is_unclear(result) and ".json" in " ".join(words):
         return None
     if result.exit_code:
         raise WrongError(f"exit code {result.exit_code}: {error_of(result)}\n$ reshard {' '.join(words)}")
@@ -454,7 +454,7 @@ def as_a_process(case: Case, root: Path, words: list[str], rng: Random) -> Told:
         check=False,
         env=os.environ | {"PYTHONWARNINGS": "error"},
     )
-    if ended.returncode == 4 and "stands for" in ended.stderr:
+    if ended.returncode == 4 and "whole shape is unclear" in ended.stderr:
         return None
     require(ended.returncode == 0, f"exit code {ended.returncode}: {ended.stderr}\n$ reshard {' '.join(words)}")
     told: dict[str, object] = json.loads(ended.stdout)
@@ -480,7 +480,7 @@ def stopped(case: Case, root: Path, words: list[str], rng: Random) -> Told:
         install(faults, patch)
         result = reshard(*words)
     forget()
-    if result.exit_code == 4 and "stands for" in result.stderr:
+    if is_unclear(result):
         return None
     if len(faults.of("write_at")) > left:
         require(result.exit_code == 5, f"a full disk: exit code {result.exit_code}: {error_of(result)}")
@@ -525,7 +525,7 @@ def planned(case: Case, root: Path, words: list[str], rng: Random) -> Told:
     style = ["--style=mindspore"] if case.command == "unify" else []
     planning = [word for word in words[3:] if not word.startswith(running)]
     result = reshard("plan", words[1], *planning, *style, "-o", plan)
-    if result.exit_code == 4 and "stands for" in result.stderr:
+    if is_unclear(result):
         return None
     require(result.exit_code == 0, f"plan: exit code {result.exit_code}: {error_of(result)}")
     there = words[1]
@@ -627,7 +627,7 @@ def verify(rng: Random, case: Case, root: Path, out: Path, told: dict[str, objec
     if isinstance(proposed, str):
         words = shlex.split(proposed)
         result = reshard(*words[words.index("verify") :])
-        if result.exit_code == 4 and "stands for" in result.stderr:
+        if is_unclear(result):
             return
         require(result.exit_code == 0, f"exit code {result.exit_code}: {result.output}{result.stderr}\n$ {proposed}")
     complete = case.ranks is None and "--remove-redundancy" not in case.words
@@ -635,7 +635,7 @@ def verify(rng: Random, case: Case, root: Path, out: Path, told: dict[str, objec
         target = [f"--target-strategy={next(root.glob('target_strategy*'))}"] if case.target else []
         missing = [f"--allow-missing={case.new_name(tensor)}" for tensor in case.tensors]
         result = reshard("verify", out, *target, *missing)
-        unclear = result.exit_code == 4 and "stands for" in result.stderr
+        unclear = is_unclear(result)
         require(result.exit_code == 0 or unclear, f"structure: {result.exit_code}: {error_of(result)}")
     if case.into != "store" and rng.random() < 0.4:
         done("verify", out, "--write-manifest", root / "manifest.json")

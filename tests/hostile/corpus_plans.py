@@ -61,7 +61,7 @@ PLANS = [
     a_plan("a common.json that is none", a_plan_file(way=("checkpoint2", [1, "x", 9, "[" * 100_000])), "not-a-plan"),
     a_plan("an iteration of 30 digits", a_plan_file(way=("checkpoint2", [10**30, "x", 9, None])), "not-a-plan @ is 1000000000000000000000000000000"),
     a_plan("a file of 2 GB", sparse(b"{", 2 << 30), "too-large @ than 268435456"),
-    a_plan("a file of 200 MB of nothing", sparse(b"{", 200_000_000), "is not a valid plan file: it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)", commands=PLAN[:1], headroom=1_500_000_000, slow=True),
+    a_plan("a file of 200 MB of nothing", sparse(b"{", 200_000_000), "not-a-plan @ is not JSON", commands=PLAN[:1], headroom=1_500_000_000, slow=True),
     *not_to_be_read(a_plan),
     a_plan("a directory", tree({"a": b""}), "not-a-file"),
 ]
