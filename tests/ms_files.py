@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from refusals import check
+
+from reshard.errors import ReshardError, SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -47,6 +56,31 @@ def assert_same(loaded: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def ms_arrays(loaded: dict[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, str) else value.asnumpy() for name, value in loaded.items()}
+
+
+@contextmanager
+def refused_as_mindspore(kind: type[Exception], code: str, place: str) -> Iterator[None]:
+    """Expect the kind of error that MindSpore raises, whose text names a place; without a code, none of `reshard`'s."""
+    with pytest.raises(kind, match=re.escape(place)) as caught:
+        yield
+    if code:
+        check(caught.value, code)
+    else:
+        assert not isinstance(caught.value, ReshardError), repr(caught.value)
+
+
+@contextmanager
+def wrong_key(path: str | Path, mode: str) -> Iterator[pytest.ExceptionInfo[SourceError]]:
+    """Expect a file, or one of a directory, to be refused for its key, or for what that key makes of it.
+
+    A wrong key passes the padding of a CBC block once in 256 times.
+    """
+    with pytest.raises(SourceError, match=re.escape(str(path))) as caught:
+        yield caught
+    if mode == "AES-GCM" or "wrong-key" in caught.value.codes:
+        check(caught.value, "wrong-key")
+    else:
+        check(caught.value, "not-a-checkpoint", mode)
 
 
 @pytest.fixture(autouse=True)

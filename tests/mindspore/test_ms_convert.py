@@ -14,6 +14,7 @@ from ms_files import (
     ms_arrays,
     tensors,
     warnings_logged,  # noqa: F401 -- applies to every test here
+    wrong_key,
 )
 from refusals import refused
 
@@ -83,7 +84,7 @@ def test_a_rank_directory_may_be_a_link_to_another_place(ranks: Path, tmp_path: 
 
 def test_no_file_has_its_name_before_all_are_converted(ranks: Path, tmp_path: Path) -> None:
     (ranks / "rank_1/b-1.ckpt").write_bytes((ranks / "rank_1/b-1.ckpt").read_bytes()[:-1])
-    with pytest.raises(SourceError, match="truncated"):
+    with refused(SourceError, "truncated", ranks / "rank_1/b-1.ckpt"):
         ms.ckpt_to_safetensors(ranks, tmp_path / "st")
     assert not (tmp_path / "st").exists()
 
@@ -110,9 +111,10 @@ def test_encrypted_files_are_converted_with_their_key(
     ms.save_checkpoint(given, path, enc_key=KEY, enc_mode=mode)
     ms.ckpt_to_safetensors(path, dec_key=KEY, dec_mode=mode)
     assert_same(ms.load_checkpoint(tmp_path / "x.safetensors", format="safetensors"), given)
-    for key in (None, b"another key here"):
-        with pytest.raises(ValueError, match="key"):
-            ms.ckpt_to_safetensors(path, tmp_path / "new", dec_key=key, dec_mode=mode)
+    with refused(ValueError, "encrypted", path, mode):
+        ms.ckpt_to_safetensors(path, tmp_path / "new", dec_mode=mode)
+    with wrong_key(path, mode):
+        ms.ckpt_to_safetensors(path, tmp_path / "new", dec_key=b"another key here", dec_mode=mode)
     assert not (tmp_path / "new").exists()
 
 
@@ -132,27 +134,27 @@ def test_mindspores_own_files_are_converted_to_what_it_saved(mindspore_data: Pat
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("code", "place", "arguments"),
     [
-        {"file_path": "nothing"},
-        {"file_path": "rank_0/graph.meta"},
-        {"file_path": "other"},
-        {"file_path": "rank_0/a-0.ckpt", "file_name_regex": "b-"},
-        {"file_name_regex": "("},
-        {"save_path": "out.ckpt"},
-        {"save_path": 3},
-        {"name_map": [("w", "v")]},
-        {"name_map": {"w": 3}},
-        {"processes_num": 0},
-        {"processes_num": "2"},
+        ("not-found", "nothing", {"file_path": "nothing"}),
+        ("wrong-extension", "rank_0/graph.meta", {"file_path": "rank_0/graph.meta"}),
+        ("no-checkpoint", "other", {"file_path": "other"}),
+        ("no-match", "rank_0/a-0.ckpt", {"file_path": "rank_0/a-0.ckpt", "file_name_regex": "b-"}),
+        ("bad-pattern", "file_name_regex", {"file_name_regex": "("}),
+        ("not-a-directory", "save_path out.ckpt", {"save_path": "out.ckpt"}),
+        ("wrong-type", "save_path", {"save_path": 3}),
+        ("bad-name-map", "name_map", {"name_map": [("w", "v")]}),
+        ("bad-name-map", "name_map", {"name_map": {"w": 3}}),
+        ("out-of-range", "processes_num", {"processes_num": 0}),
+        ("out-of-range", "processes_num", {"processes_num": "2"}),
     ],
 )
 def test_wrong_arguments_to_conversion_are_value_errors(
-    ranks: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+    ranks: Path, monkeypatch: pytest.MonkeyPatch, code: str, place: str, arguments: dict[str, Any]
 ) -> None:
     monkeypatch.chdir(ranks)
     before = files(ranks)
-    with pytest.raises(ValueError):  # noqa: PT011 -- of several kinds
+    with refused(ValueError, code, place):
         ms.ckpt_to_safetensors(**{"file_path": ".", **arguments})
     assert files(ranks) == before
 

@@ -44,7 +44,7 @@ def test_a_tensor_that_is_not_of_the_dtype_that_it_says_is_refused() -> None:
         def asnumpy(self) -> np.ndarray[Any, Any]:
             return np.zeros(2, np.int32)
 
-    with pytest.raises(TypeError, match="its dtype is float32, but its elements are int32"):
+    with pytest.raises(TypeError, match="float32.*int32"):
         ms.Tensor(Untrue())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from refusals import refused
 from reshard.mindspore.communication import get_group_size, get_rank, init
 
 import reshard.mindspore as ms
@@ -108,9 +109,9 @@ def test_numpy_takes_tensors_for_arrays() -> None:
     assert not (tensor != Tensor(WEIGHT)).any()
     assert (len(tensor), tensor.size, tensor.ndim, tensor.nbytes) == (2, 16, 2, 64)
     assert (tensor[1, 2].shape, float(tensor[1, 2]), int(tensor[1, 2]), bool(tensor[1, 2])) == ((), 10.0, 10, True)
-    with pytest.raises(TypeError, match="no length"):
+    with pytest.raises(TypeError):  # as Python has it of an array without dimensions
         len(tensor[1, 2])
-    with pytest.raises(ValueError, match="without a copy"):
+    with pytest.raises(ValueError, match="float32 .*float64"):
         tensor.__array__(np.float64, copy=False)  # as numpy 2 asks for it
 
 
@@ -130,7 +131,7 @@ def test_a_parameter_has_a_name_whatever_happens() -> None:
     assert unnamed.name != Parameter(WEIGHT).name
     unnamed.name = " w "
     assert unnamed.name == "w"
-    with pytest.raises(ValueError, match="a Parameter's name is a string; got int 3"):
+    with pytest.raises(ValueError, match="name .*int 3"):
         Parameter(WEIGHT, 3)  # type: ignore[arg-type]
 
 
@@ -140,15 +141,25 @@ def test_set_data_keeps_the_dtype() -> None:
     assert (parameter.dtype, parameter.asnumpy().tolist(), parameter.sliced) == (ms.int32, [1, 2], False)
     parameter.set_data(4)
     assert (parameter.shape, int(parameter)) == ((), 4)
-    with pytest.raises(TypeError, match="the float 4.5 cannot be converted"):
+    with pytest.raises(TypeError, match=r"'i' .*int32.*float 4\.5"):
         parameter.set_data(4.5)
-    with pytest.raises(TypeError, match=r"got ndarray \(make it a Tensor\)"):
+    with pytest.raises(TypeError, match="'i'.*ndarray"):
         parameter.set_data(np.zeros(2))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", ["text", b"bytes", np.array(["a"]), np.array([None]), [{}], np.zeros(2, "M8[s]")])
-def test_what_no_checkpoint_holds_is_refused(value: object) -> None:
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ("text", "str 'text'"),
+        (b"bytes", "bytes b'bytes'"),
+        (np.array(["a"]), "dtype <U1"),
+        (np.array([None]), "dtype object"),
+        ([{}], "dtype object"),
+        (np.zeros(2, "M8[s]"), r"dtype datetime64\[s\]"),
+    ],
+)
+def test_what_no_checkpoint_holds_is_refused(value: object, place: str) -> None:
+    with pytest.raises(TypeError, match=place):
         Tensor(value)
 
 
@@ -165,7 +176,7 @@ def test_arrays_of_other_libraries_become_tensors() -> None:
         tensor = as_tensor(value, "w")
         assert type(tensor) is Tensor
         assert (tensor == WEIGHT).all()
-    with pytest.raises(TypeError, match="'w': expected a Parameter, a Tensor or an array; got list"):
+    with pytest.raises(TypeError, match="'w'.*list"):
         as_tensor([1.0], "w")
 
 
@@ -218,11 +229,11 @@ def test_the_launcher_says_who_this_is(
 
 def test_a_senseless_environment_is_refused(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("RANK_ID", "first")
-    with pytest.raises(UsageError, match="RANK_ID is 'first' in the environment"):
+    with refused(UsageError, "bad-number", "RANK_ID", "'first'"):
         get_rank()
     launched.setenv("RANK_ID", "4")
     launched.setenv("RANK_SIZE", "4")
-    with pytest.raises(UsageError, match="RANK_ID is 4 and RANK_SIZE is 4; expected a rank below the size"):
+    with refused(UsageError, "out-of-range", "RANK_ID is 4", "RANK_SIZE is 4"):
         get_rank()
 
 
@@ -235,26 +246,26 @@ def test_every_name_is_there_and_only_on_demand() -> None:
 
 def test_what_belongs_to_training_says_where_it_is() -> None:
     for name in ("Model", "nn", "CheckpointConfig", "ModelCheckpoint", "LossMonitor", "ops", "COOTensor", "dataset"):
-        text = f"reshard.mindspore has no '{name}': it belongs to training; import it from mindspore"
+        places = rf"^reshard\.mindspore .*'{name}'.* mindspore$"  # here, the name, and the module that has it
         assert not hasattr(ms, name)
-        with pytest.raises(AttributeError, match=f"^{text}$"):
+        with pytest.raises(AttributeError, match=places):
             getattr(ms, name)
-        with pytest.raises(ImportError, match=f"^{text}$"):
+        with pytest.raises(ImportError, match=places):
             exec(f"from reshard.mindspore import {name}")  # noqa: S102 -- the statement is what is tested
-    with pytest.raises(AttributeError, match=r"has no 'create_group': .* import it from mindspore\.communication$"):
+    with pytest.raises(AttributeError, match=r"'create_group'.* mindspore\.communication$"):
         ms.communication.create_group  # noqa: B018
-    with pytest.raises(AttributeError, match=r"has no 'Layout': .* import it from mindspore\.parallel$"):
+    with pytest.raises(AttributeError, match=r"'Layout'.* mindspore\.parallel$"):
         ms.parallel.Layout  # noqa: B018
-    with pytest.raises(AttributeError, match=r"has no 'get_context': .* import it from mindspore\.context$"):
+    with pytest.raises(AttributeError, match=r"'get_context'.* mindspore\.context$"):
         ms.context.get_context  # noqa: B018
 
 
 def test_what_is_nowhere_has_the_nearest_names_proposed() -> None:
-    with pytest.raises(AttributeError, match=r"^reshard.mindspore has no 'Paramter'; did you mean 'Parameter'\?$"):
+    with pytest.raises(AttributeError, match=r"^reshard\.mindspore .*'Paramter'.* 'Parameter'\?$"):
         ms.Paramter  # noqa: B018
-    with pytest.raises(ImportError, match="did you mean 'merge_pipeline_strategys'"):
+    with pytest.raises(ImportError, match="'merge_pipeline_strategies'.* 'merge_pipeline_strategys'"):
         from reshard.mindspore import merge_pipeline_strategies  # noqa: F401
-    with pytest.raises(AttributeError, match=r"^reshard.mindspore has no 'xyz'$"):
+    with pytest.raises(AttributeError, match=r"^reshard\.mindspore .*'xyz'$"):
         ms.xyz  # noqa: B018
     from reshard.mindspore import arguments  # a module that is not among the public names
 

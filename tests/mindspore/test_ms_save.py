@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import helpers
@@ -11,8 +12,10 @@ import pytest
 import safetensors.numpy
 from ms_files import (
     KEY,
+    refused_as_mindspore,
     warnings_logged,  # noqa: F401 -- applies to every test here
 )
+from refusals import refused
 
 import reshard
 import reshard.mindspore as ms
@@ -75,9 +78,9 @@ def test_an_empty_object_is_saved_as_mindspore_does(tmp_path: Path) -> None:
     ms.save_checkpoint({}, str(tmp_path / "x"), format="safetensors")
     assert (tmp_path / "x.ckpt").read_bytes() == b""
     assert safetensors.numpy.load((tmp_path / "x.safetensors").read_bytes()) == {}
-    with pytest.raises(ValueError, match="is empty"):
+    with refused(ValueError, "empty-file", tmp_path / "x.ckpt"):
         ms.load_checkpoint(str(tmp_path / "x.ckpt"))
-    with pytest.raises(ValueError, match="nothing is left to load"):
+    with refused(ValueError, "no-tensors", "0 entries", tmp_path / "x.safetensors"):
         ms.load_checkpoint(str(tmp_path / "x.safetensors"), format="safetensors")
 
 
@@ -90,7 +93,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("reshard.storage.local.os.pwrite", fail)
-    with pytest.raises(reshard.ReshardError, match="cannot write"):
+    with refused(reshard.ReshardError, "cannot-write", path):
         ms.save_checkpoint({"w": np.ones(3, np.float32)}, path)
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]
     assert path.read_bytes() == before
@@ -104,43 +107,48 @@ def test_unknown_options_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("error", "arguments"),
+    ("error", "code", "place", "arguments"),
     [
-        (TypeError, {"save_obj": "x"}),
-        (TypeError, {"save_obj": 3}),
-        (TypeError, {"save_obj": [3]}),
-        (TypeError, {"save_obj": [{"name": "w"}]}),
-        (TypeError, {"save_obj": [{"name": 3, "data": np.zeros(1)}]}),
-        (TypeError, {"save_obj": {3: np.zeros(1)}}),
-        (TypeError, {"save_obj": {"w": 3}}),
-        (TypeError, {"save_obj": {"w": np.array(["text"])}}),
-        (TypeError, {"ckpt_file_name": 3}),
-        (TypeError, {"integrated_save": 3}),
-        (TypeError, {"async_save": 3}),
-        (ValueError, {"async_save": "later"}),
-        (TypeError, {"append_dict": 3}),
-        (TypeError, {"append_dict": {"x": [1]}}),
-        (TypeError, {"append_dict": {3: 1}}),
-        (ValueError, {"enc_key": "text"}),
-        (ValueError, {"enc_key": KEY, "enc_mode": "XX"}),
-        (ValueError, {"enc_key": b"short"}),
-        (ValueError, {"enc_mode": 3}),
-        (ValueError, {"enc_key": KEY, "format": "safetensors"}),
-        (ValueError, {"crc_check": 1}),
-        (ValueError, {"remove_redundancy": 1}),
-        (ValueError, {"format": "zarr"}),
-        (ValueError, {"save_obj": {"w": np.zeros(2, ml_dtypes.float8_e5m2)}}),  # no such type in a .ckpt
+        (TypeError, "", "save_obj", {"save_obj": "x"}),
+        (TypeError, "", "save_obj", {"save_obj": 3}),
+        (TypeError, "", "save_obj[0]", {"save_obj": [3]}),
+        (TypeError, "", "save_obj[0]", {"save_obj": [{"name": "w"}]}),
+        (TypeError, "", "int (3)", {"save_obj": [{"name": 3, "data": np.zeros(1)}]}),
+        (TypeError, "", "int (3)", {"save_obj": {3: np.zeros(1)}}),
+        (TypeError, "", "'w'", {"save_obj": {"w": 3}}),
+        (TypeError, "", "'w'", {"save_obj": {"w": np.array(["text"])}}),
+        (TypeError, "", "ckpt_file_name", {"ckpt_file_name": 3}),
+        (TypeError, "", "integrated_save", {"integrated_save": 3}),
+        (TypeError, "", "async_save", {"async_save": 3}),
+        (ValueError, "bad-value", "async_save", {"async_save": "later"}),
+        (TypeError, "", "append_dict", {"append_dict": 3}),
+        (TypeError, "", "append_dict['x']", {"append_dict": {"x": [1]}}),
+        (TypeError, "", "append_dict[3]", {"append_dict": {3: 1}}),
+        (ValueError, "usage", "enc_key", {"enc_key": "text"}),
+        (ValueError, "unknown-mode", "'XX'", {"enc_key": KEY, "enc_mode": "XX"}),
+        (ValueError, "bad-key", "5 bytes", {"enc_key": b"short"}),
+        (ValueError, "usage", "enc_mode", {"enc_mode": 3}),
+        (ValueError, "not-encryptable", "enc_key", {"enc_key": KEY, "format": "safetensors"}),
+        (ValueError, "usage", "crc_check", {"crc_check": 1}),
+        (ValueError, "usage", "remove_redundancy", {"remove_redundancy": 1}),
+        (ValueError, "unknown-format", "'zarr'", {"format": "zarr"}),
+        (
+            ValueError,
+            "unsupported-dtype",
+            "'w'",
+            {"save_obj": {"w": np.zeros(2, ml_dtypes.float8_e5m2)}},
+        ),
     ],
 )
 def test_wrong_arguments_to_save_raise_what_mindspore_raises(
-    tmp_path: Path, error: type[Exception], arguments: dict[str, Any]
+    tmp_path: Path, error: type[Exception], code: str, place: str, arguments: dict[str, Any]
 ) -> None:
     call: dict[str, Any] = {"save_obj": {"w": np.zeros(2)}, "ckpt_file_name": str(tmp_path / "x"), **arguments}
-    with pytest.raises(error):
+    with refused_as_mindspore(error, code, place):
         ms.save_checkpoint(call.pop("save_obj"), call.pop("ckpt_file_name"), **call)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
         ms.save_checkpoint({"w": np.zeros(2)}, str(tmp_path))

@@ -92,21 +92,22 @@ def test_layouts_come_back_from_mindspores_terms(pair: tuple[Layout, Shape]) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
-    [(None, "not exist"), (b"", "is empty"), (b"\xff\xff", "is not a strategy file"), (b"\x08\x02", "names no")],
+    ("content", "code"),
+    [(None, "not-found"), (b"", "empty-file"), (b"\xff\xff", "not-a-strategy"), (b"\x08\x02", "no-tensors")],
 )
-def test_files_that_are_no_strategy_are_refused(tmp_path: Path, content: bytes | None, text: str) -> None:
+def test_files_that_are_no_strategy_are_refused(tmp_path: Path, content: bytes | None, code: str) -> None:
     if content is not None:
         (tmp_path / "s.ckpt").write_bytes(content)
-    with pytest.raises(ValueError, match=f"s.ckpt.*{text}"):
+    with refused(ValueError, code, tmp_path / "s.ckpt"):
         ms.build_searched_strategy(str(tmp_path / "s.ckpt"))
 
 
 @pytest.mark.parametrize("given", [1, ["s.ckpt"], b"s.ckpt"])
 def test_what_is_not_a_path_is_a_type_error(given: Any) -> None:
-    for function in (ms.build_searched_strategy, ms.restore_group_info_list):
-        with pytest.raises(TypeError, match="expected the path of a file"):
-            function(given)
+    with pytest.raises(TypeError, match="^strategy_filename is "):
+        ms.build_searched_strategy(given)
+    with pytest.raises(TypeError, match="^group_info_file_name is "):
+        ms.restore_group_info_list(given)
 
 
 # merge_pipeline_strategys
@@ -141,12 +142,12 @@ def test_one_stage_gets_its_number_too(tmp_path: Path) -> None:
 
 
 def test_merging_refuses_what_it_cannot_merge(tmp_path: Path) -> None:
-    with pytest.raises(NotADirectoryError, match="is not a directory"):
+    with pytest.raises(NotADirectoryError, match="src_strategy_dirs .*/none "):
         ms.merge_pipeline_strategys(str(tmp_path / "none"), str(tmp_path / "dst.ckpt"))
-    with pytest.raises(TypeError, match="src_strategy_dirs is int"):
+    with pytest.raises(TypeError, match="src_strategy_dirs .*int 3"):
         ms.merge_pipeline_strategys(3, str(tmp_path / "dst.ckpt"))
     (tmp_path / "src").mkdir()
-    with pytest.raises(ValueError, match="has no strategy file"):
+    with refused(ValueError, "no-strategy-file", tmp_path / "src"):
         ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / "dst.ckpt")
     strategy_file(tmp_path / "src/a.ckpt", w=Layout.of([2], [0]))
     strategy_file(tmp_path / "src/b.json", w=Layout.of([2], [0]))
@@ -168,13 +169,18 @@ def test_the_ranks_of_a_group_info_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
-    [(None, "not exist"), (b"", "is empty"), (b"\xff", "is not a group"), (b"\x1a\x00", "has no")],
+    ("content", "code"),
+    [
+        (None, "not-found"),
+        (b"", "empty-file"),
+        (b"\xff", "not-a-group-info-file"),
+        (b"\x1a\x00", "not-a-group-info-file"),
+    ],
 )
-def test_files_without_group_info_are_refused(tmp_path: Path, content: bytes | None, text: str) -> None:
+def test_files_without_group_info_are_refused(tmp_path: Path, content: bytes | None, code: str) -> None:
     if content is not None:
         (tmp_path / "group.pb").write_bytes(content)
-    with pytest.raises(ValueError, match=f"group.pb.*{text}"):
+    with refused(ValueError, code, tmp_path / "group.pb"):
         ms.restore_group_info_list(str(tmp_path / "group.pb"))
 
 
@@ -193,7 +199,7 @@ def test_ranks_are_those_of_this_process_s_stage(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_not_a_layout_of_mindspore_s_is_refused() -> None:
-    with pytest.raises(StrategyError, match="lacks"):
+    with refused(StrategyError, "wrong-type", "Placed", "tensor_map"):
         ms.get_parameter_redundancy({"b": Placed(0, Layout.of([4], [-1]))}, 0)
 
 
@@ -234,7 +240,7 @@ def test_a_layout_as_a_compiled_network_has_it() -> None:
     }  # fmt: skip
     with refused(ValueError, "unknown-count", "parameter 'v'", "'2-group'", "[4, 2]"):
         ms.get_parameter_redundancy({"v": (*sharded[:2], (4, 2), *sharded[3:])})
-    with pytest.raises(ValueError, match=r"parameter 'v': its layout is \(\[2\],\); expected \(dev_matrix"):
+    with refused(ValueError, "bad-value", "parameter 'v'", "([2],)"):
         ms.get_parameter_redundancy({"v": ([2],)})
 
 
@@ -247,7 +253,7 @@ def test_a_network_that_is_not_parallel_is_whole_everywhere(monkeypatch: pytest.
 
 
 def test_other_kinds_of_layouts_are_a_type_error() -> None:
-    with pytest.raises(TypeError, match="layout_obj is int; expected the name of a strategy file"):
+    with pytest.raises(TypeError, match="layout_obj .*int"):
         ms.get_parameter_redundancy(3)
 
 
@@ -257,10 +263,10 @@ def test_replicas_are_stored_once_by_turns() -> None:
     assert ms.remove_param_redundancy(redundancy, keep_redundancy=2) == {0: {"a", "b", "c"}, 1: {"a", "b", "c"}}
     assert ms.remove_param_redundancy(redundancy, 0) == {}
     assert ms.remove_param_redundancy({}) == {}
-    with pytest.raises(ValueError, match="keep_redundancy is -1; expected the number of replicas"):
+    with refused(ValueError, "out-of-range", "keep_redundancy", "-1"):
         ms.remove_param_redundancy(redundancy, -1)
     for wrong in (True, "2", 1.5):
-        with pytest.raises(TypeError, match="keep_redundancy is a"):
+        with pytest.raises(TypeError, match=f"keep_redundancy .*{type(wrong).__name__}"):
             ms.remove_param_redundancy(redundancy, wrong)  # type: ignore[arg-type]
 
 
@@ -324,7 +330,7 @@ def test_a_number_that_begins_alike_is_another_rank(ranks: Path, monkeypatch: py
 def test_a_file_that_is_cut_short_is_passed_over(ranks: Path) -> None:
     whole = ranks / "rank_0/x-1_40.ckpt"
     whole.write_bytes(whole.read_bytes()[:-3])
-    with pytest.warns(UserWarning, match=r"passed over: .*rank_0/x-1_40.ckpt"):
+    with pytest.warns(UserWarning, match=r"rank_0/x-1_40\.ckpt"):
         assert found(ranks) == "rank_1/x-1_40.ckpt"
 
 
