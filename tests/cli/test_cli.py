@@ -10,6 +10,7 @@ import helpers
 import pytest
 from checkpoints import tree
 from commands import Case, call, done, names_in, next_command, proposed
+from refusals import failed
 
 import reshard
 
@@ -60,9 +61,7 @@ def test_a_dry_run_refuses_what_a_run_does(case: Case, tmp_path: Path) -> None:
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "rank_2").symlink_to(tmp_path / "elsewhere")
     for options in (["--dry-run"], [], ["--dry-run", "--overwrite"]):
-        refused = call(*command, *options)
-        assert refused.exit_code == 6
-        assert "leads out of the target directory" in refused.stderr
+        failed(6, "outside-directory", *command, *options, places=("rank_2/checkpoint_2.ckpt", tmp_path / "elsewhere"))
         assert [path.name for path in (tmp_path / "dst").iterdir()] == ["rank_2"]
 
 
@@ -138,10 +137,7 @@ def test_existing_files_are_refused(case: Case, tmp_path: Path) -> None:
     done(*command)
     before = tree(tmp_path)
     (tmp_path / "rank_0" / "checkpoint_0.ckpt").write_bytes(b"old")
-    refused = call(*command)
-    assert refused.exit_code == 6
-    assert "rank_0/checkpoint_0.ckpt" in refused.stderr
-    assert "--overwrite" in refused.stderr
+    failed(6, "already-exists", *command, places=("rank_0/checkpoint_0.ckpt", "--overwrite"))
     done(*command, "--overwrite")
     assert tree(tmp_path) == before
 
@@ -206,9 +202,10 @@ def lacking(case: Case, tmp_path: Path, side: str, *absent: str) -> list[str | P
 
 def test_a_weight_is_dropped_only_when_told_to(case: Case, tmp_path: Path) -> None:
     strategies = lacking(case, tmp_path, "target", "net.layer2.weight", "moments.net.layer2.weight")
-    refused = call("transform", case.source, tmp_path / "dst", *strategies)
-    assert refused.exit_code == 4
-    assert "--drop 'net.layer2.weight'" in refused.stderr
+    refused = failed(
+        4, "not-in-strategy", "transform", case.source, tmp_path / "dst", *strategies,
+        places=("--drop 'net.layer2.weight'",),
+    )  # fmt: skip
     assert "moments" not in refused.stderr
     result = done("transform", case.source, tmp_path / "dst", *strategies, "--drop", "net.layer2.*")
     assert "13 tensors (2 dropped)" in result.stdout
@@ -219,18 +216,20 @@ def test_a_weight_is_missing_only_when_told_to(case: Case, tmp_path: Path) -> No
     target = reshard.read_strategy(strategies[3])
     target = target.with_layout("lora.a", target.tensors["net.layer2.weight"][0].layout)
     reshard.write_strategy(target, strategies[3])
-    refused = call("transform", case.source, tmp_path / "dst", *strategies)
-    assert refused.exit_code == 4
-    assert "--allow-missing 'lora.a'" in refused.stderr
+    failed(
+        4, "missing-tensor", "transform", case.source, tmp_path / "dst", *strategies,
+        places=("--allow-missing 'lora.a'",),
+    )  # fmt: skip
     result = done("transform", case.source, tmp_path / "dst", *strategies, "--allow-missing", "lora.*", "--json")
     assert json.loads(result.stdout)["missing"] == ["lora.a"]
 
 
 def test_a_layout_by_hand_stands_in_for_the_strategy(case: Case, tmp_path: Path) -> None:
     strategies = lacking(case, tmp_path, "source", "net.layer1.weight")
-    refused = call("transform", case.source, tmp_path / "a", *strategies)
-    assert refused.exit_code == 4
-    assert "--layout 'net.layer1.weight=RULE'" in refused.stderr
+    failed(
+        4, "unlisted-tensor", "transform", case.source, tmp_path / "a", *strategies,
+        places=("--layout 'net.layer1.weight=RULE'",),
+    )  # fmt: skip
     done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=2,2,2:-1,1")
     done("transform", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
@@ -252,9 +251,7 @@ def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
         for name in ("a.ckpt", "b.ckpt"):
             shutil.copy(case.source / f"rank_{rank}" / "net.ckpt", folder / name)
     command = ["transform", tmp_path / "src", tmp_path / "a", *case.strategies, "--rank-pattern", "node{rank}/*.ckpt"]
-    refused = call(*command)
-    assert refused.exit_code == 4
-    assert "--suffix" in refused.stderr
+    failed(4, "several-checkpoints", *command, places=("a.ckpt, b.ckpt", "--suffix"))
     done(*command, "--suffix", "b")
     done("transform", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
@@ -273,16 +270,13 @@ def test_no_command_is_proposed_where_its_path_means_two_checkpoints(case: Case,
     assert "4 safetensors files, 4 ranks (0-3)" in done("inspect", tmp_path, *second).stdout
     third = ["--rank-pattern", "rank_{rank}/net_{rank}*.ckpt", "--source-strategy", case.target_strategy]
     assert "4 ckpt files, 4 ranks (0-3)" in done("inspect", tmp_path, *third).stdout
-    refused = call("inspect", tmp_path)
-    assert refused.exit_code == 4
-    assert "choose one with --suffix\n" in refused.stderr
+    failed(4, "several-checkpoints", "inspect", tmp_path, places=("--suffix\n",))
 
 
 def test_formats_side_by_side_are_told_apart_by_a_suffix_that_is_named(case: Case, tmp_path: Path) -> None:
     for format in ("ckpt", "safetensors"):
         done("transform", case.source, tmp_path, *case.strategies, "--format", format)
-    refused = call("inspect", tmp_path)
-    assert refused.stderr.endswith("choose one with --suffix .safetensors\n")
+    failed(4, "several-checkpoints", "inspect", tmp_path, places=("--suffix .safetensors\n",))
     assert "safetensors" in done("inspect", tmp_path, "--suffix", ".safetensors").stdout
 
 
@@ -311,31 +305,32 @@ def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "code", "told"),
     [
-        ("{", "is not JSON"),
-        ("[]", "is a JSON list"),
-        ('{"a": 1, "b": null, "c": "d", "c": "e"}', "has 3 faults"),
-        ('{"net.layer1.bias": "x", "net.layer2.bias": "x"}', "is given to net.layer1.bias, net.layer2.bias"),
-        ('{"gone": "x"}', "name 'gone' matches no tensor"),
-        (None, "names.json does not exist"),
+        ("{", "bad-name-map", "names.json"),
+        ("[]", "bad-name-map", "JSON list"),
+        ('{"a": 1, "b": null, "c": "d", "c": "e"}', "bad-name-map", "3 faults"),
+        ('{"net.layer1.bias": "x", "net.layer2.bias": "x"}', "duplicate-name", "net.layer1.bias, net.layer2.bias"),
+        ('{"gone": "x"}', "no-match", "'gone'"),
+        (None, "not-found", "names.json"),
     ],
 )
-def test_name_maps_that_are_none(case: Case, tmp_path: Path, content: str | None, told: str) -> None:
+def test_name_maps_that_are_none(case: Case, tmp_path: Path, content: str | None, code: str, told: str) -> None:
     if content is not None:
         (tmp_path / "names.json").write_text(content)
     command = ["transform", case.source, tmp_path / "a", *case.strategies, "--name-map", tmp_path / "names.json"]
-    refused = call(*command)
-    assert refused.exit_code == 2
-    assert told in refused.stderr
+    failed(2, code, *command, places=(told,))
     assert not (tmp_path / "a").exists()
 
 
 def test_what_selects_nothing_is_2(case: Case, tmp_path: Path) -> None:
-    for options in (["--include", "nothing*"], ["--include", "net.*@1"], ["--cast", "float32=int8"], ["--cast", "a=b"]):
-        refused = call("transform", case.source, tmp_path, *case.strategies, *options)
-        assert refused.exit_code == 2, options
-        assert refused.stderr.startswith("error: ")
+    for options, code, place in (
+        (["--include", "nothing*"], "no-match", "nothing*"),
+        (["--include", "net.*@1"], "wrong-count", "net.*@1"),
+        (["--cast", "float32=int8"], "unsupported-cast", "float32=int8"),
+        (["--cast", "a=b"], "usage", "'a'"),
+    ):
+        failed(2, code, "transform", case.source, tmp_path, *case.strategies, *options, places=(place,))
 
 
 def test_replicas_stored_once_are_read_back(case: Case, tmp_path: Path) -> None:
@@ -354,8 +349,7 @@ def test_links_and_memory(case: Case, tmp_path: Path) -> None:
     command = ["transform", case.source, tmp_path / "a", "--source-strategy", case.source_strategy]
     done(*command, "--target-strategy", case.source_strategy, "--link-replicas", "--memory", "1GiB")
     done("transform", tmp_path / "a", tmp_path / "b", *case.strategies)
-    refused = call(*command, "--memory", "1MB")
-    assert refused.exit_code == 5
+    failed(5, "not-enough-memory", *command, "--memory", "1MB", places=("'net.layer2.weight'",))
 
 
 def test_one_stage_and_part_of_a_source(mindspore_data: Path, case: Case, tmp_path: Path) -> None:
@@ -363,9 +357,7 @@ def test_one_stage_and_part_of_a_source(mindspore_data: Path, case: Case, tmp_pa
     for rank in (4, 5, 6, 7):  # replicas of the others
         shutil.rmtree(tmp_path / "src" / f"rank_{rank}")
     command = ["transform", tmp_path / "src", tmp_path / "a", *case.strategies]
-    refused = call(*command)
-    assert refused.exit_code == 4
-    assert "--partial" in refused.stderr
+    failed(4, "missing-replicas", *command, places=("ranks 4-7", "--partial"))
     done(*command, "--partial")
     done("transform", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from checkpoints import write_file
 from commands import Case, call, done
+from refusals import failed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,9 +94,11 @@ def test_a_picture_has_the_ranks_of_each_block(case: Case) -> None:
         "inspect", case.source, "--source-strategy", case.source_strategy, "--picture", "net.layer1.weight"
     ).stdout
     assert "│ 0-1,4-5 │ 2-3,6-7 │" in shown
-    result = call("inspect", case.source, "--source-strategy", case.source_strategy, "--picture", "net.layer1.weigth")
-    assert result.exit_code == 2
-    assert "net.layer1.weigth" in result.stderr
+    failed(
+        2, "unknown-tensor", "inspect", case.source, "--source-strategy", case.source_strategy, "--picture",
+        "net.layer1.weigth",
+        places=("net.layer1.weigth",),
+    )  # fmt: skip
 
 
 def piped(columns: str | None, *arguments: str | Path) -> str:
@@ -176,9 +179,7 @@ def test_rows_are_sorted_and_chosen_in_each_form(case: Case) -> None:
             shown.index(name) for name in ("learning_rate", "moments.net.layer{1-2}.bias", "moments.net.layer3.w")
         ]
         assert places == sorted(places)
-        refused = call("inspect", case.source, *more, "--match", "moment.*")
-        assert refused.exit_code == 2
-        assert "'moment.*' matches no tensor; nearest is 'momentum'" in refused.stderr
+        failed(2, "no-match", "inspect", case.source, *more, "--match", "moment.*", places=("'moment.*'", "'momentum'"))
 
 
 def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> None:

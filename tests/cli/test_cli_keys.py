@@ -174,10 +174,7 @@ def test_verify_by_the_ledger_against_a_source_and_of_structure(
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    changed = call(*both)
-    assert changed.exit_code == 4
-    assert "rank_1/checkpoint_1.ckpt cannot be decrypted with this key" in changed.stderr
-    assert "the key is wrong, or the file was changed" in changed.stderr
+    failed(4, "wrong-key", *both, places=("rank_1/checkpoint_1.ckpt",))
 
 
 def test_what_the_report_proposes_works(case: Case, sealed: Path, tmp_path: Path, key: Path) -> None:
@@ -210,45 +207,43 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
     done("run", "open.json", "b", "--key-file", key)
     done("transform", plain, "c", *strategies)
     assert files(tmp_path / "b") == files(tmp_path / "c")
-    for command, code, said in (
-        (["sealed.json", "d", "--key-file", key], 2, "give it: --target-key-file FILE"),
-        (["sealed.json", "d", "--target-key-file", key], 2, "give it: --key-file or RESHARD_KEY"),
-        (["open.json", "d", "--key-file", key, "--target-key-file", key], 2, "open.json plans is not encrypted"),
-        (["open.json", "d", "--key-file", other], 4, "cannot be decrypted with this key"),
+    for command, exit_code, code, said in (
+        (["sealed.json", "d", "--key-file", key], 2, "no-key", " --target-key-file FILE"),
+        (["sealed.json", "d", "--target-key-file", key], 2, "no-key", " --key-file or RESHARD_KEY"),
+        (["open.json", "d", "--key-file", key, "--target-key-file", key], 2, "not-encrypted", "open.json"),
+        (["open.json", "d", "--key-file", other], 4, "wrong-key", "rank_0/checkpoint_0.ckpt"),
     ):  # fmt: skip
-        result = call("run", *command)
-        assert result.exit_code == code, result.stderr
-        assert said in result.stderr
+        failed(exit_code, code, "run", *command, places=(said,))
         assert not (tmp_path / "d").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "exit_code", "code", "said"),
     [
-        ("inspect SEALED", 4, "encrypted", "open it with its key: --key-file FILE"),
-        ("inspect SEALED --key-file OTHER", 4, "wrong-key", "the key is wrong, or the file was changed"),
-        ("inspect PLAIN --key-file KEY", 4, "not-encrypted", "leave out the key: --key-file or RESHARD_KEY"),
-        ("inspect SEALED --key-file nothing", 2, "bad-key", "cannot read key file nothing: No such file or directory"),
-        ("inspect SEALED --key-file .", 2, "bad-key", "cannot read key file .: Is a directory"),
+        ("inspect SEALED", 4, "encrypted", "--key-file FILE"),
+        ("inspect SEALED --key-file OTHER", 4, "wrong-key", "rank_0/checkpoint_0.ckpt"),
+        ("inspect PLAIN --key-file KEY", 4, "not-encrypted", "--key-file or RESHARD_KEY"),
+        ("inspect SEALED --key-file nothing", 2, "bad-key", "key file nothing"),
+        ("inspect SEALED --key-file .", 2, "bad-key", "key file .: "),
         ("inspect SEALED --key-file SHORT", 2, "bad-key", "openssl rand 32"),
-        ("inspect SM4 --key-file OTHER", 2, "bad-key", "the key has 32 bytes; SM4-CBC takes 16"),
-        ("verify SEALED", 2, "no-key", "its key: --target-key-file"),
-        ("verify SEALED --key-file KEY", 2, "no-key", "its key: --target-key-file"),
-        ("verify SEALED --target-key-file OTHER", 4, "wrong-key", "cannot be decrypted with this key"),
-        ("verify SEALED --against PLAIN", 4, "encrypted", "open it with its key: --target-key-file FILE"),
-        ("verify PLAIN --against SEALED", 4, "encrypted", "open it with its key: --key-file FILE"),
-        ("verify PLAIN --target-key-file KEY", 4, "not-encrypted", "leave out the key: --target-key-file"),
+        ("inspect SM4 --key-file OTHER", 2, "bad-key", "SM4-CBC"),
+        ("verify SEALED", 2, "no-key", "--target-key-file"),
+        ("verify SEALED --key-file KEY", 2, "no-key", "--target-key-file"),
+        ("verify SEALED --target-key-file OTHER", 4, "wrong-key", "rank_0/checkpoint_0.ckpt"),
+        ("verify SEALED --against PLAIN", 4, "encrypted", "--target-key-file FILE"),
+        ("verify PLAIN --against SEALED", 4, "encrypted", "--key-file FILE"),
+        ("verify PLAIN --target-key-file KEY", 4, "not-encrypted", "--target-key-file"),
         ("verify SEALED --target-key-file KEY --deduplicated --key-file KEY", 2, "needs-source", "RESHARD_KEY"),
-        ("verify SEALED --target-key-file KEY --write-manifest m", 2, "not-encryptable", "a manifest is of files"),
-        ("verify PLAIN --key-file KEY --write-manifest m", 2, "not-encryptable", "a manifest is of files"),
-        ("verify SEALED --write-manifest m", 2, "encrypted", "sealed is encrypted"),
-        ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "not-encryptable", "choose format ckpt"),
-        ("unify PLAIN x --key-file KEY", 4, "not-encrypted", "is not encrypted"),
-        ("convert SEALED x --format ckpt", 4, "encrypted", "open it with its key: --key-file FILE"),
-        ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "no-key", "add --target-key-file FILE"),
-        ("convert PLAIN x --format ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "bad-key", "takes 16"),
-        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "no-manifest", "x is encrypted"),
-        ("plan PLAIN --style huggingface --target-key-file KEY", 2, "not-encryptable", "choose format ckpt"),
+        ("verify SEALED --target-key-file KEY --write-manifest m", 2, "not-encryptable", "--target-key-file"),
+        ("verify PLAIN --key-file KEY --write-manifest m", 2, "not-encryptable", "--key-file"),
+        ("verify SEALED --write-manifest m", 2, "encrypted", "sealed "),
+        ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "not-encryptable", "ckpt"),
+        ("unify PLAIN x --key-file KEY", 4, "not-encrypted", "checkpoint_0.ckpt"),
+        ("convert SEALED x --format ckpt", 4, "encrypted", "--key-file FILE"),
+        ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "no-key", "--target-key-file FILE"),
+        ("convert PLAIN x --format ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "bad-key", "SM4-CBC"),
+        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "no-manifest", "x "),
+        ("plan PLAIN --style huggingface --target-key-file KEY", 2, "not-encryptable", "ckpt"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(
@@ -273,9 +268,7 @@ def test_another_key_does_not_go_on_where_one_ended(case: Case, sealed: Path, ke
     command = ["transform", case.source, sealed, *case.strategies, "--target-key-file"]
     before = tree(sealed)
     assert "nothing is left to do" in done(*command, key).output
-    refused = call(*command, other)
-    assert refused.exit_code == 6
-    assert "another plan, or with another key" in refused.stderr
+    failed(6, "other-run", *command, other, places=("rank_0/checkpoint_0.ckpt",))
     assert "made by another plan, with another key or from other sources" in call(*command, other, "--dry-run").stderr
     assert call(*command[:-1]).exit_code == 6
     (sealed / "rank_2" / "checkpoint_2.ckpt").unlink()
@@ -301,14 +294,12 @@ def test_keys_from_the_environment(case: Case, tmp_path: Path, key: Path, monkey
     assert call("inspect", tmp_path / "out").exit_code == 4
     done("inspect", tmp_path / "out", "--key-file", key)  # and what is typed before all
     monkeypatch.setenv("RESHARD_KEY", "nonsense")
-    refused = call("inspect", tmp_path / "out")
-    assert refused.exit_code == 2
-    assert "RESHARD_KEY is not a key" in refused.stderr
+    refused = failed(2, "bad-key", "inspect", tmp_path / "out", places=("RESHARD_KEY",))
     assert "nonsense" not in refused.stderr
     monkeypatch.setenv("RESHARD_KEY", "")
-    assert "is encrypted" in call("inspect", tmp_path / "out").stderr
+    failed(4, "encrypted", "inspect", tmp_path / "out", places=("rank_0/checkpoint_0.ckpt",))
     monkeypatch.setenv("RESHARD_KEY_FILE", "nothing")
-    assert "cannot read RESHARD_KEY_FILE: key file nothing: No" in call("inspect", tmp_path / "out").stderr
+    failed(2, "bad-key", "inspect", tmp_path / "out", places=("RESHARD_KEY_FILE", "nothing"))
 
 
 SOURCE_KEYS = {"RESHARD_KEY": KEY.decode()}
@@ -422,7 +413,7 @@ def test_what_is_plain_needs_no_cryptography(
     cipher_module._coded.cache_clear()
     monkeypatch.setenv("RESHARD_KEY", KEY.decode())
     done("inspect", plain)
-    assert "encrypted checkpoints need the library cryptography" in call("inspect", sealed).stderr
+    failed(1, "library-missing", "inspect", sealed, places=("reshard[crypto]",))
 
 
 @EXPORTED
@@ -446,15 +437,12 @@ def test_what_cannot_be_encrypted_is_not_written_plain_where_the_key_of_the_targ
     done("plan", plain, *there, "--format", "safetensors", "-o", "plan.json")
     command: list[str | Path] = [plain if word == "PLAIN" else word for word in words.split()]
     command += there if command[0] in {"unify", "transform", "plan"} else []
-    typed = call(*command, "--target-key-file", key)
+    code, said = ("not-encrypted", "plan.json") if words.startswith("run") else ("not-encryptable", "ckpt")
+    typed = failed(2, code, *command, "--target-key-file", key, places=(said,))
     export(monkeypatch, {"RESHARD_TARGET_KEY": KEY.decode()}, key, files=files)
     before = tree(tmp_path)
-    refused = call(*command)
-    assert refused.exit_code == typed.exit_code == 2
+    refused = failed(2, code, *command, places=(said, "--target-key-file or RESHARD_TARGET_KEY"))
     assert refused.stderr == typed.stderr
-    assert "leave --target-key-file or RESHARD_TARGET_KEY out" in refused.stderr
-    said = "plan.json plans is not encrypted" if words.startswith("run") else "choose format ckpt"
-    assert said in refused.stderr
     assert tree(tmp_path) == before
     monkeypatch.delenv("RESHARD_TARGET_KEY_FILE" if files else "RESHARD_TARGET_KEY")
     done(*command)
@@ -505,9 +493,10 @@ def test_plain_files_where_the_ledger_says_that_they_were_encrypted_are_refused(
         shutil.copy(plain / name, sealed / name)
     if way == "exported":
         export(monkeypatch, EVERY_KEY, key, files=False)
-    refused = call("verify", sealed, *(["--target-key-file", key] if way == "typed" else []))
-    assert refused.exit_code == 4
-    assert "checkpoint_0.ckpt is not encrypted" in refused.stderr
+    failed(
+        4, "not-encrypted", "verify", sealed, *(["--target-key-file", key] if way == "typed" else []),
+        places=("checkpoint_0.ckpt",),
+    )  # fmt: skip
 
 
 def test_verify_by_the_ledger_with_an_exported_key_that_is_wrong_or_of_no_use(
@@ -517,9 +506,7 @@ def test_verify_by_the_ledger_with_an_exported_key_that_is_wrong_or_of_no_use(
     done("transform", sealed, tmp_path / "open", *strategies, "--key-file", key)
     by_ledger = ["verify", tmp_path / "open"]
     monkeypatch.setenv("RESHARD_KEY", "ab" * 24)
-    wrong = call(*by_ledger)
-    assert wrong.exit_code == 4
-    assert "cannot be decrypted with this key" in wrong.stderr
+    failed(4, "wrong-key", *by_ledger, places=("checkpoint_0.ckpt",))
     monkeypatch.setenv("RESHARD_KEY", KEY.decode())
     assert "every bit of 15 tensors" in done(*by_ledger).stdout
     shutil.rmtree(sealed)
@@ -527,9 +514,7 @@ def test_verify_by_the_ledger_with_an_exported_key_that_is_wrong_or_of_no_use(
     assert "compared with the sizes and checksums that its ledger has" in found.stderr
     monkeypatch.delenv("RESHARD_KEY")
     assert "compared with the sizes and checksums that its ledger has" in done(*by_ledger).stderr
-    typed = call(*by_ledger, "--key-file", key)
-    assert typed.exit_code == 4
-    assert "checkpoint_0.ckpt does not exist" in typed.stderr
+    failed(4, "not-found", *by_ledger, "--key-file", key, places=("checkpoint_0.ckpt",))
 
 
 def test_a_key_that_is_not_required_in_python(case: Case, sealed: Path, plain: Path) -> None:

@@ -53,9 +53,10 @@ def test_what_is_planned_is_what_unify_does(case: Case, tmp_path: Path, style: s
     assert tree(tmp_path / "dst") == tree(tmp_path / "direct")
     assert next_command(result) == ["verify", f"{tmp_path}/dst"]
     (tmp_path / "dst" / "hyper_param.ckpt").touch()
-    refused = call("run", path, tmp_path / "dst", "--source", tmp_path / "moved", "--overwrite")
-    assert refused.exit_code == 6
-    assert "of another set" in refused.stderr
+    failed(
+        6, "other-set", "run", path, tmp_path / "dst", "--source", tmp_path / "moved", "--overwrite",
+        places=("hyper_param.ckpt",),
+    )  # fmt: skip
 
 
 def test_a_plan_is_shown_as_a_dry_run_is(case: Case, tmp_path: Path) -> None:
@@ -121,18 +122,17 @@ def test_a_target_below_the_current_directory_may_be_planned(
 
 @pytest.mark.parametrize("target", ["/somewhere", "../somewhere", "a/../../b"])
 def test_no_other_target_may_be_planned(case: Case, tmp_path: Path, target: str) -> None:
-    refused = call("plan", case.source, target, *case.strategies, "-o", tmp_path / "plan.json")
-    assert refused.exit_code == 2
-    assert f"'{target}' is not below the current directory" in refused.stderr
+    failed(
+        2, "outside-directory", "plan", case.source, target, *case.strategies, "-o", tmp_path / "plan.json",
+        places=(repr(target),),
+    )  # fmt: skip
     assert not list(tmp_path.iterdir())
 
 
 def test_run_needs_a_target_and_the_source(case: Case, tmp_path: Path) -> None:
     path = saved(case, tmp_path, *case.strategies)
     failed(2, "no-target", "run", path, places=(f"reshard run {path} TARGET",))
-    refused = call("run", path, tmp_path / "dst")
-    assert refused.exit_code == 4
-    assert "say where the source is: --source DIRECTORY" in refused.stderr
+    failed(4, "not-found", "run", path, tmp_path / "dst", places=("rank_0/net.ckpt", "--source"))
     assert not (tmp_path / "dst").exists()
 
 
@@ -143,16 +143,15 @@ def test_another_source_is_refused(case: Case, tmp_path: Path) -> None:
     entry = index_file(str(file)).entries["net.layer1.weight"]
     content[entry.runs[0][0]] ^= 1
     file.write_bytes(content)
-    refused = call("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
-    assert refused.exit_code == 6
-    assert "rank_5/net.ckpt has other contents than when it was planned" in refused.stderr
+    failed(
+        6, "source-changed", "run", path, tmp_path / "dst", "--source", tmp_path / "moved",
+        places=("rank_5/net.ckpt",),
+    )  # fmt: skip
     assert not (tmp_path / "dst").exists()
 
 
 def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
-    refused = call("run", case.source_strategy, tmp_path / "dst")
-    assert refused.exit_code == 4
-    assert "is not a valid plan file" in refused.stderr
+    refused = failed(4, "not-a-plan", "run", case.source_strategy, tmp_path / "dst", places=(case.source_strategy,))
     assert refused.stderr.count("error: ") == 1
 
 

@@ -105,10 +105,7 @@ def test_structure(folder: Path) -> None:
         "text entries are stored\n"
     )
     Path("dst/rank_3/checkpoint_3.ckpt").rename("dst/rank_3/checkpoint_3.ckpt.partial")
-    result = call(*TARGET)
-    assert result.exit_code == 4
-    assert "rank 3" in result.stderr
-    assert "1 unfinished file (rank_3/checkpoint_3.ckpt.partial)" in result.stderr
+    failed(4, "missing-ranks", *TARGET, places=("rank 3", "(rank_3/checkpoint_3.ckpt.partial)"))
     result = call("verify", "dst", "--target-partial", "--target-strategy", "after.ckpt")
     assert result.exit_code == 0
     assert "unfinished" in result.stderr
@@ -130,14 +127,13 @@ def test_a_manifest(folder: Path) -> None:
     assert call("verify", "moved", "--write-manifest", "m.json", "--overwrite").exit_code == 0
     assert call("verify", "moved", "--manifest", "m.json").exit_code == 0
     before = Path("moved/rank_0/checkpoint_0.ckpt").read_bytes()
-    result = call("verify", "moved", "--write-manifest", "moved/rank_0/checkpoint_0.ckpt", "--overwrite")
-    assert result.exit_code == 6
-    assert "is one of the files of moved" in result.stderr
+    failed(
+        6, "target-is-source", "verify", "moved", "--write-manifest", "moved/rank_0/checkpoint_0.ckpt", "--overwrite",
+        places=("moved/rank_0/checkpoint_0.ckpt",),
+    )  # fmt: skip
     assert Path("moved/rank_0/checkpoint_0.ckpt").read_bytes() == before
     Path("m.json").write_text('{"reshard_manifest": 2, "files": {"../x": {"nbytes": 1, "crc32c": "00000000"}}}')
-    result = call("verify", "moved", "--manifest", "m.json")
-    assert result.exit_code == 4
-    assert "not a path below a directory" in result.stderr
+    failed(4, "outside-directory", "verify", "moved", "--manifest", "m.json", places=("m.json", "'../x'"))
 
 
 def test_options_of_a_conversion(folder: Path) -> None:
@@ -185,6 +181,4 @@ def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[s
 
 
 def test_a_budget_that_is_too_little(folder: Path) -> None:
-    result = call(*BOTH, "--memory", "1MB")
-    assert result.exit_code == 5
-    assert "--memory 56MB" in result.stderr
+    failed(5, "not-enough-memory", *BOTH, "--memory", "1MB", places=("--memory 56MB",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from refusals import refused
 
 from reshard.cli import demo
 from reshard.errors import TargetError, VerifyError
@@ -73,7 +74,8 @@ def test_a_changed_byte_is_found_wherever_it_is(made: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 0x10
     path.write_bytes(content)
-    with pytest.raises(VerifyError, match=r"checkpoint_2\.ckpt"):
+    code = "not-equal" if place else "missing-tensor"  # whose name it is that is another
+    with refused(VerifyError, code, path):
         demo.check(made)
 
 
@@ -83,26 +85,32 @@ def test_the_first_byte_that_differs_is_named(made: Path) -> None:
     content = path.read_bytes()
     assert content.count(whole) == 1
     path.write_bytes(content.replace(whole, whole[:17] + bytes([whole[17] ^ 1]) + whole[18:]))
-    with pytest.raises(VerifyError, match=r"checkpoint_1.ckpt differs from its slice") as caught:
+    with refused(
+        VerifyError,
+        "not-equal",
+        "'net.layer2.weight'",
+        path,
+        "byte 17 ",
+        f"0x{whole[17] ^ 1:02x}",
+        f"0x{whole[17]:02x}",
+    ):
         demo.check(made)
-    assert "tensor 'net.layer2.weight' of " in str(caught.value)
-    assert f"byte 17 is 0x{whole[17] ^ 1:02x}, expected 0x{whole[17]:02x}" in str(caught.value)
 
 
 def test_a_missing_file_is_found(made: Path) -> None:
     (made / "dst_checkpoints" / "rank_3" / "checkpoint_3.ckpt").unlink()
-    with pytest.raises(VerifyError, match=r"cannot read .*checkpoint_3.ckpt back"):
+    with refused(VerifyError, "cannot-read", "checkpoint_3.ckpt"):
         demo.check(made)
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(TargetError, match="did not make it"):
+    with refused(TargetError, "already-exists", tmp_path):
         demo.demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_file_in_the_way_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
-    with pytest.raises(TargetError, match="cannot write .*Not a directory"):
+    with refused(TargetError, "not-writable", tmp_path / "x"):
         demo.demo(tmp_path / "x")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from commands import call, done, next_command
+from refusals import failed, refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
@@ -47,9 +48,7 @@ def test_no_shard_of_an_older_set_stays_beside_the_index(whole: Path, out: Path,
     done(*command, "--max-shard-size", "100B")
     before = tree(out)
     assert len(before) == 4
-    refused = call(*command)
-    assert refused.exit_code == 6
-    assert "of another set" in refused.stderr
+    failed(6, "other-set", *command, places=(out,))
     assert "would be removed" in done(*command, "--overwrite", "--dry-run").stderr
     assert tree(out) == before
     for option in ("--overwrite", "--restart"):
@@ -69,8 +68,7 @@ def test_a_shard_of_unknown_origin_is_not_removed(whole: Path, out: Path, style:
     changed.write_bytes(changed.read_bytes() + b"x")
     before = tree(out)
     for options in (["--overwrite"], ["--overwrite", "--dry-run"], ["--restart"], []):
-        refused = call(*command, *options)
-        assert (refused.exit_code, changed.name in refused.stderr) == (6, True)
+        failed(6, "other-set", *command, *options, places=(changed.name,))
         assert tree(out) == before
 
 
@@ -80,7 +78,7 @@ def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> N
     small, large = (reshard.plan(source, files=STYLES[style](size), format="safetensors") for size in (100, 10_000))
     for place in (out, f"memory://beside/{style}"):
         small.run(place)
-        with pytest.raises(TargetError, match="of another set"):
+        with refused(TargetError, "other-set", place):
             large.run(place)
         assert len(large.run(place, overwrite=True).removed) >= 2
         assert set(reshard.open(place)) == set(FULL)
@@ -103,7 +101,7 @@ def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Pat
         small.run(out)
     faults.clear()
     assert sorted(tree(out)) == [f"part{number}.safetensors" for number in range(3)]
-    with pytest.raises(TargetError, match="part1.safetensors, part2.safetensors of another set"):
+    with refused(TargetError, "other-set", "part1.safetensors, part2.safetensors"):
         large.run(out)
     small.run(out)
     small.run(out.parent / "undisturbed")
@@ -124,9 +122,7 @@ def test_what_other_processes_write_is_of_the_same_set(whole: Path, out: Path) -
 def test_a_single_file_would_be_loaded_in_place_of_a_set(whole: Path, out: Path) -> None:
     """transformers looks for `model.safetensors` before it looks for an index."""
     write_file(out / "model.safetensors", FULL)
-    refused = call("unify", whole, out, "--style", "huggingface")
-    assert refused.exit_code == 6
-    assert "has model.safetensors of another set" in refused.stderr
+    failed(6, "other-set", "unify", whole, out, "--style", "huggingface", places=("model.safetensors",))
 
 
 # --- others ---

@@ -222,9 +222,9 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint) -> None:
         with refused(UsageError, code, next(iter(files.values()))):
             ZarrGroup(**files)  # type: ignore[arg-type]
     for options in ({"ranks": [0]}, {"remove_redundancy": True}, {"link_replicas": True}):
-        with pytest.raises(UsageError, match="holds whole tensors"):
+        with refused(UsageError, "option-of-another-format", next(iter(options))):
             reshard.plan(source, format="zarr", **options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="holds whole tensors"):
+    with refused(UsageError, "option-of-another-format", "strategy"):
         reshard.plan(source, TARGET, format="zarr")
     with refused(UsageError, "wrong-format", "ZarrGroup", "ckpt"):
         reshard.plan(source, format="ckpt", files=ZarrGroup())
@@ -384,7 +384,7 @@ def test_a_plan_of_a_store_at_the_command_line(source: reshard.Checkpoint, tmp_p
 
 
 def test_a_plan_with_times_is_of_its_own_files(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="with the times of its source files cannot be saved"):
+    with refused(UsageError, "not-savable", "zarr"):
         reshard.plan(source, files=ZarrGroup(times=True)).save(tmp_path / "plan.json")
 
 

@@ -76,7 +76,7 @@ def test_what_has_no_text_is_given_a_reason(
         raise error
 
     monkeypatch.setattr("numcodecs.gzip.GZip.decode", decode)
-    with pytest.raises(SourceError, match="cannot decode chunk 0 of .*\\n.*" + reason):
+    with refused(SourceError, "bad-chunk", "chunk 0", tmp_path / "z" / "w" / "c" / "0", reason):
         reshard.open(tmp_path / "z")["w"].compute()
 
 
@@ -128,5 +128,5 @@ def test_dtypes_that_no_checkpoint_has_are_not_readable(tmp_path: Path) -> None:
 
 def test_the_older_format_is_reported(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
-    with pytest.raises(SourceError, match="format 2"):
+    with refused(SourceError, "unsupported-version", "format 2"):
         reshard.open(tmp_path / "z")

@@ -120,7 +120,7 @@ def test_a_run_goes_on_where_one_was_killed(
     store = tmp_path / "z"
     killed_at(round(share * count), name, lambda: plan.run(store, scheduler="synchronous"))
     assert (store / ".reshard").is_dir()
-    with pytest.raises(SourceError, match="unfinished"):
+    with refused(SourceError, "unfinished", store):
         reshard.open(store)
     report = plan.run(store)
     assert report.resumed + report.bytes_written == plan.stats.bytes_written
@@ -175,7 +175,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
 def test_an_unfinished_store_is_reported(source: reshard.Checkpoint, tmp_path: Path, digest: str) -> None:
     source.to_zarr(tmp_path / "z")
     (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / unfinished_path("zarr.json", digest))
-    with pytest.raises(SourceError, match=r"unfinished .*zarr\.json"):
+    with refused(SourceError, "unfinished", "zarr.json"):
         reshard.open(tmp_path / "z")
 
 

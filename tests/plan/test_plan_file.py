@@ -202,7 +202,7 @@ def test_an_encrypted_source_needs_its_key_again(tmp_path: Path) -> None:
     with refused(UsageError, "no-key", "cipher=..."):
         reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy")
     wrong = reshard.Cipher("AES-GCM", bytes(16))
-    with pytest.raises(SourceError, match="key"):
+    with refused(SourceError, "wrong-key", "rank_0/checkpoint_0.ckpt"):
         reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy", cipher=wrong)
 
 
@@ -345,7 +345,7 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
         reshard.plan(two, TARGET, ranks=[0], selection=Selection(include=["b"])).save(tmp_path / "plan.json")
     source_file = Path(plan._record.source.files[0].path)
     before = source_file.read_bytes()
-    with pytest.raises(TargetError, match="is one of the source files"):
+    with refused(TargetError, "target-is-source", source_file):
         plan.save(source_file)
     assert source_file.read_bytes() == before
     starred = reshard.plan(
@@ -458,29 +458,31 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)
     expected = {
-        "nothing.json": "nothing.json",
-        ".": "expected a regular file",
-        "large.json": "has more than 268435456 bytes",
+        "nothing.json": ("not-found", "nothing.json"),
+        ".": ("not-a-file", tmp_path),
+        "large.json": ("too-large", "large.json", "268435456"),
     }
     for name, message in expected.items():
-        with pytest.raises(PlanError, match=message):
+        with refused(PlanError, *message):
             read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["files"].update(fields=["../x", ""]), r"prefix '\.\./x'"),
-        (lambda c: c["target"].update(format="../x"), r"unknown format '\.\./x'"),
-        (lambda c: c["target"].update(ranks=[1 << 30]), "the target has ranks 0 to 3"),
-        (lambda c: c["target"].update(memory=1), "not enough"),
-        (lambda c: c["source"]["strategy"]["tensors"].update(b=0), "dimension|dimensions"),
+        (lambda c: c["files"].update(fields=["../x", ""]), ("bad-name", "'../x'")),
+        (lambda c: c["target"].update(format="../x"), ("unknown-format", "'../x'")),
+        (lambda c: c["target"].update(ranks=[1 << 30]), ("no-such-rank", f"rank {1 << 30} ", "0 to 3")),
+        (lambda c: c["target"].update(memory=1), ("not-enough-memory", "1 B", "memory=56_000_000")),
+        (lambda c: c["source"]["strategy"]["tensors"].update(b=0), ("wrong-dimensions", "'b'", "[8]")),
     ],
 )  # fmt: skip
-def test_what_only_planning_finds_is_refused(change: Any, message: str, saved: Path, tmp_path: Path) -> None:
+def test_what_only_planning_finds_is_refused(
+    change: Any, message: tuple[str, ...], saved: Path, tmp_path: Path
+) -> None:
     changed(saved, change)
     before = tree(tmp_path)
-    with pytest.raises(ReshardError, match=message):
+    with refused(ReshardError, *message):
         reshard.read_plan(saved)
     assert tree(tmp_path) == before
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from dcp_files import item, without_sums
+from refusals import refused
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
@@ -177,7 +178,7 @@ def test_what_cannot_be_read_is_not_said_to_be_wrong(tmp_path: Path) -> None:
     path.write_bytes(content)
     part = Archives((Part("w", 0, len(content)),))
     for number in (1, 2, 3, 4):
-        with pytest.raises(SourceError, match="cannot be read now"):
+        with refused(SourceError, "bad-source", path):
             list(part.read(str(path), Failing(number)))
     (found,) = part.read(str(path), Failing(5))
     assert (found.faults, len(found.left)) == ((), 1)

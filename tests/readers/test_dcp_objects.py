@@ -237,7 +237,7 @@ def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
     assert [len(file.index.entries) for file in found._record.files] == [0, 1]
     assert read_object(found, "o") == 1
     (tmp_path / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(SourceError, match=r"object 'o' .*__0_0.distcp"):
+    with refused(SourceError, "truncated", "object 'o'", "__0_0.distcp"):
         read_object(found, "o")
     with refused(SourceError, "truncated", "__0_0.distcp", "0 bytes"):
         reshard.open(tmp_path)

@@ -79,5 +79,5 @@ def test_a_value_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(members_module, "_LONGEST", 64)
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"a": {"b": [1] * 99}}))
-    with pytest.raises(ValueError, match="in the 64 characters that a value may have"):
+    with pytest.raises(ValueError, match=" 64 "):
         list(members(str(path)))

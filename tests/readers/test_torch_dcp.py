@@ -258,27 +258,27 @@ def test_several_chunks_of_a_name_in_a_file_and_replicas(tmp_path: Path) -> None
     assert_equal(reshard.open(tmp_path / "whole"), {"w": w})
     content = (root / "__1_0.distcp").read_bytes()
     (root / "__1_0.distcp").write_bytes(content.replace(w[3:].tobytes(), (w[3:] + 1).tobytes()))
-    with pytest.raises(SourceError, match=r"block \[3:6, 0:4\][^$]*rank 0 and rank 1"):
+    with refused(SourceError, "replicas-differ", "'w'", "[3:6, 0:4]", "rank 0 and rank 1"):
         reshard.open(root)
 
 
 def test_items_that_the_metadata_contradict(tmp_path: Path) -> None:
     w, ok = FULL["w"], ("b", ((0,), (5,)), item(FULL["b"]))
     for box, made, said in (
-        (WHOLE, item(w[:3]), r"shape \[3, 4\] at \[0, 0\] in __0_0.distcp\n  expected \[6, 4\]"),
-        (WHOLE, item(w.astype(np.float64)), "is float32 and float64"),
-        (((0, 0), (3, 4)), item(w[:3]), r"its blocks have 12 of 24 elements"),
-        (((1, 0), (6, 4)), item(w), r"its block \[1:7, 0:4\] is not within that"),
+        (WHOLE, item(w[:3]), ("[3, 4] at [0, 0] in __0_0.distcp", "[6, 4]")),
+        (WHOLE, item(w.astype(np.float64)), ("float32 and float64",)),
+        (((0, 0), (3, 4)), item(w[:3]), ("12 of 24 elements",)),
+        (((1, 0), (6, 4)), item(w), ("[1:7, 0:4]",)),
         (
             WHOLE,
             write_file(tmp_path / "x.safetensors", {"w": w}).read_bytes(),
-            "is not a tensor of torch.save",
+            ("torch.save",),
         ),
-        (WHOLE, item(w)[:40], "is not a tensor of torch.save"),
+        (WHOLE, item(w)[:40], ("torch.save",)),
     ):
         found = reshard.open(write_torch(tmp_path / "src", FULL, {0: [ok, ("w", box, made)]}))
         assert set(found) == {"b"}
-        with pytest.raises(SourceError, match=said):
+        with refused(SourceError, "unreadable-tensor", "'w'", *said):
             reshard.plan(found)
 
 
@@ -296,7 +296,7 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
     assert reshard.verify(root).tensors == 2
     rows = Strategy.of({"w": Layout.of([2], [0, -1])})
     for target in (None, rows):
-        with pytest.raises(SourceError, match=BUCKET):
+        with refused(SourceError, "unreadable-tensor", BUCKET):
             reshard.plan(found, target, format="safetensors")
     done("unify", root, tmp_path / "weights", "--weights-only")
     assert_equal(reshard.open(tmp_path / "weights"), {"w": FULL["w"]})
@@ -306,9 +306,9 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
         assert reshard.verify(tmp_path / f"{number}").equal
         assert said in done("verify", tmp_path / f"{number}", "--against", root).stdout
         shutil.rmtree(tmp_path / f"{number}" / ".reshard")  # which says that
-    refused = call("verify", tmp_path / "0", "--against", root)
-    assert refused.exit_code == 3
-    assert "is a bucket of Megatron's optimizer" in refused.stdout
+    result = call("verify", tmp_path / "0", "--against", root)
+    assert result.exit_code == 3
+    assert "is a bucket of Megatron's optimizer" in result.stdout
     for name, target in (("whole", None), ("rows", rows)):
         reshard.plan(found, target, format="dcp").run(tmp_path / name, fsync=False)
         assert_equal(reshard.open(tmp_path / name), {"w": FULL["w"], BUCKET: FULL["b"]})
@@ -384,23 +384,23 @@ def test_real_ones_that_megatron_kept_flattened_become_whole(mindspore_data: Pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"cuts": (0, 7, 22, 29)}, "its blocks have 116 of 120 elements"),
-        ({"shape": (4, 6, 6)}, r"has parts of \[2, 3, 6\] in 30 elements"),
-        ({"shape": (3, 6, 5)}, r"\[2, 2, 1\] parts, which do not divide \[3, 6, 5\]"),
-        ({"shape": (24, 5)}, r"do not divide \[24, 5\]"),
+        ({"cuts": (0, 7, 22, 29)}, ("116 of 120 elements",)),
+        ({"shape": (4, 6, 6)}, ("[2, 3, 6] in 30 elements",)),
+        ({"shape": (3, 6, 5)}, ("[2, 2, 1] parts", "[3, 6, 5]")),
+        ({"shape": (24, 5)}, ("[2, 2, 1] parts", "[24, 5]")),
     ],
 )
-def test_flattened_states_that_cannot_be(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_flattened_states_that_cannot_be(tmp_path: Path, options: dict[str, Any], said: tuple[str, ...]) -> None:
     found = reshard.open(flat(tmp_path, **options))
     assert set(found) == {"b"}
-    with pytest.raises(SourceError, match=said):
+    with refused(SourceError, "unreadable-tensor", "'w'", *said):
         reshard.plan(found)
 
 
 def test_encodings_that_cannot_be(tmp_path: Path) -> None:
     items = {0: [("w", WHOLE, item(FULL["w"]))]}
-    for encoding, said in ((["a"] * 9, "'a', 'a', 'a'"), ([["x"]], r"'\?'"), ("zstd", "'zstd'"), (7, r"'\?'")):
-        with pytest.raises(SourceError, match=rf"'w' is encoded \(({said})\)"):
+    for encoding, said in ((["a"] * 9, "('a', 'a', 'a')"), ([["x"]], "('?')"), ("zstd", "('zstd')"), (7, "('?')")):
+        with refused(SourceError, "no-tensors", "'w'", said):
             reshard.open(write_torch(tmp_path, FULL, items, transform_descriptors=encoding))
 
 

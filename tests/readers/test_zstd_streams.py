@@ -59,7 +59,7 @@ def test_items_that_are_zstd_streams(tmp_path: Path, length: str, checksum: bool
     reshard.plan(source, columns, format="safetensors").run(tmp_path / "columns", fsync=False)
     assert_equal(reshard.open(tmp_path / "columns", strategy=columns), full)
     if length == "short":
-        with pytest.raises(BudgetError, match="memory"):
+        with refused(BudgetError, "not-enough-memory", "'w'", "memory="):
             reshard.plan(source, rows, memory=85_000_000)
 
 
@@ -135,7 +135,7 @@ def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_replicas_that_are_zstd_streams(tmp_path: Path) -> None:
     made = {rank: [("w", WHOLE, stream(item(FULL["w"] + rank)))] for rank in range(2)}
-    with pytest.raises(SourceError, match="'w'"):
+    with refused(SourceError, "unreadable-tensor", "'w'", ".metadata"):
         reshard.plan(reshard.open(write_torch(tmp_path, FULL, made, transform_descriptors=ZSTD)))
 
 
@@ -151,18 +151,18 @@ ZEROS = (1 << 17 << 3 | 2).to_bytes(3, "little") + b"\0"  # a block of 128 KiB, 
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        (lambda good: good[:-9], r"(?s)cannot decode chunk 0 .*is not one frame of zstd"),
-        (lambda good: good + good, r"(?s)cannot decode chunk 0 .*is not one frame of zstd"),
-        (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), "cannot decode chunk 0"),
-        (lambda good: good[:4] + b"\x20" + good[5:], "'w' is not a zstd stream"),
-        (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor of torch.save"),
+        (lambda good: good[:-9], ("bad-chunk", "chunk 0", "__0_0.distcp", "one frame")),
+        (lambda good: good + good, ("bad-chunk", "chunk 0", "__0_0.distcp", "one frame")),
+        (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), ("bad-chunk", "chunk 0", "__0_0")),
+        (lambda good: good[:4] + b"\x20" + good[5:], ("no-tensors", "'w'", "zstd")),
+        (lambda _: stream(bytes(1 << 20)), ("no-tensors", "'w'", "torch.save")),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("length")
-def test_streams_that_cannot_be_read(tmp_path: Path, spoilt: Callable[[bytes], bytes], said: str) -> None:
+def test_streams_that_cannot_be_read(tmp_path: Path, spoilt: Callable[[bytes], bytes], said: tuple[str, ...]) -> None:
     bad = spoilt(stream(item(LARGE)))
     root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bad)]}, transform_descriptors=ZSTD)
-    with pytest.raises(SourceError, match=said):
+    with refused(SourceError, *said):
         reshard.open(root)["w"].compute()
 
 
@@ -180,7 +180,7 @@ def test_a_sum_at_the_end_of_a_stream_is_compared(tmp_path: Path) -> None:
         assert_equal(reshard.open(root), {"w": array})
         content[len(content) // 2] ^= 1
         (root / "__0_0.distcp").write_bytes(content)
-        with pytest.raises(SourceError, match="cannot decode chunk 0"):
+        with refused(SourceError, "bad-chunk", "chunk 0", root / "__0_0.distcp"):
             reshard.open(root)["w"].compute()
 
 
@@ -194,7 +194,7 @@ def test_a_stream_that_goes_on(tmp_path: Path) -> None:
     bomb = good[:begin] + bytes([good[begin] & ~1]) + good[begin + 1 :] + ZEROS * 100_000 + b"\1\0\0"
     root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bomb)]}, transform_descriptors=ZSTD)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(SourceError, match=r"(?s)cannot decode chunk 0 .*it has more than"):
+    with refused(SourceError, "bad-chunk", "chunk 0", root / "__0_0.distcp", "3,538,944 bytes"):
         reshard.open(root)["w"].compute()
     (one,) = reshard.verify(root).differences
     assert one.text == "its item at byte 0 of the file is not a zstd stream: it has more than 3,538,944 bytes"

@@ -279,7 +279,7 @@ def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint
     reshard.plan(saved, format="dcp", selection=Selection(lora=lora)).run(tmp_path / "other", fsync=False)
     assert_arrays(reshard.open(tmp_path / "other"), EXPECTED)
     assert reshard.verify(tmp_path / "other").equal
-    with pytest.raises(UsageError, match="linked files keep their bytes"):
+    with refused(UsageError, "not-linkable", "adapter"):
         reshard.plan(saved, files=reshard.LinkedDCP(), selection=Selection(lora=lora))
     base.merge_lora(lora).to_zarr(tmp_path / "out.zarr", compression="zstd")
     assert_arrays(reshard.open(tmp_path / "out.zarr"), EXPECTED)
@@ -304,9 +304,9 @@ def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoin
     assert_arrays(reshard.open(tmp_path / "out"), expected)
     reshard.plan(base, selection=Selection(cast={"int8": "float32", "bf16": "bf16"}, lora=lora))
     for cast in ({"bf16": "f16"}, {"bf16": "f32"}):
-        with pytest.raises(UsageError, match=r"cast bfloat16=float\d\d would round merged weights twice"):
+        with refused(UsageError, "rounds-twice", "bfloat16=float"):
             reshard.plan(base, selection=Selection(cast=cast, lora=lora))
-        with pytest.raises(UsageError, match="would round merged weights twice"):
+        with refused(UsageError, "rounds-twice", "bfloat16=float"):
             reshard.plan(base.merge_lora(lora), selection=Selection(cast=cast))
 
 
@@ -338,7 +338,7 @@ def test_a_plan_file_has_the_adapter(tmp_path: Path, base: reshard.Checkpoint, l
     for bad in ({"root": "a\nb", "alpha": 1, "digest": ""}, {"root": "a", "alpha": "x", "digest": ""}, 3):
         content["selection"]["lora"] = bad
         (tmp_path / "bad.json").write_text(json.dumps(content))
-        with pytest.raises(SourceError, match="is not a valid plan file"):
+        with refused(SourceError, "not-a-plan", "bad.json", "$.selection.lora"):
             reshard.read_plan(tmp_path / "bad.json")
 
 
@@ -347,7 +347,7 @@ def test_a_target_of_another_adapter_is_refused(tmp_path: Path, base: reshard.Ch
     again = reshard.plan(base, selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
     assert again.finished == 1
     for other in (Selection(), Selection(lora=LoRA(lora.root, 7))):
-        with pytest.raises(TargetError, match="of a different run"):
+        with refused(TargetError, "other-run", tmp_path / "out", "rank_0/checkpoint_0.safetensors"):
             reshard.plan(base, selection=other).run(tmp_path / "out", fsync=False)
 
 
@@ -398,7 +398,7 @@ def test_memory_is_counted(base: reshard.Checkpoint, lora: LoRA) -> None:
     plain, more = (reshard.plan(base, selection=Selection(lora=one)) for one in (None, lora))
     of_pairs = sum(one.nbytes for one in matrices(weights()).values())
     assert more.explain_memory()["coding and fetching"] >= plain.explain_memory()["coding and fetching"] + of_pairs
-    with pytest.raises(BudgetError) as raised:
+    with refused(BudgetError, "not-enough-memory", "memory=") as raised:
         reshard.plan(base, selection=Selection(lora=lora), memory=1 << 20)
     least = least_memory(raised.value)
     assert reshard.plan(base, selection=Selection(lora=lora), memory=least).stats.peak_memory <= least

@@ -332,7 +332,7 @@ def test_a_worker_that_came_late_and_sees_another_target_writes_nothing(
 
     work_on = reshard_cluster.work_on
     monkeypatch.setattr("reshard.run.run.work_on", unseen)
-    with pytest.raises(TargetError, match="another directory on a worker"):
+    with refused(TargetError, "different-directory", tmp_path / "out"):
         made.run(tmp_path / "out", client=wired[1])
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -376,12 +376,13 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     assert tree(tmp_path / "out") == expected
     done = subprocess.run([*command, "--cluster", "local:0"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "'local:0' is not a cluster, such as tcp://10.0.0.1:8786, local or local:4" in done.stderr
+    assert "'local:0'" in done.stderr
     done = subprocess.run(
         [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert "--scheduler is for this machine" in done.stderr
+    assert done.returncode == 2
+    assert "--scheduler" in done.stderr
 
 
 def test_a_run_that_is_given_up_settles() -> None:

@@ -58,7 +58,7 @@ def test_one_file_of_whole_tensors_needs_no_strategy(tmp_path: Path) -> None:
 
 
 def test_several_ranks_need_a_strategy(root: Path) -> None:
-    with pytest.raises(SourceError, match="has 4 ranks, and nothing says how they were sharded"):
+    with refused(SourceError, "no-layout", root, "4 ranks"):
         reshard.open(root)
 
 
@@ -224,7 +224,7 @@ def test_more_ranks_than_the_strategy_describes(root: Path) -> None:
 
 def test_another_number_of_dimensions(root: Path) -> None:
     strategy = Strategy.of({"w": Layout.of([4], [0, -1, -1])})
-    with pytest.raises(SourceError, match=r"the files store 2 dimensions \[2, 4\], the layout has 3"):
+    with refused(SourceError, "wrong-dimensions", "'w'", "2 dimensions [2, 4]", "layout has 3"):
         reshard.open(root, strategy=strategy)
 
 

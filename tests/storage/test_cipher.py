@@ -135,7 +135,7 @@ def test_whatever_comes_out_of_a_wrong_key_the_error_names_the_key(tmp_path: Pat
         with pytest.raises(SourceError) as raised:
             reshard.open(path, cipher=Cipher("AES-CBC", number.to_bytes(16, "big")))
         found_later.add(raised.value.code != "wrong-key")
-        assert "the key is wrong" in str(raised.value)
+        assert " key " in str(raised.value)
     assert found_later == {True, False}
 
 

@@ -118,7 +118,7 @@ def test_an_upload_that_vanished_is_not_taken_for_a_finished_one(
     fs = fsspec.filesystem("s3")
     (upload,) = fs.list_multipart_uploads(bucket.removeprefix("s3://"))
     fs.abort_mpu(bucket.removeprefix("s3://"), "x", upload["UploadId"])
-    with pytest.raises(reshard.errors.TargetError):
+    with refused(reshard.errors.TargetError, "store-not-answering", f"{bucket}/x"):
         sink.finish(durable=True)
     assert remote_store().contents(f"{bucket}/x") == b"theirs"
     sink.abort()

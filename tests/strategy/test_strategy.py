@@ -8,7 +8,6 @@ from math import prod
 import generators
 import helpers
 import numpy as np
-import pytest
 from hypothesis import given
 from refusals import check, refused
 
@@ -105,9 +104,9 @@ def test_an_expanded_layout_of_two_meanings_is_refused_until_the_shape_is_known(
 
 def test_a_layout_that_does_not_fit_names_the_tensor() -> None:
     strategy = Strategy.of({"net.w": ROWS})
-    with pytest.raises(LayoutError, match=r"tensor 'net\.w': .*0 of size 5"):
+    with refused(LayoutError, "not-divisible", "'net.w'", "0 of size 5"):
         strategy.grid("net.w", (5, 4))
-    with pytest.raises(LayoutError, match=r"tensor 'net\.w': .*1 dim"):
+    with refused(LayoutError, "wrong-dimensions", "'net.w'", "1 dimension"):
         strategy.whole_shape("net.w", (5,), stage=0)
     expanded = from_json(Layout.of([2, 2], [1, 0]), (2, 8))
     with refused(LayoutError, "wrong-shape", "tensor 'w'", "[12]"):

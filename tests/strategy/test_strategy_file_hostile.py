@@ -72,7 +72,7 @@ def test_a_pipeline_whose_last_stage_is_impossible_is_not_counted_through(tmp_pa
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=r"nowhere\.ckpt"):
+    with refused(StrategyError, "not-found", "nowhere.ckpt"):
         read_strategy(tmp_path / "nowhere.ckpt")
 
 
@@ -188,10 +188,8 @@ def test_all_faults_of_a_json_file_are_told_at_once(tmp_path: Path) -> None:
     )
     with refused(StrategyError, "wrong-type", "a.json has 5 faults", "$.parallel_layout_item.b") as caught:
         read_strategy(saved(tmp_path / "a.json", top))
-    assert (
-        "$.parallel_layout_item.a is a int; expected an object (likewise $.parallel_layout_item.c.tensor_map, "
-        "$.parallel_layout_item.d.field, $.parallel_strategy_item.op.stage)"
-    ) in str(caught.value)
+    for place in ("layout_item.a", "layout_item.c.tensor_map", "layout_item.d.field", "strategy_item.op.stage"):
+        check(caught.value, "wrong-type", f"$.parallel_{place}")
 
 
 def test_all_faults_of_a_protobuf_file_are_told_at_once(tmp_path: Path) -> None:
@@ -220,7 +218,7 @@ def test_missing_required_fields_are_all_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 20, b"PK\x03\x04", b"a text"])
 def test_what_is_not_a_strategy_file(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(StrategyError, match=r"a\.ckpt"):
+    with refused(StrategyError, "not-a-strategy" if content else "empty-file", "a.ckpt"):
         read_strategy(saved(tmp_path / "a.ckpt", content))
 
 
@@ -229,7 +227,9 @@ def test_a_name_that_is_not_a_text(tmp_path: Path) -> None:
     add_layout(top, "wwww", [2], [0])
     add_operator(top, "oooo", 0)
     content = top.SerializeToString().replace(b"wwww", b"w\xed\xa0\x80").replace(b"oooo", b"\xff\xfe\xfd\xfc")
-    with pytest.raises(StrategyError, match=r"(?i)utf-8"):
+    with refused(
+        StrategyError, "not-utf-8", "parallel_layout_item[0].param_name", "parallel_strategy_item[0].node_name"
+    ):
         read_strategy(saved(tmp_path / "a.ckpt", content))
 
 

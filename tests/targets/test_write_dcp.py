@@ -228,7 +228,7 @@ def test_at_a_url(tmp_path: Path) -> None:
 
 def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     uneven = Strategy.of({"layer.b": Layout.of([3], [0])})
-    with pytest.raises(SourceError, match="dimension 0 of size 8"):
+    with refused(SourceError, "not-divisible", "'layer.b'", "dimension 0 of size 8"):
         reshard.plan(source(tmp_path), uneven, format="dcp")
 
 
@@ -248,7 +248,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         reshard.plan(checkpoint, format="dcp", files=reshard.MindSporeSet())
     with refused(UsageError, "wrong-format"):
         reshard.plan(checkpoint, format="ckpt", files=reshard.DCP())
-    with pytest.raises(UsageError, match="expected at least 1"):
+    with refused(UsageError, "out-of-range", "0 bytes", "at least 1"):
         reshard.DCP(0)
 
 
@@ -366,18 +366,17 @@ def test_a_mesh_and_placements(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (["shard(0)"], "has 1 placements"),
-        (["partial(sum)", "replicate"], "'partial(sum)'"),
-        (["shard(0)", "tp"], "'tp' "),
-        (["shard(2)", "replicate"], "shards dimension 2"),
-        (["replicate", "shard(1)"], "splits dimension 1 of size 6 4 ways"),
-        (["strided_shard(0, split_factor=2)", "shard(0)"], "has the split_factor 2"),
+        (["shard(0)"], ("wrong-count", "1 placements", "(dp, tp)")),
+        (["partial(sum)", "replicate"], ("bad-placement", "[0]", "'partial(sum)'")),
+        (["shard(0)", "tp"], ("bad-placement", "[1]", "'tp'")),
+        (["shard(2)", "replicate"], ("out-of-range", "dimension 2")),
+        (["replicate", "shard(1)"], ("not-divisible", "dimension 1 of size 6", "4 ways")),
+        (["strided_shard(0, split_factor=2)", "shard(0)"], ("bad-split-factor", "split_factor 2")),
     ],
 )
-def test_placements_that_do_not_fit(rule: list[str], message: str) -> None:
-    with pytest.raises(UsageError) as result:
+def test_placements_that_do_not_fit(rule: list[str], message: tuple[str, ...]) -> None:
+    with refused(UsageError, *message, "$.rules['w']"):
         Strategy.from_rules({"w": (8, 6)}, MESH, {"w": rule})
-    assert message in str(result.value)
 
 
 def test_an_axis_may_be_called_as_a_placement_is() -> None:

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import numbers
 from commands import call, done
 from dcp_files import item, saved, write_torch
-from refusals import refused
+from refusals import failed, refused
 from written_dcp import read
 
 import reshard
@@ -162,11 +162,10 @@ def test_a_name_twice(tmp_path: Path) -> None:
 def test_damaged_ones_are_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = saved("word").replace(b"word", b"Word", 1)
     source = made(tmp_path, good=saved(1), o=content)
-    result = call("unify", source.root, tmp_path / "out", "--format", "dcp")
-    assert result.exit_code == 4
-    assert "object 'o'" in result.stderr
-    assert "archive/data.pkl" in result.stderr
-    assert "--exclude o" in result.stderr
+    failed(
+        4, "wrong-checksum", "unify", source.root, tmp_path / "out", "--format", "dcp",
+        places=("object 'o'", "archive/data.pkl", "--exclude o"),
+    )  # fmt: skip
     done("unify", source.root, tmp_path / "out", "--format", "dcp", "--exclude", "o")
     assert set(reshard.open(tmp_path / "out")._record.objects) == {"good"}
     monkeypatch.setattr(module, "LARGEST", len(content))
@@ -248,10 +247,12 @@ def test_the_step_of_a_run(root: Callable[[str], Path], tmp_path: Path) -> None:
     assert "says iteration 5, and is carried so to iteration 12" in other.stderr.replace("\n", " ")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert [one.name for one in tmp_path.glob("iter_*")]
-    result = call("unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5")
-    assert result.exit_code == 6
+    failed(
+        6, "is-iteration", "unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5",
+        places=("iter_0000005",),
+    )  # fmt: skip
     for step in (-1, 10**18):
-        with pytest.raises(UsageError, match=f"step is {step}; expected a number from 0"):
+        with refused(UsageError, "out-of-range", f"step is {step}"):
             DCP(step=step)
     plan = reshard.plan(source, files=DCP(step=7))
     assert [file.path for file in plan._record.files if file.last] == [
@@ -276,7 +277,7 @@ def test_a_damaged_common_file(root: Callable[[str], Path], tmp_path: Path) -> N
     content = bytearray((copied / "common.pt").read_bytes())
     content[content.index(b"iteration")] ^= 1
     (copied / "common.pt").write_bytes(content)
-    with pytest.raises(SourceError, match=r"object 'common.pt' is corrupt"):
+    with refused(SourceError, "wrong-checksum", "'common.pt'"):
         reshard.plan(reshard.open(copied), format="dcp")
     reshard.plan(reshard.open(copied), format="safetensors").run(tmp_path / "whole")
 

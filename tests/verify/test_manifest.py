@@ -84,7 +84,7 @@ def test_built_from_the_ranges_that_a_run_wrote() -> None:
     one = Manifest.of({"a.ckpt": {"w": (BFLOAT16, (5, 10), combine_ranges(ranges))}}, {"a.ckpt": 130}, {"a.ckpt": 9})
     assert one.files["a.ckpt"] == FileSums(130, 9, {"w": (BFLOAT16, (5, 10), crc32c(content))})  # type: ignore[dict-item]
     for wrong in (ranges[:1], [*ranges, ranges[0]]):
-        with pytest.raises(ValueError, match="begins at byte 60"):
+        with pytest.raises(ValueError, match="byte 60"):
             combine_ranges(wrong)
 
 

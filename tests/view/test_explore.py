@@ -111,7 +111,7 @@ def test_a_choice_is_planned_and_written(
 
 def test_a_choice_does_not_hide_what_is_missing(source: Checkpoint) -> None:
     target = Strategy.of({**{n: p[0].layout for n, p in COLUMNS.tensors.items()}, "head": Layout.of([2], [0, -1])})
-    with pytest.raises(SourceError, match="tensor 'head' is in the strategy but in no source file"):
+    with refused(SourceError, "missing-tensor", "'head'"):
         reshard.plan(source.sel("norm"), target)
 
 
@@ -122,7 +122,7 @@ def test_states_are_still_known_by_weights_that_are_left_out(tmp_path: Path) -> 
     only = Strategy.of({"w": Layout.of([2], [-1, 0])})
     plan = reshard.plan(source.sel("adam_m.*", "w"), only)
     assert plan.dropped == ("adam_m.w",)
-    with pytest.raises(UsageError, match="leaves no tensor"):
+    with refused(UsageError, "no-tensors"):
         reshard.plan(source.sel("adam_m.*"), selection=reshard.Selection(weights_only=True))
 
 

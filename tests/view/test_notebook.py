@@ -510,11 +510,11 @@ def test_bands_of_one_tensor(plan: Plan) -> None:
 
 
 def test_unknown_tensors_are_reported(source: reshard.Checkpoint, target: Strategy, plan: reshard.Plan) -> None:
-    with pytest.raises(KeyError, match="did you mean net.layer1.weight"):
+    with pytest.raises(KeyError, match=r"net\.layer1\.weigth.*net\.layer1\.weight"):
         source.picture("net.layer1.weigth")
     with refused(reshard.ReshardError, "not-in-strategy", "nt.layer1.bias", "net.layer1.bias"):
         target.picture("nt.layer1.bias")
-    with pytest.raises(reshard.ReshardError, match="moves no tensor 'xyz'$"):
+    with refused(reshard.ReshardError, "no-match", "'xyz'"):
         plan.picture("xyz")
     with refused(reshard.ReshardError, "wrong-dimensions", "for 1", "and 2"):
         Layout.of([2], [0]).picture(target=Layout.of([2], [0, -1]))
