@@ -165,7 +165,7 @@ def between(rng: Random, link: Link, path: Path, formats: list[str], counts: Cou
         step("transform", link.path, path, *link.words, f"--format={format}")
         return Link(path, [], "ranks", format)
     (format,) = set(formats) - {link.format}
-    step("convert", link.path, path, f"--format={format}")
+    step("convert", link.path, path, f"--format={format}", "--same-ranks")
     return Link(path, link.words, "ranks", format)
 
 

@@ -40,7 +40,7 @@ PLANS = [
     a_plan("a source with a line break", a_plan_file(root="/nowhere\nerror: no"), "not-a-plan @ '/nowhere\\nerror: no'"),
     a_plan("a notice with a line break", a_plan_file(warnings=["a\nerror: no"]), "not-a-plan @ $.source.warnings[0]"),
     a_plan("a file with a line break", a_plan_file(files=[[0, "a\nerror: no", *_FILE[1:]]]), "not-a-plan @ $.source.files[0][1]"),
-    a_plan("a source of another size", a_plan_file(files=[[0, "file.ckpt", 22, 0, "0" * 32]]), "/valid: file.ckpt has 21 bytes; it had 22 when it was planned", code=6),
+    a_plan("a source of another size", a_plan_file(files=[[0, "file.ckpt", 22, 0, "0" * 32]]), "valid: file.ckpt has 21 bytes; it had 22 when it was planned", code=6),
     a_plan("a source with half of a surrogate pair", a_plan_file(root="/\ud800"), "not-a-plan @ $.source.root"),
     a_plan("a rank of one billion", a_plan_file(files=[[10**9, *_FILE]]), "not-a-plan @ $.source.files[0]"),
     a_plan("a size of 2^64", a_plan_file(files=[[0, "file.ckpt", 1 << 64, 0, "0" * 32]]), "not-a-plan @ is 18446744073709551616"),
