@@ -226,7 +226,7 @@ def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
         process.stderr.close()
         assert process.wait() in {0, 130} or "/reshard/cli" not in said, said
         if process.returncode == 130 and said:
-            assert said.startswith("interrupted; "), said
+            assert said.startswith("interrupted"), said  # alone if all is written
             assert said.count("\n") == 1, said
 
 
