@@ -56,11 +56,11 @@ Verb = Literal["convert", "transform", "unify"]
 """Which format is taken if none is given: the source's; that of rank files; a MindSpore set."""
 
 _SHARDED = {"stage": "stage", "iteration": "iteration", "partial": "partial", "layouts": "layout"}
-"""Which of these say how a source was sharded, and which options they are."""
+"""The parameters of `OPENING` that say how a source was sharded, and the options that set them."""
 
 
 class Job(NamedTuple):
-    """A plan, where it writes, and what it was taken from.
+    """A plan, where it writes, and the choices that were made for the user.
 
     Attributes:
         plan: what to do.

@@ -208,7 +208,7 @@ def say(text: str) -> None:
 
 
 def _near(text: str) -> str:
-    """Return a text with paths in the current directory as they are there."""
+    """Shorten the paths below the current directory."""
     with suppress(OSError):  # it may be gone
         here = str(Path.cwd())
         return text if here == "/" else re.sub(rf"(?<![^\s'\"=(]){re.escape(here)}/(?=[^\s/])", "", text)

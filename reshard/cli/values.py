@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS
 from reshard.dtypes import by_name
 from reshard.errors import Faults, UsageError
-from reshard.formats.sets import DCP_NAME
+from reshard.formats.sets import CHECKPOINT2_NAME, OTHER_WORDS, TO
 from reshard.layout.block import LONGEST_NAME
 from reshard.sizes import parse_size
 from reshard.storage.cipher import Cipher, read_key
@@ -203,18 +203,11 @@ class PathType(click.Path):
         return place
 
 
-CHECKPOINT2 = "checkpoint2"
-"""The style of MindSpore Transformers, which is that of whole tensors and of blocks."""
-
-DCP = DCP_NAME
-"""The format of PyTorch's distributed checkpoints, which is likewise that of both."""
-
-
 class StyleType(click.Choice[str]):
     """How the files of a target are called, and what stands beside them."""
 
     def __init__(self) -> None:
-        super().__init__(["mindspore", "huggingface", CHECKPOINT2])
+        super().__init__(["mindspore", "huggingface", CHECKPOINT2_NAME])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the style that a word means."""
@@ -225,14 +218,12 @@ class ToType(click.Choice[str]):
     """What is to be written."""
 
     def __init__(self) -> None:
-        super().__init__(["ckpt", "safetensors", "hf", "mindspore", DCP, CHECKPOINT2, "zarr"])
+        super().__init__(TO)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the format that a word means."""
-        return super().convert(_FORMAT_WORDS.get(str(value).lower(), value), param, ctx)
+        return super().convert(OTHER_WORDS.get(str(value).lower(), value), param, ctx)
 
-
-_FORMAT_WORDS = {"huggingface": "hf", "distcp": DCP, "ms": "mindspore"}
 
 READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
 STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)

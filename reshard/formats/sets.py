@@ -31,6 +31,14 @@ MAX_SHARD_BYTES = 4_000_000_000
 
 DCP_NAME = "dcp"
 
+CHECKPOINT2_NAME = "checkpoint2"
+
+TO = ("ckpt", "safetensors", "hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME, "zarr")
+"""What a target may be, as `--to` says it on the command line, and `to` and `format` in Python."""
+
+OTHER_WORDS = {"huggingface": "hf", "distcp": DCP_NAME, "ms": "mindspore"}
+"""Other words for some of these."""
+
 DCP_ITEMS = "distcp"
 """The format of files of such items as PyTorch's `torch.save` makes."""
 

@@ -63,37 +63,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
-    """Open a checkpoint, reading headers and samples of the contents.
-
-    Args:
-        path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; a
-            Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; a DCP of PyTorch, or
-            the directory of several that are one checkpoint, such as of the model and of the optimizer; what
-            `torch.save` made of DTensors on each rank; or one file of whole tensors. A local path, or a URL that fsspec
-            knows, such as `s3://bucket/run`.
-        strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
-            pipeline's ranks. None: that in the ledger, if reshard wrote the files or what they are copies of; else the
-            source is one rank of whole tensors.
-        rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
-        suffix: take the files whose names end with this (with or without extension), where a rank has several.
-        layouts: glob of tensor names to a rule (see `Layout.parse`), in place of what the strategy says; `copy` for
-            tensors of which every rank has a value of its own. What a ledger knows must not be contradicted.
-        stage: only this stage of a pipeline. A strategy of one stage is refused without it, where the strategy, the
-            files next to it or those of the checkpoint show that there are others. `own`: take a strategy as it is;
-            of one stage among the files of others, its tensors are taken, with a warning.
-        partial: the files of some ranks are enough; a plan that needs others is refused.
-        iteration: which checkpoint of a run; by default that which the run names as the last.
-        cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra. Plain files are refused
-            (see `Cipher.required`).
-        contents: compare samples of what the strategy calls replicas, and of what it calls different blocks
-            (`Checkpoint.looked` says how many); `blocks` compares the latter alone. Copies that are not sampled and may
-            be values of each rank's own are taken as such; `verify` compares them all.
-
-    Raises:
-        SourceError: no files, no step that every rank has, missing ranks, headers that contradict the strategy;
-            all faults at once.
-        StrategyError: the strategy cannot be read.
-    """
+    """Open a checkpoint: `reshard.open` says what the arguments are; `layouts` is its `layout`."""
     unnamed = suffix is None and rank_pattern == RANK_PATTERN
     bare = strategy is None and not layouts and stage is None and unnamed
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, Text, UsageError, joined
 from reshard.formats.entries import NamedFile, TargetFiles
-from reshard.formats.sets import DCP, DCP_ITEMS, DCP_NAME, SET_INDEXES, HuggingFaceSet, LinkedDCP, MindSporeSet
+from reshard.formats.sets import CHECKPOINT2_NAME as CHECKPOINT2
+from reshard.formats.sets import (
+    DCP,
+    DCP_ITEMS,
+    DCP_NAME,
+    OTHER_WORDS,
+    SET_INDEXES,
+    TO,
+    HuggingFaceSet,
+    LinkedDCP,
+    MindSporeSet,
+)
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import ZarrGroup
 from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
@@ -22,20 +33,12 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.targets.destination import Destination
 
-To = Literal["safetensors", "ckpt", "hf", "mindspore", "dcp", "checkpoint2", "zarr"]
-"""What a target may be, as `--to` says it on the command line, and `to` and `format` in Python."""
-
-WORDS: tuple[To, ...] = get_args(To)
-
 RANKS = ("safetensors", "ckpt")
 """Those of files of ranks."""
 
 WHOLE = {"hf": "a Hugging Face set", "mindspore": "a unified set of MindSpore", ZARR: "a zarr store"}
 """Those of whole tensors alone."""
 
-CHECKPOINT2 = "checkpoint2"
-
-_ALIASES = {"huggingface": "hf", "ms": "mindspore"}
 _BLOCKS = (*RANKS, DCP_NAME, CHECKPOINT2)
 TAKEN_BY: Mapping[str, Sequence[str]] = {
     "layouts_of": (DCP_NAME, CHECKPOINT2),
@@ -89,9 +92,9 @@ def word_of(name: str) -> str:
     >>> word_of("huggingface"), word_of("ckpt")
     ('hf', 'ckpt')
     """
-    word = _ALIASES.get(name, name)
-    if word not in WORDS:
-        raise UsageError(f"unknown format {name!r:.60}; known are {', '.join(WORDS)}", code="unknown-format")
+    word = OTHER_WORDS.get(name, name)
+    if word not in TO:
+        raise UsageError(f"unknown format {name!r:.60}; known are {', '.join(TO)}", code="unknown-format")
     return word
 
 
@@ -137,7 +140,7 @@ def check_options(word: str, options: Collection[str]) -> None:
     Raises:
         UsageError: some do not.
     """
-    wrong = [name for name in options if word not in TAKEN_BY.get(name, WORDS)]
+    wrong = [name for name in options if word not in TAKEN_BY.get(name, TO)]
     if not wrong:
         return
     listed = joined(", ", [Text(Option(name)) for name in wrong])

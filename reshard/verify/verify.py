@@ -169,49 +169,7 @@ def verify(
     client: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Verification:
-    """Verify a checkpoint: its structure and the checksums in it, or every bit against its source or a manifest.
-
-    A path alone is enough where a run of this program wrote what is there: its ledger says what from, and how. If the
-    source is gone, sizes and checksums are compared with those of the run.
-
-    Two checkpoints of rank directories without strategies are compared rank by rank, as `convert` leaves them.
-
-    Args:
-        target: what is verified: a path as for `reshard.open`, or a checkpoint, opened with `contents=False` so that
-            copies that differ are found here and refused there.
-        strategy: of the target, if that is a path; by default as its ledger says.
-        against: the source, likewise, or any checkpoint that should have the same values. Ledgers of both say how one
-            is made of the other (see `verify.sides`): in that direction they are compared.
-        source_strategy: of the source, likewise.
-        cipher: decrypts the target, where that is a path.
-        source_cipher: decrypts the source, likewise, or that which the ledger names.
-        manifest: the manifest of the target's files, in place of a source; no strategy is needed.
-        selection: what was selected, renamed, cast, merged and made by rules on the way from source to target; None
-            to take that from the ledgers, to which `drop` and `allow_missing` alone are added; `Selection()` to compare
-            the two as they are.
-        sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
-            compared.
-        seed: of the random choice of rows; by default a new one, which the result reports.
-        partial: files of the manifest may be missing; a checkpoint of some ranks only is opened so.
-        deduplicated: the target stores each replica once (`remove_redundancy`), on any of the ranks that the strategy
-            gives it to. safetensors files say so themselves; `.ckpt` files cannot.
-        independent: read the target's safetensors files with Hugging Face's library, in place of the own reader.
-        memory: resident memory in bytes that it may use at its peak.
-        threads: how many; by default one for each available processor, at most 4.
-        client: a `distributed.Client`, whose workers read; they must reach what is read by the same paths.
-        progress: called with bytes compared (as `written`) and to be compared.
-
-    Returns:
-        what was found; true if all is as it should be.
-
-    Raises:
-        SourceError: a checkpoint that cannot be compared at all: files missing, headers that are corrupt or
-            contradict the strategy, a block in no file; of structure alone, a rank that lacks a tensor too, and an
-            entry that cannot be read; all faults at once.
-        UsageError: a selection that matches nothing, an invalid sample, an option that would do nothing; a key is
-            missing that the ledger says is needed.
-        BudgetError: `memory` is too little.
-    """
+    """Verify a checkpoint: `reshard.verify` says what the arguments are; memory is in bytes, a selection is one."""
     began = time.perf_counter()
     if against is not None and manifest is not None:
         raise UsageError(

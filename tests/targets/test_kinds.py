@@ -9,10 +9,10 @@ from refusals import refused
 
 from reshard.errors import UsageError
 from reshard.formats.entries import NamedFile
-from reshard.formats.sets import DCP, HuggingFaceSet, MindSporeSet
+from reshard.formats.sets import DCP, TO, HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr import ZarrGroup
 from reshard.targets.checkpoint2 import Checkpoint2
-from reshard.targets.kinds import CUT, TAKEN_BY, WORDS, check_options, file_format, files_of, named_word, word_of
+from reshard.targets.kinds import CUT, TAKEN_BY, check_options, file_format, files_of, named_word, word_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def test_the_name_of_a_target_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_every_word_has_files() -> None:
-    kinds = {word: type(files_of(word)) for word in WORDS}
+    kinds = {word: type(files_of(word)) for word in TO}
     assert kinds == {
         "safetensors": type(None), "ckpt": type(None), "hf": HuggingFaceSet, "mindspore": MindSporeSet, "dcp": DCP,
         "checkpoint2": Checkpoint2, "zarr": ZarrGroup,
@@ -40,7 +40,7 @@ def test_every_word_has_files() -> None:
         word_of("pth")
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", TO)
 def test_options_of_other_formats_are_refused(word: str) -> None:
     for option, words in TAKEN_BY.items():
         if word in words:
