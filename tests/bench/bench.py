@@ -344,7 +344,7 @@ def make_data(root: Path, nbytes: int, wanted: set[str], prefix: str = "") -> in
             shutil.rmtree(root / f"{prefix}{name}" / ".reshard")
     for name, _, _ in _RULES:
         (root / f"{name}.yaml").write_text(json.dumps(rules(name)))
-        if name in wanted:
+        if name in wanted and not prefix:
             source = reshard.open(root / "hf").derive(reshard.Rules.of(rules(name)))
             reshard.plan(source, files=reshard.HuggingFaceSet()).run(root / name)
             shutil.rmtree(root / name / ".reshard")
