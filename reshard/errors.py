@@ -30,6 +30,7 @@ Words = Mapping[str, tuple[str, ...]]
 
 PYTHON: Words = {
     "against": ("against=...",),
+    "as_is": ("as_is=True",),
     "allow_missing": ("allow_missing", "allow_missing={!r}"),
     "cast": ("cast", "cast={{{!r}: {!r}}}"),
     "chunk_size": ("chunk_size=...",),

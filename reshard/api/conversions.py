@@ -133,6 +133,12 @@ def convert(
         source_strategy, place, asked, selection or Selection(), {**OPENING, "cipher": cipher},
         threads=threads,
     )  # fmt: skip
+    if made.result in {None, made.directory}:
+        from reshard.run.beside import neighbours  # they bring what runs a plan
+        from reshard.run.session import older_at
+
+        older = older_at(made.plan, str(place.real())) if overwrite or restart else {}
+        neighbours(made.plan, place, older)
     return made.plan.run(
         made.directory or place, client=client, scheduler=scheduler, threads=threads, overwrite=overwrite,
         restart=restart, progress=progress,

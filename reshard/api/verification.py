@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import selection_of
 from reshard.sizes import size_of
+from reshard.verify.verify import as_it_is
 from reshard.verify.verify import verify as verify_record
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def verify(
     allow_missing: Globs = (),
     rules: Rules | Mapping[str, Any] | AnyName | None = None,
     lora: LoRA | AnyName | None = None,
+    as_is: bool = False,
     sample: float | None = None,
     seed: int | None = None,
     partial: bool = False,
@@ -73,8 +75,8 @@ def verify(
         source_cipher: decrypts the source, likewise, or the one that the ledger names.
         manifest: the manifest of the target's files, in place of a source; no strategy is needed.
         selection: what was selected, renamed, cast, merged and made by rules on the way from source to target; None
-            to take that from the ledgers, to which `drop` and `allow_missing` alone are added; `Selection()` to compare
-            the two as they are. Or the keywords that make one:
+            to take that from the ledgers, to which `drop` and `allow_missing` alone are added. Or the keywords that
+            make one:
         include: as in `reshard.Selection`.
         exclude: likewise.
         weights_only: likewise.
@@ -84,6 +86,7 @@ def verify(
         allow_missing: likewise.
         rules: likewise, or a rules file.
         lora: likewise, or the directory of an adapter.
+        as_is: compare the two as they are, whatever their ledgers say of changes on the way.
         sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
             compared.
         seed: of the random choice of rows; by default a new one, which the result reports.
@@ -111,6 +114,8 @@ def verify(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
         allow_missing=allow_missing, rules=rules, lora=lora,
     )  # fmt: skip
+    if as_is:
+        selection = as_it_is(selection, against)
     with _shown(progress) as callback:
         return verify_record(
             _opened(target), strategy, against=_opened(against), source_strategy=source_strategy, cipher=cipher,

@@ -36,6 +36,7 @@ _KEY, _TARGET_KEY = "--key-file or RESHARD_KEY", "--target-key-file or RESHARD_T
 
 OPTIONS: Words = {
     "against": ("--against SOURCE",),
+    "as_is": ("--as-is",),
     "allow_missing": ("--allow-missing", "--allow-missing '{}'"),
     "cast": ("--cast", "--cast {}={}"),
     "chunk_size": ("--chunk-size",),

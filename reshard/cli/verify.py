@@ -78,7 +78,7 @@ comparing:
 - Nothing connects them: to SOURCE, as if it were the source that the ledger of
   TARGET names, unless it has more of TARGET's names as it is.
 --cast, --name-map, --rules, --lora, --include, --exclude and --weights-only say
-instead how TARGET is made from SOURCE.
+instead how TARGET is made from SOURCE; --as-is, that nothing was changed.
 The metadata of a Checkpoint 2.0 are compared with the headers: that no block is
 lost, that its numbers are those of the layout, and that nothing is not listed.
 Samples of replicas are compared with each other, as when a source is opened;
@@ -99,7 +99,8 @@ was not looked at), independent (how many files of TARGET the safetensors
 library read), and differences: kind (values, missing, extra, dtype, shape,
 text, note; file, size, checksum), text, tensor, side, rank, path, block (start,
 stop), index (in the whole tensor), index_in_block, count, found, expected,
-reference, dtype. If it fails, it has error: code, exit_code, message, facts,
+reference, dtype, largest (absolute difference; null if not finite), nans (how
+many of count). If it fails, it has error: code, exit_code, message, facts,
 hint.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
@@ -114,6 +115,13 @@ hint.
     metavar="SOURCE",
     help="The checkpoint that TARGET was made from, or one that TARGET should be equal to. Ledgers of both say how one "
     "was made from the other.",
+)
+@option(
+    "--as-is",
+    under="Source",
+    first=True,
+    is_flag=True,
+    help="Compare the two as they are, without the changes that ledgers tell.",
 )
 @opened_target_options
 @option(
@@ -172,6 +180,7 @@ hint.
 def verify(
     target: Place,
     source: Place | None,
+    as_is: bool,
     target_strategy: Place | None,
     source_strategy: Place | None,
     target_reading: dict[str, Any],
@@ -199,11 +208,12 @@ def verify(
     if that is gone, with the sizes and checksums in the ledger. What others wrote is compared with the checksums that
     its files carry.
     """
+    from reshard.verify.verify import as_it_is
     from reshard.verify.verify import verify as verified
     from reshard.view.data import verdict_data
     from reshard.view.text import summary, verdict_text
 
-    _check_usage(source, manifest, write_manifest, reading, source_strategy, sample)
+    _check_usage(source, manifest, write_manifest, reading, source_strategy)
     if deduplicated and (manifest or write_manifest):
         raise UsageError(
             "--deduplicated is for a strategy; a manifest says what each file holds",
@@ -211,6 +221,10 @@ def verify(
             hint="leave it out",
         )
     if write_manifest is not None:
+        if sample is not None:
+            raise UsageError(
+                "a manifest is of whole files", code="conflicting-options", hint="leave --sample out"
+            )
         keys = {"--target-key-file": target_cipher, "--key-file": cipher}
         if typed := [name for name, key in keys.items() if required(key)]:
             raise UsageError(
@@ -220,6 +234,9 @@ def verify(
             )
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
+    chosen = None if selection == Selection() else selection
+    if as_is:
+        chosen = as_it_is(chosen, source)
     given = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
     if cluster is not None and (manifest or write_manifest or (given and source is None)):
         raise UsageError(
@@ -231,13 +248,12 @@ def verify(
             partial = target_reading["partial"]
             found = verified(
                 target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial,
-                independent=independent, memory=memory, threads=threads, progress=shown,
+                independent=independent, sample=sample, seed=seed, memory=memory, threads=threads, progress=shown,
             )  # fmt: skip
         elif not given:
             found = verified(
-                target, cipher=target_cipher, source_cipher=cipher, independent=independent, memory=memory,
-                threads=threads, client=client,
-                progress=shown,
+                target, cipher=target_cipher, source_cipher=cipher, independent=independent, sample=sample, seed=seed,
+                memory=memory, threads=threads, client=client, progress=shown,
             )  # fmt: skip
         else:
             strategies = {"target": target_strategy, "source": source_strategy}
@@ -248,7 +264,7 @@ def verify(
                 against=second,
                 cipher=target_cipher,
                 source_cipher=cipher,
-                selection=None if selection == Selection() else selection,
+                selection=chosen,
                 deduplicated=deduplicated,
                 independent=independent,
                 sample=sample,
@@ -297,7 +313,6 @@ def _check_usage(
     write_manifest: Place | None,
     reading: dict[str, Any],
     source_strategy: Place | None,
-    sample: float | None,
 ) -> None:
     """Refuse options that would do nothing, which a user would take for something."""
     chosen = {"--against": source, "--manifest": manifest, "--write-manifest": write_manifest}
@@ -308,11 +323,12 @@ def _check_usage(
         )
     if source is not None:
         return
-    for name, value in (("--source-strategy", source_strategy), ("--sample", sample)):
-        if value is not None:
-            raise UsageError(
-                f"{name} is for a comparison, and there is no SOURCE", code="needs-source", hint="add --against SOURCE"
-            )
+    if source_strategy is not None:
+        raise UsageError(
+            "--source-strategy is for a comparison, and there is no SOURCE",
+            code="needs-source",
+            hint="add --against SOURCE",
+        )
     for name, default in OPENING.items():
         if reading[name] != default:
             raise UsageError(

@@ -22,7 +22,7 @@ class Change(NamedTuple):
 
     Attributes:
         kind: what changed values (`lora`, `rules`, `cast`) or names (`rules`, `names`), or left out tensors.
-        text: the change, in words that follow the name of the source.
+        text: the change, in words.
         tensors: how many tensors of the target it is of.
         detail: the directory of the adapter, the rules file, or the cast, as `float32=bfloat16`.
     """
@@ -52,13 +52,13 @@ def changes_of(plan: Plan) -> tuple[Change, ...]:
     return changes(plan.source, plan.request.selection, [*pairs, *((name, name) for name in plan.texts)])
 
 
-def described(name: str, found: Iterable[Change]) -> str:
-    """Return what a target is: its source by name, and what was changed of it.
+def described(found: Iterable[Change]) -> str:
+    """Return in words what became of values and names; nothing if they stay what they were.
 
-    >>> described("dst", [Change("lora", 'LoRA adapter "a"', 1), Change("cast", "cast to bfloat16", 6)])
-    'dst with LoRA adapter "a", cast to bfloat16'
+    >>> described([Change("cast", "cast to bfloat16", 6), Change("selection", "weights only", 6)])
+    'cast to bfloat16'
     """
-    return name + "".join(f"{' with ' if one.kind == 'lora' else ', '}{one.text}" for one in found)
+    return ", ".join(one.text for one in found if one.kind != "selection")
 
 
 def _changes(source: Checkpoint, selection: Selection, new_names: dict[str, str]) -> Iterator[Change]:
@@ -86,7 +86,7 @@ def _changes(source: Checkpoint, selection: Selection, new_names: dict[str, str]
     if selection.include or selection.exclude or source.left_out:
         of = sum(tensor.text is None for tensor in source.tensors.values()) + len(source.left_out)
         if every < of:
-            yield Change("selection", f"{every:,} of {_count(of, 'tensor')}", every)
+            yield Change("selection", f"{_count(of - every, 'other')} left out", every)
 
 
 def _count(number: int, noun: str) -> str:

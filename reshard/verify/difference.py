@@ -33,6 +33,8 @@ class Difference:
         expected: what it should be.
         reference: the source file that says so.
         dtype: of both, of `values`.
+        largest: the largest absolute difference of the elements that differ, NaNs left out, in float64.
+        nans: how many of the elements that differ are NaN, in either file.
     """
 
     kind: Kind
@@ -48,6 +50,8 @@ class Difference:
     expected: str | None = None
     reference: str | None = None
     dtype: str | None = None
+    largest: float | None = None
+    nans: int = 0
 
     @property
     def index_in_block(self) -> tuple[int, ...] | None:

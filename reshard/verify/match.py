@@ -245,7 +245,8 @@ def _compare_headers(
         return
     dtype = selection.target_dtype(source, tensor.spec.name)
     if other.spec.dtype is not dtype:
-        fault = f"is {other.spec.dtype}; the source's becomes {dtype}"
+        cast = f", cast to {dtype}" if dtype is not tensor.spec.dtype else ""
+        fault = f"is {other.spec.dtype}; {tensor.spec.dtype} in the source{cast}"
         found.differences.append(
             Difference("dtype", fault, name=name, found=f"{other.spec.dtype}", expected=f"{dtype}")
         )

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, names
+from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, joined, names
 from reshard.plan.planfile import read_selection
 from reshard.plan.select import Selection, derived, select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
@@ -174,9 +174,11 @@ def sides_of(
         source = source.without(change.left_out if change else ())
         if not _fits(made, source, asked):
             return plain
-    note = "" if exact and is_forward else _note(made, source, steps[0], exact=exact)
+    notes = [] if exact and is_forward else [_note(made, source, steps[0], exact=exact)]
+    if change is not None:
+        notes.append(Text("changes are those of its ledger; ", Option("as_is"), " compares without them"))
     once = once if is_forward else not isinstance(against, Checkpoint) and _is_deduplicated(other)
-    return Sides(made, derived(source, asked), asked, once, note)
+    return Sides(made, derived(source, asked), asked, once, joined("; ", notes))
 
 
 def _way(

@@ -183,12 +183,12 @@ def verify(
             code="conflicting-options",
             hint="leave one out",
         )
-    _check_sample(sample, against)
     _refuse_idle_selection(selection, against)
     how = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed, independent)
     made = (
         None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
     )
+    _check_sample(sample, against if made is None else made)
     _refuse_idle_library(independent=independent, is_compared=against is not None or made is not None)
     if manifest is not None:
         if isinstance(target, Checkpoint):
@@ -219,6 +219,9 @@ def verify(
                 target, against, selection, deduplicated=deduplicated, cipher=cipher, against_cipher=source_cipher
             )
             found = _against_source(sides, how)
+            if any(file.index.sums is not None for file in sides.target.files):
+                rest = f"values are compared, not the checksums in the files of {sides.target.root}"
+                found = replace(found, note=joined("; ", [*([found.note] if found.note else []), rest]))
         elif isinstance(target, Checkpoint):
             reads = any(file.index.sums is not None for file in target.files)
             _refuse_idle(target.root, memory, None if reads else client, source_cipher)
@@ -226,11 +229,30 @@ def verify(
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def _check_sample(sample: float | None, against: object) -> None:
+def as_it_is(selection: Selection | None, against: object) -> Selection:
+    """Return the selection of a comparison without changes, whatever ledgers say.
+
+    Raises:
+        UsageError: there is no source, or changes are asked for, too.
+    """
+    if against is None:
+        raise UsageError(
+            Text(Option("as_is"), " is for a comparison with a source"), code="needs-source",
+            hint=Text("add ", Option("against")),
+        )  # fmt: skip
+    if selection is not None and selection != Selection():
+        raise UsageError(
+            Text(Option("as_is"), " is for a comparison without changes"), code="conflicting-options",
+            hint=Text("leave ", Option("as_is"), " out, or what selects and changes tensors"),
+        )  # fmt: skip
+    return Selection()
+
+
+def _check_sample(sample: float | None, source: object) -> None:
     """Refuse a sample that is no share, or that nothing is taken of."""
     if sample is not None and not 0 < sample <= 1:
         raise UsageError(f"sample is {sample}; expected a share above 0, up to 1", code="out-of-range")
-    if sample is not None and against is None:
+    if sample is not None and source is None:
         raise UsageError(
             "a sample is only for a comparison with a source",
             code="needs-source",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import itemgetter
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from reshard.plan.changes import changes_of
@@ -231,4 +232,6 @@ def _difference_data(one: Difference) -> dict[str, object]:
         "expected": one.expected,
         "reference": one.reference,
         "dtype": one.dtype,
+        "largest": one.largest if one.largest is not None and isfinite(one.largest) else None,
+        "nans": one.nans,
     }

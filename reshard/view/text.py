@@ -278,7 +278,7 @@ def _plan_table(plan: Plan, directory: str) -> list[Text]:
 
 def changed_text(plan: Plan) -> str:
     """Write what a plan changes of names and values."""
-    return printable(", ".join(one.text for one in changes_of(plan) if one.kind != "selection"))
+    return printable(described(changes_of(plan)))
 
 
 def _changed_lines(plan: Plan) -> list[str]:
@@ -431,7 +431,7 @@ def verdict_text(
     target = printable(near(found.target))
     lines = [spelled(summary(found), words) if found.differences else f"verified: {target} {conclusion(found)}"]
     if found.note:
-        lines.append(f"  {printable(spelled(found.note, words))}")
+        lines.append(f"  {printable(spelled(found.note, words)).replace(f'{Path.cwd()}/', '')}")
     for side, step in (("target", found.step), ("source", found.against_step)):
         if step is not None:
             lines.append(f"  {side}: {spelled(step.text(side), words)}")
@@ -477,7 +477,7 @@ def summary(found: Verification) -> str:
     files = {one.path for one in found.differences if one.path is not None}
     target, against = printable(near(found.target)), _ITSELF
     if found.against:
-        against = printable(described(near(found.against), found.changes))
+        against = _after_changes(found, found.against)
     dtypes = {(one.found, one.expected) for one in found.differences if one.kind == "dtype"}
     others = any(one.kind not in {"dtype", "missing", "extra"} for one in found.differences)
     if found.against and len(dtypes) == 1 and not others:
@@ -510,15 +510,24 @@ def conclusion(found: Verification) -> str:
 
 def _equal_text(found: Verification, against: str) -> str:
     """Return what a target is equal to, and how much of it was compared."""
-    others = f"; {count_text(len(found.left_out), 'other')} in the target not compared" if found.left_out else ""
+    selected = any(one.kind == "selection" for one in found.changes)  # which says it
+    rest = 0 if selected else len(found.left_out)
+    others = f"; {count_text(rest, 'other')} in the target not compared" if rest else ""
     without = f", except {count_text(found.absent, 'block')} that no file has" if found.absent else ""
-    return f"= {printable(described(near(against), found.changes))}; {_every(found)}{without}{others}"
+    return f"= {_after_changes(found, against)}; {_every(found)}{without}{others}"
+
+
+def _after_changes(found: Verification, against: str) -> str:
+    """Return what a target is made from, and what was changed of it on the way."""
+    text = described(found.changes)
+    return printable(f"{near(against)} after changes ({text})" if text else near(against))
 
 
 def _every(found: Verification) -> str:
     """Return how much was compared."""
     how = "every bit" if found.sample is None else f"a random {_share(found):.3g} %"
-    return f"{how} of {count_text(found.tensors, 'tensor')}"
+    selected = ", ".join(one.text for one in found.changes if one.kind == "selection")
+    return f"{how} of {count_text(found.tensors, 'tensor')}{f' ({selected})' if selected else ''}"
 
 
 def _share(found: Verification) -> float:
@@ -551,8 +560,10 @@ def _differences_lines(found: Verification, words: Words, every_one: str) -> Ite
             yield f"  {count_text(1 + len(others), 'tensor')}, {folded}: {one.text}"
         else:
             yield from _difference_lines(one, found, words)
-    if rest := len(found.differences) - sum(map(len, shown)):
-        yield f"  and {rest:,} more; {every_one} lists them all"
+    if rest := list(groups.values())[_MOST_SHOWN:]:
+        more = {one.name for some in rest for one in some}
+        noun = "difference" if None in more else "tensor"
+        yield f"  and {count_text(len(rest) if None in more else len(more), noun)} more; {every_one} lists all"
 
 
 def _alone_text(found: Verification) -> str:
@@ -576,20 +587,29 @@ def _difference_lines(one: Difference, found: Verification, words: Words) -> Ite
 
 
 def _values_lines(every: Sequence[Difference], found: Verification, words: Words) -> Iterable[str]:
-    """Yield the first element of a tensor that differs, as both files have it, and how many files differ besides."""
+    """Yield the first element of a tensor that differs, as both files have it, and which other files differ."""
     one, *others = every
     block = f" of {count_text(one.block.size, 'element')} of this block" if one.block is not None else ""
     why = one.text.partition(f"expected 0x{one.expected}")[2]  # how two tensors became one
     name = f"{printable(one.name or '')}{shape_text(one.index or ())}"
-    yield f"  {name}   {one.count}{block}{printable(spelled(why, words))}"
+    yield f"  {name}   {one.count}{block}{printable(spelled(why, words))}; {_distance_text(every)}"
     values = [_value_text(bits or "", one.dtype) for bits in (one.found, one.expected)]
     width = max(map(len, values))
     yield f"    {values[0]:{width}}  {printable(near(one.path or ''))} {shape_text(one.index_in_block or ())}"
     yield f"    {values[1]:{width}}  {printable(near(one.reference or ''))}"
     if others:
-        yield f"    {len(others):,} more {'file differs' if len(others) == 1 else 'files differ'} in this tensor"
+        files = [f"{near(other.path or '')} ({other.count:,})" for other in others]
+        more = f", and {len(files) - _MOST_FILES} more" if len(files) > _MOST_FILES else ""
+        yield f"    differs in {printable(', '.join(files[:_MOST_FILES]))}{more}, too"
     if found.against and not why and every[-1].side == "source":
         yield f"    replicas inside {printable(near(found.against))} differ from each other"
+
+
+def _distance_text(every: Sequence[Difference]) -> str:
+    """Write how far apart the values of a tensor are, and how many of them are NaN."""
+    largest, nans = max(one.largest or 0 for one in every), sum(one.nans for one in every)
+    nan = f", {nans:,} NaN" if nans else ""
+    return f"largest |difference| {largest:.3g}{nan}"
 
 
 def _value_text(bits: str, dtype: str | None) -> str:

@@ -74,8 +74,25 @@ def test_everything_differs(folder: Path) -> None:
     result = call(*BOTH)
     assert result.exit_code == 3
     assert len(result.stdout.splitlines()) <= 24
-    assert result.stdout.count("5 more files differ") == 3
-    assert len(data(call(*BOTH, "--json"))["differences"]) == 18
+    assert result.stdout.count("    differs in dst/") == 3
+    found = data(call(*BOTH, "--json"))["differences"]
+    assert len(found) == 18
+    for name in FULL:
+        largest = max(one["largest"] for one in found if one["tensor"] == name)
+        assert largest == pytest.approx(2 * np.abs(FULL[name]).max())
+
+
+def test_values_that_are_no_numbers_are_counted(folder: Path) -> None:
+    """The largest difference is of numbers; JSON has no infinity."""
+    one = np.array([1, 2, 3, 4, np.nan, np.inf], np.float32)
+    two = np.array([1, 2.5, np.nan, 4, np.nan, np.inf], np.float32)
+    paths = [write_file(folder / f"{name}.ckpt", {"w": value}, "ckpt") for name, value in (("one", one), ("two", two))]
+    (found,) = data(call("verify", *paths[:1], "--against", paths[1], "--json"))["differences"]
+    assert (found["count"], found["largest"], found["nans"]) == (2, 0.5, 1)
+    assert "0.5, 1 NaN" in call("verify", *paths[:1], "--against", paths[1]).stdout
+    write_file(paths[0], {"w": np.full(6, -np.inf, np.float32)}, "ckpt")
+    (found,) = data(call("verify", *paths[:1], "--against", paths[1], "--json"))["differences"]
+    assert (found["largest"], found["nans"]) == (None, 2)
 
 
 def test_names_that_a_terminal_would_obey(folder: Path) -> None:

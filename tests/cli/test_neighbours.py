@@ -137,6 +137,14 @@ def told(*command: str | Path) -> list[str]:
     return noted
 
 
+def another(out: Path | str, *command: str | Path, place: str) -> None:
+    """A command finds another checkpoint in its target, and writes nothing; nor does a dry run say that it would."""
+    before = tree(out) if not isinstance(out, str) else None
+    for options in ([], ["--dry-run"]):
+        failed(6, "other-checkpoint", *command, *options, places=(place,))
+    assert before is None or not isinstance(out, str) and tree(out) == before
+
+
 def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_path: Path) -> None:
     assert told("transform", whole, out) == []
     assert told("unify", whole, tmp_path / "set") == []
@@ -154,24 +162,17 @@ def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_p
 )  # fmt: skip
 def test_rank_files_beside_files_of_another_format_or_checkpoint(whole: Path, out: Path, other: str) -> None:
     write_file(out / other, FULL, "ckpt" if other.endswith("ckpt") else "safetensors")
-    (notice,) = told("transform", whole, out)
-    assert notice == (
-        f"{out} has {other} too, of another checkpoint, and readers may take either or both; choose another directory"
-    )
-    result = done("transform", whole, out)
-    assert notice in result.stderr
-    assert "notice" not in done("transform", whole, out, "--quiet").stderr
+    another(out, "transform", whole, out, place=other)
+    with refused(TargetError, "other-checkpoint", other):
+        reshard.convert(whole, out, target_strategy=ROWS)
 
 
 def test_rank_files_in_the_directory_of_a_run(whole: Path, out: Path) -> None:
     """Readers take the iteration: also `verify`, which would say nothing of what is written now."""
     done("unify", whole, out, "--style", "checkpoint2", "--target-step", "6")
-    (notice,) = told("transform", whole, out)
-    assert notice == (
-        f"{out} has iteration_00000006 too, and readers take that for the checkpoint of {out}; choose another directory"
-    )
+    another(out, "transform", whole, out, place="iteration_00000006")
     again = done("unify", whole, out, "--style", "checkpoint2", "--target-step", "7").stderr
-    assert "readers take that" not in again
+    assert "another checkpoint" not in again
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -179,28 +180,25 @@ def test_a_set_beside_rank_files_and_rank_files_beside_a_set(
     whole: Path, out: Path, tmp_path: Path, style: str
 ) -> None:
     done("transform", whole, out)
-    (notice,) = told("unify", whole, out, "--style", style)
-    assert "has rank_0/checkpoint_0.safetensors too, of another checkpoint" in notice
-    shutil.rmtree(out / "rank_0")
-    first, *_ = told("transform", whole, out)
-    assert "index.json" in first or "param_name_map.json" in first
-    assert "readers take that for the checkpoint" in first
-    hidden = done("transform", whole, out)
-    assert next_command(hidden) == [], "it would show the set"
-    assert json.loads(done("transform", whole, out, "--json").stdout)["verify"] is None
-    assert next_command(done("transform", whole, tmp_path / "alone"))
+    another(out, "unify", whole, out, "--style", style, place="rank_0/checkpoint_0.safetensors")
+    done("unify", whole, out, "--style", style, "--overwrite")
+    assert not (out / "rank_0").exists()
+    shutil.rmtree(out)
+    done("unify", whole, out, "--style", style)
+    index = next(out.glob("*.json")).name
+    failed(6, "other-checkpoint", "transform", whole, out, places=(index,))
+    assert json.loads(done("transform", whole, tmp_path / "alone", "--json").stdout)["verify"]
 
 
 def test_rank_files_in_a_zarr_store(whole: Path, out: Path) -> None:
     done("unify", whole, out, "--format", "zarr")
-    assert "has a zarr store too, and readers take that" in told("transform", whole, out)[0]
+    another(out, "transform", whole, out, place="a zarr store")
 
 
 def test_files_in_a_bucket_are_seen(whole: Path) -> None:
     fs, place = filesystem("memory://beside-ranks")
     fs.pipe(f"{place}/rank_0/checkpoint_0.ckpt", b"theirs")
-    (notice,) = told("transform", whole, "memory://beside-ranks")
-    assert "has rank_0/checkpoint_0.ckpt too, of another checkpoint" in notice
+    another("memory://beside-ranks", "transform", whole, "memory://beside-ranks", place="rank_0/checkpoint_0.ckpt")
 
 
 def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
@@ -219,7 +217,7 @@ def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
     done("transform", whole, tmp_path / "one")
     shutil.copytree(ranks / "rank_3", tmp_path / "one" / "rank_3")
     (notice,) = told("transform", whole, tmp_path / "one")
-    assert "rank_3/checkpoint_3.safetensors too, of ranks that are not this target's" in notice
+    assert "rank_3/checkpoint_3.safetensors, of ranks that are not this target's" in notice
 
 
 def test_conversion_in_place_says_that_both_are_there(tmp_path: Path) -> None:

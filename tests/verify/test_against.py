@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from adapters import matrices, save
-from checkpoints import numbers, write_ranks
+from checkpoints import numbers, write_file, write_ranks
 from commands import call, done
-from refusals import refused
+from refusals import failed, refused
 from test_made import say_instead
 
 import reshard
@@ -202,13 +202,13 @@ def test_two_that_were_changed_differently(src: Path, adapter: LoRA, tmp_path: P
     one, two = tmp_path / "one", tmp_path / "two"
     write(src, one, "ranks", select("adapter", adapter))
     write(src, two, "a set", Selection(cast=CAST, weights_only=True))
-    failed = call("verify", one, "--against", two)
-    assert failed.exit_code == 3
-    note = failed.stdout.splitlines()[1]
+    result = call("verify", one, "--against", two)
+    assert result.exit_code == 3
+    note = result.stdout.splitlines()[1]
     assert "were changed in different ways" in note
     assert "3 tensors are float32 in the target, bfloat16 in the source" in note
     assert note.endswith("exchange the two and give --cast float32=bfloat16")
-    assert failed.stdout.count("the source's becomes") == 1
+    assert result.stdout.count("c: is float32") == 1, "one line for all"
     found = json.loads(call("verify", one, "--against", two, "--json").stdout)
     assert [one["kind"] for one in found["differences"]].count("dtype") == 3
 
@@ -220,12 +220,12 @@ def test_dtypes_without_ledgers(src: Path, tmp_path: Path) -> None:
     shutil.rmtree(out / ".reshard")
     reshard.write_strategy(SOURCE, tmp_path / "s.ckpt")
     options = ["--against", src, "--source-strategy", tmp_path / "s.ckpt"]
-    failed = call("verify", out, *options)
-    assert failed.exit_code == 3
-    cast = failed.stdout.splitlines()[1].partition("; to compare with a cast give ")[2]
+    result = call("verify", out, *options)
+    assert result.exit_code == 3
+    cast = result.stdout.splitlines()[1].partition("; to compare with a cast give ")[2]
     assert "= " in done("verify", out, *options, *cast.split()).stdout
-    failed = call("verify", src, "--target-strategy", tmp_path / "s.ckpt", "--against", out)
-    assert "exchange the two and give --cast float32=bfloat16" in failed.stdout
+    result = call("verify", src, "--target-strategy", tmp_path / "s.ckpt", "--against", out)
+    assert "exchange the two and give --cast float32=bfloat16" in result.stdout
 
 
 def test_options_that_are_given_count(src: Path, adapter: LoRA, tmp_path: Path) -> None:
@@ -264,7 +264,8 @@ def test_what_the_target_is(src: Path, adapter: LoRA, tmp_path: Path, monkeypatc
     ran = json.loads(done("unify", "dst", "again", *how, "--no-fsync", "--json").stdout)
     for command in (["verify", "lo"], ["verify", "lo", "--against", "dst"], ["verify", "lo", "--against", "dst", *how]):
         line = done(*command).stdout.splitlines()[0]
-        assert line == f"verified: lo = dst with {changed}, weights only; every bit of 3 tensors"
+        assert line.startswith(f"verified: lo = dst after changes ({changed})")
+        assert "(weights only)" in line
         data = json.loads(done(*command, "--json").stdout)
         assert data["changes"] == ran["changes"]
         assert [(one["kind"], one["tensors"]) for one in data["changes"]] == [
@@ -281,10 +282,35 @@ def test_what_the_target_is(src: Path, adapter: LoRA, tmp_path: Path, monkeypatc
     content = bytearray(Path("lo/part0.safetensors").read_bytes())
     content[-1] ^= 1
     Path("lo/part0.safetensors").write_bytes(content)
-    failed = call("verify", "lo")
-    assert failed.exit_code == 3
-    assert "every bit" not in failed.output
-    assert f"with {changed}" in failed.stdout
+    result = call("verify", "lo")
+    assert result.exit_code == 3
+    assert "every bit" not in result.output
+    assert f"after changes ({changed})" in result.stdout
+
+
+def test_as_they_are_whatever_ledgers_say(src: Path, tmp_path: Path) -> None:
+    """Two whose ledgers connect them are equal after a cast, and differ as they are."""
+    write(src, tmp_path / "half", "a set", Selection(cast=CAST))
+    write(src, tmp_path / "full", "a set")
+    one, other = tmp_path / "half", tmp_path / "full"
+    assert "--as-is compares without" in done("verify", one, "--against", other).stdout
+    assert reshard.verify(one, against=other)
+    found = reshard.verify(one, against=other, as_is=True)
+    assert {difference.kind for difference in found.differences} == {"dtype"}
+    assert not found.changes
+    assert call("verify", one, "--against", other, "--as-is").exit_code == 3
+    assert reshard.verify(other, against=src, as_is=True)
+    for options, code in ((["--as-is"], "needs-source"), (["--as-is", "--against", other, "--cast", "float32=bfloat16"],
+                                                          "conflicting-options")):  # fmt: skip
+        failed(2, code, "verify", one, *options)
+
+
+def test_a_sample_of_what_the_ledger_names(src: Path, tmp_path: Path) -> None:
+    write(src, tmp_path / "out", "ranks")
+    assert reshard.verify(tmp_path / "out", sample=0.5, seed=1).sample == 0.5
+    assert json.loads(done("verify", tmp_path / "out", "--sample", "50%", "--json").stdout)["sample"] == 0.5
+    failed(2, "needs-source", "verify", write_file(tmp_path / "other.safetensors", FULL), "--sample", "5%")
+    failed(2, "conflicting-options", "verify", tmp_path / "out", "--sample", "5%", "--write-manifest", tmp_path / "m")
 
 
 def test_what_was_not_compared_is_not_called_equal(src: Path, tmp_path: Path) -> None:
@@ -292,7 +318,8 @@ def test_what_was_not_compared_is_not_called_equal(src: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     write(src, out, "ranks")
     said = done("verify", out, "--against", src, "--weights-only").stdout.splitlines()[0]
-    assert said.endswith("weights only; every bit of 3 tensors; 1 other in the target not compared")
+    assert said.endswith("every bit of 3 tensors (weights only)")
+    assert json.loads(done("verify", out, "--against", src, "--weights-only", "--json").stdout)["left_out"]
     reshard.plan(reshard.open(src, strategy=SOURCE), TARGET, ranks=[1]).run(tmp_path / "one", fsync=False)
     found = reshard.verify(tmp_path / "one", against=src)
     assert found

@@ -6,7 +6,7 @@ gets its names: until then the old target is whole, and a run that is stopped an
 They stay if they are of the same target (other ranks, stages or parts), of another step or iteration of a training, or
 of the source.
 
-`neighbours` are files that readers would find with what is written, or in its place.
+`neighbours` are files that readers would find with what is written, or in its place: another checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import SourceError, TargetError, names
-from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration
+from reshard.errors import Option, SourceError, TargetError, Text, names
+from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
 from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.sets import DCP_INDEX, SET_INDEXES
@@ -133,16 +133,18 @@ def refuse_other_ranks(plan: Plan, root: str, older: Collection[str]) -> None:
 def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[str, ...]:
     """Return warnings about what else is in a target directory, which may not be there yet.
 
-    It is what an older run left there, or another program: files of other ranks, of another format or checkpoint, a
-    unified set or a zarr store, whose readers do not look at rank files at all.
-
     Args:
         plan: what is to be written.
         target: where.
         older: paths of files that the run removes.
+
+    Raises:
+        TargetError: it has another checkpoint: files of another format or checkpoint, a unified set or a zarr store.
+            Readers would take that, or both. If the target is where the source is, this is a warning.
     """
     if plan.exclusive:  # `check_target` refuses any
         return ()
+    ranks, others, hiding = [], [], []
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
         hiding = [name for name in hiding if name not in older]
@@ -150,19 +152,23 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
         if not any(file.pointer for file in plan.files):
             hiding += sorted(filter(is_iteration, target.names()))
         ranks = [place for place in _other_ranks(plan, target) if place not in older]
-        own = _own(plan)
+        own, has_index = _own(plan), any(file.last for file in plan.files)
         others = [
             place
             for place in _checkpoint_files(target)
             if place not in ranks and place not in older and not own.fullmatch(place)
+            if not (has_index and is_of_a_set(place))  # which `check_target` refuses
         ]
-        said = (
-            (hiding, f"too, and readers take that for the checkpoint of {target}; choose another directory"),
-            (others, "too, of another checkpoint, and readers may take either or both; choose another directory"),
-            (ranks, "too, of ranks that are not this target's; remove what is old"),
-        )
-        return tuple(f"{target} has {names(some, most=3)} {words}" for some, words in said if some)
-    return ()
+    if hiding or others:
+        found = f"{target} has {names([*hiding, *others], most=3)}, of another checkpoint"
+        if not is_within(str(target), plan.source.opened.root):
+            raise TargetError(
+                found, code="other-checkpoint",
+                facts=["readers would take that, or both"],
+                hint=Text("choose another directory; ", Option("overwrite"), " replaces what this program wrote"),
+            )  # fmt: skip
+        return (f"{found}; readers may take either or both",)
+    return (f"{target} has {names(ranks, most=3)}, of ranks that are not this target's",) if ranks else ()
 
 
 def _checkpoint_files(target: Place) -> list[str]:

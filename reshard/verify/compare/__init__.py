@@ -330,6 +330,8 @@ def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: 
         expected,
         source.files[mismatch.reference].path,
         f"{dtype}",
+        mismatch.largest,
+        mismatch.nans,
     )
 
 

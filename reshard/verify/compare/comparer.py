@@ -40,6 +40,8 @@ class Mismatch:
         found: the bits of that element, in the copy.
         expected: the bits that it should have.
         reference: the number of the source file that says so.
+        largest: the largest absolute difference of two numbers, in float64; 0 if only NaNs or the sign of 0 differ.
+        nans: how many of the elements that differ are NaN, in either file.
     """
 
     file: int
@@ -49,6 +51,8 @@ class Mismatch:
     found: int
     expected: int
     reference: int
+    largest: float
+    nans: int
 
 
 class Compared(NamedTuple):
@@ -177,7 +181,8 @@ class Comparer:
             for source, at in zip(recipe.sources, check.move.way.reads, strict=True)
             if all(a <= i < b for a, i, b in zip(source.start, index, source.stop, strict=True))
         )
-        count = int(np.count_nonzero(unequal))
+        dtype = self._comparison.copy_dtype(check, file)
+        largest, nans = _distance(here[unequal], there[unequal], dtype)
         if not check.shape:
             index = ()
         elif check.shape != recipe.shape:
@@ -186,7 +191,8 @@ class Comparer:
                 for at in (index, block.start, tuple(end - 1 for end in block.stop))
             )
             block = Block(corners[0], tuple(at + 1 for at in corners[1]))
-        return Mismatch(file, block, index, count, int(here[place]), int(there[place]), reference)
+        count = int(np.count_nonzero(unequal))
+        return Mismatch(file, block, index, count, int(here[place]), int(there[place]), reference, largest, nans)
 
     def _own_values(self, check: Check) -> Iterator[Mismatch]:
         """Look whether every copy in the target is that of one source rank; a wrong one is compared with the first."""
@@ -264,4 +270,14 @@ def _unravelled(index: Shape, space: Shape, shape: Shape) -> Shape:
 def joined(a: Mismatch, b: Mismatch) -> Mismatch:
     """Join what two bands of one copy say."""
     first = min(a, b, key=lambda mismatch: mismatch.index)
-    return replace(first, count=a.count + b.count)
+    return replace(first, count=a.count + b.count, largest=max(a.largest, b.largest), nans=a.nans + b.nans)
+
+
+def _distance(here: Array, there: Array, dtype: DType) -> tuple[float, int]:
+    """Return the largest absolute difference of elements, given as bits, and how many pairs have a NaN."""
+    wide = np.complex128 if dtype.numpy().kind == "c" else np.float64
+    with np.errstate(all="ignore"):
+        a, b = (bits.view(dtype.numpy()).astype(wide) for bits in (here, there))
+        apart = np.abs(a - b)
+    nans = np.isnan(a) | np.isnan(b)
+    return float(apart[~nans].max(initial=0)), int(np.count_nonzero(nans))
