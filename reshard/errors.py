@@ -60,6 +60,7 @@ PYTHON: Words = {
     "remove_redundancy": ("remove_redundancy=True",),
     "restart": ("restart=True",),
     "same_ranks": ("same_ranks",),
+    "sample": ("sample=...",),
     "seed": ("seed={}",),
     "shard_size": ("shard_size=...",),
     "source": ("source=...",),

@@ -66,6 +66,7 @@ OPTIONS: Words = {
     "remove_redundancy": ("--remove-redundancy",),
     "restart": ("--restart",),
     "same_ranks": ("--same-ranks",),
+    "sample": ("--sample",),
     "seed": ("--seed {}",),
     "shard_size": ("--shard-size",),
     "source": ("--source DIRECTORY",),

@@ -214,24 +214,9 @@ def verify(
     from reshard.view.text import summary, verdict_text
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy)
-    if deduplicated and (manifest or write_manifest):
-        raise UsageError(
-            "--deduplicated is for a strategy; a manifest says what each file holds",
-            code="conflicting-options",
-            hint="leave it out",
-        )
+    if manifest is not None or write_manifest is not None:
+        _check_manifest_usage(deduplicated, write_manifest and sample, write_manifest and (target_cipher, cipher))
     if write_manifest is not None:
-        if sample is not None:
-            raise UsageError(
-                "a manifest is of whole files", code="conflicting-options", hint="leave --sample out"
-            )
-        keys = {"--target-key-file": target_cipher, "--key-file": cipher}
-        if typed := [name for name, key in keys.items() if required(key)]:
-            raise UsageError(
-                "a manifest is of files that are not encrypted",
-                code="not-encryptable",
-                hint=f"leave {' and '.join(typed)} out",
-            )
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
     chosen = None if selection == Selection() else selection
@@ -336,6 +321,27 @@ def _check_usage(
                 code="needs-source",
                 hint=f"for TARGET it is {opening_flag(name, 'target-')}",
             )
+
+
+def _check_manifest_usage(
+    deduplicated: bool, sample: object, ciphers: tuple[Cipher | None, Cipher | None] | None
+) -> None:
+    """Refuse options that do not go with a manifest: `sample` and `ciphers` if one is written."""
+    if deduplicated:
+        raise UsageError(
+            "--deduplicated is for a strategy; a manifest says what each file holds",
+            code="conflicting-options",
+            hint="leave it out",
+        )
+    if sample is not None:
+        raise UsageError("a manifest is of whole files", code="conflicting-options", hint="leave --sample out")
+    keys = zip(("--target-key-file", "--key-file"), ciphers or (), strict=False)
+    if typed := [name for name, key in keys if required(key)]:
+        raise UsageError(
+            "a manifest is of files that are not encrypted",
+            code="not-encryptable",
+            hint=f"leave {' and '.join(typed)} out",
+        )
 
 
 def _make(

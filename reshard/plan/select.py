@@ -20,6 +20,7 @@ strategy goes by the new names.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.strategy.names import (
+    USUAL_STATES,
     is_step,
     is_training_state,
     matches,
@@ -364,11 +366,13 @@ def _advice(target: Strategy | Pattern | None, known: Collection[str], states: C
 
 
 def _of_states(taken: Collection[str], states: Mapping[str, State]) -> tuple[str, ...]:
-    """Return a warning of what was left out by its name, which is all there is to know an optimizer state by."""
-    if not taken:
+    """Return a warning of what was left out by an unusual prefix, which is all that shows it to be a state."""
+    kinds = Counter(states[name].kind for name in taken)
+    unusual = {kind: count for kind, count in kinds.items() if kind.partition(".")[0] not in USUAL_STATES}
+    if not unusual:
         return ()
-    prefixes = dict.fromkeys(states[name].kind for name in taken)
-    return (f"{len(taken)} tensors are taken for optimizer states, by their prefix, and left out: {names(prefixes)}",)
+    count = f"{sum(unusual.values()):,} {'tensor is' if sum(unusual.values()) == 1 else 'tensors are'}"
+    return (f"{count} taken for optimizer states, by their prefix, and left out: {names(unusual)}",)
 
 
 def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> bool:

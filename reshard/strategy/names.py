@@ -42,6 +42,13 @@ _KINDS = {*_ADAPTIVE, "max_exp_avg_sq", "param", "fp32_param", "step"}
 """What PyTorch's optimizers, and Megatron's distributed one, keep of a weight; no model has the first ones."""
 
 
+USUAL_STATES = frozenset({
+    "accum", "accu_grads", "adam_m", "adam_v", "exp_avg", "exp_avg_sq", "main_param", "moment1", "moment2", "moments",
+    "momentum", "optim", "optimizer", "square_avg", "state",
+})  # fmt: skip
+"""First parts of the names of optimizer states, as MindSpore, PyTorch and Megatron call them."""
+
+
 class State(NamedTuple):
     """What the name of an optimizer state consists of: what stands before and behind the name of its weight.
 

@@ -254,9 +254,9 @@ def _check_sample(sample: float | None, source: object) -> None:
         raise UsageError(f"sample is {sample}; expected a share above 0, up to 1", code="out-of-range")
     if sample is not None and source is None:
         raise UsageError(
-            "a sample is only for a comparison with a source",
+            Text(Option("sample"), " is for a comparison with a source"),
             code="needs-source",
-            hint=Text("name one with ", Option("against"), ", or leave the sample out"),
+            hint=Text("add ", Option("against"), ", or leave it out"),
         )
 
 

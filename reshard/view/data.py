@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from math import isfinite
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reshard.plan.changes import changes_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import helpers
 import pytest
 from checkpoints import tree
-from commands import Case, call, done, names_in, next_command, proposed
+from commands import Case, call, done, names_in, proposed
 from refusals import failed
 
 import reshard
@@ -259,13 +259,16 @@ def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
     assert "8 ranks (0-7)" in shown.stdout
 
 
-def test_no_command_is_proposed_where_its_path_means_two_checkpoints(case: Case, tmp_path: Path) -> None:
+def test_two_checkpoints_in_one_directory_are_told_apart_by_options(case: Case, tmp_path: Path) -> None:
+    """They were copied there; a conversion refuses to write the second."""
     command = ["transform", case.source, tmp_path, *case.strategies]
     assert "4 ckpt files, 4 ranks (0-3)" in done(*proposed(done(*command, "-v"))).stdout
     for more in (["--format", "safetensors"], ["--prefix", "net_"]):
-        result = done(*command, *more)
-        assert "too, of another checkpoint" in result.stderr
-        assert next_command(result) == []
+        failed(6, "other-checkpoint", *command, *more, places=(tmp_path,))
+        done("transform", case.source, tmp_path / "apart", *case.strategies, *more)
+        shutil.rmtree(tmp_path / "apart" / ".reshard")
+        shutil.copytree(tmp_path / "apart", tmp_path, dirs_exist_ok=True)
+        shutil.rmtree(tmp_path / "apart")
     second = ["--suffix", ".safetensors", "--source-strategy", case.target_strategy]
     assert "4 safetensors files, 4 ranks (0-3)" in done("inspect", tmp_path, *second).stdout
     third = ["--rank-pattern", "rank_{rank}/net_{rank}*.ckpt", "--source-strategy", case.target_strategy]
@@ -275,7 +278,9 @@ def test_no_command_is_proposed_where_its_path_means_two_checkpoints(case: Case,
 
 def test_formats_side_by_side_are_told_apart_by_a_suffix_that_is_named(case: Case, tmp_path: Path) -> None:
     for format in ("ckpt", "safetensors"):
-        done("transform", case.source, tmp_path, *case.strategies, "--format", format)
+        done("transform", case.source, tmp_path / format, *case.strategies, "--format", format)
+        shutil.copytree(tmp_path / format, tmp_path, dirs_exist_ok=True)
+        shutil.rmtree(tmp_path / format)
     failed(4, "several-checkpoints", "inspect", tmp_path, places=("--suffix .safetensors\n",))
     assert "safetensors" in done("inspect", tmp_path, "--suffix", ".safetensors").stdout
 

@@ -314,7 +314,7 @@ def test_ranks_of_an_older_target_are_reported(case: Case, tmp_path: Path) -> No
     result = call("transform", case.source, tmp_path / "copy", *case.strategies)
     assert result.exit_code == 0
     assert "has rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt" in result.stderr
-    assert "of ranks that are not this target's; remove what is old" in result.stderr
+    assert "of ranks that are not this target's" in result.stderr
     assert next_command(result) == []
     for rank in range(4, 8):
         shutil.rmtree(tmp_path / "copy" / f"rank_{rank}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
-from commands import call, done, next_command
+from commands import call, done
 from refusals import failed, refused
 
 import reshard
@@ -142,7 +142,7 @@ def another(out: Path | str, *command: str | Path, place: str) -> None:
     before = tree(out) if not isinstance(out, str) else None
     for options in ([], ["--dry-run"]):
         failed(6, "other-checkpoint", *command, *options, places=(place,))
-    assert before is None or not isinstance(out, str) and tree(out) == before
+    assert before is None or (not isinstance(out, str) and tree(out) == before)
 
 
 def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_path: Path) -> None:

@@ -356,4 +356,5 @@ def test_a_selection_is_a_value() -> None:
 def test_what_is_taken_for_an_optimizer_state_is_reported(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.safetensors", numbers({"fc.w": (2,), "head.fc.w": (2,), "adam_m.fc.w": (2,)}))
     plan = reshard.plan(reshard.open(path), selection=reshard.Selection(weights_only=True))
-    assert plan.warnings == ("2 tensors are taken for optimizer states, by their prefix, and left out: adam_m, head",)
+    (warning,) = plan.warnings
+    assert warning.endswith(": head"), "a usual prefix needs no warning"
