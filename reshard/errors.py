@@ -44,6 +44,7 @@ PYTHON: Words = {
     "key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
     "layout": ("layout", "layout={{{!r}: {!r}}}"),
     "layouts_of": ("target=reshard.read_layouts(...)",),
+    "let": ("let={{{!r}: N}}",),
     "link": ("files=reshard.LinkedDCP()",),
     "link_replicas": ("link_replicas=True",),
     "lora": ("lora",),
@@ -51,6 +52,7 @@ PYTHON: Words = {
     "lora_tied": ("tied={!r} to reshard.LoRA",),
     "max_shard_size": ("max_shard_size=...",),
     "memory": ("memory=...", "memory={:_}"),
+    "model_config": ("config=...",),
     "name_map": ("name_map=...",),
     "overwrite": ("overwrite=True",),
     "partial": ("partial=True",),
@@ -59,6 +61,7 @@ PYTHON: Words = {
     "ranks": ("ranks=...",),
     "remove_redundancy": ("remove_redundancy=True",),
     "restart": ("restart=True",),
+    "rules": ("rules=...",),
     "same_ranks": ("same_ranks",),
     "sample": ("sample=...",),
     "seed": ("seed={}",),
@@ -346,14 +349,12 @@ class Faults:
             what = joined("; ", [what.message, *what.facts])
         cause = self._causes.get((code, "" if code else where))
         if cause is not None:
-            cause.count += 1
-            if len(cause.others) < _SHOWN_OTHERS:
-                cause.others.append(where)
+            cause.add(where)
         elif len(self._causes) < _SHOWN_FAULTS:  # a hostile file has millions
             said = what if isinstance(what, str) else what()
             shown = where if isinstance(where, Text) or where.isprintable() else repr(where)
             between = " " if _VERB.match(said) else ": "
-            self._causes[code, "" if code else where] = _Cause(Text(shown, between, said), code, hint)
+            self._causes[code, "" if code else where] = _Cause(where, Text(shown, between, said), code, hint)
 
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "", code: str = "") -> None:
         """Raise `kind` if there are faults.
@@ -369,7 +370,7 @@ class Faults:
         hints = list(dict.fromkeys(hint for hint in (*(cause.hint for cause in causes), advice) if hint))
         facts: list[str] = [cause.text() for cause in causes]
         if self.count == 1:
-            message, *expected = _parted(causes[0].example)
+            message, *expected = parted(causes[0].example, "expected ")
             message, facts = Text(f"{self.subject}: ", message), [*expected]
         else:
             message = Text(f"{self.subject} has {self.count} faults")
@@ -381,28 +382,41 @@ class Faults:
         raise error
 
 
-def _parted(text: Text) -> list[Text]:
-    """Split a sentence before what was expected, which is a fact of its own."""
-    for number, part in enumerate(text.parts):
-        if isinstance(part, str) and "; expected " in part:
-            before, _, after = part.partition("; ")
-            return [Text(*text.parts[:number], before), Text(after, *text.parts[number + 1 :])]
-    return [text]
+def parted(text: str, word: str) -> list[Text]:
+    """Split a sentence at the first `; ` that a word follows; return both halves, or the whole.
+
+    >>> parted("it is; it was; open it", "open")
+    ['it is; it was', 'open it']
+    """
+    whole = Text(text)
+    for number, part in enumerate(whole.parts):
+        if isinstance(part, str) and f"; {word}" in part:
+            before, _, after = part.partition(f"; {word}")
+            return [Text(*whole.parts[:number], before), Text(word, after, *whole.parts[number + 1 :])]
+    return [whole]
 
 
 class _Cause:
     """A cause of faults: an example, and the places of others."""
 
-    def __init__(self, example: Text, code: str, hint: str) -> None:
+    def __init__(self, where: str, example: Text, code: str, hint: str) -> None:
         self.example, self.code, self.hint = example, code, hint
         self.count = 1
-        self.others: list[str] = []
+        self._places = [where]
+        self._more = 0
+
+    def add(self, where: str) -> None:
+        self.count += 1
+        if where not in self._places:
+            if len(self._places) <= _SHOWN_OTHERS:
+                self._places.append(where)
+            else:
+                self._more += 1
 
     def text(self) -> Text:
-        if self.count == 1:
+        if len(self._places) == 1:
             return self.example
-        others = names(self.others, most=_SHOWN_OTHERS)
-        more = self.count - 1 - len(self.others)
+        others, more = names(self._places[1:], most=_SHOWN_OTHERS), self._more
         return Text(self.example, f" (likewise {others}{f' and {more} more' if more else ''})")
 
 

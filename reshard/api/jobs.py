@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.api.asked import OPENING
@@ -23,7 +24,7 @@ from reshard.formats.sets import DCP_NAME, LinkedDCP
 from reshard.plan.make import plan as make_plan
 from reshard.plan.make import plan_convert
 from reshard.plan.select import Selection
-from reshard.readers.open import has_several_ranks, noted, self_described
+from reshard.readers.open import has_several_ranks, noted, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.checkpoint import Checkpoint
 from reshard.storage.places import as_place
@@ -101,6 +102,8 @@ def job(
     Raises:
         UsageError: options that contradict each other or the format.
     """
+    if target is not None:
+        _refuse_foreign_name(target)
     to, reason = _stated(asked, target, verb)
     if to is not None:
         _refuse_misfits(asked, to)
@@ -123,7 +126,10 @@ def job(
     name = _file_name(as_place(checkpoint.root), target, asked, to, verb)
     plan = _planned(checkpoint, asked, to, name, selection, threads)
     directory = target.parent if name and target is not None else target
-    return Job(plan, directory, target, (f"format: {to}, {reason}",) if reason else ())
+    notes = [f"format: {to}, {reason}"] if reason else []
+    if to == "hf" and any(".linear_qkv." in label.name or ".linear_fc1." in label.name for label in plan.labels):
+        notes.append(Text("names are those of Megatron-Core; for Hugging Face's add ", Option("rules")))
+    return Job(plan, directory, target, tuple(notes))
 
 
 def with_format(asked: Asked, target: Place, to: str | None) -> Asked:
@@ -150,7 +156,23 @@ def noting_swap(
                 facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other)}"],
                 hint=Text("exchange ", Option("source_strategy"), " and ", Option("target_strategy")),
             ) from error
+        if strategy is not None and not isinstance(strategy, Strategy) and (beside := _fitting(path, reading)):
+            error.hint = Text(f"{beside} fits: pass ", Option("source_strategy", beside, quote(beside)))
         raise
+
+
+def _fitting(path: AnyName, reading: dict[str, Any]) -> str:
+    """Return a strategy beside a checkpoint that fits it; empty if there is none."""
+    from reshard.readers.beside import fitting_strategies  # on errors, and where nothing says how ranks were cut
+
+    with suppress(ReshardError, OSError):
+        some = {name: reading[name] for name in ("rank_pattern", "suffix", "cipher")}
+        ranks = read_headers(path, **some).ranks
+        fitting = fitting_strategies(
+            as_place(path), ranks, lambda one: open_checkpoint(path, strategy=one, **reading, contents=False)
+        )
+        return str(fitting[0]) if fitting else ""
+    return ""
 
 
 def _strategy(strategy: Strategy | AnyName) -> str:
@@ -171,6 +193,22 @@ def _fits_other(
 
 
 # --- the format -------------------------------------------------------------------------------------------------
+
+
+_OTHER_FILES = {".npz", ".npy", ".pt", ".pth", ".bin", ".h5", ".pkl", ".json", ".gguf", ".onnx", ".zip", ".tar", ".gz"}
+
+
+def _refuse_foreign_name(target: Place) -> None:
+    """Refuse a target by whose name people expect a file of a format that is not written.
+
+    Raises:
+        UsageError: it is such a name, and no directory has it.
+    """
+    if target.suffix in _OTHER_FILES and not target.is_dir():
+        raise UsageError(
+            f"{target.name} is the name of a {target.suffix} file, which reshard does not write", code="unknown-format",
+            hint="name a directory, or a file that ends with .safetensors or .ckpt",
+        )  # fmt: skip
 
 
 def _stated(asked: Asked, target: Place | None, verb: Verb) -> tuple[str | None, str]:
@@ -303,14 +341,18 @@ def _kept_ranks(
     if source.is_file():
         as_it_is = asked.memory is None and not _choices(selection)
         return "" if as_it_is and self_described(source) is None else None
-    if target is not None and is_file_name(target):
-        return None
-    if not source.is_dir() or not has_several_ranks(
+    is_directory = source.is_dir() and not (target is not None and is_file_name(target))
+    if not is_directory or not has_several_ranks(
         source, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"]
     ):
         return None
     known, change = noted(source, reading["cipher"])
-    return None if known or change else f"nothing says how {source} was sharded, so each rank keeps what it has"
+    if known or change:
+        return None
+    note = Text(f"nothing says how {source} was sharded, so each rank keeps what it has")
+    if beside := _fitting(source, reading):
+        note = Text(note, f"; {beside} fits: ", Option("source_strategy", beside, quote(beside)))
+    return note
 
 
 def _of_same_ranks(

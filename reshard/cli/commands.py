@@ -334,7 +334,7 @@ def _usage_message(error: click.UsageError) -> tuple[str, str]:
     name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
     if isinstance(error, click.MissingParameter):
         needed = (param.get_help_record(ctx) or [name])[0]
-        return f"{name} is missing", needed if isinstance(param, click.Option) else _usage(ctx)
+        return f"{name} is missing", f"add {needed}" if isinstance(param, click.Option) else _usage(ctx)
     value = _NOT_ONE.match(error.message)
     return f"{name}: {error.message.removesuffix('.')}", _ADVICE_ON.get(value[1].lower(), "") if value else ""
 

@@ -43,8 +43,8 @@ _rules_option = option(
     first=True,
     type=READ_PLACE,
     metavar="FILE",
-    help="Rules of other names and shapes. See `reshard rules`. Other options of this group take the names that "
-    "the rules make.",
+    help="Rules of other names and shapes: a file, or a name of `reshard rules list`. Other options of this group "
+    "take the names that the rules make.",
 )
 
 

@@ -13,8 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.errors import Option, SourceError, Text, names
-from reshard.formats.directories import PARTS, RUNS, SAVED_PARTS, refuse_directory, refuse_one_of_several
-from reshard.storage.base import PARTIAL, reading
+from reshard.formats.directories import (
+    DIRECTORY_FORMATS,
+    PARTS,
+    RUNS,
+    SAVED_PARTS,
+    refuse_directory,
+    refuse_one_of_several,
+)
+from reshard.storage.base import PARTIAL, reading, similar
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -86,6 +93,7 @@ def rank_files(
             f"{root} does not exist",
             code="not-found",
             facts=["expected a directory of rank directories, or one checkpoint file"],
+            hint=similar(root),
         )
     found = every_file(root, rank_pattern)
     by_rank = bool(found)
@@ -183,10 +191,17 @@ def leftovers(root: Place) -> list[str]:
 def _inside_instead(root: Place, rank_pattern: str) -> str:
     """Advise which directory to open, where those with rank directories are inside."""
     if rank_pattern == RANK_PATTERN and not root.can.waits:  # or each would be a request
-        inside = sorted(str(path) for path in root.iterdir() if (path / "rank_0").is_dir())
-        if inside:
+        below: list[Place] = [path for path in root.iterdir() if path.is_dir()]
+        if inside := sorted(str(path) for path in below if _is_checkpoint(path)):
             return f"open {names(inside, most=3)} inside it"
     return Text("give ", Option("rank_pattern"), " for other names")
+
+
+def _is_checkpoint(directory: Place) -> bool:
+    """Return whether a directory has rank directories, a checkpoint file, or one of a directory format."""
+    there = directory.names()
+    shown = any(known.shown_by(directory, there) for known in DIRECTORY_FORMATS)
+    return shown or "rank_0" in there or any(is_checkpoint_name(directory / name) for name in there)
 
 
 def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:

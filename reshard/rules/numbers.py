@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import add, floordiv, mul, sub
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import UsageError
+from reshard.errors import Option, Text, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,7 +21,6 @@ _DONE: dict[type[ast.operator], Callable[[int, int], int]] = {
 _LONGEST = 200
 _MOST = 1 << 40
 _DEEPEST = 20
-_HINT = "give it a value in let, or pass the model's config.json"
 
 
 class UnknownError(UsageError):
@@ -77,7 +76,10 @@ class Numbers:
                 return value
             case ast.Name(id=name):
                 if name not in self.let:
-                    raise UnknownError(f"needs {name}, which is not in let", code="unknown-number", hint=_HINT)
+                    raise UnknownError(
+                        f"needs {name}, which is not in let", code="unknown-number",
+                        hint=Text("give it a value: ", Option("let", name)),
+                    )  # fmt: skip
                 if name not in known:  # once, though a few lines may name it more often than could be counted
                     known[name] = self._of(self.let[name], depth + 1, known)
                 return known[name]
@@ -111,5 +113,8 @@ class Numbers:
         if isinstance(value, bool) or not isinstance(value, int):
             name = ".".join(["config", *reversed(path)])
             problem = "is missing" if value is None else f"is {value!r:.40}"
-            raise UnknownError(f"needs {name}, which {problem}", code="unknown-number", hint=_HINT)
+            raise UnknownError(
+                f"needs {name}, which {problem}", code="unknown-number",
+                hint=Text("give the model's configuration: ", Option("model_config")),
+            )  # fmt: skip
         return value

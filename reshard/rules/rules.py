@@ -40,6 +40,8 @@ Files for some models are in `examples`; their names, such as `llama-hf-mcore`, 
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -193,6 +195,11 @@ class Rules:
         place = as_place(path)
         if (shipped := example(str(path))) and not place.is_file():
             place = as_place(shipped)
+        elif place.name == str(path) and not place.suffix and not place.is_there():
+            raise UsageError(
+                f"{path} is neither a file nor the name of built-in rules", code="not-found",
+                hint=f"built-in rules: {names(_nearest(str(path)), most=6)}",
+            )  # fmt: skip
         faults = Faults(str(path))
         top = read_yaml(place, "rules file", faults)
         faults.raise_if_any(UsageError)
@@ -303,6 +310,23 @@ class Rules:
         return replace(
             self, sides=(other[0], other[1]), rules=rules, source=source, content={**self.content, "sides": [*other]}
         )
+
+
+def examples() -> dict[str, str]:
+    """Return the names of the rules that come with the program, and the models and programs they are of.
+
+    >>> examples()["llama-hf-mindformers"]
+    "Llama: Hugging Face <-> MindSpore Transformers' LlamaForCausalLM (qkv_concat: false)"
+    """
+    files = sorted((Path(__file__).parent / "examples").glob("*.yaml"))
+    return {path.stem: path.read_text("utf-8").partition("\n")[0].strip("# .") for path in files}
+
+
+def _nearest(name: str) -> list[str]:
+    """Return the names of built-in rules with a part that is like a part of a name; if there is none, all."""
+    words = re.split(r"[\W_]+", name.lower())
+    alike = [one for one in examples() if any(difflib.get_close_matches(word, one.split("-")) for word in words)]
+    return alike or list(examples())
 
 
 def example(name: str) -> Path | None:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import SourceError, Text, UsageError, names
+from reshard.errors import SourceError, Text, UsageError, joined, names, parted
 from reshard.formats.entries import Extent, Where
 from reshard.layout.axes import factors
 from reshard.storage.base import Status
@@ -296,7 +296,9 @@ class Checkpoint(Mapping[str, Any]):
             SourceError: its place or its header does; what to do is in the error.
         """
         if self.lone_rank:
-            raise SourceError(self.lone_rank, code="one-rank")
+            what, *why = parted(self.lone_rank, "expected ")
+            facts, *advice = parted(joined("", why), "open ")
+            raise SourceError(what, code="one-rank", facts=[facts] if facts else [], hint=joined("", advice))
 
     def entry_text(self, number: int, name: str) -> str | None:
         """Return the value of a `str` entry in a file, by the file's number."""

@@ -7,9 +7,10 @@ A path or URL becomes a `Place` once (`places.as_place`), and a place knows its 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -400,6 +401,15 @@ def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
         raise read_error(error, failed.filename or path or "a file", failed) from failed
 
 
+def similar(path: object) -> str:
+    """Return the advice to take a local path that is there and has a name like that of one that is not."""
+    directory, name = os.path.split(str(path).rstrip("/"))
+    with suppress(OSError):
+        if there := difflib.get_close_matches(name, os.listdir(directory or "."), 1):
+            return f"did you mean {os.path.join(directory, there[0])}?"
+    return ""
+
+
 def read_error(kind: type[ReshardError], path: object, error: OSError, where: str = "") -> ReshardError:
     """Return the error of a file that does not exist or cannot be read.
 
@@ -410,7 +420,7 @@ def read_error(kind: type[ReshardError], path: object, error: OSError, where: st
         where: the place in the file, if known.
     """
     if isinstance(error, FileNotFoundError):
-        return kind(f"{path} does not exist", code="not-found")
+        return kind(f"{path} does not exist", code="not-found", hint=similar(path))
     return kind(f"cannot read {path}{where and f' {where}'}: {error.strerror}", code="cannot-read")
 
 

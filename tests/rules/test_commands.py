@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +13,6 @@ from refusals import failed
 from truths import assert_arrays, truth
 
 import reshard
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LLAMA = ["--rules", "llama-hf-mcore"]
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 13}
@@ -110,3 +107,30 @@ def test_help_says_which_names_go_beside_rules(command: str) -> None:
     for option in ("--rules", "--include", "--exclude", "--name-map"):
         start = text.index(f" {option} ")
         assert "rules" in text[start : start + 250], option
+
+
+def test_built_in_rules_are_listed_and_printed(tmp_path: Path) -> None:
+    listed = done("rules", "list").stdout
+    every = [path.stem for path in (Path(reshard.__file__).parent / "rules" / "examples").glob("*.yaml")]
+    assert len(every) > 10
+    assert {line.split(" ")[0] for line in listed.splitlines()} == set(every)
+    printed = done("rules", "list", "llama-hf-mcore").stdout
+    (tmp_path / "mine.yaml").write_text(printed)
+    assert reshard.Rules.read(tmp_path / "mine.yaml", config=CONFIG).rules
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("llama", "llama-hf-mcore"), ("qwen", "qwen3-hf-mcore"), ("x", "and 6 more")]
+)
+def test_a_name_that_is_nearly_one(typed: str, meant: str, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    failed(2, "not-found", "convert", source, tmp_path / "dst", "--to", "hf", "--rules", typed, places=(typed, meant))
+    failed(2, "not-found", "rules", "list", typed, places=(typed, meant))
+
+
+def test_numbers_that_are_missing_name_the_option(mindspore_data: Path, tmp_path: Path) -> None:
+    case = truth(mindspore_data, "mcore_tp2_pp2")
+    command = ["convert", case.checkpoint, tmp_path / "hf", "--to", "hf", *LLAMA]
+    failed(4, "unknown-number", *command, places=("--model-config",))
+    noted = done(*command[:-2], "--dry-run").stderr
+    assert "--rules" in noted, "the names are Megatron's"

@@ -12,7 +12,7 @@ from reshard.cli.options import json_option, overwrite_file_option, source_optio
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, WRITE
-from reshard.errors import VerifyError, names, printable
+from reshard.errors import UsageError, VerifyError, names, printable
 from reshard.readers.open import open as open_checkpoint
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Group, name="rules")
 def rules() -> None:
-    """Check rules between the names and shapes of two programs, show and invert them."""
+    """List, check, show and invert rules between the names and shapes of two programs."""
 
 
 def _derived(
@@ -36,6 +36,32 @@ def _derived(
     derived = rules.derived(open_checkpoint(source, strategy=source_strategy, **reading))
     say_warnings(derived.checkpoint.warnings)
     return derived
+
+
+@rules.command(
+    "list",
+    epilog="""
+Examples:
+
+  reshard rules list
+  reshard rules list llama-hf-mcore > mine.yaml
+""",
+    short_help="List the built-in rules, or print one.",
+)
+@click.argument("name", required=False)
+def list_rules(name: str | None) -> None:
+    """List the built-in rules, whose names are taken in place of FILE; with NAME, print that file."""
+    from reshard.rules.rules import example, examples
+
+    if name is None:
+        names_width = max(map(len, examples()))
+        print_text("\n".join(f"{one:{names_width}}  {about}" for one, about in examples().items()))
+        return
+    path = example(name)
+    if path is None:
+        reshard.Rules.read(name)  # which says which names there are
+        raise UsageError(f"{name} is not built in", code="not-found", hint="type reshard rules list")
+    print_text(path.read_text("utf-8").rstrip("\n"))
 
 
 @rules.command(
