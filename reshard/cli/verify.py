@@ -215,8 +215,9 @@ def verify(
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy)
     if manifest is not None or write_manifest is not None:
-        _check_manifest_usage(deduplicated, write_manifest and sample, write_manifest and (target_cipher, cipher))
+        _check_manifest_usage(deduplicated, sample if write_manifest else None)
     if write_manifest is not None:
+        _refuse_keys({"--target-key-file": target_cipher, "--key-file": cipher})
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
     chosen = None if selection == Selection() else selection
@@ -323,10 +324,8 @@ def _check_usage(
             )
 
 
-def _check_manifest_usage(
-    deduplicated: bool, sample: object, ciphers: tuple[Cipher | None, Cipher | None] | None
-) -> None:
-    """Refuse options that do not go with a manifest: `sample` and `ciphers` if one is written."""
+def _check_manifest_usage(deduplicated: bool, sample: float | None) -> None:
+    """Refuse options that do not go with a manifest; `sample` is that of one that is written."""
     if deduplicated:
         raise UsageError(
             "--deduplicated is for a strategy; a manifest says what each file holds",
@@ -335,8 +334,11 @@ def _check_manifest_usage(
         )
     if sample is not None:
         raise UsageError("a manifest is of whole files", code="conflicting-options", hint="leave --sample out")
-    keys = zip(("--target-key-file", "--key-file"), ciphers or (), strict=False)
-    if typed := [name for name, key in keys if required(key)]:
+
+
+def _refuse_keys(keys: dict[str, Cipher | None]) -> None:
+    """Refuse keys for a manifest."""
+    if typed := [name for name, key in keys.items() if required(key)]:
         raise UsageError(
             "a manifest is of files that are not encrypted",
             code="not-encryptable",

@@ -73,6 +73,7 @@ def help_command(ctx: click.Context, topic: str | None) -> None:
     if topic is None:
         width = max(map(len, known), default=0)
         print_text("\n".join(f"{page.topic:<{width}}  {page.title}" for page in known.values()))
+        print_text("\nreshard help NAME prints one.")
         return
     if topic in known:
         text = _COMMENT.sub("", known[topic].path.read_text(encoding="utf-8"))
