@@ -407,17 +407,16 @@ class _Cause:
 
     def add(self, where: str) -> None:
         self.count += 1
-        if where not in self._places:
-            if len(self._places) <= _SHOWN_OTHERS:
-                self._places.append(where)
-            else:
-                self._more += 1
+        if where not in self._places and len(self._places) <= _SHOWN_OTHERS:
+            self._places.append(where)
+        else:
+            self._more += 1
 
     def text(self) -> Text:
-        if len(self._places) == 1:
-            return self.example
-        others, more = names(self._places[1:], most=_SHOWN_OTHERS), self._more
-        return Text(self.example, f" (likewise {others}{f' and {more} more' if more else ''})")
+        others = f"likewise {names(self._places[1:], most=_SHOWN_OTHERS)}" if len(self._places) > 1 else ""
+        more = f"{self._more} more" if self._more else ""
+        rest = " and ".join(filter(None, (others, more)))
+        return Text(self.example, f" ({rest})") if rest else self.example
 
 
 def bytes_text(nbytes: float) -> str:

@@ -169,6 +169,7 @@ def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> 
     known = options_of(cli)
     assert {form.split()[0] for forms in OPTIONS.values() for form in forms} <= known
     arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith("Error")])
+    arguments |= set(inspect.signature(reshard.Rules.read).parameters)
     assert {form.split("=")[0] for forms in PYTHON.values() for form in forms} <= arguments
     own = [form for name, forms in WORDS.items() for form in forms if forms != PYTHON[name]]
     beyond = [form.removesuffix(" to reshard.open") for form in own]

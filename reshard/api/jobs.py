@@ -102,7 +102,7 @@ def job(
     Raises:
         UsageError: options that contradict each other or the format.
     """
-    if target is not None:
+    if target is not None and not (asked.to or asked.format):
         _refuse_foreign_name(target)
     to, reason = _stated(asked, target, verb)
     if to is not None:
@@ -156,7 +156,9 @@ def noting_swap(
                 facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other)}"],
                 hint=Text("exchange ", Option("source_strategy"), " and ", Option("target_strategy")),
             ) from error
-        if strategy is not None and not isinstance(strategy, Strategy) and (beside := _fitting(path, reading)):
+        is_path = strategy is not None and not isinstance(strategy, Strategy)
+        is_of_another = error.code == "strategy-mismatch" or not error.hint
+        if is_path and is_of_another and (beside := _fitting(path, reading)):
             error.hint = Text(f"{beside} fits: pass ", Option("source_strategy", beside, quote(beside)))
         raise
 

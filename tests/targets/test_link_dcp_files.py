@@ -246,7 +246,7 @@ def test_the_command(tmp_path: Path, apart: Path) -> None:
     assert "linked 16 data files of " in done("transform", *given).stdout
     assert "finished by an earlier run" in done("transform", *given).stdout
     verdict = done("verify", tmp_path / "out").stdout.splitlines()[0]
-    assert verdict.startswith(f"verified: {tmp_path / 'out'} = {apart}, ")
+    assert verdict.startswith(f"verified: {tmp_path / 'out'} = {apart} after changes (")
     assert "renamed; " in verdict
     assert "; every bit of " in verdict
     assert "net.emb.weight" in done("inspect", tmp_path / "out").stdout

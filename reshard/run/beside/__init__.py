@@ -142,22 +142,25 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
         TargetError: it has another checkpoint: files of another format or checkpoint, a unified set or a zarr store.
             Readers would take that, or both. If the target is where the source is, this is a warning.
     """
-    if plan.exclusive:  # `check_target` refuses any
+    has_pointer = any(file.pointer for file in plan.files)
+    if plan.exclusive or (has_pointer and is_iteration(target.name)):  # `check_target` refuses any
         return ()
     ranks, others, hiding = [], [], []
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
         hiding = [name for name in hiding if name not in older]
         hiding += ["a zarr store"] if is_store(target) else []
-        if not any(file.pointer for file in plan.files):
+        if not has_pointer:
             hiding += sorted(filter(is_iteration, target.names()))
         ranks = [place for place in _other_ranks(plan, target) if place not in older]
         own, has_index = _own(plan), any(file.last for file in plan.files)
+        has_step = Step.of([target / plan.files[0].path]) is not None
         others = [
             place
             for place in _checkpoint_files(target)
             if place not in ranks and place not in older and not own.fullmatch(place)
             if not (has_index and is_of_a_set(place))  # which `check_target` refuses
+            if not (has_step and Step.of([target / place]))  # of the same training
         ]
     if hiding or others:
         found = f"{target} has {names([*hiding, *others], most=3)}, of another checkpoint"
