@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.plan.make import plan as make_plan
 from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
@@ -170,7 +171,8 @@ class Checkpoint(Arrays):
                 at once.
             reshard.UsageError: its names are those of neither side.
         """
-        return Checkpoint(self._record.derive(rules if isinstance(rules, Rules) else Rules.read(rules)))
+        known = rules if isinstance(rules, Rules) else Rules.read(rules)
+        return Checkpoint(known.derived(self._record).checkpoint)
 
     def merge_lora(self, lora: LoRA | AnyName) -> Checkpoint:
         """Return the checkpoint with a LoRA adapter merged into its weights, whenever these are read.
@@ -184,7 +186,8 @@ class Checkpoint(Arrays):
             reshard.SourceError: the adapter cannot be read, or does not fit the weights; all faults at once.
             reshard.UsageError: rules were applied before.
         """
-        return Checkpoint(self._record.merge_lora(lora if isinstance(lora, LoRA) else LoRA(str(lora))))
+        adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
+        return Checkpoint(adapter.merged(self._record))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
@@ -192,7 +195,9 @@ class Checkpoint(Arrays):
         Args:
             by: `name` (repeated layers as one), `prefix`, `dtype`, or `kind`: weights, and each state of the optimizer.
         """
-        return self._record.groups(by)
+        from reshard.view.tables import groups  # views are not needed on every start
+
+        return groups(self._record, by)
 
     def picture(self, name: str, target: Strategy | None = None) -> Picture:
         """Draw which rank holds which block of a tensor, and next to it how another strategy cuts it.
@@ -203,7 +208,10 @@ class Checkpoint(Arrays):
             reshard.UsageError: the target strategy does not name it.
             reshard.LayoutError: the target strategy does not fit its shape.
         """
-        return self._record.picture(name, target)
+        from reshard.view.html import picture
+
+        self._record.require(name)
+        return picture(self._record, name, target)
 
     def to_zarr(
         self,
@@ -241,10 +249,14 @@ class Checkpoint(Arrays):
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
                 `Plan.run` do.
         """
-        return self._record.to_zarr(
-            store, chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
-            compression=compression, selection=selection, memory=size_of(memory, "memory"), overwrite=overwrite,
-            restart=restart, fsync=fsync, threads=threads, client=client, progress=progress,
+        from reshard.api.plans import run_plan
+        from reshard.formats.zarr import ZarrGroup
+
+        files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
+        plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
+        return run_plan(
+            plan, store, overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client,
+            progress=progress,
         )  # fmt: skip
 
     def __getitem__(self, name: str, /) -> Array:
@@ -254,8 +266,10 @@ class Checkpoint(Arrays):
             KeyError: there is no such tensor.
             reshard.SourceError: it cannot be read; the reason is in `unreadable`.
         """
-        array: Array = self._record[name]
-        return array
+        from reshard.view.arrays import tensor_array  # it brings dask
+
+        self._record.require(name)
+        return tensor_array(self._record, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._record.tensors)
@@ -270,7 +284,9 @@ class Checkpoint(Arrays):
         return repr(self._record)
 
     def _repr_html_(self) -> str:
-        return self._record._repr_html_()
+        from reshard.view.html import html
+
+        return html(self._record)
 
 
 def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:

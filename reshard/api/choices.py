@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
@@ -15,6 +16,9 @@ from reshard.strategy.strategy import Strategy
 from reshard.targets.pattern import Pattern
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.run.run import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 
@@ -83,3 +87,12 @@ def target_of(
     selection = selection or Selection()
     source = derived(source, selection)
     return strategy_by_rules(place, source, target_names=dict(select(source, None, selection).kept))
+
+
+def progress_of(progress: Callable[[Progress], None] | bool | None) -> Any:
+    """Return a context that gives the callback for progress, which shows a bar if `progress` is true."""
+    if progress is True:
+        from reshard.view.progress import shown  # seldom
+
+        return shown()
+    return nullcontext(progress or None)

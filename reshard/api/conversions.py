@@ -8,6 +8,7 @@ from reshard.api.asked import OPENING, Asked
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import selection_of
 from reshard.api.jobs import job
+from reshard.api.plans import run_plan
 from reshard.plan.select import Selection
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
@@ -139,7 +140,7 @@ def convert(
 
         older = older_at(made.plan, str(place.real())) if overwrite or restart else {}
         neighbours(made.plan, place, older)
-    return made.plan.run(
-        made.directory or place, client=client, scheduler=scheduler, threads=threads, overwrite=overwrite,
+    return run_plan(
+        made.plan, made.directory or place, client=client, scheduler=scheduler, threads=threads, overwrite=overwrite,
         restart=restart, progress=progress,
     )  # fmt: skip

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import selection_of, target_of
-from reshard.errors import UsageError
+from reshard.api.choices import progress_of, selection_of, target_of
+from reshard.errors import UsageError, names
 from reshard.plan.make import plan as make_plan
 from reshard.plan.planfile import read_plan as read_record
+from reshard.plan.planfile import save as save_record
 from reshard.sizes import size_of
+from reshard.strategy.names import ranges_text
 from reshard.targets.kinds import RANKS, check_options, file_format, files_of, source_word, word_of
 
 if TYPE_CHECKING:
@@ -210,7 +213,15 @@ class Plan:
         Raises:
             reshard.UsageError: the plan does not write this rank.
         """
-        return self._record.rank(rank)
+        from reshard.view.arrays import RankArrays  # it brings dask
+
+        record = self._record
+        if rank not in record.ranks:
+            raise UsageError(
+                f"this plan does not write rank {rank}", code="no-such-rank",
+                facts=[f"it writes ranks {ranges_text(record.ranks)}"],
+            )  # fmt: skip
+        return RankArrays(record.source, record.blocks(rank), record.texts)
 
     def picture(self, name: str | None = None) -> Picture:
         """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
@@ -221,7 +232,16 @@ class Plan:
         Raises:
             reshard.UsageError: the plan does not move such a tensor.
         """
-        return self._record.picture(name)
+        from reshard.view.html import picture
+
+        labels = self._record.labels
+        if name is not None and not any(name in label for label in labels):
+            alike = get_close_matches(name, (label.name for label in labels), n=3)
+            raise UsageError(
+                f"the plan moves no tensor {name!r}", code="no-match",
+                hint=f"did you mean {names(alike)}?" if alike else "",
+            )  # fmt: skip
+        return picture(self._record, name)
 
     def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
         """Return the dask graph that writes the target files; `compute()` of it does so and returns a `Report`.
@@ -233,7 +253,9 @@ class Plan:
             fsync: as for `run`.
             partition: likewise.
         """
-        return self._record.graph(directory, fsync=fsync, partition=partition)
+        from reshard.run.graph import graph  # it brings dask
+
+        return graph(self._record, str(directory), fsync=fsync, partition=partition)
 
     def run(
         self,
@@ -292,10 +314,10 @@ class Plan:
             reshard.SourceError: a source file changed or cannot be read.
             reshard.UsageError: options that contradict each other.
         """
-        return self._record.run(
-            directory, client=client, scheduler=scheduler, threads=threads, fsync=fsync, drop_cache=drop_cache,
-            overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
-            progress=progress,
+        return run_plan(
+            self._record, directory, client=client, scheduler=scheduler, threads=threads, fsync=fsync,
+            drop_cache=drop_cache, overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger,
+            partition=partition, progress=progress,
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -305,13 +327,29 @@ class Plan:
             reshard.TargetError: it exists, or is one of the source's files.
             reshard.UsageError: such a plan cannot be saved.
         """
-        self._record.save(path, overwrite=overwrite)
+        save_record(self._record, path, overwrite=overwrite)
 
     def __repr__(self) -> str:
         return repr(self._record)
 
     def _repr_html_(self) -> str:
-        return self._record._repr_html_()
+        from reshard.view.html import html
+
+        return html(self._record)
+
+
+def run_plan(
+    plan: Record,
+    directory: AnyName,
+    *,
+    progress: Callable[[Progress], None] | bool | None = None,
+    **options: Any,
+) -> Report:
+    """Run a plan with the options of `Plan.run`."""
+    from reshard.run.run import run  # it brings dask
+
+    with progress_of(progress) as callback:
+        return run(plan, directory, progress=callback, **options)
 
 
 def read_plan(

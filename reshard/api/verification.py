@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.api.choices import selection_of
+from reshard.api.choices import progress_of, selection_of
 from reshard.sizes import size_of
 from reshard.verify.verify import as_it_is
 from reshard.verify.verify import verify as verify_record
@@ -116,7 +115,7 @@ def verify(
     )  # fmt: skip
     if as_is:
         selection = as_it_is(selection, against)
-    with _shown(progress) as callback:
+    with progress_of(progress) as callback:
         return verify_record(
             _opened(target), strategy, against=_opened(against), source_strategy=source_strategy, cipher=cipher,
             source_cipher=source_cipher, manifest=manifest, selection=selection, sample=sample, seed=seed,
@@ -129,12 +128,3 @@ def _opened(side: Any) -> Any:
     """Return a side as the shelves below take it: a path, or what is known of a checkpoint."""
     opened: Record | AnyName | None = record_of(side) if isinstance(side, Checkpoint) else side
     return opened
-
-
-def _shown(progress: Callable[[Progress], None] | bool | None) -> Any:
-    """Return a context that gives what progress is reported to."""
-    if progress is True:
-        from reshard.view.progress import shown  # seldom
-
-        return shown()
-    return nullcontext(progress or None)

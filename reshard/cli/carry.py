@@ -55,6 +55,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     """
     from reshard.plan.partition import partitioned
     from reshard.run.beside import neighbours
+    from reshard.run.run import run
     from reshard.run.session import older_at
     from reshard.view.data import report_data
     from reshard.view.text import report_text
@@ -80,7 +81,8 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
         progress(quiet=running.quiet) as shown,
     ):
-        done = plan.run(
+        done = run(
+            plan,
             target,
             client=client,
             scheduler=running.scheduler,

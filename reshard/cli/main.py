@@ -194,7 +194,7 @@ def inspect(
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
         checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
-        checkpoint = checkpoint.derive(rules) if rules else checkpoint
+        checkpoint = rules.derived(checkpoint).checkpoint if rules else checkpoint
         warnings, whole = list(checkpoint.warnings), not checkpoint.lone_rank
         place = None if whole else rank_of(source)
         ranks = (place.rank,) * len(checkpoint.files) if place else checkpoint.ranks

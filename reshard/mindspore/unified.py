@@ -55,6 +55,7 @@ from reshard.plan.select import Selection
 from reshard.readers.open import open as open_source
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
+from reshard.view.arrays import RankArrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -440,8 +441,9 @@ def _target(after: Strategy | None, rank: int | None, extension: str) -> tuple[s
 def _parameters(planned: Plan, rank: int, threads: int) -> dict[str, Any]:
     """Read what a rank gets into memory: Parameters, and text."""
     found: dict[str, Any] = dict(planned.texts)
-    arrays = planned.rank(rank)
-    for name, held in planned.blocks(rank).items():
+    blocks = planned.blocks(rank)
+    arrays = RankArrays(planned.source, blocks, planned.texts)
+    for name, held in blocks.items():
         array = np.asarray(arrays[name].compute(num_workers=threads))
         found[name] = Parameter.over(Tensor.from_numpy(array.view(qint4x2) if held.dtype is INT4 else array), name)
     return found

@@ -9,38 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, names
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block
 from reshard.source.headers import index_digests
 from reshard.source.records import digest
-from reshard.strategy.names import ranges_text
-from reshard.upward import upward
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.formats.entries import FileLayout, Runs, Where
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
     from reshard.plan.select import Selection
-    from reshard.run.graph import Graph
-    from reshard.run.run import Progress, Report
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
     from reshard.targets.pattern import Pattern
-    from reshard.view.arrays import RankArrays
-    from reshard.view.svg import Picture
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,87 +315,6 @@ class Plan:
                     whole_or_part = Block.whole(tensor.spec.shape) if several else block
                     found[label.name] = Held(label.source_name, whole_or_part, move.target_dtype, replica)
         return found
-
-    def rank(self, rank: int) -> RankArrays:
-        """Return what a target rank will hold, as a mapping of names to lazy dask arrays.
-
-        Raises:
-            UsageError: the plan does not write this rank.
-        """
-        if rank not in self.ranks:
-            raise UsageError(
-                f"this plan does not write rank {rank}", code="no-such-rank",
-                facts=[f"it writes ranks {ranges_text(self.ranks)}"],
-            )  # fmt: skip
-        arrays: RankArrays = upward("RankArrays")(self.source, self.blocks(rank), self.texts)
-        return arrays
-
-    def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
-        """Return the one dask graph that writes the target files below a directory, as a dask collection."""
-        made: Graph = upward("graph")(self, str(directory), fsync=fsync, partition=partition)
-        return made
-
-    def picture(self, name: str | None = None) -> Picture:
-        """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
-
-        Args:
-            name: the tensor, by its name in the target or the source; all by default.
-
-        Raises:
-            UsageError: the plan does not move such a tensor.
-        """
-        if name is not None and not any(name in label for label in self.labels):
-            alike = get_close_matches(name, (label.name for label in self.labels), n=3)
-            raise UsageError(
-                f"the plan moves no tensor {name!r}", code="no-match",
-                hint=f"did you mean {names(alike)}?" if alike else "",
-            )  # fmt: skip
-        drawn: Picture = upward("picture")(self, name)
-        return drawn
-
-    def run(
-        self,
-        directory: AnyName,
-        *,
-        client: Any = None,
-        scheduler: str | Callable[..., Any] | None = None,
-        threads: int | None = None,
-        fsync: bool = True,
-        drop_cache: bool | None = None,
-        overwrite: bool = False,
-        restart: bool = False,
-        checksums: bool | None = None,
-        ledger: bool = True,
-        partition: str | None = None,
-        progress: Callable[[Progress], None] | bool | None = None,
-    ) -> Report:
-        """Write the target files below a directory: see `reshard.run.run` for options and errors.
-
-        `progress=True` shows a bar, in a notebook or on a terminal.
-        """
-        report: Report = upward("run")(
-            self,
-            directory,
-            client=client,
-            scheduler=scheduler,
-            threads=threads,
-            fsync=fsync,
-            drop_cache=drop_cache,
-            overwrite=overwrite,
-            restart=restart,
-            checksums=checksums,
-            ledger=ledger,
-            partition=partition,
-            progress=progress,
-        )
-        return report
-
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a plan file, which `reshard.read_plan` and `reshard run` read: `reshard.plan.planfile.save`."""
-        upward("save")(self, path, overwrite=overwrite)
-
-    def _repr_html_(self) -> str:
-        return str(upward("html")(self))
 
     def __repr__(self) -> str:
         stats = self.stats

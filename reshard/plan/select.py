@@ -191,12 +191,12 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
     """Return a source as a selection has it: an adapter merged, and then in other names and shapes.
 
     Raises:
-        SourceError, UsageError: as `Checkpoint.merge_lora` and `derive`; or merged weights would be rounded twice.
+        SourceError, UsageError: as `reshard.Checkpoint.merge_lora` and `derive`; merged weights would be rounded twice.
     """
     if selection.lora:
-        source = source.merge_lora(selection.lora)
+        source = selection.lora.merged(source)
     if selection.rules:
-        source = source.derive(selection.rules)
+        source = selection.rules.derived(source).checkpoint
     twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]
     if source.lora and twice:
         raise UsageError(

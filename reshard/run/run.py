@@ -152,45 +152,7 @@ def run(
     partition: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Write the target files of a plan.
-
-    The bytes are the same whatever the scheduler and the number of threads.
-
-    Args:
-        plan: what goes where.
-        directory: where the target files go; it is made if it is not there. A local path, or a URL that fsspec knows.
-        client: a `distributed.Client`; its workers must reach the source and the target by the same paths. Where a
-            worker is lost, its tasks run again elsewhere.
-        scheduler: `threads` (default) or `synchronous`, if no client is given; or a function such as
-            `dask.threaded.get`, which is called with the tasks and the key of the result.
-        threads: how many; by default one for each available processor. No more than the plan is made for
-            (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory
-            than was predicted.
-        fsync: sync every file to disk before it gets its name.
-        drop_cache: keep what is read and written out of the page cache, so that other programs keep theirs and the
-            kernel is not swamped; by default where source and target together are larger than memory.
-        overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
-            made them from the same sources. Files that earlier runs wrote there, and this one does not, are removed at
-            the end (see `run.beside`).
-        restart: forget what an earlier run left in the target, and replace the files that it finished; others that it
-            wrote are removed, too.
-        checksums: compute CRC-32C of what is written, so that an interrupted run can be resumed, and for
-            `Report.manifest`; by default as `fsync`.
-        ledger: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
-            nothing can be resumed, and the files that an earlier run finished count like any others; there are locks
-            during the run, where the file system has any. At a URL only complete files are of use to the next
-            run. A zarr store has no ledger in it once it is finished.
-        partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
-            By default `file` where the target is at a URL or encrypted, `tensor` elsewhere.
-        progress: called after each task, and at the beginning of a run that is resumed.
-
-    Raises:
-        TargetError: a target file exists, is one of the sources, or is being written by another run; what is there was
-            begun from other sources or by another plan.
-        ChangedError: a source file changed while it was read.
-        BudgetError: the disk is full, or has no room for the target.
-        SourceError: a source file changed or cannot be read.
-    """
+    """Write the target files of a plan: `reshard.Plan.run` describes the options and errors."""
     began = time.perf_counter()
     if isinstance(client, str):
         raise UsageError(

@@ -7,38 +7,30 @@ only blocks and byte ranges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
 from reshard.formats.entries import Extent, Where
 from reshard.layout.axes import factors
 from reshard.storage.base import Status
 from reshard.strategy.names import matches, matching, no_match
-from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Mapping
 
     from reshard.dtypes import DType
     from reshard.formats.entries import FileIndex, Runs
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Block, Shape
     from reshard.layout.layout import Layout
-    from reshard.plan.plan import Plan
-    from reshard.plan.select import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Report
     from reshard.storage.base import Coding
     from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-    from reshard.view.svg import Picture
-    from reshard.view.tables import Groups
 
 
 class TensorSpec(NamedTuple):
@@ -225,8 +217,8 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint(Mapping[str, Any]):
-    """A set of checkpoint files seen as whole tensors; a mapping of names to lazy dask arrays.
+class Checkpoint:
+    """A set of checkpoint files seen as whole tensors. `reshard.Checkpoint` is what users see of it.
 
     Attributes:
         root: the directory or file that was opened.
@@ -350,34 +342,6 @@ class Checkpoint(Mapping[str, Any]):
         wanted = {name for name in self.elsewhere if matches(name, patterns)}
         return replace(self.without(self.every.keys() - chosen), elsewhere=frozenset(wanted))
 
-    def derive(self, rules: Rules) -> Checkpoint:
-        """Return the checkpoint in the names and shapes of another program; nothing of its tensors is read.
-
-        Args:
-            rules: between its names and those; see `reshard.Rules`.
-
-        Raises:
-            SourceError: tensors that no rule names, or several; parts that are not there; shapes that do not add up;
-                all at once.
-            UsageError: its names are those of neither side.
-        """
-        return rules.derived(self).checkpoint
-
-    def merge_lora(self, lora: LoRA) -> Checkpoint:
-        """Return the checkpoint with a LoRA adapter merged into its weights, whenever these are read.
-
-        A weight becomes `weight + scale * (B @ A)`, all of it in float32, and rounded once, to its own dtype.
-
-        Args:
-            lora: the adapter; see `reshard.LoRA`.
-
-        Raises:
-            SourceError: the adapter cannot be read, or cannot be merged into weights; it has a layer that is not here,
-                or has another shape, or is quantised; all at once.
-            UsageError: rules were applied before.
-        """
-        return lora.merged(self)
-
     def without(self, left_out: Collection[str]) -> Checkpoint:
         """Return the checkpoint without some tensors; names that it does not have do no harm."""
         return replace(
@@ -396,29 +360,13 @@ class Checkpoint(Mapping[str, Any]):
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in self.bound}
         return replace(self, tensors=tensors, unreadable={**self.unreadable, **self.bound}, bound={})
 
-    def groups(self, by: str = "name") -> Groups:
-        """Return the number, size and dtypes of the tensors.
-
-        Args:
-            by: `name` (repeated layers as one), `prefix`, `dtype`, or `kind`: weights, and each state of the optimizer.
-        """
-        found: Groups = upward("groups")(self, by)
-        return found
-
-    def picture(self, name: str, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, and next to it how another strategy cuts it.
+    def require(self, name: str) -> None:
+        """Check that a tensor is there and can be read.
 
         Raises:
             KeyError: there is no such tensor.
-            SourceError: it cannot be read.
-            UsageError: the target strategy does not name it.
-            LayoutError: the target strategy does not fit its shape.
+            SourceError: it cannot be read; the reason is that of `unreadable`.
         """
-        self._require(name)
-        drawn: Picture = upward("picture")(self, name, target)
-        return drawn
-
-    def _require(self, name: str) -> None:
         if not isinstance(name, str):
             raise KeyError(name)
         if name in self.unreadable:
@@ -427,56 +375,6 @@ class Checkpoint(Mapping[str, Any]):
             alike = get_close_matches(name, self.tensors, n=3)
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
 
-    def __getitem__(self, name: str) -> Any:
-        """Return a tensor as a lazy dask array, one chunk a source shard.
-
-        Raises:
-            KeyError: there is no such tensor.
-            SourceError: it cannot be read; the reason is that of `unreadable`.
-        """
-        self._require(name)
-        return upward("tensor_array")(self, name)
-
-    def to_zarr(
-        self,
-        store: AnyName,
-        *,
-        chunk_size: int | None = None,
-        shard_size: int | None = None,
-        compression: str | None = None,
-        selection: Selection | None = None,
-        memory: int | None = None,
-        **running: Any,
-    ) -> Report:
-        """Write the whole tensors as one zarr v3 group, in a directory of its own.
-
-        Args:
-            store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
-            chunk_size: the most bytes in a chunk; by default chunks are the source's blocks.
-            shard_size: the most bytes of chunks in a file; by default small chunks share files.
-            compression: `zstd`, `zstd:3` and so on; by default none.
-            selection: which tensors, under which names, as which dtypes.
-            memory: resident memory in bytes that it may use at its peak.
-            running: how to run, as in `Plan.run`: `overwrite`, `client`, `progress` and so on.
-
-        Raises:
-            UsageError, SourceError, BudgetError, TargetError: as `reshard.plan` and `Plan.run` do.
-        """
-        from reshard.formats.zarr import ZarrGroup  # not on every start
-
-        files = ZarrGroup(chunk_size, shard_size, compression)
-        plan: Plan = upward("plan")(self, files=files, selection=selection, memory=memory)
-        return plan.run(store, **running)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def __repr__(self) -> str:
         count = len(self.tensors)
         titles = [names([self.root]), *([self.step.text()] if self.step else [])]
@@ -484,9 +382,6 @@ class Checkpoint(Mapping[str, Any]):
             f"<Checkpoint {', '.join(titles)}: {count} tensor{'s' * (count != 1)}, "
             f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
         )
-
-    def _repr_html_(self) -> str:
-        return str(upward("html")(self))
 
 
 def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[str]:

@@ -69,10 +69,11 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
     strategy = checkpoint.strategy
     own = "layouts of its own" if checkpoint.layouts else "no strategy"
+    left_out = len(checkpoint.left_out)
     parts = [
         heading("Checkpoint", checkpoint.root),
         tiles(
-            ("tensors", f"{len(checkpoint):,}", f"{len(checkpoint.left_out):,} left out" * bool(checkpoint.left_out)),
+            ("tensors", f"{len(checkpoint.tensors):,}", f"{left_out:,} left out" if left_out else ""),
             ("whole tensors", bytes_text(checkpoint.nbytes), "replicas once"),
             (
                 "files",

@@ -129,11 +129,11 @@ def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
     """
     found: dict[str, list[str]] = {}
     if by == "name":
-        for group, _, members in group_members((name, None) for name in checkpoint):
+        for group, _, members in group_members((name, None) for name in checkpoint.tensors):
             found.setdefault(group, []).extend(members)
     elif by in _KEYS:
         key = _KEYS[by](checkpoint)
-        for name in checkpoint:
+        for name in checkpoint.tensors:
             found.setdefault(key(name), []).append(name)
     else:
         raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}", code="bad-value")
@@ -295,7 +295,7 @@ def picture_text(checkpoint: Checkpoint, name: str) -> str:
     Raises:
         KeyError: the checkpoint has no such tensor; the nearest names are given.
     """
-    checkpoint[name]  # for its error
+    checkpoint.require(name)
     tensor = checkpoint.tensors[name]
     places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
     if places and checkpoint.strategy:
@@ -345,8 +345,8 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
 
 def _counted(checkpoint: Checkpoint) -> str:
     """Write how many tensors there are, of how many if some were left out, and how large they are."""
-    every = len(checkpoint) + len(checkpoint.left_out)
-    some = f"{len(checkpoint):,} of " if checkpoint.left_out else ""
+    every = len(checkpoint.tensors) + len(checkpoint.left_out)
+    some = f"{len(checkpoint.tensors):,} of " if checkpoint.left_out else ""
     return f"{some}{count_text(every, 'tensor')}, {bytes_text(checkpoint.nbytes)}"
 
 

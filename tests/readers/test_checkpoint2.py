@@ -102,7 +102,7 @@ def test_they_are_converted_and_verified(mindspore_data: Path, tmp_path: Path, n
     })  # fmt: skip
     reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     plan = reshard.plan(source)
     plan.save(tmp_path / "plan.json")
@@ -224,7 +224,7 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
 
 
 def test_what_has_no_iterations_has_none(case: Callable[[str], Path], tmp_path: Path) -> None:
-    reshard.open(case(SPLIT))._record.to_zarr(tmp_path / "z", fsync=False)
+    reshard.open(case(SPLIT)).to_zarr(tmp_path / "z", fsync=False)
     write_file(tmp_path / "w.safetensors", {"w": np.zeros(4, np.float32)})
     for path in ("z", "w.safetensors"):
         with refused(UsageError, "no-iterations", path, "iteration=3"):

@@ -90,7 +90,7 @@ def test_they_are_converted_and_verified(case: Callable[[str], Path], tmp_path: 
         tmp_path / "back", fsync=False
     )
     assert_equal(reshard.open(tmp_path / "back"), full)
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     plan = reshard.plan(source)
     plan.save(tmp_path / "plan.json")
@@ -179,7 +179,7 @@ def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
     )
     reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
-    found._record.to_zarr(tmp_path / "zarr", fsync=False)
+    found.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), FULL)
     assert reshard.verify(tmp_path / "hf").equal
     assert reshard.verify(root).tensors

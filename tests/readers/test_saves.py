@@ -56,7 +56,7 @@ def test_a_real_one_is_its_whole_tensors(case: Path, tmp_path: Path) -> None:
     )
     reshard.plan(source, columns, format="safetensors").run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=columns), full)
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     reshard.plan(source).save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
     for target in ("hf", "rows", "zarr", "whole"):

@@ -116,7 +116,7 @@ def test_every_way_through(tmp_path: Path, kind: str) -> None:
         done("verify", root, "--against", tmp_path / target)
         done("verify", tmp_path / target)
     assert "its contents have the checksums" in done("verify", root).stdout
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"))
 
 

@@ -75,7 +75,7 @@ def test_real_ones_are_their_whole_tensors(mindspore_data: Path, tmp_path: Path,
 def test_zarr_and_saved_plans(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     root = mindspore_data / "dcp" / name
     full, source = full_of(root), reshard.open(root / "checkpoint")
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     reshard.plan(source).save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
