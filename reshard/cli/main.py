@@ -195,7 +195,7 @@ def inspect(
     else:
         checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
         checkpoint = rules.derived(checkpoint).checkpoint if rules else checkpoint
-        warnings, whole = list(checkpoint.warnings), not checkpoint.lone_rank
+        warnings, whole = list(checkpoint.warnings), not checkpoint.opening.lone_rank
         place = None if whole else rank_of(source)
         ranks = (place.rank,) * len(checkpoint.files) if place else checkpoint.ranks
         parts = [replace(checkpoint, ranks=ranks)]

@@ -280,9 +280,9 @@ def check_all_stages(path: Path, source: Checkpoint) -> None:
     Raises:
         StrategyError: it is one.
     """
-    if source.part is not None and present_ranks(path) - set(source.ranks):
+    if source.opening.stage is not None and present_ranks(path) - set(source.ranks):
         raise StrategyError(
-            f"src_strategy_file covers stage {source.part} of a pipeline only, and {path} has files of others",
+            f"src_strategy_file covers stage {source.opening.stage} of a pipeline only, and {path} has files of others",
             code="one-stage",
             hint="use the strategy of all stages, which merge_pipeline_strategys makes",
         )
@@ -294,7 +294,7 @@ def check_target_stages(argument: str, source: Checkpoint, after: Strategy | Non
     Raises:
         StrategyError: it is one, and does not name weights of the source.
     """
-    if after is None or not after.others or source.part is not None:
+    if after is None or not after.others or source.opening.stage is not None:
         return
     states = all_states(source, after)
     lost = [n for n, t in source.tensors.items() if not (n in after.tensors or n in states or is_training_state(n, t))]
@@ -473,7 +473,7 @@ def open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Ch
 def _missing(planned: Plan, after: Strategy | None, rank: int | None) -> list[str]:
     """Return what a plan lacks, of one target rank or of all; what other stages of the source have is none."""
     source = planned.source
-    own = None if source.part is None or source.strategy is None else source.strategy.tensors
+    own = None if source.opening.stage is None or source.strategy is None else source.strategy.tensors
     missing = [name for name in planned.missing if own is None or name in own]
     if after is None or rank is None:
         return missing

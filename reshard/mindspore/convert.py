@@ -19,7 +19,7 @@ from reshard.errors import SourceError, UsageError, names
 from reshard.plan.make import plan_files
 from reshard.plan.select import Selection
 from reshard.run.run import run
-from reshard.source.checkpoint import Checkpoint
+from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.headers import indexed
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
@@ -119,7 +119,7 @@ def _convert(
             for name, reason in file.index.unreadable:
                 _log.warning("%s: %r %s; it is left out", file.path, name, reason)
         planned = plan_files(
-            Checkpoint(str(source), {}, files, ranks, cipher=cipher, by_file=True),
+            Checkpoint(str(source), {}, files, ranks, coding=cipher, opening=Opening(by_file=True)),
             list(sources),
             format,
             selections=[_selection(file, name_map or {}) for file in files],

@@ -19,7 +19,7 @@ from reshard.plan.select import Selection, derived, globs, select, select_listed
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers, self_described
 from reshard.source.assemble import assemble_whole
-from reshard.source.checkpoint import Checkpoint
+from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.reshape import with_shapes
 from reshard.source.strategies import strategy_of
 from reshard.storage.cipher import MODE
@@ -112,7 +112,7 @@ def plan(
     lacks = selection.allow_missing + globs(allow_missing)
     selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=lacks)
     ranks = None if ranks is None else tuple(ranks)
-    part = "" if source.part is None else f"_part{source.part}"
+    part = "" if source.opening.stage is None else f"_part{source.opening.stage}"
     files = files or (OF_FORMATS[format]() if format in OF_FORMATS else RankFiles(prefix, part))
     kind = destination_of(files)
     written = _format_of(source, files, kind.format, format)
@@ -135,12 +135,12 @@ def plan(
     tensors = source.tensors
     items = [Item(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
-    held = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.bound}
+    held = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.extras.bound}
     idle = [f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in held]
     destination = kind(source, replace(request, ranks=wanted), items, dict(selected.objects), faults)
     limit = budget(source, items, destination, memory=memory, threads=threads)
     made = build(source, items, destination, limit, faults)
-    others = (*(name for name, _ in selected.objects), *source.beside)
+    others = (*(name for name, _ in selected.objects), *source.extras.beside)
     return replace(
         made,
         dropped=(*selected.dropped, *(name for name in others if name not in destination.carried)),
@@ -277,7 +277,7 @@ def plan_convert(
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind is None and self_described(path):
         opened = open_checkpoint(path, cipher=cipher)
-        if opened.holders:
+        if opened.extras.holders:
             dropped = globs(drop)
             target = strategy_of(opened, drop=dropped)
             return plan(opened, target, format=format, drop=dropped, threads=threads, target_cipher=target_cipher)
@@ -292,7 +292,7 @@ def plan_convert(
         NamedFile(name).shard_files([], "")  # refuses what is not a name
     extension = by_name(format).EXTENSION
     made = plan_files(
-        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), cipher=cipher, step=step),
+        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), coding=cipher, opening=Opening(step=step)),
         [name or f"{_below(path, file)}{extension}" for file in files],
         format,
         selections=[Selection(drop=globs(drop))] * len(files),

@@ -217,7 +217,7 @@ class PlanFile:
             paths.setdefault(rank, []).append(as_place(root / path))
         if given["described_by"]:
             checkpoint = open_checkpoint(as_place(root), contents=False)
-            if checkpoint.described_by != given["described_by"]:
+            if checkpoint.extras.described_by != given["described_by"]:
                 raise TargetError(
                     f"{root} has no {given['described_by']}, unlike when it was planned", code="source-changed",
                     hint=_OTHER_FILES,
@@ -238,7 +238,10 @@ class PlanFile:
             )
         self._check_contents(checkpoint)
         looked = given["looked"] and Looked(*given["looked"])  # when it was planned
-        return replace(checkpoint.without(set(given["left_out"])), looked=looked, by_file=given["by_file"])
+        return replace(
+            checkpoint.without(set(given["left_out"])),
+            opening=replace(checkpoint.opening, looked=looked, by_file=given["by_file"]),
+        )
 
     def _check_sizes(self, root: Path) -> None:
         missing, changed = Faults(str(root)), Faults(str(root))
@@ -387,14 +390,14 @@ def _source_data(source: Checkpoint) -> Json:
         files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
     return {
         "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
-        "described_by": source.described_by,
+        "described_by": source.extras.described_by,
         "strategy": small_strategy(source.strategy),
-        "stage": source.part,
-        "partial": source.partial,
-        "by_file": source.by_file,
+        "stage": source.opening.stage,
+        "partial": source.opening.partial,
+        "by_file": source.opening.by_file,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
-        "elsewhere": sorted(source.elsewhere),
-        "looked": source.looked,
+        "elsewhere": sorted(source.opening.elsewhere),
+        "looked": source.opening.looked,
         "left_out": sorted(source.left_out),
         "warnings": source.warnings,
         "encrypted": source.cipher is not None,

@@ -143,7 +143,7 @@ class Selection:
     def target_dtype(self, source: Checkpoint, name: str) -> DType:
         """Return what the elements of a tensor of a source become; those of one that is bound stay what they are."""
         dtype = source.tensors[name].spec.dtype
-        cast = dtype.name in self.cast and name not in source.bound
+        cast = dtype.name in self.cast and name not in source.extras.bound
         return by_name(self.cast[dtype.name], UsageError) if cast else dtype
 
     def renamed(
@@ -301,10 +301,10 @@ def select(
     wanted = target.tensors if target else {}
     states = all_states(source, target)
     chosen = _chosen(source, selection, states)
-    held = (*source.tensors, *(source.objects if carries else ()))
+    held = (*source.tensors, *(source.extras.objects if carries else ()))
     every = selection.renamed([name for name in held if name in chosen], source.every, _before_rules(source))
     renamed = {name: every[name] for name in source.tensors if name in chosen}
-    objects = {name: every.get(name, name) for name in source.objects if name in chosen}
+    objects = {name: every.get(name, name) for name in source.extras.objects if name in chosen}
     faults = Faults(source.root)
     dropped = []
     for name, new in renamed.items():
@@ -325,7 +325,7 @@ def select(
         had = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
         had = {*source.tensors, *source.left_out}
-    expected = wanted if target else [*(strategy.tensors if strategy else ()), *sorted(source.elsewhere)]
+    expected = wanted if target else [*(strategy.tensors if strategy else ()), *sorted(source.opening.elsewhere)]
     no_weights = {*states, *(name for name in wanted if target and _counts_steps(target, name))}
     absent = [name for name in expected if name not in had and _may_be_asked_for(name, selection, no_weights)]
     missing = _missing(source, absent, no_weights, selection, faults)
@@ -384,7 +384,7 @@ def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> b
     tensor = source.tensors[name]
     one_stage = target.others and len(target.stages) == 1 and source.strategy is None
     every = not isinstance(target, Strategy)
-    listed = tensor.listed and name not in source.bound
+    listed = tensor.listed and name not in source.extras.bound
     return listed or ((one_stage or every) and not is_training_state(name, tensor))
 
 
@@ -397,7 +397,7 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
     faults.raise_if_any(UsageError)
     chosen = included - excluded
     if selection.weights_only:
-        no_weights = {*states, *source.objects}
+        no_weights = {*states, *source.extras.objects}
         chosen = {n for n in chosen if n not in no_weights and not is_training_state(n, source.tensors.get(n))}
     if every and not chosen:
         raise UsageError("the selection leaves no tensor of the source", code="no-tensors")
@@ -450,7 +450,7 @@ def _missing(
     source: Checkpoint, absent: list[str], states: Collection[str], selection: Selection, faults: Faults
 ) -> list[str]:
     """Return the names that are wanted and absent; weights that no pattern covers are faults."""
-    own = source.strategy.tensors if source.part is not None and source.strategy else absent
+    own = source.strategy.tensors if source.opening.stage is not None and source.strategy else absent
     for name in absent:
         if name in own and name not in states and not matches(name, selection.allow_missing):
             hint = Text("to do without it, give ", Option("allow_missing", name))

@@ -17,7 +17,7 @@ from reshard.formats.directories import BLOCKS, SHARDING_INFO
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block, is_possible, shape_text
 from reshard.readers.listed import Listed, nothing_readable
-from reshard.source.checkpoint import Checkpoint, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Extras, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json
@@ -99,7 +99,7 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
         ranks,
         warnings=(unknown, *_holes(by_rank, matches)),
         unreadable=unreadable,
-        described_by=SHARDING_INFO,
+        extras=Extras(SHARDING_INFO),
     )
     return compare_contents(checkpoint, {}, contents=contents)
 

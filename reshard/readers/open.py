@@ -29,7 +29,7 @@ from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, SourceFile
+from reshard.source.checkpoint import Checkpoint, Opening, SourceFile
 from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
@@ -125,22 +125,10 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if own and strategy is not None and part is None and (layouts or not by_ledger):
         _refuse_other_strategy(root, strategy, own, tensors, ruled)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    checkpoint = Checkpoint(
-        root,
-        tensors,
-        files,
-        ranks,
-        strategy,
-        part,
-        tuple(warnings),
-        unreadable,
-        cipher,
-        partial,
-        lone_rank=alone,
-        elsewhere=frozenset(elsewhere),
-        step=step,
-        by_file=isinstance(path, Mapping),
+    opening = Opening(
+        part, frozenset(elsewhere), partial, by_file=isinstance(path, Mapping), lone_rank=alone, step=step
     )
+    checkpoint = Checkpoint(root, tensors, files, ranks, strategy, tuple(warnings), unreadable, cipher, opening=opening)
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
 
 
@@ -374,10 +362,9 @@ def reopen(
     files, ranks, _, _, cipher = _read(paths, cipher, [])
     tensors = with_varying(assemble(root, files, ranks, strategy, partial=partial) if whole else {}, varying)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    return Checkpoint(
-        root, tensors, files, ranks, strategy, part, tuple(warnings), unreadable, cipher, partial,
-        elsewhere=frozenset(elsewhere), step=Step.of(path for of_rank in paths.values() for path in of_rank),
-    )  # fmt: skip
+    step = Step.of(path for of_rank in paths.values() for path in of_rank)
+    opening = Opening(part, frozenset(elsewhere), partial, step=step)
+    return Checkpoint(root, tensors, files, ranks, strategy, tuple(warnings), unreadable, cipher, opening=opening)
 
 
 def with_varying(tensors: Mapping[str, Tensor], varying: Collection[str]) -> dict[str, Tensor]:
@@ -442,7 +429,7 @@ def read_headers(
     root.refresh()
     if opener := self_described(root):
         opened = opener(contents=False)
-        return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.step)
+        return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)

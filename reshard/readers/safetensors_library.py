@@ -102,7 +102,7 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
             stored.append(_Stored(begin, begin + nbytes, name, nbytes // rows))
         stored.sort(key=lambda tensor: tensor.begin)
     faults.raise_if_any(SourceError)
-    return replace(checkpoint, decoding=SafetensorsLibrary(tensors, tuple(unread)))
+    return replace(checkpoint, coding=SafetensorsLibrary(tensors, tuple(unread)))
 
 
 class _LibraryStore(Around):

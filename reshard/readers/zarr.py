@@ -27,7 +27,7 @@ from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, counts, follows, 
 from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
 from reshard.formats.zarr_files import V2, StoreFiles, check_options, option, own_notes, read_metadata, strings
 from reshard.layout.block import Block, shape_text
-from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Extras, Shard, SourceFile, Tensor, TensorSpec
 from reshard.storage.crc import crc32c
 from reshard.storage.places import any_store, in_batches
 
@@ -122,8 +122,8 @@ class _Store:
         self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header=1))
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
-            decoding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
-            warnings=tuple(self._warnings()), described_by=METADATA,
+            coding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
+            warnings=tuple(self._warnings()), extras=Extras(METADATA),
         )  # fmt: skip
 
     def _warnings(self) -> Iterator[str]:

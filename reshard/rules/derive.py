@@ -115,7 +115,7 @@ def derive(source: Checkpoint, rules: Rules) -> Derived:
             f"{source.origin.rules.root} was already applied to {source.root}", code="already-derived",
             hint=f"put it and {rules.root} into one file",
         )  # fmt: skip
-    if source.part is not None:
+    if source.opening.stage is not None:
         raise UsageError(
             f"{source.root} is one stage of a pipeline; rules need all tensors", code="one-stage",
             hint="open all stages",
@@ -168,8 +168,8 @@ class _Deriving:
         for what, some in self.padding.items():
             self.warnings.append(f"rows of padding are left out of {names(some)}: {what}, as far as was looked")
         sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
-        left_out = frozenset({*self.dropped, *self.source.objects})
-        if lost := [*self.dropped, *self.source.objects, *self.source.beside]:
+        left_out = frozenset({*self.dropped, *self.source.extras.objects})
+        if lost := [*self.dropped, *self.source.extras.objects, *self.source.extras.beside]:
             self.warnings.append(
                 f"left out by {self.rules.root}, as rules are of tensors that they name: {names(lost)}"
             )
@@ -179,10 +179,10 @@ class _Deriving:
             tuple(self.ties.items()), before.merged if before else frozenset(), sides[1],
         )  # fmt: skip
         made = replace(
-            self.source, tensors=self.tensors, strategy=None, layouts={}, holders={},
-            elsewhere=frozenset(), warnings=(*self.source.warnings, *self.warnings),
-            left_out=self.source.left_out.union(left_out), objects={}, beside={}, paths={},
-            origin=origin,
+            self.source, tensors=self.tensors, strategy=None, warnings=(*self.source.warnings, *self.warnings),
+            left_out=self.source.left_out.union(left_out), origin=origin,
+            opening=replace(self.source.opening, elsewhere=frozenset()),
+            extras=replace(self.source.extras, layouts={}, holders={}, objects={}, beside={}, paths={}),
         )  # fmt: skip
         ordered = sorted(self.uses.items(), key=lambda item: (item[0][0], item[0][1]))
         uses = tuple(use for _, use in ordered)

@@ -240,7 +240,7 @@ def _check_apart(plan: Plan, root: str) -> None:
     """
     source = plan.source.opened
     place = as_place(source.root).absolute()
-    if source.by_file or place in {as_place(file.path) for file in source.files[:1]} or place.is_file():
+    if source.opening.by_file or place in {as_place(file.path) for file in source.files[:1]} or place.is_file():
         return
     iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
     targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]

@@ -16,6 +16,7 @@ from reshard.errors import SourceError, Text, UsageError, joined, names, parted
 from reshard.formats.entries import Extent, Where
 from reshard.layout.axes import factors
 from reshard.storage.base import Status
+from reshard.storage.cipher import Cipher
 from reshard.strategy.names import matches, matching, no_match
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.storage.base import Coding
-    from reshard.storage.cipher import Cipher
     from reshard.strategy.strategy import Strategy
 
 
@@ -216,6 +216,62 @@ class Origin(NamedTuple):
     side: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a checkpoint was opened, and facts about its files that this showed.
+
+    Attributes:
+        stage: the pipeline stage if the source is one stage of a longer pipeline.
+        elsewhere: names of tensors that only other stages have, if known.
+        partial: whether files of some ranks may be missing.
+        by_file: whether its files were named one by one, so that the root, where the first is, may have others.
+        lone_rank: why its tensors, which are taken as whole, seem to be the blocks of one rank; else empty.
+        looked: statistics of the samples of contents that were compared, if any were.
+        step: which checkpoint of a training run it is, if the names of its files say so.
+    """
+
+    stage: int | None = None
+    elsewhere: frozenset[str] = frozenset()
+    partial: bool = False
+    by_file: bool = False
+    lone_rank: str = ""
+    looked: Looked | None = None
+    step: Step | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What the metadata of a format say beyond names, shapes and places of tensors.
+
+    Attributes:
+        described_by: the metadata file, or the format, that says which block is where; empty if a strategy does.
+        layouts: the layouts of tensors.
+        holders: the ranks that hold each tensor: those of the devices of its layout, in order, one pipeline stage after
+            the other if several share it; ascending if it has no layout. A tensor is absent if its ranks are unknown.
+        defects: warnings of errors in the metadata that do not keep anything from being read.
+        objects: objects of the program that wrote it, by name. Only targets of the same format receive them.
+        beside: other files that the training needs, by name. Likewise.
+        bound: tensors that only a target of the same format can hold, with the reason.
+        paths: the keys of dicts and places in lists under which each tensor was saved, if not its name alone; None if
+            nothing is known of that, and a program does without.
+    """
+
+    described_by: str = ""
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    defects: tuple[str, ...] = ()
+    objects: Mapping[str, Object] = field(default_factory=dict)
+    beside: Mapping[str, Object] = field(default_factory=dict)
+    bound: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
+
+    def without(self, names: Collection[str]) -> Extras:
+        """Return the extras without some objects and bound tensors."""
+        objects = {name: place for name, place in self.objects.items() if name not in names}
+        bound = {name: reason for name, reason in self.bound.items() if name not in names}
+        return replace(self, objects=objects, bound=bound)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A set of checkpoint files seen as whole tensors. `reshard.Checkpoint` is what users see of it.
@@ -225,33 +281,14 @@ class Checkpoint:
         tensors: the tensors, in the order of the files.
         files: the files, in rank order.
         ranks: the rank of each file, in the same order.
-        strategy: the strategy that said which rank holds which block; None for a source of whole tensors.
-        part: the pipeline stage, where the source is one stage of a longer pipeline; else None.
+        strategy: the strategy that says which rank holds which block; None for a source of whole tensors.
         warnings: warnings from opening it.
         unreadable: names in the files that cannot be converted, with the reason.
-        cipher: decrypts the files; None where they are plain.
-        partial: it was opened though the files of some ranks may be missing.
+        coding: decodes or decrypts the bytes of the files; None if they are plain.
         left_out: names in the files that `sel` did not choose.
-        decoding: reads what is not plain bytes: chunks of a zarr store, items of a DCP, weights with an adapter; None
-            where all are, or are encrypted.
-        looked: how much of the contents was looked at when it was opened; None where nothing was.
-        lone_rank: why its tensors, which are taken as whole ones, seem to be the blocks of one rank; else empty.
-        elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
-        step: which of the checkpoints of a training run it is; None where the names of its files do not say.
-        described_by: what says which block is where, in place of a strategy: a file, or the format; else empty.
-        layouts: how tensors are cut, as that says it.
-        holders: the ranks that hold each tensor, as that says it: those of the devices of its layout, in order, of one
-            pipeline stage after the other where several share it; without a layout, ascending. None where it does not
-            say what all of them hold.
-        defects: those of the warnings that are of what it says wrongly, though everything can be read.
-        objects: what are not tensors but objects of the program that wrote them, by their names; only a target of the
-            same format gets them.
-        beside: files next to those of tensors that say what the training needs besides, by their names; likewise.
-        bound: tensors of which only a target of the same format makes sense, with the reason.
-        paths: by which keys of dicts and places in lists each is found in the state that was saved, where that is not
-            its name alone; None where nothing is known of that, and a program does without.
-        origin: where rules, or an adapter, made its tensors of those of another: that one, and these.
-        by_file: its files were named one by one, so that the root, where the first is, may have others.
+        opening: how it was opened.
+        extras: what its format says besides.
+        origin: the checkpoint that rules or an adapter made this one of, and these.
     """
 
     root: str
@@ -259,27 +296,20 @@ class Checkpoint:
     files: tuple[SourceFile, ...]
     ranks: tuple[int, ...]
     strategy: Strategy | None = None
-    part: int | None = None
     warnings: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    cipher: Cipher | None = None
-    partial: bool = False
+    coding: Coding | None = None
     left_out: frozenset[str] = frozenset()
-    decoding: Coding | None = None
-    looked: Looked | None = None
-    lone_rank: str = ""
-    elsewhere: frozenset[str] = frozenset()
-    step: Step | None = None
-    described_by: str = ""
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    defects: tuple[str, ...] = ()
-    objects: Mapping[str, Object] = field(default_factory=dict)
-    beside: Mapping[str, Object] = field(default_factory=dict)
-    bound: Mapping[str, str] = field(default_factory=dict)
-    paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
+    opening: Opening = field(default_factory=Opening)
+    extras: Extras = field(default_factory=Extras)
     origin: Origin | None = None
-    by_file: bool = False
+
+    @property
+    def cipher(self) -> Cipher | None:
+        """The cipher that decrypts the files; None if they are not encrypted."""
+        if isinstance(self.coding, Cipher):
+            return self.coding
+        return self.origin.checkpoint.cipher if self.origin else None  # an adapter decrypts what it merges into
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
@@ -287,8 +317,8 @@ class Checkpoint:
         Raises:
             SourceError: its place or its header does; what to do is in the error.
         """
-        if self.lone_rank:
-            what, *why = parted(self.lone_rank, "expected ")
+        if self.opening.lone_rank:
+            what, *why = parted(self.opening.lone_rank, "expected ")
             facts, *advice = parted(joined("", why), "open ")
             raise SourceError(what, code="one-rank", facts=[facts] if facts else [], hint=joined("", advice))
 
@@ -307,11 +337,6 @@ class Checkpoint:
         return self.origin.lora if self.origin else None
 
     @property
-    def coding(self) -> Coding | None:
-        """How the bytes of the files are to be read; None where they are plain."""
-        return self.decoding or self.cipher
-
-    @property
     def format(self) -> str | None:
         """The format of the files; None where they are of several."""
         formats = {file.index.format for file in self.files}
@@ -320,7 +345,7 @@ class Checkpoint:
     @property
     def every(self) -> Mapping[str, None]:
         """The names of all that it has: tensors, what cannot be converted, objects."""
-        return dict.fromkeys((*self.tensors, *self.unreadable, *self.objects))
+        return dict.fromkeys((*self.tensors, *self.unreadable, *self.extras.objects))
 
     @property
     def nbytes(self) -> int:
@@ -339,8 +364,9 @@ class Checkpoint:
             UsageError: a pattern matches no tensor; the nearest is named.
         """
         chosen = matched(self.root, self.every, patterns)
-        wanted = {name for name in self.elsewhere if matches(name, patterns)}
-        return replace(self.without(self.every.keys() - chosen), elsewhere=frozenset(wanted))
+        elsewhere = frozenset(name for name in self.opening.elsewhere if matches(name, patterns))
+        opening = replace(self.opening, elsewhere=elsewhere)
+        return replace(self.without(self.every.keys() - chosen), opening=opening)
 
     def without(self, left_out: Collection[str]) -> Checkpoint:
         """Return the checkpoint without some tensors; names that it does not have do no harm."""
@@ -348,17 +374,18 @@ class Checkpoint:
             self,
             tensors={name: tensor for name, tensor in self.tensors.items() if name not in left_out},
             unreadable={name: reason for name, reason in self.unreadable.items() if name not in left_out},
-            objects={name: found for name, found in self.objects.items() if name not in left_out},
-            bound={name: reason for name, reason in self.bound.items() if name not in left_out},
+            extras=self.extras.without(left_out),
             left_out=self.left_out.union(left_out),
         )
 
     def unbound(self) -> Checkpoint:
         """Return the checkpoint as one of another format is made of it: its bound tensors cannot be read for that."""
-        if not self.bound:
+        bound = self.extras.bound
+        if not bound:
             return self
-        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in self.bound}
-        return replace(self, tensors=tensors, unreadable={**self.unreadable, **self.bound}, bound={})
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in bound}
+        extras = replace(self.extras, bound={})
+        return replace(self, tensors=tensors, unreadable={**self.unreadable, **bound}, extras=extras)
 
     def require(self, name: str) -> None:
         """Check that a tensor is there and can be read.
@@ -377,7 +404,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         count = len(self.tensors)
-        titles = [names([self.root]), *([self.step.text()] if self.step else [])]
+        titles = [names([self.root]), *([self.opening.step.text()] if self.opening.step else [])]
         return (
             f"<Checkpoint {', '.join(titles)}: {count} tensor{'s' * (count != 1)}, "
             f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"

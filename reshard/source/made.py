@@ -251,16 +251,16 @@ def _newest(root: str, file: str | None = None, *, below: str = "", directory: s
 
 def source_data(source: Checkpoint) -> dict[str, Any]:
     """Return what a ledger says of a source."""
-    alone = bool(source.described_by)
+    alone = bool(source.extras.described_by)
     return {
         "root": str(as_place(source.root).absolute()),
         "describes_itself": alone,
         "files": [] if alone else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],
         "strategy": small_strategy(source.strategy),
-        "stage": source.part,
-        "partial": source.partial,
+        "stage": source.opening.stage,
+        "partial": source.opening.partial,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
-        "elsewhere": sorted(source.elsewhere),
+        "elsewhere": sorted(source.opening.elsewhere),
         "left_out": sorted(source.left_out),
         "encrypted": source.cipher is not None,
     }

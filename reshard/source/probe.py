@@ -99,7 +99,7 @@ def compare_contents(
         tensors={name: tensor for name, tensor in found.items() if name not in look.unreadable},
         unreadable={**checkpoint.unreadable, **look.unreadable},
         warnings=(*checkpoint.warnings, *look.warnings),
-        looked=looked,
+        opening=replace(checkpoint.opening, looked=looked),
     )
 
 
@@ -117,7 +117,7 @@ def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], Looked]:
 
     Left out are tensors of which every rank may have its own value, or blocks that no strategy lists.
     """
-    look, says = _Replicas(checkpoint), bool(checkpoint.described_by)
+    look, says = _Replicas(checkpoint), bool(checkpoint.extras.described_by)
     looked = look.samples([
         tensor
         for name, tensor in checkpoint.tensors.items()
@@ -162,7 +162,7 @@ class _Look:
         differs = tensor.varies
         if tensor.text is None and len(copies) > 1:
             differs = self.differ(tensor, [(0, at) for at in copies], _PAGES)
-        if differs and name == _STEP and self.checkpoint.described_by:
+        if differs and name == _STEP and self.checkpoint.extras.described_by:
             self.unreadable[name] = "differs between the ranks, which are of different steps"
         elif differs and name == _STEP:
             self.faults.add(
@@ -206,8 +206,9 @@ class _Look:
 
     def _may_be_whole(self, tensor: Tensor) -> bool:
         """Return whether a tensor should be in several blocks, and nobody has looked already."""
-        known = self.checkpoint.described_by or tensor.spec.name in self.confirmed  # by the shapes in headers, or twice
-        return len(tensor.sharding.blocks) > 1 and tensor.listed and not known
+        if self.checkpoint.extras.described_by or tensor.spec.name in self.confirmed:  # by shapes in headers, or twice
+            return False
+        return len(tensor.sharding.blocks) > 1 and tensor.listed
 
     def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Where]]:
         """Yield the numbers of blocks and where they are, those first that say most."""
@@ -237,7 +238,7 @@ class _Look:
         name, ranks = tensor.spec.name, f"rank {self.ranks[one]} and rank {self.ranks[other]}"
         subject = f"tensor {name!r}"
         differs = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
-        metadata = self.checkpoint.described_by
+        metadata = self.checkpoint.extras.described_by
         if metadata and not tensor.listed:
             self.unreadable[name] = f"differs between the ranks, and {metadata} does not say that it is cut"
             return

@@ -65,7 +65,7 @@ class Replicas:
         """
         self._checkpoint, self._once, self._converted = checkpoint, once, converted
         present = set(checkpoint.ranks)
-        whole = checkpoint.strategy is not None and converted and not checkpoint.partial
+        whole = checkpoint.strategy is not None and converted and not checkpoint.opening.partial
         self._expected = {*checkpoint.strategy.ranks} if whole and checkpoint.strategy else present
         self._known: dict[Sharding, tuple[Lack, ...]] = {}
 

@@ -46,23 +46,23 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
     if checkpoint.strategy is not None:
         kept = {name: placed for name, placed in checkpoint.strategy.tensors.items() if name not in dropped}
         return replace(checkpoint.strategy, tensors=kept)
-    if not checkpoint.holders:
+    if not checkpoint.extras.holders:
         raise UsageError(
             f"{checkpoint.root} does not say which rank holds which block",
             code="no-layout",
             facts=["whole tensors need no strategy"],
         )
-    devices = max((layout.devices for layout in checkpoint.layouts.values()), default=len(set(checkpoint.ranks)))
+    devices = max((layout.devices for layout in checkpoint.extras.layouts.values()), default=len(set(checkpoint.ranks)))
     faults = Faults(checkpoint.root)
     for name, reason in checkpoint.unreadable.items():
         faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name))
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
-        ranks = checkpoint.holders.get(name)
+        ranks = checkpoint.extras.holders.get(name)
         if ranks is None or is_training_state(name, tensor):
             continue
         shape = tensor.spec.shape
-        layout = checkpoint.layouts.get(name) or whole(len(shape), devices)
+        layout = checkpoint.extras.layouts.get(name) or whole(len(shape), devices)
         if (held := _stages(ranks, devices)) and not devices % layout.devices:
             layout = replace(layout, dev_matrix=_filled(layout, devices))
             tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(held))
@@ -73,7 +73,7 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
             what = "is on ranks that its layout does not describe"
             faults.add(f"tensor {name!r}", what, code="unknown-blocks", hint=_leave_out(name))
     faults.raise_if_any(SourceError)
-    stages = range(max(max(ranks, default=0) for ranks in checkpoint.holders.values()) // devices + 1)
+    stages = range(max(max(ranks, default=0) for ranks in checkpoint.extras.holders.values()) // devices + 1)
     several = len(stages) > 1
     return Strategy(tensors, stages, devices, merged=several, current_stage=1 if several else 2)
 
@@ -116,7 +116,7 @@ def strategy_by_rules(
     checkpoint.require_whole()
     every = {name: name for name in checkpoint.tensors} if target_names is None else target_names
     tensors = {new: one for old, new in every.items() if (one := checkpoint.tensors[old]).text is None}
-    says = checkpoint.strategy is not None or bool(checkpoint.layouts)
+    says = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
     return strategy_from_file(
         rules,
         {name: tensor.spec.shape for name, tensor in tensors.items()},

@@ -148,7 +148,7 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     for name, tensor in checkpoint.tensors.items():
         if name in strategy.tensors:
             continue
-        one_stage = strategy.others and checkpoint.part is None and not is_training_state(name, tensor)
+        one_stage = strategy.others and checkpoint.opening.stage is None and not is_training_state(name, tensor)
         if name in states or (checkpoint.strategy is None and not one_stage):
             warnings.append(f"tensor {name!r} is in the files, not in the strategy")
         elif tensor.listed or one_stage:

@@ -374,7 +374,7 @@ def common_of(source: Checkpoint) -> str | None:
             return noted if isinstance(noted, str) and len(noted) <= _LARGEST_COMMON and _said(noted) else None
         return None
     path = as_place(source.root) / COMMON
-    if not source.described_by or not path.is_file():
+    if not source.extras.described_by or not path.is_file():
         return None
     return read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
 
@@ -389,7 +389,8 @@ def _said(common: str) -> dict[str, Any]:
 
 def _iteration(source: Checkpoint) -> int | None:
     """Return how many steps a run says were done: the name of the directory, or `common.json` where that is renamed."""
-    if source.described_by and source.format != ZARR and (number := iteration_of(as_place(source.root))) is not None:
+    has_metadata = source.extras.described_by and source.format != ZARR
+    if has_metadata and (number := iteration_of(as_place(source.root))) is not None:
         return number
     from reshard.readers.dcp.objects import iteration  # not on every start
 
@@ -405,8 +406,8 @@ def _progress(source: Checkpoint) -> dict[str, Any]:
     """
     found: dict[str, Any] = {key: _number(source, key, int) for key in ("epoch_num", "step_num", "global_step")}
     found["loss_scale"] = _number(source, "loss_scale", int, float)
-    if source.step is not None:
-        epoch, step = map(int, source.step.name.split("_"))
+    if source.opening.step is not None:
+        epoch, step = map(int, source.opening.step.name.split("_"))
         said = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
         found = {key: said.get(key) if value is None else value for key, value in found.items()}
     iteration = _iteration(source)

@@ -122,7 +122,7 @@ def source_word(checkpoint: Checkpoint) -> str:
     if root.is_dir():
         if checkpoint.format in {DCP_NAME, DCP_ITEMS}:
             return DCP_NAME
-        if checkpoint.described_by in {CHECKPOINT2_NAME, METADATA}:
+        if checkpoint.extras.described_by in {CHECKPOINT2_NAME, METADATA}:
             return CHECKPOINT2
         for name, word in zip(SET_INDEXES, ("mindspore", "hf"), strict=True):
             if (root / name).is_file():

@@ -151,7 +151,7 @@ def match(
     for name in target.tensors:
         if name in expected:
             continue
-        if name in known or source.part is not None or matches(name, selection.allow_missing):
+        if name in known or source.opening.stage is not None or matches(name, selection.allow_missing):
             found.left_out.append(name)
         else:
             found.differences.append(Difference("extra", "is in the target, not in the source", name=name))
@@ -226,10 +226,10 @@ def _may_lack(
     strategy = target.strategy
     if strategy is None:
         return False
-    if new in target.elsewhere:
+    if new in target.opening.elsewhere:
         return True
     if new not in strategy.tensors:  # a conversion drops what the target does not name; weights, where it is asked to
-        may = name in states or target.part is not None or matches(name, selection.drop)
+        may = name in states or target.opening.stage is not None or matches(name, selection.drop)
         return may and has_no_place(source, strategy, name)
     present = {strategy.stage_of(rank) for rank in target.ranks}  # opened as partial, there may be no rank of it
     return not present.intersection(strategy.stages_of(new))
@@ -263,13 +263,13 @@ def _compare_headers(
 
 def _compare_objects(found: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
     """Compare objects, by their names in both, and files beside the tensors, with those of a target that holds such."""
-    if not (names or source.beside):
+    if not (names or source.extras.beside):
         return
     from reshard.readers.dcp.objects import contents, problems  # not on every start
 
-    every = {**source.beside, **source.objects}
-    named = {**{name: name for name in source.beside}, **names}
-    lost, there = problems(every), {**target.beside, **target.objects}
+    every = {**source.extras.beside, **source.extras.objects}
+    named = {**{name: name for name in source.extras.beside}, **names}
+    lost, there = problems(every), {**target.extras.beside, **target.extras.objects}
     pairs = {}
     for old, new in named.items():
         other = there.get(new)

@@ -26,7 +26,7 @@ from reshard.plan.planfile import read_selection
 from reshard.plan.select import Selection, derived, select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
-from reshard.source.checkpoint import Checkpoint
+from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.made import read_small_strategy
 from reshard.storage.places import as_place, is_url
 from reshard.verify.made import noted_source, target_of
@@ -108,8 +108,8 @@ def opened(
             if len(set(ranks)) > 1:
                 unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
                 return Checkpoint(
-                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, cipher=cipher,
-                    step=step,
+                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, coding=cipher,
+                    opening=Opening(step=step),
                 )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:

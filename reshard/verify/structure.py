@@ -36,9 +36,10 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
         SourceError: something is not valid; all faults at once.
     """
     faults = Faults(target.root)
-    warnings = [warning for warning in target.warnings if warning not in target.defects]
-    if target.defects:  # all of one file
-        where, whats = target.defects[0].partition(": ")[0], [text.partition(": ")[2] for text in target.defects]
+    defects = target.extras.defects
+    warnings = [warning for warning in target.warnings if warning not in defects]
+    if defects:  # all of one file
+        where, whats = defects[0].partition(": ")[0], [text.partition(": ")[2] for text in defects]
         faults.add(where, "; ".join(whats), code="wrong-description")
     for number, file in enumerate(target.files):
         for name, reason in file.index.unreadable:

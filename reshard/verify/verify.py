@@ -396,7 +396,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
     carried = check_carried(target, threads=how.threads, on_progress=how.on_progress, client=how.client)
     differences, nbytes, looked = list(carried.differences), carried.nbytes, None
     several = [name for name, one in target.tensors.items() if any(len(some) > 1 for some in one.sharding.replicas)]
-    if several and target.described_by and (nbytes or not target.holders):
+    if several and target.extras.described_by and (nbytes or not target.extras.holders):
         from reshard.verify.compare.replicas import compare_replicas  # it brings numpy
 
         compared = compare_replicas(target, several, how.threads, how.client, how.on_progress)
@@ -407,7 +407,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
 
         torn, looked = sample_replicas(target)
         differences += torn
-    unnamed = () if target.strategy or target.described_by else ("names and shapes, which no strategy tells",)
+    unnamed = () if target.strategy or target.extras.described_by else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
         None,
@@ -420,7 +420,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
         tuple(differences),
         warnings=(*warnings, *leftovers(as_place(target.root))),
         unchecked=(*_unread(target, carried, looked), *unnamed),
-        step=target.step,
+        step=target.opening.step,
         complete=_says_what_it_has(target),
         by_ranks=any(rank_of(as_place(file.path)) for file in target.files),
     )
@@ -428,7 +428,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
 
 def _says_what_it_has(target: Checkpoint) -> bool:
     """Return whether anything says what a checkpoint should have: a strategy, metadata, or the index of a set."""
-    if target.strategy or target.described_by:
+    if target.strategy or target.extras.described_by:
         return True
     root = as_place(target.root)
     return root.is_dir() and read_index(root) is not None
@@ -446,13 +446,13 @@ def _unread(target: Checkpoint, carried: SumsChecked, looked: Looked | None) -> 
         yield f"contents of {names(carried.unread, most=3)}: objects in zstd streams that decode to more than 1 GB"
     if carried.bare:
         yield f"contents of {names(carried.bare, most=3)}, of which PyTorch was told to make no checksums"
-    if target.beside:
-        yield f"{names(target.beside)} beside the tensors"
+    if target.extras.beside:
+        yield f"{names(target.extras.beside)} beside the tensors"
     if any(file.index.sums is None for file in target.files):
         yield "notes (__metadata__)"
         yield _NEVER
-    if carried.nbytes and target.described_by and target.described_by != target.format:
-        yield f"{target.described_by}, which carries no checksum of itself"
+    if carried.nbytes and target.extras.described_by and target.extras.described_by != target.format:
+        yield f"{target.extras.described_by}, which carries no checksum of itself"
 
 
 def _against_source(sides: Sides, how: _How) -> Verification:
@@ -474,7 +474,7 @@ def _against_source(sides: Sides, how: _How) -> Verification:
     pairs: dict[str, str] = {}
     absent = 0
     warnings = [*source.warnings, *target.warnings]
-    if target.described_by:  # by which experts may be stacked otherwise
+    if target.extras.described_by:  # by which experts may be stacked otherwise
         named = selection.renamed(list(source.tensors), source.every)
         there = {name: target.tensors[new].spec.shape for name, new in named.items() if new in target.tensors}
         source, restacked = with_shapes(source, there)
@@ -516,8 +516,8 @@ def _against_source(sides: Sides, how: _How) -> Verification:
             _NEVER,
             *_unread_by_library(target),
         ),
-        step=target.step,
-        against_step=source.step,
+        step=target.opening.step,
+        against_step=source.opening.step,
         changes=changes(source, selection, pairs.items()),
         note=joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),
         absent=absent,
@@ -527,13 +527,13 @@ def _against_source(sides: Sides, how: _How) -> Verification:
 
 def _read_by_library(target: Checkpoint) -> int:
     """Return how many files the library reads."""
-    return len(target.decoding.tensors) if isinstance(target.decoding, SafetensorsLibrary) else 0
+    return len(target.coding.tensors) if isinstance(target.coding, SafetensorsLibrary) else 0
 
 
 def _unread_by_library(target: Checkpoint) -> Iterator[str]:
     """Yield what the library cannot read, of what it was to read."""
-    if isinstance(target.decoding, SafetensorsLibrary) and target.decoding.unread:
-        yield f"{names(target.decoding.unread, most=3)} by the safetensors library, as numpy has no float8"
+    if isinstance(target.coding, SafetensorsLibrary) and target.coding.unread:
+        yield f"{names(target.coding.unread, most=3)} by the safetensors library, as numpy has no float8"
 
 
 def _casts(differences: list[Difference]) -> Iterator[Text]:

@@ -60,9 +60,9 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
         **_files_data([checkpoint]),
         "nbytes": checkpoint.nbytes,
         "warnings": list(checkpoint.warnings),
-        "sampled": checkpoint.looked and checkpoint.looked._asdict(),
+        "sampled": checkpoint.opening.looked and checkpoint.opening.looked._asdict(),
         "unreadable": dict(checkpoint.unreadable),
-        "bound": dict(checkpoint.bound),
+        "bound": dict(checkpoint.extras.bound),
         "objects": shown,
         "training": facts,
         "totals": [total._asdict() for total in totals(checkpoint)],
@@ -100,7 +100,7 @@ def _files_data(parts: Sequence[Checkpoint]) -> dict[str, object]:
     found = [(rank, file) for part in parts for rank, file in zip(part.ranks, part.files, strict=True)]
     return {
         "source": parts[0].root,
-        "step": _step_data(parts[0].step),
+        "step": _step_data(parts[0].opening.step),
         "ranks": sorted({rank for rank, _ in found}),
         "files": [
             {"rank": rank, "path": file.path, "format": file.index.format, "nbytes": file.nbytes}
@@ -138,7 +138,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
     return {
         "dry_run": report is None,
         "source": plan.source.root,
-        "step": _step_data(plan.source.step),
+        "step": _step_data(plan.source.opening.step),
         "target": directory,
         "format": plan.format,
         "encryption": plan.cipher and plan.cipher.mode,
@@ -152,7 +152,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "left_out": list(plan.left_out),
         "changes": [one._asdict() for one in changes_of(plan)],
         "warnings": list(plan.warnings),
-        "sampled": plan.source.looked and plan.source.looked._asdict(),
+        "sampled": plan.source.opening.looked and plan.source.opening.looked._asdict(),
         "files": [{"rank": file.rank, "path": file.path, "nbytes": plan.size_of(file)} for file in plan.files],
     }
 

@@ -68,7 +68,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ranks = sorted(set(checkpoint.ranks))
     formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
     strategy = checkpoint.strategy
-    own = "layouts of its own" if checkpoint.layouts else "no strategy"
+    own = "layouts of its own" if checkpoint.extras.layouts else "no strategy"
     left_out = len(checkpoint.left_out)
     parts = [
         heading("Checkpoint", checkpoint.root),
@@ -89,8 +89,8 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ]
     if checkpoint.unreadable:
         parts.append(reasons("Not readable", checkpoint.unreadable.items()))
-    if checkpoint.bound:
-        parts.append(reasons("Bound", checkpoint.bound.items()))
+    if checkpoint.extras.bound:
+        parts.append(reasons("Bound", checkpoint.extras.bound.items()))
     facts, shown = objects_of(checkpoint)
     if facts:
         parts.append(reasons("Megatron", ((word, str(fact)) for word, fact in facts.items())))

@@ -17,7 +17,7 @@ from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Where
 from reshard.layout.block import Block, shape_text
 from reshard.plan.select import all_states
-from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched
+from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
 from reshard.view.text import (
@@ -201,7 +201,7 @@ def rank_parts(
             entries = [file.index.entries.items() for file in held]
             of_headers[headers] = frozenset((n, e.dtype, e.shape) for some in entries for n, e in some)
         alike.setdefault(of_headers[headers], {})[rank] = held
-    return [replace(_as_they_are(root, some), step=step) for some in alike.values()]
+    return [replace(_as_they_are(root, some), opening=Opening(step=step)) for some in alike.values()]
 
 
 def _as_they_are(root: str, held: Mapping[int, Sequence[SourceFile]]) -> Checkpoint:
@@ -260,7 +260,7 @@ def checkpoint_text(
     """
     known: dict[Sharding, str] = {}
     more: dict[str, Callable[[Tensor], str]] = {}
-    cut = checkpoint.strategy is not None or bool(checkpoint.layouts)
+    cut = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
         more["layout"] = lambda tensor: cut_words(checkpoint, tensor, known)
     if raw:
@@ -274,7 +274,7 @@ def checkpoint_text(
         for header, index in distinct.items()
     }
     stored = sum(sizes[file.index.header] for file in checkpoint.files)
-    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step)
+    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
     facts, shown = objects_of(checkpoint)
     said = ", ".join(f"{word} {fact}" for word, fact in facts.items())
     lines += [*([f"Megatron: {printable(said)}"] if said else []), ""]
@@ -282,7 +282,7 @@ def checkpoint_text(
     if cut and raw:
         lines += [*LEGEND.splitlines(), ""]
     lines += [*_totals(checkpoint, width), ""]
-    if looked := looked_text(checkpoint.looked):
+    if looked := looked_text(checkpoint.opening.looked):
         lines.append(f"sampled: {looked}")
     in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas"
     lines.append(f"{_counted(checkpoint)}{in_files if cut else ''}")
@@ -332,7 +332,7 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
         width: how many columns the terminal has; None for any number.
     """
     files = [file for part in parts for file in part.files]
-    lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].step)
+    lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].opening.step)
     for part in parts:
         alike = sorted(set(part.ranks))
         some = f"ranks {ranges_text(alike)}: each " if len(alike) > 1 else f"rank {alike[0]}: "
@@ -389,7 +389,7 @@ def extents_text(tensor: Tensor) -> str:
 
 def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, str]]:
     """Return what a checkpoint says of the training, and what each object is; they are read for that."""
-    if not (checkpoint.objects or checkpoint.beside):
+    if not (checkpoint.extras.objects or checkpoint.extras.beside):
         return {}, {}
     from reshard.readers.dcp.objects import facts, shown_objects  # not on every start
 
@@ -397,7 +397,7 @@ def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, 
 
 
 def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
-    found = [("not readable", checkpoint.unreadable), ("bound", checkpoint.bound), ("not a tensor", objects)]
+    found = [("not readable", checkpoint.unreadable), ("bound", checkpoint.extras.bound), ("not a tensor", objects)]
     rows = ((title, name, what) for title, some in found for name, what, _ in group_names(some.items()))
     return [f"{title}: {printable(name)}: {printable(what)}" for title, name, what in rows]
 
@@ -439,7 +439,12 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
                 blocks, _, replicas = shards_text(tensor, known).partition(" x ")
-                yield (*row, layouts_text(part, [tensor]) if part.strategy or part.layouts else "", blocks, replicas)
+                yield (
+                    *row,
+                    layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else "",
+                    blocks,
+                    replicas,
+                )
             else:
                 yield (ranks, *row)
 

@@ -247,7 +247,7 @@ def _plan_table(plan: Plan, directory: str) -> list[Text]:
     """Write everything there is to say of a plan."""
     stats = plan.stats
     source, needed = plan.source, stats.read_amplification
-    first, *more = source_lines(source.root, source.files, source.ranks, source.step)
+    first, *more = source_lines(source.root, source.files, source.ranks, source.opening.step)
     more_than_needed = f", {needed:.2f} x what is needed" if needed > 1 else ""
     rows = [
         ("from", first),
@@ -266,7 +266,7 @@ def _plan_table(plan: Plan, directory: str) -> list[Text]:
         *(("left out", text) for text in _left_out(plan)),
         *((title, list_text(some)) for title, some in (("dropped", plan.dropped), ("missing", plan.missing)) if some),
     ]
-    if looked := looked_text(plan.source.looked):
+    if looked := looked_text(plan.source.opening.looked):
         rows.append(("sampled", looked))
     for number, file in enumerate(plan.files[:_MOST_FILES]):
         path = printable(f"{directory}/{file.path}")
@@ -287,7 +287,7 @@ def _changed_lines(plan: Plan) -> list[str]:
 
 def _step_lines(plan: Plan) -> list[Text]:
     """Write which of several checkpoints is read, if there are several."""
-    step = plan.source.step
+    step = plan.source.opening.step
     return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
 
 
@@ -366,7 +366,7 @@ def report_text(
 def _checked_text(plan: Plan, report: Report) -> str:
     """Write of how many tensors there are checks, which, and the peak of memory."""
     parts = [_tensors_text(plan)]
-    looked = plan.source.looked
+    looked = plan.source.opening.looked
     if looked and looked.of_copies:
         every = "all" if looked.copies == looked.of_copies else f"{looked.copies:,} of"
         parts.append(f"{every} {count_text(looked.of_copies, 'replica')} sampled")
@@ -392,7 +392,7 @@ def _details(plan: Plan, report: Report) -> Iterable[str]:
         "missing, because the source does not have it": report.missing,
     }
     yield from (f"{title}: {list_text(some)}" for title, some in gone.items() if some)
-    if looked := looked_text(plan.source.looked):
+    if looked := looked_text(plan.source.opening.looked):
         yield f"sampled, when the source was opened: {looked}"
     yield f"checksums: {_checksums_text(plan, report)}"
 

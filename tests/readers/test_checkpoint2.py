@@ -255,7 +255,7 @@ def test_numbers_that_contradict_the_layout(case: Callable[[str], Path]) -> None
     place = case(SUBMESH)
     found = reshard.open(place)
     assert_equal(found, full_of(place))
-    (defect,) = found._record.defects
+    (defect,) = found._record.extras.defects
     assert "numbers the blocks of" in defect
     assert NORM in defect
     assert defect in found.warnings
@@ -344,7 +344,7 @@ def test_states_that_the_metadata_leave_out(case: Callable[[str], Path]) -> None
             for key in [key for key in places if f"'{name}'" in key]:
                 del places[key]
 
-    assert not reshard.open(place)._record.defects  # global_step is not listed there either
+    assert not reshard.open(place)._record.extras.defects  # global_step is not listed there either
     change(place, left_out)
     assert_equal(reshard.open(place), full_of(place))
     failed(4, "wrong-description", "verify", place, places=("metadata.json", "adam_v."))
@@ -484,7 +484,7 @@ def test_whole_tensors_in_several_files_need_no_metadata(case: Callable[[str], P
     (place / "common.json").unlink()
     found = reshard.open(place)
     assert_equal(found, held)
-    assert found._record.described_by == "Checkpoint 2.0"
+    assert found._record.extras.described_by == "Checkpoint 2.0"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_blocks_in_several_runs(base: reshard.Checkpoint, lora: LoRA) -> None:
     ((begin, nbytes),) = tensor.shards[0].replicas[0].runs
     runs = ((begin, 70), (begin + 70, 130), (begin + 200, nbytes - 200))
     parted = Tensor.of(tensor.spec, [Shard(tensor.shards[0].block, (Extent(0, runs),))])
-    source = replace(base._record, tensors={**base.tensors, name: parted})
+    source = reshard.Checkpoint(replace(base._record, tensors={**base.tensors, name: parted}))
     assert_arrays(source.merge_lora(lora), EXPECTED)
 
 

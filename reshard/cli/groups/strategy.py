@@ -381,7 +381,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
         raise
     say_warnings([*opened.warnings, *check(wanted, opened)])
     print_text(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
-    if looked := looked_text(opened.looked):
+    if looked := looked_text(opened.opening.looked):
         say(f"sampled: {looked}")
 
 

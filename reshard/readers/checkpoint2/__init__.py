@@ -24,7 +24,7 @@ from reshard.layout.block import Block, shape_text
 from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
 from reshard.readers.listed import nothing_readable
 from reshard.source.assemble import assemble_whole, by_header, where
-from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Extras, Sharding, Tensor, TensorSpec
 from reshard.source.headers import indexed
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json, read_small
@@ -90,7 +90,7 @@ def _whole(place: Place, there: set[str]) -> Checkpoint:
             path_of[name] = file.path
     faults.raise_if_any(SourceError)
     tensors = assemble_whole(str(place), files, ranks, range(len(files)))
-    return Checkpoint(str(place), tensors, files, ranks, warnings=tuple(_health(place)), described_by=NAME)
+    return Checkpoint(str(place), tensors, files, ranks, warnings=tuple(_health(place)), extras=Extras(NAME))
 
 
 def _health(place: Place) -> Iterator[str]:
@@ -181,10 +181,10 @@ class _Joined:
         defects = tuple(self._defects())
         layouts = [mesh.layout for mesh in self.said.meshes]
         listed = ((name, self.said.listed.get(name) or self.said.listed[_weight(name)]) for name in self.holders)
+        of_tensors = {name: layouts[one.mesh] for name, one in listed if one.mesh is not None}
         return Checkpoint(
             str(self.place), self.tensors, self.files, self.ranks, warnings=(*defects, *warnings),
-            unreadable=self.unreadable, described_by=METADATA, holders=self.holders, defects=defects,
-            layouts={name: layouts[one.mesh] for name, one in listed if one.mesh is not None},
+            unreadable=self.unreadable, extras=Extras(METADATA, of_tensors, self.holders, defects),
         )  # fmt: skip
 
     def _defects(self) -> Iterator[str]:

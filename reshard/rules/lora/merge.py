@@ -90,7 +90,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
             f"{source.root} already has other names or an adapter", code="already-derived",
             hint="merge one adapter, before everything else",
         )  # fmt: skip
-    if source.part is not None:
+    if source.opening.stage is not None:
         raise UsageError(
             f"{source.root} is one stage of a pipeline; an adapter needs all", code="one-stage",
             hint="open all stages",
@@ -116,7 +116,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
     merging = Merging(source.coding, adapter, {path: _Spans.of(some) for path, some in spans.items()})
     merging.store().compare_samples()
     merged = frozenset(pair.weight for pair in resolved.pairs if pair.weight in resolved.source.tensors)
-    return replace(resolved.source, decoding=merging, origin=Origin(source, None, frozenset(), lora, (), merged))
+    return replace(resolved.source, coding=merging, origin=Origin(source, None, frozenset(), lora, (), merged))
 
 
 def _no_match(weight: str, source: Checkpoint) -> str:

@@ -99,7 +99,7 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
             merged += [pairs[name]._replace(weight=other) for name in changed for other in group.names if other != name]
     for number, name in enumerate(untied, 1):
         tensors[name] = _alias(tensors[name], number)
-    copies, layouts, holders = adapter.copies, source.layouts, source.holders
+    copies, layouts, holders = adapter.copies, source.extras.layouts, source.extras.holders
     if absent and not {head, embedding} & set(untied):
         tensors.pop(head, None)
         merged = [pair._replace(weight=embedding) if pair.weight == head else pair for pair in merged]
@@ -109,7 +109,10 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     of_heads = {pair.a for pair in adapter.pairs if _ends(pair.weight, _HEAD)}
     merged.sort(key=lambda pair: pair.a in of_heads)  # PEFT adds them last, which matters if both get both
     changed_source = replace(
-        source, tensors=tensors, layouts=layouts, holders=holders, warnings=(*source.warnings, *warnings)
+        source,
+        tensors=tensors,
+        extras=replace(source.extras, layouts=layouts, holders=holders),
+        warnings=(*source.warnings, *warnings),
     )
     return Resolved(changed_source, tuple(merged), copies)
 

@@ -46,14 +46,14 @@ class Carried:
             faults: gets what is wrong with it.
         """
         self._source, self._tensors = source, tensors
-        self.beside = read_carried(source.beside, faults)
-        held = read_carried({name: source.objects[name] for name in objects}, faults)
+        self.beside = read_carried(source.extras.beside, faults)
+        held = read_carried({name: source.extras.objects[name] for name in objects}, faults)
         self.objects = {objects[name]: content for name, content in held.items()}
         self.names = {*self.beside, *held}
         self.paths: dict[str, KeyPath] = {}
-        if source.paths is not None:
+        if source.extras.paths is not None:
             every = {**tensors, **{objects[name]: name for name in held}}
-            paths = source.paths
+            paths = source.extras.paths
             self.paths = {new: followed(paths.get(old, (old,)), old, new) for new, old in every.items()}
         check_nesting(self.paths, faults)
         self.paths = without_gaps(self.paths)
@@ -79,10 +79,10 @@ def old_names(source: Checkpoint, tensors: Mapping[str, str], carried: Iterable[
         tensors: the new names of what the target has of it to old ones.
         carried: the old names of what is carried as it is, which may have names of tensors in it.
     """
-    if bound := sorted(old for new, old in tensors.items() if old in source.bound and new != old):
+    if bound := sorted(old for new, old in tensors.items() if old in source.extras.bound and new != old):
         yield f"{names(bound, most=3)}: has another name in the target, by which no training looks for it"
     old = sorted(filter(_OF_NAMES.fullmatch, carried))
-    if old and not {*source.tensors, *source.left_out} - source.objects.keys() <= set(tensors):
+    if old and not {*source.tensors, *source.left_out} - source.extras.objects.keys() <= set(tensors):
         yield f"{names(old, most=3)}: carried as it is, with the names that parameters had in the source"
 
 

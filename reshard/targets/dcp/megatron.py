@@ -53,7 +53,7 @@ def is_for_megatron(source: Checkpoint, step: int | None = None) -> bool:
     """
     if source.origin is not None and source.origin.side == SIDE:
         return True
-    return step is not None and all(len(path) == 1 for path in (source.paths or {}).values())
+    return step is not None and all(len(path) == 1 for path in (source.extras.paths or {}).values())
 
 
 def files_beside(step: int | None, names: Iterable[str]) -> dict[str, bytes]:

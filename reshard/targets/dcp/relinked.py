@@ -90,7 +90,7 @@ class Relinked(Destination):
         paths = {new: followed(said.paths[old], old, new) for new, old in carried.items() if old in said.paths}
         check_nesting(paths, faults)
         paths = without_gaps(paths)
-        beside = read_carried(source.beside, faults)
+        beside = read_carried(source.extras.beside, faults)
         faults.raise_if_any(SourceError)
         files = _Links(source, place)
         listed = [_listed(new, old, said, paths.get(new), files) for new, old in carried.items()]
@@ -136,7 +136,7 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, Metadata]:
     if not can(source.root).positioned:
         raise UsageError(f"no file can be linked at a URL such as {place}", code="not-linkable", hint=_COPY)
     if source.format != DCP_ITEMS:
-        what = f"has {source.format} files, which hold names" if source.described_by else "is not a DCP"
+        what = f"has {source.format} files, which hold names" if source.extras.described_by else "is not a DCP"
         raise UsageError(
             f"{place} {what}", code="not-a-dcp", facts=["links need a DCP as PyTorch writes it by default"], hint=_COPY
         )
@@ -281,7 +281,7 @@ def _listed(new: str, old: str, said: Metadata, path: KeyPath | None, files: _Li
 
 def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     """Yield what a user should know of what is carried, new names to old ones."""
-    for name, problem in problems(source.beside).items():
+    for name, problem in problems(source.extras.beside).items():
         yield f"{name} {problem}, and left out"
     if unread := sorted(set(carried.values()) & source.unreadable.keys()):
         yield f"carried as they are, and not looked into: {names(unread, most=3)}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def sample_replicas(target: Checkpoint) -> tuple[list[Difference], Looked]:
     """Compare samples of replicas, as opening a source does; return a difference for each tensor that is torn."""
     torn, looked = torn_blocks(target)
-    source = target.described_by or "the strategy"
+    source = target.extras.described_by or "the strategy"
     says = {True: f"which {source} says hold the same", False: f"and {source} does not say that it is cut"}
     differences = [
         Difference(
