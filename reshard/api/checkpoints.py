@@ -239,11 +239,11 @@ class Checkpoint(Arrays):
             selection: which tensors, under which names, as which dtypes.
             memory: the most resident memory to use, in bytes or as `"1GB"`.
             fsync: as for `Plan.run`.
-            overwrite: likewise.
-            restart: likewise.
-            threads: likewise.
-            client: likewise.
-            progress: likewise.
+            overwrite: as for `Plan.run`.
+            restart: as for `Plan.run`.
+            threads: as for `Plan.run`.
+            client: as for `Plan.run`.
+            progress: as for `Plan.run`.
 
         Raises:
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and

@@ -74,13 +74,14 @@ def convert(
             tensors; `dcp`, of PyTorch; `checkpoint2`, of MindSpore Transformers; `zarr`, a store. By default what the
             target's name says, else what the source is.
         source_strategy: which rank of the source holds which block: a strategy, or a strategy file.
-        target_strategy: likewise of the target, or rules (`.yaml`); None for whole tensors.
+        target_strategy: which rank of the target holds which block: a strategy, a strategy file, or rules (`.yaml`);
+            None for whole tensors.
         layouts_of: `checkpoint2` and `dcp`: cut the tensors as in this Checkpoint 2.0.
         same_ranks: `safetensors` and `ckpt`: convert each rank's file as it is cut; only the format changes. By
             default if nothing says how the source was sharded, and for one file.
         prefix: as for `reshard.plan`.
-        step: likewise.
-        max_shard_size: likewise.
+        step: as for `reshard.plan`.
+        max_shard_size: as for `reshard.plan`.
         chunk_size: `zarr`: the most bytes in a chunk, such as `"16MB"`.
         shard_size: `zarr`: the most bytes of chunks in a file; 0 for each chunk in its own.
         compression: `zarr`: `zstd`, `zstd:3` and so on.
@@ -90,24 +91,24 @@ def convert(
         link_replicas: make equal target files links to one file.
         link: `dcp`: link the files of the source, a DCP, and write the metadata alone.
         include: as in `reshard.Selection`.
-        exclude: likewise.
-        weights_only: likewise.
-        name_map: likewise.
-        cast: likewise.
-        drop: likewise.
-        allow_missing: likewise.
-        rules: likewise, or a rules file.
-        lora: likewise, or the directory of an adapter.
+        exclude: as in `reshard.Selection`.
+        weights_only: as in `reshard.Selection`.
+        name_map: as in `reshard.Selection`.
+        cast: as in `reshard.Selection`.
+        drop: as in `reshard.Selection`.
+        allow_missing: as in `reshard.Selection`.
+        rules: as in `reshard.Selection`, or a rules file.
+        lora: as in `reshard.Selection`, or the directory of an adapter.
         selection: in place of these keywords.
         cipher: decrypts the source's `.ckpt` files.
         target_cipher: encrypts the target's `.ckpt` files.
         memory: the most resident memory to use, in bytes or as `"1GB"`.
         threads: as for `Plan.run`.
-        client: likewise.
-        scheduler: likewise.
-        overwrite: likewise.
-        restart: likewise.
-        progress: likewise.
+        client: as for `Plan.run`.
+        scheduler: as for `Plan.run`.
+        overwrite: as for `Plan.run`.
+        restart: as for `Plan.run`.
+        progress: as for `Plan.run`.
 
     Returns:
         what was read and written, and the files.

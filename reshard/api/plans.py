@@ -86,14 +86,14 @@ def plan(
             if there are others; what it does not name is dropped.
         selection: which tensors, under which names, as which dtypes; or the keywords that make one:
         include: as in `reshard.Selection`.
-        exclude: likewise.
-        weights_only: likewise.
-        name_map: likewise.
-        cast: likewise.
-        drop: likewise; these are added to a `selection`, too.
-        allow_missing: likewise.
-        rules: likewise, or a rules file.
-        lora: likewise, or the directory of an adapter.
+        exclude: as in `reshard.Selection`.
+        weights_only: as in `reshard.Selection`.
+        name_map: as in `reshard.Selection`.
+        cast: as in `reshard.Selection`.
+        drop: as in `reshard.Selection`; these are added to a `selection`, too.
+        allow_missing: as in `reshard.Selection`.
+        rules: as in `reshard.Selection`, or a rules file.
+        lora: as in `reshard.Selection`, or the directory of an adapter.
         remove_redundancy: store each block on one of the ranks that would hold it.
         link_replicas: make equal target files links to one file: copies that share their blocks if the file system
             has them, else hard links.
@@ -251,7 +251,7 @@ class Plan:
         Args:
             directory: where the target files go; a local path, or a URL that fsspec knows.
             fsync: as for `run`.
-            partition: likewise.
+            partition: as for `run`.
         """
         from reshard.run.graph import graph  # it brings dask
 

@@ -67,24 +67,24 @@ def verify(
         target: what is verified: a path as for `reshard.open`, or a checkpoint, opened with `contents=False` so that
             copies that differ are found here and refused there.
         strategy: of the target, if that is a path; by default as its ledger says.
-        against: the source, likewise, or any checkpoint that should have the same values. Ledgers of both say how one
-            is made of the other: they are compared in that direction.
-        source_strategy: of the source, likewise.
+        against: the source, a path or a checkpoint, or any checkpoint that should have the same values. Ledgers of
+            both say how one is made of the other: they are compared in that direction.
+        source_strategy: of the source, if that is a path.
         cipher: decrypts the target, if that is a path.
-        source_cipher: decrypts the source, likewise, or the one that the ledger names.
+        source_cipher: decrypts the source, if that is a path, or the one that the ledger names.
         manifest: the manifest of the target's files, in place of a source; no strategy is needed.
         selection: what was selected, renamed, cast, merged and made by rules on the way from source to target; None
             to take that from the ledgers, to which `drop` and `allow_missing` alone are added. Or the keywords that
             make one:
         include: as in `reshard.Selection`.
-        exclude: likewise.
-        weights_only: likewise.
-        name_map: likewise.
-        cast: likewise.
-        drop: likewise.
-        allow_missing: likewise.
-        rules: likewise, or a rules file.
-        lora: likewise, or the directory of an adapter.
+        exclude: as in `reshard.Selection`.
+        weights_only: as in `reshard.Selection`.
+        name_map: as in `reshard.Selection`.
+        cast: as in `reshard.Selection`.
+        drop: as in `reshard.Selection`.
+        allow_missing: as in `reshard.Selection`.
+        rules: as in `reshard.Selection`, or a rules file.
+        lora: as in `reshard.Selection`, or the directory of an adapter.
         as_is: compare the two as they are, whatever their ledgers say of changes on the way.
         sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
             compared.

@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 
 def stop(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Exit at once, as nothing was begun. An exception might be lost: some that is imported catches what it can."""
+    """Exit at once: while modules are imported, an exception could be swallowed."""
     os.write(2, b"interrupted; nothing was written\n")
     os._exit(130)

@@ -125,7 +125,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
 
 
 def _is_known(plan: Plan, place: Place) -> bool:
-    """Return whether the ledger of a target says what all files of a plan are made from, so that a path is enough."""
+    """Return whether the ledger of a target covers all files of a plan, so that its path is enough."""
     place.refresh()
     with suppress(SourceError):  # what cannot be read back now is not proposed to be
         made = made_at(place)
@@ -146,7 +146,7 @@ def _inspect(place: Place) -> str:
 
 
 def key_typed(option: str, name: str) -> tuple[object, ...]:
-    """Return an option with the key file that was typed for the parameter of a name; nothing where none was."""
+    """Return the option and key file that were typed for a parameter, if any."""
     typed = click.get_current_context().meta.get(KEY_FILES, {})
     return (option, typed[name]) if name in typed else ()
 
@@ -189,7 +189,7 @@ def _preflight(plan: Plan, target: Place, running: Running, older: Collection[st
 
 
 def _touched(count: int, kept: str) -> str:
-    """Return what to say of finished files whose sources may have changed since; a copy of them is as good."""
+    """Return the warning of finished files whose sources may have changed since."""
     from reshard.view.text import count_text
 
     return (

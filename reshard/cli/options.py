@@ -242,7 +242,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how a target that is there is opened, and pass them as one `target_reading`."""
+    """Add the options of opening an existing target, and pass them as `target_reading`."""
 
     @functools.wraps(command)
     def reading(*args: Any, **given: Any) -> Any:
@@ -337,7 +337,7 @@ def _target_options() -> Iterable[Callable[..., Any]]:
         type=click.IntRange(min=0),
         metavar="N",
         help="checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker names "
-        "it.  [default: what the source says]  dcp: likewise TARGET/iter_N, as Megatron has it.  [default: TARGET "
+        "it.  [default: what the source says]  dcp: TARGET/iter_N, as Megatron has it.  [default: TARGET "
         "itself]",
     )
     yield option(

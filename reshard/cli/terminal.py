@@ -165,7 +165,7 @@ class Told(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The lines for a person: the message, indented facts, and what to type."""
+        """Return the lines for a person: the message, indented facts, and the hint."""
         label = "" if self.code == "interrupted" else "error: "
         lines = [Text(label, self.message), *(Text("       ", fact) for fact in self.facts)]
         return joined("\n", [*lines, *([Text("hint:  ", self.hint)] if self.hint else [])])
@@ -205,7 +205,7 @@ def told(error: BaseException) -> Told:
 
 
 def say(text: str) -> None:
-    """Write talk to stderr, with what a terminal would obey escaped."""
+    """Write talk to stderr, with control characters escaped."""
     lines = _near(spelled(text, OPTIONS)).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
     shown = printable("\n".join(lines), keep="\n")
@@ -221,7 +221,7 @@ def _near(text: str) -> str:
 
 
 def paint(text: str, **style: Any) -> str:
-    """Return a text in a colour or in bold, which `click.echo` takes out again of what goes to a pipe or a file."""
+    """Return a text in a colour or in bold; `click.echo` strips both for pipes and files."""
     ctx = click.get_current_context(silent=True)
     unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if unwanted and not (ctx and ctx.color) else click.style(text, **style)
@@ -234,12 +234,12 @@ def say_warnings(warnings: Sequence[str]) -> None:
 
 
 def print_text(text: str) -> None:
-    """Write a result to stdout: options as the command line writes them, what a terminal would obey escaped."""
+    """Write a result to stdout, with options as typed and control characters escaped."""
     click.echo(printable(spelled(text, OPTIONS), keep="\n"))
 
 
 def print_json(data: dict[str, object], error: ReshardError | None = None) -> None:
-    """Write the one JSON object of `--json` to stdout, with the version of its schema and what failed, if anything."""
+    """Write the JSON object of `--json` to stdout, with its schema version and the error, if any."""
     failure = told(error).data() if error else {}
     click.get_current_context().meta[ANSWERED] = True
     sys.stdout.writelines(_json_pieces({"schema": SCHEMA} | failure | data, "\n", 2))
@@ -258,7 +258,7 @@ def report_error(error: Told, ctx: click.Context | None) -> None:
 
 
 def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
-    """Yield JSON with the items of so many levels on lines of their own: with all of them it would be slow and long."""
+    """Yield JSON whose first levels have an item a line; all levels would be slow and long."""
     import json
 
     if not (levels and value and isinstance(value, dict | list)):
@@ -294,7 +294,7 @@ def print_csv(rows: Iterable[Sequence[str | int]]) -> None:
 
 
 def width() -> int | None:
-    """Return how many columns a table may have on stdout: the terminal's, else COLUMNS; None for any number."""
+    """Return the width of stdout: the terminal's, else COLUMNS; None if it is unlimited."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     columns = os.environ.get("COLUMNS", "")

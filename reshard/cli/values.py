@@ -86,7 +86,7 @@ def numbers(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) 
 
 
 def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means; only 0 needs no unit."""
+    """Parse a size such as `4GB` (decimal) or `512MiB` (binary); only 0 needs no unit."""
     if value is None:
         return None
     try:
@@ -153,7 +153,7 @@ def share(_ctx: click.Context, param: click.Parameter, value: str | None) -> flo
 
 
 def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -> Cipher | None:
-    """Return the key that is in a file, or in the variable that is called like the one that names the file.
+    """Return the key in a file, or in the environment variable named after the option.
 
     A pipe will do, so that a program may hand the key over: --key-file <(vault ...).
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _writing(verb: Verb) -> Callable[..., Any]:
-    """Return what makes a function the command of a verb: its arguments and options, which are those of all."""
+    """Return a decorator that makes a function the command of a verb, with all its options."""
     via_zarr = option(
         "--via-zarr",
         under="Target",

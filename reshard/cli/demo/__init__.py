@@ -133,7 +133,7 @@ def convert(directory: Path) -> Report:
 
 
 def check_library(directory: Path) -> Checked:
-    """Write the whole tensors as a Hugging Face set, and compare what the library safetensors reads with numpy's.
+    """Write a Hugging Face set, and compare it, read by the safetensors library, with numpy.
 
     Raises:
         VerifyError: something differs.
