@@ -47,7 +47,7 @@ MODE = "AES-GCM"
 """The default mode for writing: MindSpore's default, and the only one that detects changes."""
 
 BLOCK_BYTES = 4 << 20
-"""The plaintext size of written blocks; MindSpore writes 64 MiB and reads any size. Smaller blocks make range reads
+"""The maximum plaintext of a written block; MindSpore writes 64 MiB and reads any size. Smaller blocks make range reads
 cheaper, because the tag covers a whole block."""
 
 MODES = tuple(MAGICS.values())

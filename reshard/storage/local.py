@@ -210,7 +210,7 @@ class LocalStore:
             first: where the range begins, in bytes.
             last: where it ends, in bytes; None for the end of the file.
             written: it is an unfinished file; sync its data to disk first.
-            wait: wait for the sync; if not, evict only pages that are on disk already.
+            wait: wait for the sync; if not, only start it, and evict the pages that are on disk already.
         """
         with self._opened(path, os.O_RDWR if written else os.O_RDONLY) as fd:
             if written and wait:

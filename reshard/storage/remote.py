@@ -77,7 +77,7 @@ def part_bytes(size: int) -> int:
 def fetched_bytes(threads: int, band_bytes: int) -> int:
     """Return the memory that reading at URLs takes on this number of threads.
 
-    Each requested byte is held twice: in the response and in the piece copied from it.
+    Each requested byte is held twice: in the response as it arrives, and in a piece.
     """
     return LIBRARY_BYTES + threads * 2 * (FETCH_BYTES + band_bytes)
 
