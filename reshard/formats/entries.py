@@ -186,7 +186,9 @@ class Content(NamedTuple):
 
 
 class Crc(NamedTuple):
-    """A CRC-32 of a byte range of a file, stored behind the range in four bytes, little-endian.
+    """A CRC-32 of a byte range of a file, stored behind the range.
+
+    It takes four bytes, little-endian.
 
     Attributes:
         begin, nbytes: the range.
@@ -221,7 +223,10 @@ class FileLayout:
 
 
 class RangeReader:
-    """A reader of one file, for indexing; it caches the last piece, since headers lie close together."""
+    """A reader of one file, for indexing.
+
+    It caches the last piece, since headers lie close together.
+    """
 
     def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
         self.path = path
@@ -273,7 +278,14 @@ class Format(Protocol):
 
 
 class Stored(NamedTuple):
-    """A tensor to be stored: its name, its size in bytes, whether a strategy names it, whether it is a `str` entry."""
+    """A tensor to be stored.
+
+    Attributes:
+        name: its name.
+        nbytes: its size in bytes.
+        listed: a strategy names it.
+        is_text: it is a `str` entry.
+    """
 
     name: str
     nbytes: int
@@ -302,14 +314,16 @@ class ShardFiles:
 
 
 class TargetFiles(Protocol):
-    """A policy for the files of ranks; formats of whole directories have others (`targets.kinds`)."""
+    """A policy for the files of ranks; directory formats have others (`targets.kinds`)."""
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Assign the tensors to files."""
 
 
 class RankFiles(NamedTuple):
-    """`rank_<r>/<prefix><r><suffix>.<ext>`; the suffix is `_part<stage>` for one stage of a pipeline.
+    """One file per rank, `rank_<r>/<prefix><r><suffix>.<ext>`.
+
+    The suffix is `_part<stage>` for one stage of a pipeline.
 
     >>> RankFiles("checkpoint_").shard_files([], ".ckpt").paths
     ('rank_{rank}/checkpoint_{rank}.ckpt',)
@@ -331,7 +345,7 @@ class RankFiles(NamedTuple):
 
 
 class NamedFile(NamedTuple):
-    """One file per rank, with a given name below the target directory; `{rank}` stands for the rank."""
+    """One file per rank, by name below the target directory; `{rank}` stands for the rank."""
 
     name: str
 

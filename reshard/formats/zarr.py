@@ -1,4 +1,6 @@
-"""Written zarr v3 stores: one group, one array per tensor, each chunk a file of row-major bytes.
+"""The layout of written zarr v3 stores.
+
+A store is one group with one array per tensor; each chunk is a file of row-major bytes.
 
 1. A tensor is cut into chunks of equal shape: its source blocks if they are equal, else as many of its first rows as
    fit a size limit (`cut`). If the shape does not divide, the last chunk is stored whole, padded with zeros.
@@ -317,7 +319,7 @@ def cut(box: Shape, most: int) -> Shape:
 
 
 def grid(shape: Shape, unit: Shape) -> Iterator[Shape]:
-    """Yield the grid position of each part of a tensor, in row-major order; none if it is empty."""
+    """Yield the grid positions of a tensor's parts, in row-major order; none if it is empty."""
     return product(*map(range, counts(shape, unit)))
 
 
@@ -338,7 +340,9 @@ def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
 
 
 def parts(shape: Shape, chunk: Shape, place: Shape, inner: Shape) -> Iterator[Block | None]:
-    """Yield the block of each chunk of a file, in row-major order; None beyond the tensor's end.
+    """Yield the block of each chunk of a file, in row-major order.
+
+    A chunk beyond the tensor's end gives None.
 
     Args:
         shape: the shape of the tensor.

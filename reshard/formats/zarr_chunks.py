@@ -45,7 +45,12 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """A file of chunks compressed by zstd: uncompressed chunk size, and (offset, length) of each chunk."""
+    """A file of chunks compressed by zstd.
+
+    Attributes:
+        chunk_bytes: the uncompressed size of a chunk.
+        spans: the offset and length of each compressed chunk.
+    """
 
     chunk_bytes: int
     spans: tuple[tuple[int, int], ...]
@@ -288,7 +293,7 @@ def _fill(buffer: memoryview, value: bytes) -> None:
 
 
 def _frame_bytes(encoded: bytearray) -> int | None:
-    """Return the content size in a zstd frame's header; None if it is absent or this is no frame."""
+    """Return the content size in a zstd frame's header; None if absent or not a frame."""
     if len(encoded) < 6 or encoded[:4] != b"\x28\xb5\x2f\xfd":
         return None
     flag, single, dictionary = encoded[4] >> 6, encoded[4] >> 5 & 1, encoded[4] & 3
@@ -371,7 +376,7 @@ class Encoding:
     chunk_bytes: int
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory of incomplete chunks, and of as many bytes that wait for their turn."""
+        """Return the memory of incomplete chunks, and of an equal amount of waiting data."""
         return threads * (2 * self.held_bytes + self.chunk_bytes) + IMPORTED_BYTES
 
     def of(self, path: str) -> str | None:
@@ -380,7 +385,7 @@ class Encoding:
         return None if unit is None else f"zstd {self.level} {unit}"
 
     def sink(self, path: str, into: Sink) -> Sink:
-        """Return a sink that compresses the contents of a file, given by its path below the target."""
+        """Return a sink that compresses a file; `path` is below the target directory."""
         return _Compressing(path, self.units[path], self.level, into)
 
 

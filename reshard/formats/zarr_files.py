@@ -202,24 +202,26 @@ def refuse_unknown(path: object, where: str, keys: Iterable[str], known: Collect
         )
 
 
-def option(given: Mapping[Any, Any], key: str, default: object) -> Any:
+def option(metadata: Mapping[Any, Any], key: str, default: object) -> Any:
     """Return an option of a chunk grid, a chunk key encoding or a codec."""
-    options = given.get("configuration")
+    options = metadata.get("configuration")
     return options.get(key, default) if isinstance(options, dict) else default
 
 
-def check_options(where: str, given: object) -> None:
+def check_options(where: str, metadata: object) -> None:
     """Raise `SourceError` if a chunk grid, chunk key encoding or codec has unknown options.
 
     Nested codecs are checked, too.
     """
-    if not isinstance(given, dict):
+    if not isinstance(metadata, dict):
         return
-    name = given.get("name")
-    refuse_unknown(where, "", given, {"name", "configuration", "must_understand"})
-    options = given.get("configuration", {})
+    name = metadata.get("name")
+    refuse_unknown(where, "", metadata, {"name", "configuration", "must_understand"})
+    options = metadata.get("configuration", {})
     if not isinstance(name, str) or not isinstance(options, dict):
-        raise SourceError(f"{where} has {given!r:.60}; expected a name and an object of options", code="bad-metadata")
+        raise SourceError(
+            f"{where} has {metadata!r:.60}; expected a name and an object of options", code="bad-metadata"
+        )
     if name in _OPTIONS:
         refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
     for inner in ("codecs", "index_codecs"):
@@ -233,10 +235,10 @@ def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return notes
 
 
-def strings(given: object, base: Place) -> dict[str, str]:
+def strings(texts: object, base: Place) -> dict[str, str]:
     """Return the notes or texts of a store after checking that all are strings."""
-    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise SourceError(
             f"{base / METADATA} has notes or texts that are not an object of strings", code="bad-metadata"
         )
-    return given
+    return texts

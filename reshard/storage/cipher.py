@@ -65,9 +65,9 @@ _TRAILER, _TRAILER_BYTES = b"crc_num", 17
 
 
 def read_key(content: bytes, where: str) -> bytes:
-    r"""Return the key in a file or variable: raw bytes or hexadecimal digits, less a final newline.
+    r"""Return the key in a file or variable: raw bytes or hexadecimal digits.
 
-    32 hexadecimal digits are ambiguous (a key of 32 bytes or of 16) and are refused.
+    A final newline is ignored. 32 hexadecimal digits are ambiguous (a key of 32 bytes or of 16) and are refused.
 
     Args:
         content: the contents of the file or variable.
@@ -163,7 +163,7 @@ class Cipher:
         return self.head_bytes + (nbytes if self.has_tag else nbytes // _UNIT * _UNIT + _UNIT)
 
     def encrypt(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-        """Yield the encrypted blocks of a file's pieces, in order; one block is buffered at a time."""
+        """Yield the encrypted blocks of a file, given in pieces; buffer one block at a time."""
         block = _Block(self)
         parts: list[bytes] = []
         for piece in pieces:
@@ -181,7 +181,7 @@ class Cipher:
             yield b"".join((block.head(), *parts))
 
     def sink(self, into: Sink) -> Sink:
-        """Return a sink that encrypts a file written in order; the head of a block is written last."""
+        """Return a sink that encrypts a file written in order; block heads are written last."""
         return _EncryptingSink(self, into)
 
     def store(self) -> DecryptingStore:
@@ -296,7 +296,7 @@ class _EncryptingSink:
 
 
 class _Sealed(NamedTuple):
-    """An encrypted block: offset and size of its plaintext, position of its ciphertext, IV and tag."""
+    """The position of an encrypted block in plaintext and ciphertext, its IV and its tag."""
 
     cipher: Cipher
     start: int

@@ -23,7 +23,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 class Glances:
-    """Scattered small reads, with a record of those that missed the page cache.
+    """Scattered small reads, with a record of page cache misses.
 
     If Linux meets single cached pages while it reads ahead, it continues page by page, which takes twice as long. So
     the pages that such reads cached are evicted before a file is read in order.
@@ -76,7 +76,7 @@ def drop_pages(fd: int, first: int = 0, last: int | None = None) -> None:
 
 
 def start_writeback(fd: int) -> None:
-    """Start to write a file's dirty pages to disk, without waiting; do nothing if not supported."""
+    """Start to write a file's dirty pages to disk, if supported; do not wait."""
     start = sync_file_range()
     if start is not None:
         start(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
@@ -103,9 +103,10 @@ def boot_id() -> str:
 
 @lru_cache(maxsize=16)
 def cache_of(directory: str) -> str:
-    """Return an identifier of the page cache of a directory (boot and device), or "" if unknown.
+    """Return an identifier of the page cache of a directory, or "" if unknown.
 
-    Processes with equal identifiers share that cache: one can sync the data that another wrote there.
+    It is made of boot and device. Processes with equal identifiers share that cache: one can sync the data that another
+    wrote there.
     """
     try:
         return f"{boot_id()} {os.stat(directory).st_dev}" if boot_id() else ""

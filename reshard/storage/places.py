@@ -207,7 +207,7 @@ class RemotePath:
         return []
 
     def matching(self, pattern: str, directories: re.Pattern[str]) -> list[RemotePath]:  # noqa: ARG002 -- as `files`
-        """Return all files below it, including those that do not match."""
+        """Return all files below it, even if they do not match."""
         return self.files()
 
     def existing(self, names: Iterable[str]) -> list[str]:
@@ -339,7 +339,7 @@ class AnyStore(Around):
         return store_at(path).status(path)
 
     def statuses(self, paths: Sequence[str]) -> list[Status | SourceError]:
-        """Return the current states of many files; an error in place of a state that cannot be read."""
+        """Return the current state, or the error, of each file."""
 
         def status(path: str) -> Status | SourceError:
             try:

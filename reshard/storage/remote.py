@@ -1,4 +1,4 @@
-"""Files at URLs, through fsspec: read many byte ranges at once, write whole files in order.
+"""Files at URLs, through fsspec: read many ranges at once, write files in order.
 
 All schemes of fsspec are accepted: `s3://`, `gs://`, `memory://` and so on. Credentials and addresses come from the
 sources that the file system itself uses (its environment variables, or fsspec's own, such as `FSSPEC_S3_ENDPOINT_URL`),
@@ -324,14 +324,11 @@ def _requested(requests: Sequence[Range]) -> list[bytes]:
             for path, offset, nbytes in ranges
         ]
         for request, content in zip(ranges, ask_each("read", calls), strict=True):
-            _check_length(*request, content)
+            path, offset, nbytes = request
+            if len(content) != nbytes:
+                raise truncated(path, offset + len(content), nbytes - len(content))
             contents[request] = content
     return [contents[request] for request in requests]
-
-
-def _check_length(path: str, offset: int, nbytes: int, piece: bytes) -> None:
-    if len(piece) != nbytes:
-        raise truncated(path, offset + len(piece), nbytes - len(piece))
 
 
 @lru_cache(maxsize=1)

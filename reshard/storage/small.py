@@ -100,7 +100,7 @@ def is_within(path: AnyName, directory: AnyName) -> bool:
 
 
 def _identities(path: AnyName) -> set[object]:
-    """Return identifiers shared by all names of a file: its resolved path, its device and inode."""
+    """Return a file's identifiers, shared by all its names: real path, device and inode."""
     place = as_place(path)
     if isinstance(place, RemotePath):
         return {_url_of(place)}
@@ -234,7 +234,7 @@ def pointed(text: str, line: int, column: int) -> str:
 
 
 def is_text(text: str) -> bool:
-    r"""Return whether a string can be encoded in UTF-8; JSON may contain half of a surrogate pair.
+    r"""Return whether UTF-8 can encode a string: JSON may contain half of a surrogate pair.
 
     >>> is_text("größe"), is_text("\ud800")
     (True, False)

@@ -118,7 +118,10 @@ class _Interrupt:
 
 
 def interrupted() -> bool:
-    """Return whether the main thread is handling an interrupt; in other threads, its last result."""
+    """Return whether the main thread is handling an interrupt.
+
+    Other threads get its last result.
+    """
     if threading.current_thread() is threading.main_thread():
         error = sys.exception()
         while error is not None and not isinstance(error, KeyboardInterrupt):

@@ -87,11 +87,11 @@ _PASSING_NUMBERS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errn
 
 
 class Call(NamedTuple):
-    """A call of a file system's method on a file, or of a coroutine function without arguments.
+    """A call of a file system's method on a file, or of a coroutine function.
 
     Attributes:
         url: the URL of the file.
-        method: the method's name, or the coroutine function.
+        method: the method's name, or the coroutine function, which takes no arguments.
         arguments: the arguments after the file's name.
         options: the keyword arguments.
         nbytes: the number of bytes sent or received, apart from small messages; None if the response may take any time,
@@ -317,7 +317,7 @@ def passes(error: BaseException) -> bool:
 
 
 def _prepared(fs: Any, call: Call) -> Callable[[], Any]:
-    """Bind a call's arguments; for an asynchronous file system, the result returns a coroutine."""
+    """Bind a call's arguments; the result returns a coroutine if the file system is asynchronous."""
     if not isinstance(call.method, str):
         return call.method
     method = getattr(fs, f"_{call.method}" if fs.async_impl else call.method)
