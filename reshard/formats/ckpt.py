@@ -1,8 +1,8 @@
 """MindSpore `.ckpt` files: a sequence of protobuf `Checkpoint` messages.
 
 Each message contains a tensor or a part of one. It is described in `proto/checkpoint.proto`; here its bytes are read
-and written directly. Indexing scans the varints and seeks over the contents (1 ms for 1 GB; parsing the message takes 1
-s and 2.3 GB).
+and written directly. Indexing scans the varints and seeks over the contents: for 1 GB it takes 1 ms, but parsing the
+message takes 1 s and 2.3 GB.
 
 * A tensor over 512 MiB is several messages with the same tag and the full dims, cut at exactly 536,870,912 bytes,
   in the middle of a row; asynchronous saves cut by rows. Any cut is read; cuts at 512 MiB are written.

@@ -304,7 +304,7 @@ def shard_index(spans: Iterable[tuple[int, int]]) -> bytes:
 def cut(box: Shape, most: int) -> Shape:
     """Return the shape of the first rows of a box, with at most `most` elements, at least one.
 
-    The box is cut evenly if that takes less than twice as many parts.
+    The box is cut evenly if that takes fewer than twice the minimum number of parts.
 
     >>> cut((100, 6), 240), cut((97, 6), 240), cut((4, 100, 6), 30), cut((5,), 9)
     ((25, 6), (33, 6), (1, 5, 6), (5,))

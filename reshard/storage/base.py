@@ -88,8 +88,8 @@ class Status(NamedTuple):
         nbytes: the size.
         mtime_ns: the time of the last change, in nanoseconds; for a file at a URL, a number derived from its entity tag
             or from another version field of its file system.
-        change: for a local file, its ctime and inode number, which stay if the mtime is set back. They differ for every
-            copy, and may differ on another machine.
+        change: for a local file, its ctime and inode number, which reveal a change even if the mtime was set back. They
+            differ for every copy, and may differ on another machine.
     """
 
     nbytes: int
