@@ -211,7 +211,7 @@ def _files_of(route: Route) -> Sequence[tuple[int, ...]]:
 
 def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: int) -> tuple[Move, ...]:
     """Return one move for each tensor; similar tensors share their ways."""
-    writes: dict[Route, tuple[tuple[tuple[Where, ...], ...], list[_Laid]]] = {}
+    writes: dict[Route, tuple[tuple[tuple[Where, ...], ...], list[_BlockRuns]]] = {}
     ways: dict[tuple[Route, int], Way] = {}
     runs: dict[FileLayout, dict[str, list[Runs]]] = {}
     moves = []
@@ -238,11 +238,11 @@ def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: in
     return tuple(moves)
 
 
-_Laid = tuple["FileLayout", int, tuple[int, int] | None]
+_BlockRuns = tuple["FileLayout", int, tuple[int, int] | None]
 """Runs in a file: its layout, the number of a tensor's block in it, and the first element and count of a part."""
 
 
-def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Where, ...], ...], list[_Laid]]:
+def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Where, ...], ...], list[_BlockRuns]]:
     """Return the extents of each target of a recipe, and the blocks whose runs they number."""
     count: dict[int, int] = {}  # the tensor's blocks in each file, so far
     blocks = []
@@ -251,7 +251,7 @@ def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Wher
         for file in files_of_block:
             count[file] = count.get(file, 0) + 1
     parts = route.pieces or [(number, 0, 0) for number in range(len(blocks))]
-    numbers: dict[_Laid, int] = {}
+    numbers: dict[_BlockRuns, int] = {}
     places = []
     for block, begin, elements in parts:
         piece = (begin, elements) if route.pieces else None

@@ -118,13 +118,13 @@ def plan(
     destination_class = destination_of(files)
     written = _format_of(source, files, destination_class.format, format)
     request = Request(
-        target, written, files, ranks, _asked(source, selection), remove_redundancy, link_replicas, memory, stage,
-        _to_write(target_cipher, written),
+        target, written, files, ranks, _full_selection(source, selection), remove_redundancy, link_replicas, memory,
+        stage, _encrypting(target_cipher, written),
     )  # fmt: skip
     request = destination_class.settled(request, source)
     if destination_class.links:
         return _linked(source, request, destination_class)
-    strategy, stage_ranks = _of_stage(target, stage, ranks)
+    strategy, stage_ranks = _restrict_to_stage(target, stage, ranks)
     request = replace(request, target=strategy)
     source = source if destination_class.carries else source.unbound()
     selected = select(source, strategy, selection, carries=destination_class.carries)
@@ -155,7 +155,7 @@ def plan(
     )
 
 
-def _asked(source: Checkpoint, selection: Selection) -> Selection:
+def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
     """Return the selection relative to the source as it was opened, with its rules and adapter."""
     if source.origin is None:
         return selection
@@ -194,7 +194,7 @@ def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | 
     return only or by_name(requested or str(default)).NAME
 
 
-def _of_stage(
+def _restrict_to_stage(
     target: Strategy | Pattern | None, stage: int | None, ranks: Iterable[int] | None
 ) -> tuple[Strategy | Pattern | None, tuple[int, ...] | None]:
     """Return the strategy and the ranks of a target, restricted to `stage` if it is given.
@@ -203,7 +203,7 @@ def _of_stage(
         StrategyError: the strategy covers a single stage and `stage` is None, or it does not have the requested stage.
         UsageError: ranks of other stages are requested, or there is no strategy.
     """
-    wanted = None if ranks is None else tuple(ranks)
+    requested = None if ranks is None else tuple(ranks)
     if stage is None:
         if isinstance(target, Strategy) and target.others:
             number = target.stages.start
@@ -211,24 +211,24 @@ def _of_stage(
                 f"the target strategy covers only stage {number} of a pipeline", code="one-stage",
                 hint=Text(f"give {ALL_STAGES}, or ", Option("target_stage", number), " to write only its ranks"),
             )  # fmt: skip
-        return target, wanted
+        return target, requested
     if not isinstance(target, Strategy):
         raise UsageError(
             f"no target strategy says which ranks stage {stage} has", code="missing-strategy",
             hint=Text("give ", Option("target_strategy")),
         )  # fmt: skip
     part = target.of_stage(stage)
-    outside = set(wanted or ()).difference(part.ranks)
+    outside = set(requested or ()).difference(part.ranks)
     if outside:
         raise UsageError(
             f"{ranks_text(outside)} {'is' if len(outside) == 1 else 'are'} not in stage {stage} of the target",
             code="no-such-rank", facts=[f"stage {stage} has {ranks_text(part.ranks)}"],
         )  # fmt: skip
     if len(target.stages) == 1:
-        return part, wanted
+        return part, requested
     return target, tuple(
         part.ranks
-    ) if wanted is None else wanted  # the whole strategy names the tensors of other stages
+    ) if requested is None else requested  # the whole strategy names the tensors of other stages
 
 
 def plan_convert(
@@ -339,14 +339,14 @@ def plan_files(
         selected = select(checkpoint, None, selection)
         items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
         dropped.update(dict.fromkeys(selected.dropped))
-    destination = SameFiles(source, items, paths, by_name(format), _to_write(target_cipher, format))
+    destination = SameFiles(source, items, paths, by_name(format), _encrypting(target_cipher, format))
     all_items = [item for file_items in items for item in file_items]
     limits = budget(source, all_items, destination, threads=threads)
     result = build(source, all_items, destination, limits, Faults(source.root))
     return replace(result, dropped=tuple(dropped), warnings=source.warnings)
 
 
-def _to_write(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A002 -- as above
+def _encrypting(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A002 -- as above
     """Return the cipher for target files; raise `UsageError` if the format has no encryption."""
     if cipher is not None and format != "ckpt":
         raise UsageError(

@@ -94,7 +94,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     groups = _groups(readers, numbers, FILES_AT_ONCE if can(directory).positioned else STREAMS_AT_ONCE)
     group_of = {number: index for index, group in enumerate(groups) for number in group}
-    memory = (("sending", _held(plan, groups, directory)), ("more bands", _more_bands(plan, len(groups))))
+    memory = (("sending", _write_buffers(plan, groups, directory)), ("more bands", _extra_bands(plan, len(groups))))
     stats = plan.stats._replace(
         bytes_read=sum(nbytes * len({group_of[number] for number in files}) for files, nbytes in readers.items()),
         tasks=len(groups),
@@ -118,7 +118,7 @@ def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
     begins: dict[FileLayout, list[tuple[int, int]]] = {}  # offset and move of each content, by layout
     for number, move in enumerate(plan.moves):
         if move.way not in shares:
-            shares[move.way] = _share(plan, move.way, chosen_files)
+            shares[move.way] = _restrict(plan, move.way, chosen_files)
         if share := shares[move.way]:
             for layout, runs in share[1]:
                 if any(nbytes for _, nbytes in move.write_runs[runs]):
@@ -138,7 +138,9 @@ def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
     return replace(plan, moves=tuple(move for _, move in ordered), labels=labels), pieces
 
 
-def _share(plan: Plan, way: Way, chosen_files: frozenset[int]) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
+def _restrict(
+    plan: Plan, way: Way, chosen_files: frozenset[int]
+) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
     """Restrict a way to the blocks of some files; also return their layouts, with the numbers of runs.
 
     Return None if the way writes no block of these files.
@@ -158,7 +160,7 @@ def _share(plan: Plan, way: Way, chosen_files: frozenset[int]) -> tuple[Way, dic
     return share, {(plan.files[at.file].layout, at.runs): None for chosen_writes in writes for at in chosen_writes}
 
 
-def _more_bands(plan: Plan, tasks: int) -> int:
+def _extra_bands(plan: Plan, tasks: int) -> int:
     """Return the memory for bands of the threads that become busy with more tasks."""
     threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
     casts = any(move.dtype != move.target_dtype for move in plan.moves)
@@ -182,7 +184,7 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
         for block, (at,) in zip(move.recipe.targets, move.way.writes, strict=True):
             first = block.start[0] * row if block.start else 0
             groups[starts[bisect_right(starts, first, key=itemgetter(0)) - 1][1]][at.file] = None
-        array_sent, array_waiting = _at_once(plan, move)
+        array_sent, array_waiting = _array_buffers(plan, move)
         sending, waiting = max(sending, array_sent), max(waiting, array_waiting)
     overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
     memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
@@ -192,7 +194,7 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     return replace(plan, tasks=tasks, stats=stats, memory=shares)
 
 
-def _at_once(plan: Plan, move: Move) -> tuple[int, int]:
+def _array_buffers(plan: Plan, move: Move) -> tuple[int, int]:
     """Return how many bytes of an array are buffered to be sent now, and how many wait.
 
     Files that share rows are open side by side, and each begins and ends with the same rows. In a shard of several
@@ -308,7 +310,7 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
     return tuple(tuple(sorted(group)) for number, group in group_of.items() if number == min(group))
 
 
-def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
+def _write_buffers(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
     """Return the memory to write at URLs: the client library, and upload buffers of each thread."""
     if can(directory).positioned:
         return 0
@@ -344,25 +346,27 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
         return plan
     files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
     ways: dict[Way, Way] = {}
-    moves = tuple(move._replace(way=_without(move.way, done, ways)) for move in plan.moves) if done else plan.moves
+    moves = (
+        tuple(move._replace(way=_without_finished(move.way, done, ways)) for move in plan.moves) if done else plan.moves
+    )
     plan = replace(plan, files=files, moves=moves)
     written_whole = done.union(complete)
-    tasks = (_left(plan, task, done, written_whole, written) for task in plan.tasks)
+    tasks = (_remaining_task(plan, task, done, written_whole, written) for task in plan.tasks)
     return replace(plan, tasks=tuple(task for task in tasks if task))
 
 
-def _left(
+def _remaining_task(
     plan: Plan, task: Task, done: frozenset[int], written_whole: frozenset[int], written: Mapping[int, Spans]
 ) -> Task | None:
     """Return the unfinished remainder of a task, or None."""
     if not task.files:
-        pieces = tuple(piece for piece in task.pieces if _is_left(plan, piece, written))
+        pieces = tuple(piece for piece in task.pieces if _is_incomplete(plan, piece, written))
         return Task(pieces) if pieces else None
     files = tuple(file for file in task.files if file not in done)
     return None if written_whole.issuperset(files) else task._replace(files=files)
 
 
-def _without(way: Way, done: frozenset[int], ways: dict[Way, Way]) -> Way:
+def _without_finished(way: Way, done: frozenset[int], ways: dict[Way, Way]) -> Way:
     """Return a way without its writes into files that are done."""
     if way not in ways:
         writes = tuple(tuple(at for at in extents if at.file not in done) for extents in way.writes)
@@ -370,7 +374,7 @@ def _without(way: Way, done: frozenset[int], ways: dict[Way, Way]) -> Way:
     return ways[way]
 
 
-def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
+def _is_incomplete(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
     """Return whether any byte of a piece is missing in one of its files."""
     move = plan.moves[piece.move]
     width = move.target_dtype.itemsize

@@ -62,7 +62,7 @@ _LARGEST_FILE = 1 << 28
 _MOST_STARS = 8
 
 # Classes that lay out the target's files: name in a plan file, class, and kinds of the class's fields.
-_WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
+_FILES_CLASSES: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "rank_files": (RankFiles, (TEXT, TEXT)),
     "named_file": (NamedFile, (INNER_PATH,)),
     "mindspore_set": (MindSporeSet, (COUNT,)),
@@ -176,7 +176,7 @@ class PlanFile:
         iteration = Path(self.source).name
         if is_iteration(iteration) and (root / iteration).is_dir():
             root /= iteration
-        checkpoint = self._opened(root, cipher)
+        checkpoint = self._open_source(root, cipher)
         request = _request(content)
         result = make_plan(
             checkpoint,
@@ -204,7 +204,7 @@ class PlanFile:
             )  # fmt: skip
         return result
 
-    def _opened(self, root: Path, cipher: Cipher | None) -> Checkpoint:
+    def _open_source(self, root: Path, cipher: Cipher | None) -> Checkpoint:
         planned = self._content["source"]
         if planned["encrypted"] and cipher is None:
             raise UsageError(
@@ -262,7 +262,7 @@ class PlanFile:
     def _check_contents(self, checkpoint: Checkpoint) -> None:
         changed = Faults(checkpoint.root)
         planned_source = self._content["source"]
-        files = {file.path: file for file in _listed(checkpoint)}
+        files = {file.path: file for file in _source_files(checkpoint)}
         planned = {path for _, path, *_ in planned_source["files"]}
         for path in files.keys() ^ planned:  # of a zarr store, which lists its own files
             problem = "is gone since it was planned" if path in planned else "is new since it was planned"
@@ -364,7 +364,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
             "link_replicas": request.link_replicas,
             "encryption": plan.cipher and plan.cipher.mode,
         },
-        "files": _way_data(request.files),
+        "files": _files_data(request.files),
         "selection": selection_data(request.selection),
         "directory": directory,
     }
@@ -385,7 +385,7 @@ def _source_data(source: Checkpoint) -> Json:
     root = Path(source.root).absolute()
     headers: dict[str, int] = {}
     files = []
-    for file in _listed(source):
+    for file in _source_files(source):
         number = headers.setdefault(file.header, len(headers))
         files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
     return {
@@ -419,7 +419,7 @@ class _Listed(NamedTuple):
     place: str
 
 
-def _listed(source: Checkpoint) -> list[_Listed]:
+def _source_files(source: Checkpoint) -> list[_Listed]:
     """Return the files of a source, in its order."""
     root = Path(source.root).absolute()
     digests = index_digests([file.index for file in source.files])
@@ -451,14 +451,14 @@ def _listed(source: Checkpoint) -> list[_Listed]:
     return result
 
 
-def _way_data(files: AnyFiles) -> Json:
-    fields: Any = files  # each of the classes in `_WAYS` is a tuple or a dataclass
+def _files_data(files: AnyFiles) -> Json:
+    fields: Any = files  # each of the classes in `_FILES_CLASSES` is a tuple or a dataclass
     if isinstance(files, ZarrGroup) and files.times:
         raise UsageError(
             "a plan of a zarr store with the times of its source files cannot be saved", code="not-savable",
             hint="leave the times out",
         )  # fmt: skip
-    for name, (kind, _) in _WAYS.items():
+    for name, (kind, _) in _FILES_CLASSES.items():
         if type(files) is kind:
             return {"way": name, "fields": fields if isinstance(fields, tuple) else astuple(fields)}
     raise UsageError(f"a plan with files of {type(files).__name__} cannot be saved", code="not-savable")
@@ -497,9 +497,9 @@ def _check_version(parsed: object) -> None:
 
 
 def _check_way(way: str, fields: object) -> None:
-    if way not in _WAYS:
-        raise ValueError(f"$.files.way is {way!r:.60}; known are {', '.join(_WAYS)}")
-    check(fields, _WAYS[way][1], "$.files.fields")
+    if way not in _FILES_CLASSES:
+        raise ValueError(f"$.files.way is {way!r:.60}; known are {', '.join(_FILES_CLASSES)}")
+    check(fields, _FILES_CLASSES[way][1], "$.files.fields")
 
 
 def _check_files(source: Json) -> None:
@@ -530,7 +530,7 @@ def _request(content: Json) -> Request:
     return Request(
         read_small_strategy(target["strategy"]) if pattern is None else read_pattern(pattern),
         target["format"],
-        _WAYS[files["way"]][0](*files["fields"]),
+        _FILES_CLASSES[files["way"]][0](*files["fields"]),
         target["ranks"],
         _selection(content["selection"]),
         target["remove_redundancy"],

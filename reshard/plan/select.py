@@ -329,8 +329,12 @@ def select(
     expected = (
         expected_tensors if target else [*(strategy.tensors if strategy else ()), *sorted(source.opening.elsewhere)]
     )
-    no_weights = {*states, *(name for name in expected_tensors if target and _counts_steps(target, name))}
-    absent = [name for name in expected if name not in available and _may_be_asked_for(name, selection, no_weights)]
+    # A source may lack step counters. Strategy files of MindSpore have no shapes.
+    no_weights = {
+        *states,
+        *(name for name in expected_tensors if target and is_step(name, target.shape_of(name) or ())),
+    }
+    absent = [name for name in expected if name not in available and _would_be_chosen(name, selection, no_weights)]
     missing = _missing(source, absent, no_weights, selection, faults)
     faults.raise_if_any(SourceError, advice=_advice(target, set(renamed.values()), states))
     dropped_names = set(dropped)
@@ -351,7 +355,7 @@ def select(
         tuple(dropped),
         tuple(missing),
         left_out,
-        _of_states(omitted_states, states),
+        _states_warning(omitted_states, states),
     )
 
 
@@ -375,7 +379,7 @@ def _advice(target: Strategy | Pattern | None, known: Collection[str], states: C
     return one_stage_advice(target, known, states) if isinstance(target, Strategy) else ""
 
 
-def _of_states(omitted: Collection[str], states: Mapping[str, State]) -> tuple[str, ...]:
+def _states_warning(omitted: Collection[str], states: Mapping[str, State]) -> tuple[str, ...]:
     """Warn of tensors left out as optimizer states because of an unusual prefix alone."""
     kinds = Counter(states[name].kind for name in omitted)
     unusual = {kind: count for kind, count in kinds.items() if kind.partition(".")[0] not in USUAL_STATES}
@@ -448,12 +452,7 @@ def _matched(
     return matched
 
 
-def _counts_steps(target: Strategy | Pattern, name: str) -> bool:
-    """Return whether a target tensor is a step counter, which a source may lack."""
-    return is_step(name, target.shape_of(name) or ())  # strategy files of MindSpore have no shapes
-
-
-def _may_be_asked_for(name: str, selection: Selection, states: Collection[str]) -> bool:
+def _would_be_chosen(name: str, selection: Selection, states: Collection[str]) -> bool:
     """Return whether the selection would choose a tensor that the source lacks."""
     include, exclude = (
         [_COUNTED.sub(r"\g<glob>", pattern) for pattern in patterns]
