@@ -94,7 +94,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """The mapping of source blocks to target blocks of one shape. Compared by identity.
+    """The mapping of source to target blocks of one shape. Compared by identity.
 
     Attributes:
         shape: the shape of the whole tensor; `(1,)` for a scalar.
@@ -171,7 +171,7 @@ class Recipe:
                     )
 
     def elements_read(self, axis: int) -> int:
-        """Return how many elements are read to make the targets; each source block's rows are read whole."""
+        """Return the number of elements read; rows of source blocks are read whole."""
         if is_grid(self.shape, self.targets):
             return prod(self.shape)  # every element once
         return sum((s.stop - s.start) * s.columns.row_elements for s in self.segments(axis, 0, self.rows(axis)))
@@ -196,7 +196,7 @@ def is_grid(shape: Shape, blocks: Sequence[Block]) -> bool:
 
 
 def _met(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[int]:
-    """Return the blocks with any rows from `first` to `last` at the leading indices `prefix`."""
+    """Return the blocks with rows from `first` to `last` at leading indices `prefix`."""
     axis = len(prefix)
     return [
         number
@@ -209,7 +209,7 @@ def _met(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[
 def _sweep(
     recipe: Recipe, axis: int, first: int, last: int, sources: list[int], targets: list[int]
 ) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield runs of rows in order, with the source and target blocks that each run meets."""
+    """Yield runs of rows in order, with the source and target blocks in each run."""
     begins: dict[int, list[tuple[bool, int]]] = {}
     ends: dict[int, list[tuple[bool, int]]] = {}
     for is_target, blocks, numbers in ((False, recipe.sources, sources), (True, recipe.targets, targets)):

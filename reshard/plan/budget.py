@@ -1,4 +1,4 @@
-"""Predict a run's memory, and choose the number of threads and the band size that keep a limit.
+"""Predict a run's memory, and choose threads and band size to fit a limit.
 
 The constants are resident memory, measured on CPython 3.11 with numpy; `tests/run/test_memory.py` compares predictions
 with runs.
@@ -127,7 +127,7 @@ class Budget(NamedTuple):
         )  # fmt: skip
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
-        """Return the parts of the memory of a run of `tasks` tasks, whose largest band has `band` bytes."""
+        """Return the parts of a run's memory, for `tasks` tasks and bands up to `band` bytes."""
         threads = min(self.threads, tasks)
         return (
             *self.fixed,
@@ -137,7 +137,7 @@ class Budget(NamedTuple):
 
 
 def thread_bytes(band: int, buffers: int) -> int:
-    """Return the memory that a thread needs for bands of `band` bytes: buffers and views."""
+    """Return the memory of a thread's buffers and views, for bands of `band` bytes."""
     return ceil((buffers + VIEWS) * band)
 
 
@@ -147,7 +147,7 @@ def band_buffers(*, casts: bool, strided: bool) -> int:
 
 
 def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, extra: Sequence[Share]) -> tuple[Share, ...]:
-    """Return the memory that does not depend on threads: the program, the source's indexes, the plan.
+    """Return the memory of the program, the source's indexes and the plan.
 
     Args:
         source: the checkpoint.
@@ -245,7 +245,7 @@ def _program(*, casts: bool) -> Share:
 
 
 def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
-    """Return the memory of tensors of a checkpoint, and of the indexes of all its files."""
+    """Return the memory of a checkpoint's tensors and of the indexes of all its files."""
     indexes = {file.index.header: len(file.index.entries) for file in checkpoint.files}
     chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
     shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.holders else []

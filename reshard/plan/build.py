@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """The transfer that tensors with the same sharding and the same target blocks share.
+    """The transfer shared by tensors with equal shardings and target blocks.
 
     Attributes:
         recipe: see `Way`.
@@ -159,7 +159,7 @@ class _Routes:
 
 
 def _route(tensor: Tensor, wanted: Wanted, only: Where | None) -> Route | None:
-    """Return the route from shards to target blocks, or None if a needed shard is in no file."""
+    """Return the route from shards to target blocks, or None if a shard is missing."""
     shape, sharding = tensor.space or tensor.spec.shape, tensor.sharding
     shards = list(zip(sharding.blocks, sharding.replicas, strict=True))
     if only is not None:
@@ -243,7 +243,7 @@ _BlockRuns = tuple["FileLayout", int, tuple[int, int] | None]
 
 
 def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Where, ...], ...], list[_BlockRuns]]:
-    """Return the extents of each target of a recipe, and the blocks whose runs they number."""
+    """Return the extents of each target of a recipe, and the blocks they refer to."""
     count: dict[int, int] = {}  # the tensor's blocks in each file, so far
     blocks = []
     for files_of_block in route.wanted.files:

@@ -1,4 +1,4 @@
-"""Describe the changes a conversion makes to tensors, for plans, reports and verifications."""
+"""Describe how a conversion changes tensors, in plans, reports and verifications."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def changes(source: Checkpoint, selection: Selection, pairs: Iterable[tuple[str,
 
 
 def changes_of(plan: Plan) -> tuple[Change, ...]:
-    """Return the changes that a plan makes to tensors; empty if it was combined from other plans."""
+    """Return the changes of a plan; empty if it was combined from other plans."""
     if plan.request is None:
         return ()
     pairs = [(label.source_name, label.name) for label in plan.labels]
@@ -95,7 +95,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def cast_advice(target: str, source: str, count: int) -> Text | None:
-    """Return advice on comparing tensors of two dtypes, or None if neither can be cast.
+    """Return how to compare tensors of two dtypes, or None if neither can be cast.
 
     >>> str(cast_advice("bfloat16", "float32", 6)).partition("; ")[0]
     '6 tensors are bfloat16 in the target, float32 in the source'

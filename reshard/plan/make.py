@@ -156,7 +156,7 @@ def plan(
 
 
 def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
-    """Return the selection relative to the source as it was opened, with its rules and adapter."""
+    """Return the selection relative to the source as opened, with rules and adapter."""
     if source.origin is None:
         return selection
     left_out = source.left_out - source.origin.left_out - source.origin.checkpoint.left_out
@@ -187,7 +187,7 @@ def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Pl
 
 
 def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | None) -> str:
-    """Return the format of a target's files: the only one, the requested one or the source's."""
+    """Return the format of target files: the only, the requested or the source's."""
     if requested not in {None, only} and (only or requested in OF_FORMATS):
         raise UsageError(f"{type(files).__name__} does not write format {requested}", code="wrong-format")
     default = source.format if source.format in {module.NAME for module in formats()} else "safetensors"
@@ -197,7 +197,7 @@ def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | 
 def _restrict_to_stage(
     target: Strategy | Pattern | None, stage: int | None, ranks: Iterable[int] | None
 ) -> tuple[Strategy | Pattern | None, tuple[int, ...] | None]:
-    """Return the strategy and the ranks of a target, restricted to `stage` if it is given.
+    """Restrict a target's strategy and ranks to `stage`, if it is given.
 
     Raises:
         StrategyError: the strategy covers a single stage and `stage` is None, or it does not have the requested stage.
@@ -347,7 +347,7 @@ def plan_files(
 
 
 def _encrypting(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A002 -- as above
-    """Return the cipher for target files; raise `UsageError` if the format has no encryption."""
+    """Return the cipher for target files; raise `UsageError` if unsupported."""
     if cipher is not None and format != "ckpt":
         raise UsageError(
             f"{format} files cannot be encrypted", code="not-encryptable",

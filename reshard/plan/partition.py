@@ -141,7 +141,9 @@ def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
 def _restrict(
     plan: Plan, way: Way, chosen_files: frozenset[int]
 ) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
-    """Restrict a way to the blocks of some files; also return their layouts, with the numbers of runs.
+    """Restrict a way to the blocks of some files, and return it with their runs.
+
+    The runs are given by the layouts of the files and the numbers of runs.
 
     Return None if the way writes no block of these files.
     """
@@ -195,7 +197,7 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
 
 
 def _array_buffers(plan: Plan, move: Move) -> tuple[int, int]:
-    """Return how many bytes of an array are buffered to be sent now, and how many wait.
+    """Return how many bytes of an array are buffered for sending, and how many wait.
 
     Files that share rows are open side by side, and each begins and ends with the same rows. In a shard of several
     plain chunks, the chunks of the same rows wait for the first.
@@ -311,7 +313,7 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
 
 
 def _write_buffers(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
-    """Return the memory to write at URLs: the client library, and upload buffers of each thread."""
+    """Return the memory of uploads: the client library and buffers of each thread."""
     if can(directory).positioned:
         return 0
     block = BLOCK_BYTES if plan.cipher else 0  # buffered until its header is known
@@ -324,7 +326,7 @@ def _write_buffers(plan: Plan, groups: Sequence[Sequence[int]], directory: str) 
 
 
 def _library_bytes(plan: Plan, directory: str) -> int:
-    """Return the memory of the target's client library, unless the sources need it already."""
+    """Return the memory of the target's client library, unless sources need it too."""
     return 0 if any(can(file.path).library_bytes for file in plan.source.files) else can(directory).library_bytes
 
 

@@ -1,4 +1,4 @@
-"""Plans: which bytes go where, known before anything is read or written.
+"""Plans: all byte transfers, known before anything is read or written.
 
 `plan` is pure: it opens no file, reads no clock and knows no scheduler. A plan is small (a few bytes a tensor and
 rank), because tensors share everything they have in common: their ways, and the layouts of target files with equal
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """The transfer pattern that similar tensors share: source extents to target extents. Compared by identity.
+    """The transfer pattern that similar tensors share. Compared by identity.
 
     Attributes:
         recipe: which rows and columns go where.
@@ -55,7 +55,7 @@ class Way:
 
     @property
     def is_strided(self) -> bool:
-        """True if any block is strided, including the blocks compared with in a comparison."""
+        """True if any block is strided, on either side in a comparison."""
         return any(at.strides for extents in (self.reads, *self.writes) for at in extents)
 
 
@@ -180,7 +180,7 @@ class Stats(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """The options of a plan; a plan is made from these and its source alone. See `make`."""
+    """The options of a plan, which is made from them and its source. See `make`."""
 
     target: Strategy | Pattern | None
     format: str
@@ -274,16 +274,19 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Number of block copies written beyond the first of each block; linked files write none."""
+        """Number of copies written beyond the first of each block, without linked files."""
         ways = Counter(move.way for move in self.moves)
         return sum(count * sum(max(len(files) - 1, 0) for files in way.writes) for way, count in ways.items())
 
     def explain_memory(self) -> dict[str, int]:
-        """Return the parts of the predicted peak memory in bytes; their sum is `Stats.peak_memory`."""
+        """Return the parts of the predicted peak memory in bytes.
+
+        Their sum is `Stats.peak_memory`.
+        """
         return dict(self.memory)
 
     def encoded(self, file: TargetFile) -> tuple[str, ...]:
-        """Return the encoding of a target file, as a tuple of one item; empty if its contents are plain."""
+        """Return the encoding of a target file in a tuple; empty if it is plain."""
         encoding = self.coding and self.coding.of(file.path)
         return (encoding,) if encoding else ()
 
@@ -302,7 +305,7 @@ class Plan:
         return sorted(read.union(number for number, file in enumerate(self.source.files) if file.path in linked))
 
     def blocks(self, rank: int) -> dict[str, Held]:
-        """Return the blocks that a target rank will hold, by target name; without text (see `texts`)."""
+        """Return the blocks that a target rank will hold, by target name, without texts."""
         numbers = {number for number, file in enumerate(self.files) if file.rank == rank}
         result = {}
         for move, label in zip(self.moves, self.labels, strict=True):
@@ -356,7 +359,7 @@ def file_digests(plan: Plan) -> list[str]:
 
 
 def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> list[str]:
-    """Return a digest for each target file; `sources` are bytes that identify the source files."""
+    """Return a digest for each target file; `sources` identify the source files."""
     lora = plan.source.lora
     options = tuple(option for option in (encryption, lora and lora.digest) if option)
     literals: dict[FileLayout, bytes] = {}
@@ -409,7 +412,7 @@ def _made_of(way: Way, sources: Sequence[bytes]) -> list[bytes]:
 
 
 def changes_digest(plan: Plan) -> str:
-    """Return a digest of the change times of all source files; empty if one is unknown.
+    """Return a digest of all source files' change times; empty if one is unknown.
 
     Inode numbers are not used, because some network file systems reuse them.
     """

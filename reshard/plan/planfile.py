@@ -287,7 +287,7 @@ def read_plan(
     cipher: Cipher | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Read a plan file that `Plan.save` wrote, here or on another machine, and open its source.
+    """Read a plan file that `Plan.save` wrote on any machine, and open its source.
 
     Args:
         path: the plan file.
@@ -371,7 +371,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
 
 
 def read_selection(content: Json) -> Selection:
-    """Return the selection that `selection_data` wrote; raise `ValueError` if it is not valid."""
+    """Read the selection that `selection_data` wrote; raise `ValueError` if invalid."""
     check(content, SELECTION)
     _check_names(content["names"])
     return _selection(content)
@@ -407,7 +407,9 @@ def _source_data(source: Checkpoint) -> Json:
 
 
 class _Listed(NamedTuple):
-    """A source file in a plan file: rank, path below the source's root, size, digest of the header; and its full path.
+    """A source file as in a plan file, with its full path.
+
+    `path` is below the source's root, `header` is a digest, and `place` is the full path.
 
     The files of a zarr store have rank 0, each once, with the metadata of its arrays, and the group's last.
     """

@@ -141,7 +141,7 @@ class Selection:
         faults.raise_if_any(UsageError)
 
     def target_dtype(self, source: Checkpoint, name: str) -> DType:
-        """Return the target dtype of a source tensor; tensors bound to their format are not cast."""
+        """Return the target dtype of a tensor; tensors bound to their format are not cast."""
         dtype = source.tensors[name].spec.dtype
         cast = dtype.name in self.cast and name not in source.extras.bound
         return by_name(self.cast[dtype.name], UsageError) if cast else dtype
@@ -213,7 +213,7 @@ def globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
 
 
 class _Renaming:
-    """Renames by a map of exact names and globs; optimizer states follow their weights."""
+    """Renames by exact names and globs; optimizer states follow their weights."""
 
     def __init__(self, new_names: Mapping[str, str], known: set[str]) -> None:
         self.new_names, self.known = new_names, known
@@ -234,7 +234,7 @@ class _Renaming:
         return self._by_glob(name) or name
 
     def _by_glob(self, name: str, beginning: str = "") -> str | None:
-        """Return the new name by the first matching glob that starts with `beginning`, or None."""
+        """Rename by the first matching glob that starts with `beginning`, or return None."""
         for old, regex in self.globs.items():
             if old.startswith(beginning) and (match := regex.fullmatch(name)):
                 pieces = self.new_names[old].split("*")
@@ -371,7 +371,7 @@ def select_listed(source: Checkpoint, selection: Selection) -> tuple[dict[str, s
 
 
 def _advice(target: Strategy | Pattern | None, known: Collection[str], states: Collection[str]) -> str:
-    """Return advice for weights that would be dropped or are missing, or an empty string."""
+    """Return advice for dropped or missing weights, or an empty string."""
     if target is None:
         return ""
     if not any(name in target.tensors for name in known):
@@ -428,7 +428,7 @@ def _before_rules(source: Checkpoint) -> Collection[str]:
 
 
 def _no_match(pattern: str, source_names: Collection[str], before: Collection[str]) -> str:
-    """Return the message for a pattern that matches no name, or only names before rules."""
+    """Return the message for a pattern without matches, or with matches before rules."""
     hint = "; it is of names before the rules: give names that the rules make" if matching(pattern, before) else ""
     return f"{no_match(pattern, source_names)}{hint}"
 

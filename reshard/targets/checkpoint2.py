@@ -71,7 +71,10 @@ _BREAKING = re.compile("[,()'\"\\\\]")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint2:
-    """`iteration_N/PREFIX-model-K-of.safetensors` and so on, `common.json`, `metadata.json` of blocks, and the tracker.
+    """The files of a Checkpoint 2.0.
+
+    These are `iteration_N/PREFIX-model-K-of.safetensors` and so on, `common.json`, `metadata.json` of blocks, and the
+    tracker.
 
     Attributes:
         step: N, the number of steps done; by default the source's step.
@@ -131,7 +134,7 @@ class Checkpoint2:
         return f"iteration_{self.step:08d}"
 
     def path(self, kind: str, extension: str) -> str:
-        """Return the path of a file of a kind, with placeholders for its number and the count."""
+        """Return the path of a kind of files, with placeholders for number and count."""
         prefix = f"{self.prefix}-" if self.prefix else ""
         return f"{self.directory}/{prefix}{kind}-{{number:07d}}-{{count:07d}}{extension}"
 
@@ -218,7 +221,7 @@ class Checkpoint2Target(Ranks):
         return (*tensor_files, *metadata_files, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of tensors that all ranks get whole, and of a wrong or incomplete `common.json`."""
+        """Warn of tensors that all ranks get whole, and of faults of `common.json`."""
         result = copied_whole(self._source, self._arrangement, self._items)
         common = _parse_common(self._layout.common or "{}")
         unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and common.get(key) is None]
@@ -231,7 +234,7 @@ class Checkpoint2Target(Ranks):
         return result
 
     def _stored_at(self, ranks: Sequence[int], group: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
-        """Yield the storage entries of a block, with the ranks that hold it and may read it there.
+        """Yield the storage entries of a block, with the ranks that may read it there.
 
         If many ranks store the block, each entry names only its own rank; naming all in each would take gigabytes.
         """
@@ -241,7 +244,7 @@ class Checkpoint2Target(Ranks):
             yield {"file_name": name, "storage_rank": rank, "rank_group": readers}
 
     def _metadata_bytes(self, target: _FullArrangement) -> Iterator[int]:
-        """Yield the approximate memory of each block's storage entries and the ranks that they name.
+        """Yield the approximate memory of each block's storage entries and their ranks.
 
         The layout of its tensor names the ranks that hold it twice more: as ranks, and as replica numbers.
         """
@@ -303,7 +306,7 @@ class _FullArrangement:
         return self._arrangement.shape_of(name) if name in self._arrangement.tensors else None
 
     def grid(self, name: str, shape: Shape) -> Grid:
-        """Return the blocks and their ranks, for stages with the layout of the first stage."""
+        """Return the blocks and their ranks, with the first stage's layout."""
         if name not in self._arrangement.tensors:
             return Mesh(whole(len(shape), len(self.ranks)), tuple(self.ranks), ()).grid(shape)
         grid, mesh = self._arrangement.grid(name, shape), self.mesh(name, shape)
@@ -318,7 +321,7 @@ class _FullArrangement:
         return self._arrangement.meshes(name, shape) if name in self._arrangement.tensors else ()
 
     def mesh(self, name: str, shape: Shape) -> Mesh | None:
-        """Return the first mesh of a tensor, or None if all its ranks hold the whole tensor.
+        """Return the first mesh of a tensor, or None if it is whole on all its ranks.
 
         Raises:
             LayoutError: blocks are of several sizes.
@@ -394,7 +397,7 @@ def _parse_common(common: str) -> dict[str, Any]:
 
 
 def _iteration(source: Checkpoint) -> int | None:
-    """Return the number of steps from the directory name, `common.json` or a DCP, or None."""
+    """Return the steps done, by the directory name, `common.json` or a DCP, or None."""
     has_metadata = source.extras.described_by and source.format != ZARR
     if has_metadata and (number := iteration_of(as_place(source.root))) is not None:
         return number
@@ -406,7 +409,7 @@ def _iteration(source: Checkpoint) -> int | None:
 
 
 def _progress(source: Checkpoint) -> dict[str, Any]:
-    """Return the progress of the training by key of `common.json`; None for unknown values.
+    """Return the training's progress by key of `common.json`; unknown values are None.
 
     File names count steps from the beginning of the epoch.
     """
@@ -421,7 +424,7 @@ def _progress(source: Checkpoint) -> dict[str, Any]:
 
 
 def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:
-    """Return the value of a tensor with a single number of the types, not below 0; else None."""
+    """Return the value of a tensor with one number of `types`, or None if below 0."""
     tensor = source.tensors.get(name)
     if tensor is None or tensor.text is not None or tensor.varies or prod(tensor.spec.shape) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Destinations: lay out the files of a target, and assign blocks of tensors to them.
+"""Destinations lay out the files of a target, and assign blocks to them.
 
 `plan.build` first asks a destination for the target blocks of every tensor and the files that they go into; then, once
 all blocks are known, for the files.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Item(NamedTuple):
-    """A planned tensor: its name in the target, the source tensor, its dtype in the target."""
+    """A planned tensor: its target name, the source tensor, and its target dtype."""
 
     name: str
     tensor: Tensor
@@ -91,13 +91,13 @@ class Arrangement(Protocol):
         """Number of ranks of a stage, which together store a block once if requested."""
 
     def grid(self, name: str, shape: Shape) -> Grid:
-        """Return the blocks of a tensor and their ranks; raise `LayoutError` if they do not fit."""
+        """Return a tensor's blocks and their ranks; raise `LayoutError` if they do not fit."""
 
     def shape_of(self, name: str) -> Shape | None:
         """Return the expected whole shape of a tensor, or None if it is not known."""
 
     def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        """Return the mesh of a tensor in each stage; empty if all its ranks hold the whole tensor."""
+        """Return the mesh of a tensor in each stage; empty if it is whole on its ranks."""
 
 
 class Destination(Protocol):
@@ -153,11 +153,11 @@ class Destination(Protocol):
         """Return the target blocks of a tensor, or None after adding a fault."""
 
     def cuts(self, name: str) -> bool:  # noqa: ARG002 -- subclasses use it
-        """Return whether it defines the blocks of a tensor, so that copies must not differ by rank."""
+        """Return whether it defines a tensor's blocks; if so, copies must not differ."""
         return False
 
     def copies(self, item: Item, read: Mapping[int, set[int]]) -> Sequence[tuple[Where, Wanted]]:  # noqa: ARG002 -- subclasses use it
-        """Return the copies to read of a tensor whose copies differ, and their target blocks.
+        """Return the copies to read if copies differ, with their target blocks.
 
         By default all files get the copy of the lowest rank.
 

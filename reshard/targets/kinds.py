@@ -1,4 +1,4 @@
-"""Kinds of targets: the words of `--to` and `format`, their options, and their destinations."""
+"""Kinds of targets: words of `--to` and `format`, options, and destinations."""
 
 from __future__ import annotations
 

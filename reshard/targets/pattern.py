@@ -1,4 +1,4 @@
-"""Patterns: the assignment of blocks to ranks from the metadata of another Checkpoint 2.0.
+"""Patterns: the layout of another Checkpoint 2.0, from its metadata.
 
 A strategy has the same devices for each tensor of a stage, in order. A pattern can express real trainings: experts on
 a separate mesh, single tensors on the ranks 0 and 2 of four. Only `metadata.json` is read.
@@ -78,7 +78,7 @@ class Pattern:
         return self.tensors[name].shape
 
     def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:  # noqa: ARG002 -- as in Arrangement
-        """Return the mesh of a tensor; empty if every rank that holds it has the whole tensor."""
+        """Return the mesh of a tensor; empty if it is whole on its ranks."""
         mesh = self.tensors[name].mesh
         return () if mesh is None else (self.known[mesh],)
 
@@ -142,7 +142,7 @@ def read_layouts(path: AnyName) -> Pattern:
 
 
 def _others(mesh: Mesh, shape: Shape, numbers: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the ranks outside the mesh that hold a block, with plausible block numbers."""
+    """Return the ranks outside the mesh that hold a block, if numbers are plausible."""
     of_rank = {rank: number for number, ranks in enumerate(mesh.grid(shape).ranks) for rank in ranks}
     if any(of_rank.get(rank, number) != number for number, rank in numbers):
         return ()
@@ -157,7 +157,7 @@ def pattern_data(pattern: Pattern) -> dict[str, Any]:
 
 
 def read_pattern(content: dict[str, Any]) -> Pattern:
-    """Return the pattern that `pattern_data` wrote; raise `ValueError` if it is not valid."""
+    """Read the pattern that `pattern_data` wrote; raise `ValueError` if invalid."""
     devices = content["devices"]
     if not 0 < devices <= _MOST_RANKS:
         raise ValueError(f"a pattern of {devices} ranks cannot be")

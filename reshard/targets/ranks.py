@@ -54,7 +54,7 @@ class Ranks(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if its target is the pattern of a Checkpoint 2.0."""
+        """Return the request; raise `UsageError` if its target is a pattern."""
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
                 "the target is a pattern of a Checkpoint 2.0, not a Strategy", code="wrong-type",
@@ -67,7 +67,7 @@ class Ranks(Destination):
         return self._target is not None and name in self._target.tensors
 
     def wanted(self, item: Item) -> Wanted | None:
-        """Return the blocks that the ranks get, with their files; None if the layout does not fit."""
+        """Return the target blocks with their files, or None if the layout does not fit."""
         shape = item.tensor.spec.shape
         number = self._shard_files.of[item.name]
         if not self.cuts(item.name):
@@ -88,7 +88,7 @@ class Ranks(Destination):
         return self._wanted[grid, number]
 
     def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:
-        """Return each copy that a target rank gets, and the files of the ranks that get it.
+        """Return each copy that a target rank gets, with the files of these ranks.
 
         Rank r gets the copy of source rank `r mod n` if its file is read for r anyway, else the copy of the lowest rank
         whose file is read for r, else the copy of the lowest rank that has one.
@@ -163,7 +163,7 @@ class Ranks(Destination):
         return [rank for rank in self.ranks if self._originals[rank] == rank]
 
     def _stored_once(self) -> dict[str, Grid]:
-        """Return the grids of tensors with redundancy removed; empty if it is not requested."""
+        """Return the grids of tensors without redundancy; empty if not requested."""
         if not self._remove_redundancy or self._target is None:
             return {}
         cut = [item for item in self._items if self.cuts(item.name)]
@@ -211,7 +211,7 @@ class Ranks(Destination):
         return self._grids.get(name) or self._grid(name, shape)
 
     def _grid(self, name: str, shape: Shape) -> Grid | None:
-        """Return the blocks of a listed tensor and their ranks; None, and a single fault, on misfit."""
+        """Return a tensor's blocks and ranks; on misfit, add a single fault and return None."""
         if name not in self._fitted:
             assert self._target is not None  # noqa: S101 -- it names the tensor
             self._fitted[name] = fitted(self._target, name, shape, self._faults)
@@ -244,7 +244,7 @@ class Ranks(Destination):
 
 
 def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence[Item]) -> tuple[str, ...]:
-    """Warn of tensors copied whole to every rank because no strategy tells how to cut them."""
+    """Warn of tensors copied whole to every rank because no strategy names them."""
     if target is None or source.strategy is not None:
         return ()
     whole = [
@@ -259,7 +259,7 @@ def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence
 
 
 def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid | None:
-    """Return the blocks of a listed tensor and their ranks; None, and a fault, on misfit."""
+    """Return a tensor's blocks and their ranks, or add a fault and return None."""
     try:
         grid = target.grid(name, shape)
     except LayoutError as error:
@@ -278,7 +278,10 @@ def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid
 
 
 def _none_empty(reduced: dict[str, Grid], full: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:
-    """Let every rank store at least its smallest block; MindSpore reads no file without tensors."""
+    """Let every rank store a block, since MindSpore reads no file without tensors.
+
+    A rank without blocks stores its smallest block.
+    """
     storing = {rank for grid in reduced.values() for ranks in grid.ranks for rank in ranks}
     of_grid: dict[Grid, tuple[int, str]] = {}
     for name, grid in full.items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SameFiles(Destination):
-    """A `Destination` with a file for each source file, with the same tensors in another format.
+    """A `Destination` that writes each source file again in another format.
 
     Names are local to each file, so that tensors of several files may have the same name; the tensors of the n-th file
     are in `items[n]`, and go to `paths[n]`.

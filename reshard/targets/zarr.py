@@ -1,4 +1,4 @@
-"""A zarr store of whole tensors; each chunk is a target block, in a file or in a shard.
+"""A zarr store of whole tensors; each chunk is a block in a file or a shard.
 
 Its files are numbered array by array: chunks or shards, then metadata; the group's metadata come last.
 """
@@ -148,7 +148,7 @@ def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
 
 
 def provenance(source: Checkpoint, *, times: bool) -> dict[str, Any]:
-    """Return the provenance to record in a store: source files, strategy, version of reshard.
+    """Return the provenance to record in a store: source files, strategy, version.
 
     Args:
         source: the checkpoint.

@@ -1,4 +1,6 @@
-"""A distributed checkpoint (DCP) of PyTorch: blocks listed in `.metadata`, which gets its name last.
+"""A distributed checkpoint (DCP) of PyTorch.
+
+Blocks are listed in `.metadata`, which gets its name last.
 
 Each block is an item, the output of `torch.save` (`torch_save`), and the items of a rank are back to back in
 `__RANK_NUMBER.distcp`. A block that several ranks hold is stored once, balanced over the ranks. Empty blocks of
@@ -95,7 +97,7 @@ class DCPTarget(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` unless it is for all ranks, and each block once."""
+        """Return the request; raise `UsageError` unless it is for all ranks and blocks once."""
         if request.of_some or request.once:
             raise UsageError(
                 "a DCP has the blocks of all ranks, each once", code="needs-all-ranks",
@@ -161,7 +163,7 @@ class DCPTarget(Destination):
         return tuple(target_files)
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of carried data that contradict the target, and say how Megatron-Core loads new files."""
+        """Warn of carried data that contradict the target; say how Megatron-Core loads it."""
         how_to_load = [HOW_TO_LOAD] if self._is_made and not self._carried.objects else []
         return (*self._carried.warnings(self._step), *how_to_load)
 
@@ -237,6 +239,6 @@ def _without_overlaps(grid: Grid, devices: int) -> Grid:
 
 
 def _stored_blocks(grid: Grid) -> list[tuple[Block, tuple[int, ...]]]:
-    """Return the non-empty blocks and their ranks, or the only block of an empty tensor."""
+    """Return the non-empty blocks and their ranks, or an empty tensor's only block."""
     blocks = zip(grid.blocks, grid.ranks, strict=True)
     return [(block, ranks) for block, ranks in blocks if block.size or len(grid.blocks) == 1]

@@ -1,4 +1,6 @@
-"""Data that a distributed checkpoint carries unchanged from another: objects, Megatron-Core's sidecar files, nesting.
+"""Data that a distributed checkpoint carries over from another.
+
+These are objects, Megatron-Core's sidecar files, and paths in nested dicts and lists.
 
 The bytes of objects are kept in memory from planning on, and are literals in the target files, like the metadata. They
 are checked against their own checksums. They describe the state as it was saved, and are not changed.

@@ -1,4 +1,6 @@
-"""`.metadata` of PyTorch's distributed checkpoints: a pickle of the contents and the byte ranges that store them.
+"""`.metadata` of PyTorch's distributed checkpoints.
+
+It is a pickle that lists the contents and the byte ranges that store them.
 
 PyTorch finds tensors and objects by name; `planner_data` are the paths at which `dcp_to_torch_save` nests them.
 
@@ -22,7 +24,9 @@ _VERSION = "1.0.0"
 
 
 class Part(NamedTuple):
-    """An item: the start of its block in the tensor (None for an object), the block's shape, and a range of a file.
+    """An item: the start and shape of its block, and its range of a file.
+
+    `start` is None for an object.
 
     `encoding` names the encoders of the range, in order.
     """

@@ -1,4 +1,6 @@
-"""Paths of renamed tensors and objects in nested dicts and lists (`planner_data` of a DCP).
+"""Paths of renamed tensors and objects in nested dicts and lists.
+
+They are the `planner_data` of a DCP.
 
 A name is the keys and list indexes of a path, joined by dots. Keys at the beginning and the end that old and new names
 share are kept. The middle of the new name is split into keys with the same numbers of words as before; the last key

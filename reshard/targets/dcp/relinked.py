@@ -1,4 +1,6 @@
-"""A distributed checkpoint (DCP) of PyTorch that links the data files of another and rewrites only `.metadata`.
+"""A distributed checkpoint (DCP) of PyTorch that links another's data files.
+
+Only `.metadata` is rewritten.
 
 Names are only in `.metadata`, so that tensors and objects can be renamed, left out, or combined from several DCPs in a
 time that does not depend on their bytes. Carried items are not decoded: encoded items, objects, buckets of Megatron's
@@ -53,7 +55,7 @@ _COPY = "make a copy, without links"
 
 
 class Relinked(Destination):
-    """A DCP with tensors and objects of another DCP, or of several that were opened as one.
+    """A DCP that links to another DCP, or to several that were opened as one.
 
     Attributes:
         dropped: source names that cannot be carried, and that the selection allows to drop.
@@ -135,7 +137,7 @@ class Relinked(Destination):
 
 
 def _metadata_of(source: Checkpoint) -> tuple[Place, Metadata]:
-    """Return a source's location and metadata; raise `UsageError` if its files cannot be linked."""
+    """Return a source's directory and metadata; raise `UsageError` if not linkable."""
     directory = as_place(source.root)
     if not can(source.root).positioned:
         raise UsageError(f"no file can be linked at a URL such as {directory}", code="not-linkable", hint=_COPY)
@@ -260,7 +262,7 @@ def _encoded_fault(name: str, tensor: Stated, items: Sequence[Item]) -> SourceEr
 
 
 def _extents(tensor: Stated) -> dict[Shape, Shape]:
-    """Return the extents of the box at each offset; a non-empty box wins over empty ones."""
+    """Return the extents of the box at each offset; non-empty boxes win over empty."""
     return dict(sorted(tensor.boxes, key=lambda box: prod(box[1])))
 
 
@@ -301,7 +303,7 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
 
 
 def _unrenamed_states(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
-    """Yield the optimizer states that keep their names though their weights are renamed."""
+    """Yield optimizer states that keep their names though their weights are renamed."""
     new_names = {old: new for new, old in carried.items()}
     for name, state in optimizer_states(source.every).items():
         new = new_names.get(state.weight, state.weight)
