@@ -218,7 +218,7 @@ def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: in
     for item, route in routed:
         if route not in writes:
             writes[route] = _writes(route, files)
-        places, laid_out = writes[route]
+        extents, block_runs = writes[route]
         dtype = item.tensor.spec.dtype
         axis = route.recipe.axis(band_bytes // max(dtype.itemsize, item.dtype.itemsize))
         way = ways.get((route, axis))
@@ -226,9 +226,9 @@ def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: in
             row = prod(route.recipe.shape[1 : axis + 1])
             multiple = row * route.wanted.unit_rows or 1
             blocks = tuple(route.wanted.blocks[number] for number, _, _ in route.pieces)
-            way = ways[route, axis] = Way(route.recipe, axis, route.reads, places, multiple, blocks)
+            way = ways[route, axis] = Way(route.recipe, axis, route.reads, extents, multiple, blocks)
         write_runs = []
-        for layout, number, piece in laid_out:
+        for layout, number, piece in block_runs:
             if layout not in runs:
                 runs[layout] = _runs_of(layout)
             whole = runs[layout][item.name][number]
@@ -252,12 +252,12 @@ def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Wher
             count[file] = count.get(file, 0) + 1
     parts = route.pieces or [(number, 0, 0) for number in range(len(blocks))]
     numbers: dict[_BlockRuns, int] = {}
-    places = []
+    extents = []
     for block, begin, elements in parts:
         piece = (begin, elements) if route.pieces else None
-        laid = [(file, (files[file].layout, number, piece)) for file, number in blocks[block]]
-        places.append(tuple(Where(file, numbers.setdefault(key, len(numbers))) for file, key in laid))
-    return tuple(places), list(numbers)
+        keys = [(file, (files[file].layout, number, piece)) for file, number in blocks[block]]
+        extents.append(tuple(Where(file, numbers.setdefault(key, len(numbers))) for file, key in keys))
+    return tuple(extents), list(numbers)
 
 
 def _runs_of(layout: FileLayout) -> dict[str, list[Runs]]:

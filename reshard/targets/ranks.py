@@ -47,8 +47,8 @@ class Ranks(Destination):
         self._remove_redundancy = request.remove_redundancy
         self._fitted: dict[str, Grid | None] = {}
         self._grids = self._stored_once()
-        self._places = self._named()
-        self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._places)}
+        self._rank_files = self._list_files()
+        self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._rank_files)}
         self._originals = self._equal_ranks() if request.link_replicas else {rank: rank for rank in self.ranks}
         self._wanted: dict[tuple[Grid | Shape, int], Wanted] = {}
 
@@ -100,7 +100,7 @@ class Ranks(Destination):
         chosen: dict[Where, list[int]] = {}
         read_for: dict[int, set[int]] = {}
         for file, numbers in read.items():
-            read_for.setdefault(self._places[file][0], set()).update(ranks[number] for number in numbers)
+            read_for.setdefault(self._rank_files[file][0], set()).update(ranks[number] for number in numbers)
         lowest = min(by_rank)
         for rank in self._written_ranks():
             near = read_for.get(rank, set()) & by_rank.keys()
@@ -112,7 +112,7 @@ class Ranks(Destination):
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file; ranks with equal contents share a layout."""
         contents: list[Content] = []
-        numbers_of_file: list[list[int]] = [[] for _ in self._places]  # indexes into `contents`, which files share
+        numbers_of_file: list[list[int]] = [[] for _ in self._rank_files]  # indexes into `contents`, which files share
         number_of: dict[tuple[str, Shape], int] = {}
         for item, route in routed:
             for shape, files in route.shapes:
@@ -126,13 +126,13 @@ class Ranks(Destination):
                 numbers_of_file[self._files[rank, self._shard_files.of[item.name]]].append(len(contents))
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
         order = {item.name: index for index, item in enumerate(self._items)}
-        places = [order[content.name] for content in contents]
+        positions = [order[content.name] for content in contents]
         layouts: dict[tuple[int, ...], FileLayout] = {}
         deduplicated = self._remove_redundancy and not self._shard_files.numbered
         notes = merged_notes(self._source.files, self._shard_files.notes, deduplicated=deduplicated)
         result = []
-        for (rank, _, path), numbers in zip(self._places, numbers_of_file, strict=True):
-            numbers.sort(key=places.__getitem__)
+        for (rank, _, path), numbers in zip(self._rank_files, numbers_of_file, strict=True):
+            numbers.sort(key=positions.__getitem__)
             key = tuple(numbers)
             if key not in layouts:
                 layouts[key] = self._lay_out([contents[n] for n in numbers], notes)
@@ -173,7 +173,7 @@ class Ranks(Destination):
         reduced = stored_once(fitted_grids, devices=self._target.devices, itemsizes=itemsizes)
         return reduced if self._shard_files.numbered else _none_empty(reduced, fitted_grids, itemsizes)
 
-    def _named(self) -> list[tuple[int, int, str]]:
+    def _list_files(self) -> list[tuple[int, int, str]]:
         """Return the rank, the index among the rank's files, and the path of each file."""
         paths = self._shard_files.paths
         if not self._shard_files.numbered:
@@ -204,7 +204,7 @@ class Ranks(Destination):
 
     def path(self, rank: int, part: int) -> str:
         """Return the path of one of the files of a rank."""
-        return self._places[self._files[rank, part]][2]
+        return self._rank_files[self._files[rank, part]][2]
 
     def stored(self, name: str, shape: Shape) -> Grid | None:
         """Return the blocks of a listed tensor and the ranks that store them, or None."""
@@ -235,7 +235,7 @@ class Ranks(Destination):
     def _linked(self, files: list[TargetFile]) -> list[TargetFile]:
         """Make files of replicas links to the files of the rank that is written."""
         result = []
-        for file, (rank, part, _) in zip(files, self._places, strict=True):
+        for file, (rank, part, _) in zip(files, self._rank_files, strict=True):
             original = files[self._files[self._originals[rank], part]]
             result.append(
                 file if original is file else original._replace(path=file.path, rank=file.rank, link=original.path)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _ITEM_BYTES = 2050  # resident memory of a block in a file's layout and in the metadata, as measured
 
 
-class _Place(NamedTuple):
+class _FileKey(NamedTuple):
     """A data file, as its rank and its number among the rank's files."""
 
     rank: int
@@ -78,10 +78,12 @@ class DCPTarget(Destination):
                 grid = fitted(target, name, shape, faults) if target and cut else _whole(shape, self.ranks)
                 if grid is not None:
                     self._grids[name] = _without_overlaps(grid, target.devices if target else 1)
-        places = self._placed(files.max_shard_size)
-        self._places = sorted({_Place(self.ranks[0], 0)}.union(*places.values()))
-        numbers = {file: number for number, file in enumerate(self._places)}
-        self._files = {name: tuple(numbers[file] for file in tensor_files) for name, tensor_files in places.items()}
+        files_of_blocks = self._assign_files(files.max_shard_size)
+        self._data_files = sorted({_FileKey(self.ranks[0], 0)}.union(*files_of_blocks.values()))
+        numbers = {file: number for number, file in enumerate(self._data_files)}
+        self._files = {
+            name: tuple(numbers[file] for file in tensor_files) for name, tensor_files in files_of_blocks.items()
+        }
         self._wanted: dict[tuple[Grid, tuple[int, ...]], Wanted] = {}
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
         self.carried = self._carried.names
@@ -118,15 +120,15 @@ class DCPTarget(Destination):
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata that list the items."""
-        files = [_File() for _ in self._places]
+        files = [_File() for _ in self._data_files]
         parts: dict[str, list[Part]] = {}
         for item in texts:
             content = Content(item.name, item.dtype, (), item.tensor.text)
             begin, nbytes = files[0].add(content, saved_text(item.tensor.text or ""))
-            parts[item.name] = [Part(None, (), self._places[0].path, begin, nbytes)]
+            parts[item.name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
         for name, content_bytes in self._carried.objects.items():
             begin, nbytes = files[0].add(None, Saved(len(content_bytes), ((0, content_bytes),)))
-            parts[name] = [Part(None, (), self._places[0].path, begin, nbytes)]
+            parts[name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
         for item, route in routed:
             parts[item.name] = []
             for block, (number,) in zip(route.wanted.blocks, route.wanted.files, strict=True):
@@ -134,7 +136,7 @@ class DCPTarget(Destination):
                 begin, nbytes = files[number].add(
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
                 )
-                parts[item.name].append(Part(block.start, shape, self._places[number].path, begin, nbytes))
+                parts[item.name].append(Part(block.start, shape, self._data_files[number].path, begin, nbytes))
         paths = {} if self._is_made else self._carried.paths
         entries = [
             Listed(
@@ -150,7 +152,7 @@ class DCPTarget(Destination):
         entries += [Listed(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
         target_files = [
             TargetFile(data_file.rank, f"{self._directory}{data_file.path}", file.layout())
-            for data_file, file in zip(self._places, files, strict=True)
+            for data_file, file in zip(self._data_files, files, strict=True)
         ]
         last_files = {f"{self._directory}{name}": file_bytes for name, file_bytes in self._sidecar_files.items()}
         last_files[f"{self._directory}{DCP_INDEX}"] = metadata(entries, {})
@@ -167,7 +169,7 @@ class DCPTarget(Destination):
         how_to_load = [HOW_TO_LOAD] if self._is_made and not self._carried.objects else []
         return (*self._carried.warnings(self._step), *how_to_load)
 
-    def _placed(self, max_shard_size: int) -> dict[str, list[_Place]]:
+    def _assign_files(self, max_shard_size: int) -> dict[str, list[_FileKey]]:
         """Return the file of each block of each tensor."""
         dtypes = {item.name: item.dtype for item in self._items}
         sizes = {
@@ -175,7 +177,7 @@ class DCPTarget(Destination):
             for name, grid in self._grids.items()
         }
         filled: dict[int, tuple[int, int]] = {}  # the number of the last file of each rank, and its bytes
-        result: dict[str, list[_Place]] = {}
+        result: dict[str, list[_FileKey]] = {}
         for name, chosen in by_size(sizes).items():
             result[name] = []
             for (rank,), (_, nbytes) in zip(chosen, sizes[name], strict=True):
@@ -183,7 +185,7 @@ class DCPTarget(Destination):
                 if filled_bytes and filled_bytes + nbytes > max_shard_size:
                     part, filled_bytes = part + 1, 0
                 filled[rank] = part, filled_bytes + nbytes
-                result[name].append(_Place(rank, part))
+                result[name].append(_FileKey(rank, part))
         return result
 
 

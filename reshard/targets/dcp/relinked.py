@@ -166,9 +166,9 @@ class _Links:
         links: the links, by path below the source's root.
     """
 
-    def __init__(self, source: Checkpoint, place: Place) -> None:
+    def __init__(self, source: Checkpoint, directory: Place) -> None:
         self._sizes = {file.path: file.nbytes for file in source.files}
-        self._source, self._place = source, place
+        self._source, self._root = source, directory
         self._names: dict[str, str] = {}
         self._linked_bytes: dict[str, int] = {}
         self.links: dict[str, TargetFile] = {}
@@ -188,14 +188,14 @@ class _Links:
         sorted_begins = {path: sorted(file_begins) for path, file_begins in begins.items()}
 
         def is_empty(item: Item) -> bool:
-            file_begins = sorted_begins.get(str(self._place.absolute() / item.file), [])
+            file_begins = sorted_begins.get(str(self._root.absolute() / item.file), [])
             first = bisect_left(file_begins, item.begin)
             return first == len(file_begins) or file_begins[first] >= item.begin + item.nbytes
 
         return sorted(items, key=is_empty)
 
     def _link(self, file: str) -> TargetFile:
-        path = str(self._place.absolute() / file)
+        path = str(self._root.absolute() / file)
         if path not in self._sizes:
             raise SourceError(
                 f".metadata did not name {path} when it was opened", code="source-changed",
@@ -205,7 +205,7 @@ class _Links:
         linked_file = self._names.setdefault(name, file)
         if linked_file != file or not DCP_FILES["_StorageInfo"].fullmatch(name) or not name.isprintable():
             raise SourceError(
-                f"{file} in {self._place} cannot be linked as {name!r}", code="bad-name",
+                f"{file} in {self._root} cannot be linked as {name!r}", code="bad-name",
                 hint="rename the directory that it is in",
             )  # fmt: skip
         self.links[file] = link = TargetFile(rank_of(file), name, FileLayout(self._sizes[path], ()), link=path)
@@ -217,7 +217,7 @@ class _Links:
         idle = size - sum(self._linked_bytes.values())
         rest = f"; {bytes_text(idle)} of their {bytes_text(size)} are of nothing that is listed" if idle > 0 else ""
         return (
-            f"data files are links: what is changed in place in {self._place} is changed in the target, too, unless "
+            f"data files are links: what is changed in place in {self._root} is changed in the target, too, unless "
             f"the file system has copies that share blocks{rest}"
         )
 
