@@ -130,7 +130,7 @@ def split(strides: Shape, axes: Sequence[Shape]) -> Shape:
 
 
 def boxes(block: Block, axes: Sequence[Shape]) -> Iterator[tuple[Block, int]]:
-    """Yield contiguous boxes of a row-major block in finer axes, each with its offset.
+    """Yield the contiguous boxes of a row-major block in finer axes, with offsets.
 
     The offset is the index of the box's first element in the block; its other elements follow directly.
 

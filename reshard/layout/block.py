@@ -157,7 +157,7 @@ def _corners(block: Block, dims: Iterable[int]) -> set[Shape]:
 
 
 def _overlapping(blocks: Collection[Block]) -> str:
-    """Return two blocks that overlap, as text; vague if there are too many to compare."""
+    """Return two blocks that overlap, as text; no names if there are too many."""
     near: list[Block] = []
     for block in sorted(blocks) if len(blocks) <= _MOST_COMPARED else ():
         near = [candidate for candidate in near if candidate.stop[0] > block.start[0]]

@@ -47,7 +47,7 @@ _NESTED = re.compile(r"\(([^()]*)\)")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of one tensor over the devices of a stage, in the terms of a strategy file.
+    """The layout of one tensor over the devices of a stage, as in a strategy file.
 
     Attributes:
         dev_matrix: the extents of the device axes, outermost first.
@@ -120,7 +120,7 @@ class Layout:
         indices_offset: Iterable[int] = (),
         field: int = 0,
     ) -> Layout:
-        """Build a layout from the numbers of a strategy file, in which -1 means not split.
+        """Build a layout from a strategy file's numbers, in which -1 means not split.
 
         >>> Layout.of([2, 2, 2], [(1, 0), -1]).tensor_map
         ((1, 0), ())
@@ -201,7 +201,7 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """Return the number of pieces that optimizer sharding cuts a block into; 1 without it.
+        """Return the number of pieces of a block after optimizer sharding; 1 without it.
 
         Raises:
             LayoutError: the size does not divide the number of replicas.
@@ -227,7 +227,7 @@ class Layout:
         return tuple(ways)
 
     def folded(self) -> Layout:
-        """Return an equivalent layout without optimizer sharding, as MindSpore computes it.
+        """Return an equivalent layout without optimizer sharding, as in MindSpore.
 
         Every device holds the same block under both. The unused device axes are added to the axes of dimension 0. If
         there are fewer pieces than devices, the first unused axes stay unused, so that their devices go on sharing a
@@ -347,7 +347,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The distinct blocks of one tensor, in row-major order, and the ranks that hold each.
+    """The distinct blocks of a tensor in row-major order, and the ranks of each.
 
     The hash is computed once: thousands of tensors share a grid of thousands of blocks, which is used as a key.
 

@@ -187,7 +187,7 @@ def _check_dim(shard: Shard, shape: Shape) -> None:
 
 
 def _chunks(extent: int, count: int) -> list[int]:
-    """Return the sizes of the pieces of `torch.chunk`, and 0 for each piece that it omits.
+    """Return the sizes of the pieces of `torch.chunk`, 0 for pieces that it omits.
 
     >>> _chunks(10, 8), _chunks(9, 2)
     ([2, 2, 2, 2, 2, 0, 0, 0], [5, 4])

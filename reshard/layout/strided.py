@@ -129,7 +129,7 @@ def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
 
 
 class Ahead:
-    """Reads consecutive boxes of blocks along their first dimensions, with read-ahead.
+    """Reads consecutive boxes of blocks with read-ahead, along the first dimensions.
 
     Data for later boxes is kept in file order, in memory that is reused from block to block.
 
@@ -140,9 +140,9 @@ class Ahead:
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
         self._allocate = allocate
         self._memory = self._scratch = memoryview(b"")
-        self._of: object = None
-        self._room = 0
-        self._held: dict[int, tuple[Block, np.ndarray[Any, Any]]] = {}
+        self._key: object = None
+        self._block_bytes = 0
+        self._windows: dict[int, tuple[Block, np.ndarray[Any, Any]]] = {}
 
     def share(self, of: object, blocks: int, nbytes: int) -> None:
         """Divide memory among blocks that are read concurrently.
@@ -152,9 +152,9 @@ class Ahead:
             blocks: the number of blocks.
             nbytes: the memory of all blocks together.
         """
-        if of != self._of:
-            self._of, self._room = of, nbytes // blocks // _ALIGNED * _ALIGNED
-            self._held.clear()
+        if of != self._key:
+            self._key, self._block_bytes = of, nbytes // blocks // _ALIGNED * _ALIGNED
+            self._windows.clear()
             if len(self._memory) < nbytes:
                 self._memory = self._allocate(nbytes)
 
@@ -190,14 +190,14 @@ class Ahead:
         for box in flat_boxes(shape, first, first + len(out)):
             part = out[done : done + box.size].reshape(box.shape)
             done += box.size
-            if not _is_turned(shape, pitch) or part.nbytes > self._room:
+            if not _is_turned(shape, pitch) or part.nbytes > self._block_bytes:
                 read_strided(read, sum(map(mul, box.start, pitch)), pitch, part, self.take)
                 continue
-            window = self._held.get(number)
+            window = self._windows.get(number)
             if window is None or window[0] & box != box:
-                self._held.pop(number, None)  # its memory is overwritten, even if reading fails
-                extended = _longer(box, shape, self._room // out.itemsize)
-                window = self._held[number] = extended, self._read(number, read, extended, pitch, out.dtype)
+                self._windows.pop(number, None)  # its memory is overwritten, even if reading fails
+                extended = _longer(box, shape, self._block_bytes // out.itemsize)
+                window = self._windows[number] = extended, self._read(number, read, extended, pitch, out.dtype)
             target, source = part.squeeze(), window[1][box.within(window[0])].squeeze()
             order = _order(source.strides)
             _copy(target.transpose(order), source.transpose(order))
@@ -209,7 +209,7 @@ class Ahead:
         import numpy as np
 
         order = _order(pitch)
-        flat = np.frombuffer(self._memory, dtype, box.size, number * self._room)
+        flat = np.frombuffer(self._memory, dtype, box.size, number * self._block_bytes)
         window = flat.reshape([box.shape[dim] for dim in order]).transpose(
             [order.index(dim) for dim in range(len(order))]
         )
@@ -228,7 +228,7 @@ def _is_turned(shape: Shape, pitch: Shape) -> bool:
 
 
 def _longer(box: Block, shape: Shape, most: int) -> Block:
-    """Extend a box with the elements that follow it in a block, up to `most` elements.
+    """Extend a box with the elements that follow it in a block, up to `most`.
 
     It grows to whole rows first, then to more rows. Along the dimension that ends it, the rest of the block is
     divided into equal parts, and the box gets one.

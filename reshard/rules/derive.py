@@ -141,7 +141,7 @@ class _Deriving:
         self.faults = Faults(rules.root)
         self.shared = Shared()
         self.tensors: dict[str, Tensor] = {}
-        self.made_by: dict[str, str] = {}
+        self.makers: dict[str, str] = {}
         self.fused: dict[str, Fused] = {}
         self.extents: dict[tuple[str, str], tuple[int, str]] = {}
         self.padding: dict[str, list[str]] = {}
@@ -192,7 +192,7 @@ class _Deriving:
         return Derived(checkpoint, self.side, sides, uses, tuple(self.dropped), tuple(self.kept), self.fused)
 
     def _check_numbers(self) -> None:
-        """Check that no tensor is lost, by the range of each word and the number of layers."""
+        """Check that no tensor is lost, by the ranges of words and the layer count."""
         source = {*self.source.every, *self.source.left_out}
         sides = (source, self.tensors) if self.side == 0 else (self.tensors, source)
         for rule_path, lost in self.ranges.lost(sides, self.side):
@@ -225,7 +225,7 @@ class _Deriving:
                 if is_training_state(name, tensor):
                     self.kept.append(name)
                     self.tensors[name] = tensor
-                    self.made_by[name] = "the source"
+                    self.makers[name] = "the source"
                 else:
                     self.faults.add(
                         f"tensor {name!r}", "matches no rule", code="unmatched-tensor",
@@ -260,7 +260,7 @@ class _Deriving:
         return matches
 
     def _uses_of(self, name: str) -> Iterator[tuple[int, Family, int, _Bound]]:
-        """Yield the rules that match a name, or, if there is none, the name of its weight.
+        """Yield the rules that match a name, or else the name of its weight.
 
         Only the most specific rules count: the ones with the fewest words.
         """
@@ -339,7 +339,7 @@ class _Deriving:
             )
 
     def _counts(self, rule: Rule) -> dict[str, int | None]:
-        """Return the count of each word that becomes an axis, or None if the rule has none."""
+        """Return the count of each word that becomes an axis; None if it is not given."""
         try:
             counts = {word: None if n is None else self.rules.numbers.value(n) for word, n in rule.by}
         except UsageError as error:
@@ -507,16 +507,19 @@ class _Deriving:
     def _add(self, use: Use, weight: str, tensor: Tensor) -> None:
         """Add a tensor under the name that belongs to its weight."""
         name = use.family.of(weight)
-        if name in self.made_by:
-            makers = f"is made by both {self.made_by[name]} and {use.rule.where}"
+        if name in self.makers:
+            makers = f"is made by both {self.makers[name]} and {use.rule.where}"
             self.faults.add(f"tensor {name!r}", makers, code="duplicate-name")
             return
-        self.made_by[name] = use.rule.where
+        self.makers[name] = use.rule.where
         use.targets.append(name)
         self.tensors[name] = tensor._replace(spec=tensor.spec._replace(name=name))
 
 
 def _check_count(count: int) -> None:
-    """Check that the number of resulting tensors is plausible, as a tiny file may ask for any."""
+    """Check that the number of resulting tensors is plausible.
+
+    A tiny file may ask for any number.
+    """
     if count > _MOST_PARTS:
         raise SourceError(f"would be {count:,} tensors; expected {_MOST_PARTS:,} at most", code="too-many-tensors")

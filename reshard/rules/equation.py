@@ -193,7 +193,10 @@ def _made(
     body: Shape, rows: Shape | None, fused: tuple[int, int] | None, cut: Cut, front: Shape, *, flat: bool,
     transposed: bool,
 ) -> Equation:  # fmt: skip
-    """Return an equation, given the rows of the parts, or of the fused tensor, along the cut axis."""
+    """Return an equation, given the rows of the parts or of the fused tensor.
+
+    Rows are counted along the cut axis.
+    """
     if not body:
         count = len(rows) if rows else fused[1] if fused else 1
         if count > 1 or cut.pads or cut.halves or flat:
@@ -225,7 +228,11 @@ _Span = tuple["Shape", "Shape"]
 
 
 def _of_axis(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tuple[Shape, list[_Span], _Span | None]:
-    """Return the finer axes of the cut axis, the range of each part along them, and the padding."""
+    """Divide the cut axis into finer axes.
+
+    Returns:
+        the extents of these axes, the range of each part along them, and the range of the padding.
+    """
     if cut.pads:
         return _padded(rows[0] if rows else None, fused[0] if fused else None, cut)
     if cut.halves:
@@ -294,12 +301,12 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
             raise SourceError(
                 f"has {count} parts in {total} rows, which need not be equal", code="missing-sizes", hint=_SIZES_HINT
             )
-        each = count if groups is None else total // groups
-        if each % count:
+        group_rows = count if groups is None else total // groups
+        if group_rows % count:
             raise SourceError(
                 f"has {total} rows, which do not split into {count} equal parts", code="not-divisible", hint=_SIZES_HINT
             )
-        sizes = (each // count,) * count
+        sizes = (group_rows // count,) * count
     if groups is None:
         groups = total // sum(sizes)
     if groups * sum(sizes) != total:

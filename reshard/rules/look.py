@@ -42,7 +42,7 @@ def equal(source: Checkpoint, name: str, other: str) -> bool:
 
 
 def is_zero(source: Checkpoint, tensor: Tensor, first: int, count: int) -> bool:
-    """Return whether a range of elements is zero; of a large range only the beginning is read."""
+    """Return whether elements are zero; only the beginning of a large range is read."""
     return not _elements(source, tensor, first, min(count, WHOLE_BYTES // tensor.spec.dtype.itemsize)).any()
 
 

@@ -93,7 +93,9 @@ class Pattern:
 
 
 class Family(NamedTuple):
-    """A prefix and a suffix around the names of weights, as optimizer states have them; both empty for weights.
+    """A prefix and a suffix around the names of weights; both are empty for weights.
+
+    Optimizer states and scales have such names.
 
     >>> Family("optim.state.", ".exp_avg").of("w"), Family("adam_m.", "").of("w")
     ('optim.state.w.exp_avg', 'adam_m.w')
@@ -104,12 +106,12 @@ class Family(NamedTuple):
     outer: str = ""
 
     def of(self, weight: str) -> str:
-        """Return the name of a weight's tensor in this family, without the prefix `outer`."""
+        """Return the name of a weight's tensor in this family, which omits `outer`."""
         return f"{self.prefix}{weight.removeprefix(self.outer)}{self.suffix}"
 
 
 def families(name: str, states: Mapping[str, State]) -> Iterator[tuple[Family, str]]:
-    """Yield the possible families of a name: a weight, a scale, or an optimizer state.
+    """Yield the possible families of a name: weight, scale or optimizer state.
 
     Args:
         name: the name of a tensor.

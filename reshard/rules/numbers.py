@@ -12,7 +12,7 @@ from reshard.errors import Option, Text, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_DONE: dict[type[ast.operator], Callable[[int, int], int]] = {
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: add,
     ast.Sub: sub,
     ast.Mult: mul,
@@ -90,11 +90,11 @@ class Numbers:
                     return self._evaluated(left, text, depth, cache)
                 except UnknownError:
                     return self._evaluated(right, text, depth, cache)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _DONE:
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 a, b = self._evaluated(left, text, depth, cache), self._evaluated(right, text, depth, cache)
                 if isinstance(op, ast.Div) and (not b or a % b):
                     raise UsageError(f"has {text!r:.60}, and {a} / {b} is not a whole number", code="not-divisible")
-                if abs(result := _DONE[type(op)](a, b)) <= _MOST:
+                if abs(result := _ARITHMETIC[type(op)](a, b)) <= _MOST:
                     return result
         raise UsageError(
             f"has {text!r:.60}; expected only whole numbers, words, config.NAME and + - * / |", code="bad-number"

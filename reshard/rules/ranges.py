@@ -51,9 +51,9 @@ class Ranges:
         series.numbers.add(tuple(int(bound[word]) for word in words if word[0] != "*"))
 
     def lost(self, present: tuple[Container[str], Container[str]], side: int) -> Iterator[tuple[str, SourceError]]:
-        """Yield an error for each rule that lacks numbers of a word, with its path in the file.
+        """Yield an error for each rule that lacks numbers of a word.
 
-        A rule lacks a number if other rules have it for the same word.
+        It comes with the rule's path in the file. A rule lacks a number if other rules have it for the same word.
 
         Args:
             present: the names on both sides. A name that matches a more specific rule is not lost.
@@ -95,7 +95,7 @@ def _absent(
     rule: Rule, family: Family, part: int, bound: Mapping[str, int | str],
     present: tuple[Container[str], Container[str]], side: int,
 ) -> str:  # fmt: skip
-    """Return the name that is lost, as in the source if known; "" if another rule has it."""
+    """Return a lost name, as in the source if known; "" if another rule has it."""
     name = family.of(rule.parts[part].write(bound))
     if name in present[1 - rule.made]:
         return ""
@@ -108,7 +108,7 @@ def _absent(
 
 
 def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> SourceError | None:
-    """Return an error if the number of layers differs from a model's configuration, or None.
+    """Return an error if a configuration has another number of layers, or None.
 
     The first number in a name counts layers. There may be several kinds of layers, such as an encoder's and a
     decoder's: the number of one kind must be as in the configuration. Additional layers, which predict more tokens, may

@@ -293,7 +293,10 @@ class Rules:
         return counts
 
     def derived(self, source: Checkpoint) -> Derived:
-        """Apply the rules to a checkpoint and record the use of each rule: see `Checkpoint.derive`."""
+        """Apply the rules to a checkpoint, as `Checkpoint.derive` does.
+
+        The result also has the use of each rule.
+        """
         from reshard.rules.derive import derive  # above this module
 
         return derive(source, self)
@@ -303,7 +306,7 @@ class Rules:
         return {**self.content, **({"source": self.source} if self.source else {}), "config": dict(self.numbers.config)}
 
     def inverted(self) -> Rules:
-        """Return the same rules with the sides swapped; if there is a source side, it becomes the other."""
+        """Return the same rules with the sides swapped, the source side included."""
         sides = self.sides[::-1]
         source = next((side for side in self.sides if self.source and side != self.source), "")
         rules = tuple(replace(rule, made=1 - rule.made) for rule in self.rules)
@@ -323,7 +326,7 @@ def examples() -> dict[str, str]:
 
 
 def _nearest(name: str) -> list[str]:
-    """Return the names of built-in rules that resemble a name; all if there are none."""
+    """Return the names of built-in rules that resemble a name, or else all names."""
     words = re.split(r"[\W_]+", name.lower())
     alike = [
         built_in
@@ -492,7 +495,11 @@ def _is_small(value: object, least: int) -> bool:
 
 
 def _check_options(rule: Rule) -> None:
-    """Raise `UsageError` if the options of a rule contradict each other or its verb; the message is a predicate."""
+    """Check that the options of a rule agree with each other and its verb.
+
+    Raises:
+        UsageError: they do not; the message is a predicate.
+    """
     count, sizes = len(rule.parts), rule.sizes
     if rule.verb == "interleave" and count == 1 and not rule.halves:
         raise UsageError(
@@ -514,7 +521,11 @@ def _check_options(rule: Rule) -> None:
 
 
 def _check_words(rule: Rule) -> None:
-    """Raise `UsageError` if the words in a rule's names do not fit its `by`; the message is a predicate."""
+    """Check that the words in a rule's names fit its `by`.
+
+    Raises:
+        UsageError: they do not; the message is a predicate.
+    """
     by, fused_words = {word for word, _ in rule.by}, set(rule.fused.words)
     if rule.verb == "stack" and not by:
         raise UsageError("stacks without by", code="missing-option", hint="say with by which numbers become axes")

@@ -129,7 +129,7 @@ def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
 
 
 def strategy_files(directory: Place) -> list[Place]:
-    """Return the strategy files of a directory, ordered by the numbers in their names.
+    """Return the strategy files of a directory, ordered by the numbers in names.
 
     Raises:
         StrategyError: the directory has files of both formats, or no strategy file.
@@ -155,9 +155,9 @@ def strategy_files(directory: Place) -> list[Place]:
 
 
 def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
-    """Write a strategy file for MindSpore: JSON if its name ends with `.json`, else protobuf.
+    """Write a strategy file for MindSpore.
 
-    The file appears under its name only when it is complete.
+    It is JSON if its name ends with `.json`, else protobuf. The file appears under its name only when it is complete.
 
     Raises:
         UsageError: for JSON, the shape of a tensor with nested entries is not known; for protobuf, the number of
@@ -170,7 +170,7 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
 
 @reading(StrategyError)
 def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> Strategy:
-    """Merge the strategy files of a pipeline's ranks into one file, and return the result.
+    """Merge the strategy files of a pipeline's ranks into one, and return it.
 
     Raises:
         StrategyError: a stage is missing, a file is empty, files of one stage disagree; all faults at once.

@@ -34,7 +34,7 @@ TRAINING_STATE = {
 _ACCUMULATED = "accu_grads"
 _MODEL = "model."  # the prefix of weights that PyTorch's programs save next to `optim`
 
-_OF_OPTIMIZER = re.compile(
+_OPTIMIZER_STATE = re.compile(
     r"(?P<before>(?:optim(?:izer)?\.)?(?:state|param_groups|distributed)\.)(?P<rest>.+)", re.DOTALL
 )
 _ADAPTIVE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "acc_delta")
@@ -50,7 +50,7 @@ USUAL_STATES = frozenset({
 
 
 class State(NamedTuple):
-    """The parts of the name of an optimizer state: the name of its weight, a prefix and a suffix.
+    """The parts of the name of an optimizer state.
 
     Attributes:
         weight: the name of the weight.
@@ -124,8 +124,8 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
 
 
 def _of_optimizer(name: str, names: Collection[str]) -> State | None:
-    """Split the name of a state in a distributed checkpoint; return None for other names."""
-    match = _OF_OPTIMIZER.fullmatch(name)
+    """Split a state's name in a distributed checkpoint; return None for other names."""
+    match = _OPTIMIZER_STATE.fullmatch(name)
     if match is None:
         return None
     before, rest = match["before"], match["rest"]
@@ -166,7 +166,7 @@ def is_training_state(name: str, tensor: Tensor | None) -> bool:
 
 
 def is_step(name: str, shape: Shape) -> bool:
-    """Return whether a tensor is a single number of a well-known name, such as `global_step`."""
+    """Return whether a tensor is a single number such as `global_step`."""
     return prod(shape) == 1 and name.rpartition(".")[2] in TRAINING_STATE
 
 
@@ -199,13 +199,15 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
 
 _MOST_ALIKE, _LONGEST_ALIKE = 1000, 300  # limits on the names that are compared with a missing one, which is slow
 _NUMBER = re.compile(r"\d+")
-_OTHER_STARS = re.compile(r"(?:\\d|\[0-9\]|\.)[*+]|\\d")  # the equivalents of a star in regular expressions
-_OTHER_SIGNS = re.compile(r"[\\^$()]")
-_OF_EXPRESSION = re.compile(r"[\\^$()|+]|^\.\*")  # syntax of regular expressions that globs do not use
+_EXPRESSION_STARS = re.compile(r"(?:\\d|\[0-9\]|\.)[*+]|\\d")  # the equivalents of a star in regular expressions
+_EXPRESSION_SIGNS = re.compile(r"[\\^$()]")
+_EXPRESSION_ONLY = re.compile(r"[\\^$()|+]|^\.\*")  # syntax of regular expressions that globs do not use
 
 
 def no_match(pattern: str, known_names: Collection[str]) -> str:
-    r"""Explain that a pattern matches no name: give the nearest name, with stars for numbers.
+    r"""Explain that a pattern matches no name, and give the nearest name.
+
+    Numbers in it are replaced with stars.
 
     >>> no_match("layer.0.wq", ["layers.0.wq", "layers.1.wq", "norm"])
     "matches no tensor; nearest is 'layers.*.wq'"
@@ -214,11 +216,11 @@ def no_match(pattern: str, known_names: Collection[str]) -> str:
     >>> no_match(r"layers\.(\d+)\.w", ["layers.0.wq", "layers.1.wq", "norm"])
     "matches no tensor; nearest is 'layers.*.wq'; * stands for any text, regular expressions are not known"
     """
-    plain = _OTHER_SIGNS.sub("", _OTHER_STARS.sub("*", pattern))
+    plain = _EXPRESSION_SIGNS.sub("", _EXPRESSION_STARS.sub("*", pattern))
     starred = dict.fromkeys(_NUMBER.sub("*", name) for name in known_names if len(name) <= _LONGEST_ALIKE)
     alike = get_close_matches(_NUMBER.sub("*", plain), islice(starred, _MOST_ALIKE), n=1, cutoff=0.4)
     suggestion = f"nearest is {alike[0]!r}" if alike else f"there are {names(known_names)}"
-    hint = "; * stands for any text, regular expressions are not known" if _OF_EXPRESSION.search(pattern) else ""
+    hint = "; * stands for any text, regular expressions are not known" if _EXPRESSION_ONLY.search(pattern) else ""
     return f"matches no tensor; {suggestion}{hint}"
 
 

@@ -29,7 +29,7 @@ Group = frozenset[int]
 
 
 def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[int, ...]:
-    """Return a small set of source ranks that hold all blocks that a target rank needs.
+    """Return a few source ranks that hold all blocks that a target rank needs.
 
     Only tensors that both strategies name count. A tensor that several pipeline stages hold is read from the lowest,
     as `reshard.open` does: the files of later stages may lack it. Among equally good ranks, the target rank's own
@@ -63,7 +63,7 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
 def lacking_ranks(
     source: Strategy, target: Strategy | None, rank: int, present: Collection[int]
 ) -> dict[int, list[str]]:
-    """Return the missing source ranks of a target rank, with the tensors each would supply.
+    """Return missing source ranks of a target rank, with the tensors of each.
 
     Args:
         source: the strategy of the files.
@@ -95,7 +95,7 @@ def lacking_ranks(
 
 
 def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tuple[str, list[frozenset[Group]]]]:
-    """Yield the shared tensors of a rank, with the groups it needs in each source stage."""
+    """Yield the shared tensors of a rank, with its groups in each source stage."""
     if target is not None and rank not in target.ranks:
         raise UsageError(
             f"the target has no rank {rank}; it has ranks {target.ranks.start} to {target.ranks.stop - 1}",
@@ -156,7 +156,7 @@ def _readings(source: Placed, target: Placed | None) -> list[tuple[Layout, Layou
 
 
 def _folded(placed: Placed, ndim: int) -> list[tuple[Layout, Shape | None]]:
-    """Return the possible layouts for `ndim` dimensions, each with its shape if known."""
+    """Return the possible layouts of `ndim` dimensions, each with its shape."""
     if placed.expanded and placed.shape is not None:
         return [*foldings(placed.layout, placed.shape, ndim)]
     return [(placed.layout, placed.shape)] if len(placed.layout.tensor_map) == ndim else []

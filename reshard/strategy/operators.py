@@ -132,7 +132,7 @@ def _matmul(
 
 
 def add(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
-    """Return the strategy of Add, BiasAdd, Mul, Sub and similar operators for a parameter.
+    """Return the strategy of Add, BiasAdd, Mul, Sub or similar for a parameter.
 
     Dimensions are broadcast as in numpy.
 
@@ -146,7 +146,9 @@ def add(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
 
 
 def layer_norm(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
-    """Return the strategy of LayerNorm or RmsNorm for gamma or beta, which are never cut.
+    """Return the strategy of LayerNorm or RmsNorm for gamma or beta.
+
+    These are never cut.
 
     >>> print(layer_norm(((4, 1), (1,), (1,))).layout(8))
     [4, 2] map [-1]
@@ -202,7 +204,7 @@ OPERATORS: dict[str, Callable[..., OperatorStrategy]] = {
 
 
 def _check(kind: str, strategies: Strategies, *, inputs: tuple[int, ...], least: int = 1) -> None:
-    """Check the number of inputs and their dimensions, and that all parts are valid integers."""
+    """Check the number of inputs, their dimensions and their parts."""
     if len(strategies) not in inputs or any(len(cuts) < least for cuts in strategies):
         raise LayoutError(
             f"strategy {strategies} does not fit {kind}; expected {inputs[0]} inputs", code="operator-mismatch"

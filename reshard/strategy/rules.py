@@ -127,7 +127,7 @@ def from_operators(
     options: Options,
     faults: Faults | None = None,
 ) -> Strategy:
-    """Build a strategy from the strategies of operators; see `Strategy.from_operators`.
+    """Build a strategy from operators; see `Strategy.from_operators`.
 
     Args:
         shapes: the whole shape of every tensor.
@@ -199,7 +199,7 @@ def _mesh(mesh: object, key: str, faults: Faults) -> dict[str, int]:
 
 
 def _mesh_rule(rule: object, mesh: Mapping[str, int], key_path: str, faults: Faults) -> LayoutOf | None:
-    """Return a function from shapes to the layouts of a rule; report a fault if it is invalid."""
+    """Return a function from shapes to the layouts of a rule; report faults."""
     if rule is None:
         return None
     values = {axis: len(mesh) - 1 - number for number, axis in enumerate(mesh)}
@@ -245,7 +245,7 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], key_path: str, faults: Fau
 
 
 def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], key_path: str, faults: Faults) -> LayoutOf | None:
-    """Return a function from shapes to the layouts of placements; report invalid ones."""
+    """Return a function from shapes to the layouts of placements; report faults."""
     if len(rule) != len(mesh):
         faults.add(
             key_path,
@@ -314,7 +314,10 @@ def _build(
 
 
 def _weight(name: str, states: Mapping[str, State], weights: Collection[str]) -> str | None:
-    """Return the weight of an optimizer state, also of a state of a state (`accu_grads.adam_m.w`)."""
+    """Return the weight of an optimizer state, or None.
+
+    A state may be the state of a state (`accu_grads.adam_m.w`).
+    """
     weight = name
     while weight in states:
         weight = states[weight].weight
@@ -324,7 +327,7 @@ def _weight(name: str, states: Mapping[str, State], weights: Collection[str]) ->
 def _first_matches(
     patterns: Collection[str], weights: Collection[str], key: str, tensor_names: Collection[str], faults: Faults
 ) -> dict[str, str | None]:
-    """Return each weight's first matching glob, or None; report globs that are never first."""
+    """Return each weight's first matching glob; report globs that are never first."""
     first = {name: next((glob for glob in patterns if matches(name, [glob])), None) for name in weights}
     used = set(first.values())
     for glob in (glob for glob in patterns if glob not in used):
@@ -378,9 +381,9 @@ def _layouts(
 
 
 def optimizer_sharded(layout: Layout, shape: Shape, nbytes: int, *, size: int = -1, threshold: int = 64) -> Layout:
-    """Cut a weight's blocks again over the devices that share them, if MindSpore does.
+    """Cut a weight's blocks again over the devices that share them.
 
-    See step 3 above.
+    This is done only if MindSpore does it: see step 3 above.
 
     Args:
         layout: the weight's layout without optimizer parallel.
@@ -442,7 +445,7 @@ def _optimizer_parallel(
 def _stages(
     weights: Collection[str], tensor_names: Collection[str], pipeline: object, faults: Faults
 ) -> dict[str, list[int]]:
-    """Return the stages of each weight; report weights without stage and empty stages."""
+    """Return the stages of each weight; report unplaced weights and empty stages."""
     if pipeline is None:
         return {name: [0] for name in weights}
     by_glob: dict[str, list[int]] = {}

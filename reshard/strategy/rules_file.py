@@ -99,7 +99,7 @@ def strategy_from_file(
 
 
 def _operators(value: object, faults: Faults) -> dict[str, OperatorStrategy | None]:
-    """Parse the operators of a rules file: `{matmul: [[2, 1], [1, 2]], transpose_b: true}`."""
+    """Parse operators such as `{matmul: [[2, 1], [1, 2]], transpose_b: true}`."""
     if not isinstance(value, dict):
         if value is not None:
             faults.add("$.operators", f"is {value!r:.60}; expected a mapping", code="wrong-type")

@@ -36,12 +36,12 @@ def _is_text(value: object) -> bool:
 
 
 def _is_line(value: object) -> bool:
-    """Return whether a value is text of one line, so that it cannot fake a line of output."""
+    """Return whether a value is one line of text, so that it cannot fake output."""
     return _is_text(value) and len(str(value).splitlines()) <= 1 and "\n" not in str(value)
 
 
 def is_inner_path(path: str) -> bool:
-    """Return whether a relative path stays inside its directory; links are not resolved.
+    """Return whether a path stays inside its directory; links are not resolved.
 
     >>> [is_inner_path(path) for path in ("rank_0/a.ckpt", "a/../../b", "/etc/passwd")]
     [True, False, False]

@@ -31,7 +31,9 @@ MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 
 
 def merged_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Split the names of a merged file into stages and own names; empty if any has no stage.
+    """Split the names of a merged file into stages and own names.
+
+    The result is empty if any name has no stage.
 
     >>> merged_names(["0-w", "1-w"]), merged_names(["0-w", "w"])
     ({'0-w': (0, 'w'), '1-w': (1, 'w')}, {})
@@ -137,7 +139,7 @@ class Strategy:
         rules: Mapping[str, Rule],
         **options: Unpack[Options],
     ) -> Strategy:
-        """Build the strategy of a network that is not compiled, from a device mesh and rules.
+        """Build the strategy of a network without compiling it, from a mesh and rules.
 
         Args:
             shapes: the whole shape of every tensor.
@@ -170,7 +172,7 @@ class Strategy:
         devices: int,
         **options: Unpack[Options],
     ) -> Strategy:
-        """Build the strategy of a network that is not compiled, from the strategies of its operators.
+        """Build the strategy of a network without compiling it, from its operators.
 
         Args:
             shapes: the whole shape of every tensor.
@@ -308,7 +310,9 @@ class Strategy:
         )
 
     def with_layout(self, name: str, layout: Layout | None) -> Strategy:
-        """Return a copy with another layout of a tensor in every stage, or without it (None).
+        """Return a copy with another layout of a tensor, or without it (None).
+
+        The layout is the same in every stage.
 
         Raises:
             StrategyError: the layout is for another number of devices.
@@ -357,7 +361,7 @@ class Strategy:
 
 
 def _unfolded(placed: Placed, shape: Shape) -> Layout:
-    """Return a layout with the tensor's number of dimensions; JSON expands nested entries."""
+    """Return a layout of the tensor's dimensions; JSON expands nested entries."""
     if placed.shape is None or not placed.expanded or len(placed.layout.tensor_map) == len(shape):
         return placed.layout
     for layout, folded in foldings(placed.layout, placed.shape, len(shape)):

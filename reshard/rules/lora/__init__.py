@@ -51,7 +51,7 @@ class LoRA:
         object.__setattr__(self, "root", str(as_place(self.root).absolute()))
 
     def merged(self, source: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with the adapter merged into its weights: see `Checkpoint.merge_lora`."""
+        """Merge the adapter into a checkpoint's weights: see `Checkpoint.merge_lora`."""
         from reshard.rules.lora.adapter import read_adapter  # not on every start
         from reshard.rules.lora.merge import merge
 

@@ -42,7 +42,7 @@ _COPY = re.compile(
     r"(?:base_model\.model\.)?(?:(?P<layer>.+)\.base_layer\.(?P<kind>weight|bias)|(?P<weight>.+\.weight))", re.DOTALL
 )
 _DTYPES = {"float32", "float16", "bfloat16"}
-_OTHERWISE = {
+_UNSUPPORTED = {
     "alora_invocation_tokens": "it acts from some token on only",
     "arrow_config": "it is one of several, chosen for each token",
     "layer_replication": "its model has layers twice",
@@ -122,7 +122,7 @@ def _config(root: Place, alpha: float | None) -> _Config:
     faults = Faults(str(path))
     if options.get("peft_type") != "LORA":
         faults.add("peft_type", f"is {options.get('peft_type')!r:.40}; expected LORA", code="not-lora")
-    for key, why in _OTHERWISE.items():
+    for key, why in _UNSUPPORTED.items():
         if options.get(key):
             faults.add(key, f"is {options[key]!r:.60}; {why}", code="unsupported-adapter", hint=_MERGE_HINT)
     if options.get("bias", "none") != "none":
@@ -175,7 +175,10 @@ def _is_map(values: object, valid: Any) -> bool:
 
 
 def _is_pattern(text: str) -> bool:
-    """Return whether a text is a name or a cheap pattern: few repetitions and no groups."""
+    """Return whether a text is a name, or a pattern with few repeats and no groups.
+
+    Such patterns match in short time.
+    """
     simple = len(text) <= _LONGEST and not re.search(r"[^\w.\-^$\\*+?\[\]]", text)
     if not simple or len(re.findall(r"[*+?]", text)) > _MOST_REPEATS:
         return False
@@ -187,7 +190,7 @@ def _is_pattern(text: str) -> bool:
 
 
 class _Patterns:
-    """Values of modules by the ends of their names: the first match counts, as in PEFT.
+    """Values of modules by the ends of their names; the first match counts.
 
     >>> _Patterns({"0.k_proj": 1, r".*[qk]_proj": 2}, 3).of("layers.0.k_proj"), _Patterns({"proj": 2}, 3).of("k_proj")
     (1, 3)
@@ -213,7 +216,7 @@ class _Patterns:
 
 
 def _pairs(file: SourceFile, config: _Config) -> tuple[tuple[Pair, ...], tuple[Copy, ...]]:
-    """Return the pairs and the copies in an adapter's file; each tensor must belong to one."""
+    """Return the pairs and copies in an adapter's file, and refuse other tensors."""
     faults = Faults(file.path)
     copies: list[Copy] = []
     modules: dict[tuple[str, bool], dict[str, str]] = {}

@@ -48,7 +48,7 @@ _TILE = 1 << 18
 """The most multiplications for a tile: from there on OpenBLAS takes several threads (interface/gemm.c)."""
 
 _STEP = 16
-_LEAST_HELD = 32 << 20
+_LEAST_CACHE_BYTES = 32 << 20
 _IMPORTED_BYTES = 24 << 20
 _TILES_BYTES = 16  # for each element of a row of tiles: the product twice, and the weight in float32
 _SPAN_BYTES = 400
@@ -124,7 +124,7 @@ def _no_match(weight: str, source: Checkpoint) -> str:
 
 
 def _fault(tensor: Tensor, item: Pair | Copy, adapter: Adapter, root: str) -> SourceError | None:
-    """Return an error if an item cannot be added to or compared with a tensor, or None."""
+    """Return an error if an item does not fit a tensor, or None."""
     dtype, shape = tensor.spec.dtype, tensor.spec.shape
     expected = item.shape if isinstance(item, Pair) else adapter.file.index.entries[item.name].shape
     expected = expected[::-1] if item.transposed else expected
@@ -157,7 +157,7 @@ def _are_rows(strides: Shape, shape: Shape) -> bool:
 
 
 def _spans(extent: Extent, block: Block, dtype: DType, item: Pair | Copy) -> Iterator[Span]:
-    """Yield the spans of a block in a file; a strided block is one span or one for each row."""
+    """Yield the spans of a block in a file; a strided block may have one per row."""
     if not extent.strides or len(extent.strides) == 1:
         position = 0
         for offset, nbytes in extent.runs:
@@ -217,9 +217,9 @@ class Merging:
 
     @property
     def held_bytes(self) -> int:
-        """Return the size of the cache of matrices, as float32; it holds the few in use at a time."""
+        """Return the size of the cache for the few matrices in use, as float32."""
         sizes = [pair.nbytes for pair in self.adapter.pairs]
-        return min(sum(sizes), max(4 * max(sizes), _LEAST_HELD))
+        return min(sum(sizes), max(4 * max(sizes), _LEAST_CACHE_BYTES))
 
     def nbytes(self, threads: int) -> int:
         """Return the memory that merging takes, in bytes.
@@ -240,13 +240,13 @@ class Merging:
 
 
 class MergingStore(Around):
-    """A store that adds an adapter to the weights that it reads. Safe to use from several threads."""
+    """A store that adds an adapter to the weights that it reads; thread-safe."""
 
     def __init__(self, merging: Merging) -> None:
         super().__init__(store_of(merging.inner))
         self._merging = merging
-        self._most = merging.held_bytes
-        self._held: OrderedDict[Pair, tuple[NDArray[Any], NDArray[Any]]] = OrderedDict()
+        self._cache_bytes = merging.held_bytes
+        self._cache: OrderedDict[Pair, tuple[NDArray[Any], NDArray[Any]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, wants: Sequence[Want]) -> None:
@@ -341,15 +341,15 @@ class MergingStore(Around):
         """Return A and B of a pair, as float32."""
         adapter = self._merging.adapter
         with self._lock:
-            if matrices := self._held.get(pair):
-                self._held.move_to_end(pair)
+            if matrices := self._cache.get(pair):
+                self._cache.move_to_end(pair)
                 return matrices
         matrices = adapter.matrix(pair.a), adapter.matrix(pair.b)
         adapter.require_unchanged()
         with self._lock:
-            self._held[pair] = matrices
-            while sum(cached.nbytes for cached in self._held) > self._most and len(self._held) > 1:
-                self._held.popitem(last=False)
+            self._cache[pair] = matrices
+            while sum(cached.nbytes for cached in self._cache) > self._cache_bytes and len(self._cache) > 1:
+                self._cache.popitem(last=False)
         return matrices
 
     def __reduce__(self) -> tuple[Any, ...]:

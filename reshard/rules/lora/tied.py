@@ -82,9 +82,10 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
         if alike and not (group.one_storage and len({tensors[name].shards for name in changed}) > 1):
             merged = [pair for pair in merged if not (group.one_storage and pair.weight in changed[1:])]
         elif not choice:
-            change = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
+            how_changed = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
             raise UsageError(
-                f"{names(group.names)} are tied in {source.root}, and the adapter changes {change}", code="tied-weights",
+                f"{names(group.names)} are tied in {source.root}, and the adapter changes {how_changed}",
+                code="tied-weights",
                 hint=Text(
                     "give ", Option("lora_tied", "untie"), " to store each as it was trained, or ",
                     Option("lora_tied", "both"), " to change both, as PEFT's merge_and_unload does",
@@ -123,12 +124,15 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
 
 
 def _with_head(by_name: Mapping[str, T], head: str, embedding: str) -> Mapping[str, T]:
-    """Return a mapping in which the head has the value of the embedding, if there is one."""
+    """Return a mapping in which the head has the value of the embedding."""
     return {**by_name, head: by_name[embedding]} if embedding in by_name else by_name
 
 
 def _head_and_embedding(source: Checkpoint, weights: Collection[str]) -> tuple[str, str]:
-    """Return the names of a tied head and embedding if an adapter changes one; else two ""."""
+    """Return the names of a tied head and embedding, or "" for both.
+
+    They count only if an adapter changes one of them.
+    """
     states = optimizer_states(source.every)
     weight_names = [name for name in (*source.tensors, *source.left_out) if name not in states]
     embeddings = [name for name in weight_names if _ends(name, *_EMBEDDINGS)]
@@ -223,5 +227,5 @@ def _renamed(tensor: Tensor, name: str) -> Tensor:
 
 def _alias(tensor: Tensor, number: int) -> Tensor:
     """Return a tensor with the same bytes at aliased offsets."""
-    runs = tuple(tuple((begin + number * ALIAS, nbytes) for begin, nbytes in each) for each in tensor.runs)
+    runs = tuple(tuple((begin + number * ALIAS, nbytes) for begin, nbytes in extents) for extents in tensor.runs)
     return tensor._replace(runs=runs)

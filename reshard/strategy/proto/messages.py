@@ -78,7 +78,7 @@ def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
 
 
 def layout_of_message(message: Any) -> Layout:
-    """Return the layout of a `ParallelLayouts` message, or of an object with its fields.
+    """Return the layout of a `ParallelLayouts` message or of a similar object.
 
     A single part of a tensor map holds a flat map. Several parts hold one entry each; for a nested 1-D tensor the
     second part is empty, and is not a dimension.
