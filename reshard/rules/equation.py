@@ -1,8 +1,8 @@
-"""Work out the shapes of a rule: the box of a fused tensor that each part is.
+"""Work out the shapes of a rule: the box of each part in a fused tensor.
 
 A fused tensor's axes are divided into finer ones if the rule cuts them: the rows of `linear_qkv` are groups of rows, so
-that the queries of all groups are one box of `[groups, rows of a group, columns]`. Axes for the numbers in names come
-first. A part has the axes of its box, some in another order.
+that the queries of all groups are one box of `[groups, rows of a group, columns]`. The axes in front are for numbers in
+names. A part has the axes of its box, some in another order.
 
 Catalogue: `shared/RULES.md` of the project, from the sources of Megatron-Core, torchtitan, transformers and
 MindSpore Transformers.

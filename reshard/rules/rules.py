@@ -306,7 +306,10 @@ class Rules:
         return {**self.content, **({"source": self.source} if self.source else {}), "config": dict(self.numbers.config)}
 
     def inverted(self) -> Rules:
-        """Return the same rules with the sides swapped, the source side included."""
+        """Return the same rules with the sides swapped.
+
+        If the rules have a source side, the other side becomes the source.
+        """
         sides = self.sides[::-1]
         source = next((side for side in self.sides if self.source and side != self.source), "")
         rules = tuple(replace(rule, made=1 - rule.made) for rule in self.rules)

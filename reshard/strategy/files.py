@@ -85,11 +85,11 @@ def read_strategy(path: AnyName) -> Strategy:
             facts=["MindSpore leaves such a file if the network has no parallel parameter, or did not compile"],
         )
     if not (location.can.waits or strategy.merged or strategy.others):
-        return replace(strategy, others=_has_others_beside(location, strategy))
+        return replace(strategy, others=_has_more_stages(location, strategy))
     return strategy
 
 
-def _has_others_beside(path: Place, strategy: Strategy) -> bool:
+def _has_more_stages(path: Place, strategy: Strategy) -> bool:
     """Return whether the strategy file of the last rank shows more stages."""
     parts = _LAST_NUMBER.fullmatch(path.name)
     if parts is None:

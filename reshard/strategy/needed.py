@@ -129,7 +129,7 @@ def _groups(source: Placed, target: Placed | None, first_rank: int, local: int) 
         stored = grid(shape, ((before, first_rank),))
         block = Block.whole(shape) if after is None else grid(shape, ((after, 0),)).by_rank()[local]
         groups.update(
-            frozenset(ranks) for other, ranks in zip(stored.blocks, stored.ranks, strict=True) if other & block
+            frozenset(ranks) for piece, ranks in zip(stored.blocks, stored.ranks, strict=True) if piece & block
         )
     return frozenset(groups)
 
