@@ -1,8 +1,8 @@
-"""What the tasks of a plan's graph do: make the target files, move the bytes, give the files their names.
+"""The task functions of a graph: create the target files, move the bytes, name the files.
 
-Each is a function of the plan and of what it shall do of it, carries no arrays and knows nothing of dask; what moves or
-makes something returns a receipt. Which task waits for which, and why working tasks may run in any process and twice
-even, and those that name files may not, is in `graph`.
+Each task is a function of the plan and its part of the work; it carries no arrays, and does not depend on dask. Tasks
+that move or create something return a receipt. `graph` says which task waits for which, and why working tasks may run
+in any process, even twice, and tasks that name files may not.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16
-"""Where the page cache is to stay free: the last of so many tasks waits until what they wrote into is on the disk."""
+"""With `drop_cache`, one task in this number waits until the files of all of them are on the disk."""
 
 WRITEBACK_FILES = 64
-"""Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
+"""Up to this number of target files, tasks start writeback; beyond, they write too little of each."""
 
 _ADJOINED_BYTES = 64 << 10
-"""The most of a file's own bytes that are put together to be written at once."""
+"""The most bytes of literals and sums that are joined into one write."""
 
 _ZEROS = memoryview(bytes(1 << 20))
 
 
 class Receipt(NamedTuple):
-    """What a task did.
+    """The result of a task.
 
     Attributes:
-        task: `create`, `move`, `close` or `commit`, with its number; where a task writes whole files, `files`.
+        task: `create`, `move`, `close`, `commit` or (for whole files) `files`, with a number.
         read, written: bytes of contents.
-        seconds: how long it took.
-        wrote, crcs: the ranges that were written, as `Moved` has them.
-        ranges: those that a task of whole files wrote: of each the file's number, its begin, bytes and CRC-32C.
-        ready: the files that are complete: number, size, and time or version.
+        seconds: duration of the task.
+        wrote, crcs: the ranges that were written, as in `Moved`.
+        ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
+        ready: the complete files: number, size, and time or version.
     """
 
     task: str
@@ -71,18 +71,18 @@ class Receipt(NamedTuple):
 
 
 class How(NamedTuple):
-    """How the tasks of a graph do their work.
+    """Options of the tasks of a graph.
 
     Attributes:
-        fsync: have every file on the disk before it gets its name.
-        drop_cache: leave nothing in the page cache.
+        fsync: sync every file to the disk before it gets its name.
+        drop_cache: evict source and target files from the page cache.
         apart: the tasks may run in several processes.
-        checksums: sum up what is written.
-        crcs: sum it up by CRC-32 as well, because target files carry such sums; a graph sets it.
-        cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
-            when all is written, as by one process, and not by every task that wrote into them.
-        run: which run it is; a graph gives itself one.
-        seen: a file in the target directory that whoever writes there must see; empty if there is none.
+        checksums: compute CRC-32C sums of the written bytes.
+        crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
+        cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is
+            written, as by one process, and not by every task that wrote into them.
+        run: the identifier of the run; set by the graph.
+        seen: a file in the target directory that every writing process must see; empty if there is none.
     """
 
     fsync: bool = True
@@ -97,16 +97,16 @@ class How(NamedTuple):
 
 @contextmanager
 def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
-    """Do the work of a task; where several processes share the files, leave nothing of them in this one.
+    """Enter a task; if several processes share the files, close them afterwards.
 
-    What is written goes to the disk if that is asked for, unless a process on the same machine sees to that when all is
-    written; or at least to the server of a network file system, which closing sees to. And a file that is held open is
-    not the one that gets its name next time.
+    With `fsync`, written files are synced, unless a process on the same machine syncs them when all is written. Closing
+    sends the bytes to the server of a network file system. Also, a file that stays open would be another one than the
+    file that gets the name next time.
     """
     live_runs.add(how.run, 1)
     try:
         live_runs.check_cancelled(how.run)
-        if how.seen and not os.path.exists(how.seen):  # a worker that came after `check_workers`
+        if how.seen and not os.path.exists(how.seen):  # a worker that joined after `check_workers`
             raise TargetError(
                 f"{directory} is another directory on a worker, or none",
                 code="different-directory", hint="every worker must reach the target by the same path",
@@ -122,10 +122,10 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
 
 
 def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
-    """Make unfinished target files with the space for them, and write all that is not contents.
+    """Create unfinished target files, allocate their space, and write their literals.
 
-    Some of that waits until files are closed: the own bytes of a file that carries sums of its contents, and of one
-    that stands last, which must have the latest modification time.
+    Literals are written later, when the files are closed, of files that contain sums of their contents, and of files
+    that are published last, which must have the latest modification time.
     """
     began = time.perf_counter()
     store = local_store()
@@ -157,7 +157,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             crcs=how.crcs,
             check_cancelled=lambda: live_runs.check_cancelled(how.run),
         )
-        if plan.coding:  # whose files are each of one task
+        if plan.coding:  # each file is written by one task
             sinks.finish(durable=False)
         if spans:
             spans.drop()
@@ -175,12 +175,12 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
 
 
 def unfinished(plan: Plan, number: int, directory: str) -> str:
-    """Return the path of a target file until it gets its name: another for each plan that makes other bytes."""
+    """Return the unfinished path of a target file; it depends on the digest of the plan."""
     return store_at(directory).unfinished(f"{directory}/{plan.files[number].path}", plan.digests[number])
 
 
 def _positioned(plan: Plan, directory: str, number: int) -> Sink:
-    """Return what takes the contents of a target file in any order; others may write the same file."""
+    """Return a sink for a target file, for writes in any order; other tasks may share the file."""
     sink = partial(local_store().sink, unfinished(plan, number, directory))
     file = plan.files[number]
     if plan.coding and plan.coding.of(file.path):
@@ -189,7 +189,7 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
 
 
 class _Spans(Around):
-    """A store that notes what a task reads of each file: the page cache has what is read afterwards beside it."""
+    """A store that records the span that a task reads of each file, to evict it from the page cache."""
 
     def __init__(self, store: ReadStore) -> None:
         super().__init__(store)
@@ -202,69 +202,69 @@ class _Spans(Around):
         self._spans[path] = min(first, offset), max(last, offset + len(buffer))
 
     def drop(self) -> None:
-        """Leave nothing in the page cache from the first byte that was read of a file to the last."""
+        """Evict each file from the page cache, from the first byte read to the last."""
         for path, (first, last) in self._spans.items():
             self.inner.drop_cache(path, first, last)
 
 
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
-    """Return the unfinished files that some tasks write."""
+    """Return the paths of unfinished files that the tasks write."""
     targets = set[int]().union(*(_targets(plan, number) for number in numbers))
     return [unfinished(plan, target, directory) for target in sorted(targets)]
 
 
 def _targets(plan: Plan, number: int) -> set[int]:
-    """Return the files that a task writes; of the many of a zarr array, those that its rows are in."""
-    found: set[int] = set()
+    """Return the files that a task writes; of a zarr array, only the files of its rows."""
+    files: set[int] = set()
     for piece in plan.tasks[number].pieces:
         move = plan.moves[piece.move]
         for target, written in enumerate(move.way.writes):
             begin, end = (move.recipe.before(target, move.axis, row) for row in (piece.start, piece.stop))
             if begin < end:
-                found.update(at.file for at in written)
-    return found
+                files.update(at.file for at in written)
+    return files
 
 
 def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
-    """Leave nothing in the page cache of the source files of some moves, as far as they can still be opened."""
+    """Evict the source files of moves from the page cache, if they can still be opened."""
     for file in {at.file for way in {move.way for move in moves} for at in way.reads}:
         with suppress(OSError, SourceError):
             store.drop_cache(plan.source.files[file].path)
 
 
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
-    """Write the files of a task, each from its first byte to its last; at a URL what is complete stays."""
+    """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()
     with _working(how, directory):
         moved = _write_files(part, pieces, files, directory, how)
-        if not can(directory).positioned:  # what is complete stays, whatever comes of the others
+        if not can(directory).positioned:  # complete files stay, even if other tasks fail
             ready = tuple(_published(plan, target, directory, how) for target in files)
         if how.drop_cache:
             drop_sources(plan, [part.moves[piece.move] for piece in pieces], any_store())
             for target in files:
                 any_store().drop_cache(unfinished(plan, target, directory), written=True)
-    found = in_files(part, moved.wrote).items()
-    ranges = array("Q", [value for file, written in found for some in written for value in (file, *some)])
+    by_file = in_files(part, moved.wrote).items()
+    ranges = array("Q", [value for file, written in by_file for span in written for value in (file, *span)])
     return Receipt(
         f"files {number}", moved.read, moved.written, time.perf_counter() - began, ranges=ranges, ready=ready
     )
 
 
 def _published(plan: Plan, number: int, directory: str, how: How) -> tuple[int, int, int]:
-    """Give a file its name, and return its number and state: as the store has it, asked for it alone."""
+    """Give a file its name; return its number, and its state by a request for this file alone."""
     path, store = f"{directory}/{plan.files[number].path}", store_at(directory)
     store.publish(unfinished(plan, number, directory), path, durable=how.fsync)
     return (number, *store.status(path)[:2])
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
-    """Refuse to finish what was read from files that changed meanwhile.
+    """Raise an error if a source file changed since it was opened.
 
     Raises:
-        ChangedError: a source file is not what was opened.
+        ChangedError: a source file changed or is gone.
     """
     for number, status in _statuses(plan).items():
         file = plan.source.files[number]
@@ -276,17 +276,17 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
             raise status
         if not status.is_still(file.status):
             only = status[:2] == file.status[:2]
-            how = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
+            facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
             raise ChangedError(
-                f"{file.path} changed since it was opened", code="source-changed", facts=how, hint="start again"
+                f"{file.path} changed since it was opened", code="source-changed", facts=facts, hint="start again"
             )
     return []
 
 
 def changed_sources(plan: Plan) -> dict[int, Status | None]:
-    """Return the source files that are not what was opened, by number: their state now; None of one that is gone.
+    """Return the current states of changed source files, by number; None for a missing file.
 
-    One that cannot be asked is not said to have changed: storage that is out of reach comes back.
+    Files whose state cannot be requested are not included: unreachable storage may come back.
     """
     changed: dict[int, Status | None] = {}
     for number, status in _statuses(plan).items():
@@ -301,21 +301,21 @@ def changed_sources(plan: Plan) -> dict[int, Status | None]:
 def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
     """Return the state of each source file that is read, by number."""
     numbers = plan.read_files()
-    found = any_store().statuses([plan.source.files[number].path for number in numbers])
-    return dict(zip(numbers, found, strict=True))
+    statuses = any_store().statuses([plan.source.files[number].path for number in numbers])
+    return dict(zip(numbers, statuses, strict=True))
 
 
 def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Range]]:
-    """Return what receipts say of CRC-32 sums, by the number of the file: ranges."""
-    found: dict[int, list[Range]] = {}
+    """Return the ranges with CRC-32 sums in receipts, by file number."""
+    by_file: dict[int, list[Range]] = {}
     for receipt in receipts:
-        for file, some in in_files(plan, receipt.crcs).items():
-            found.setdefault(file, []).extend(some)
-    return found
+        for file, spans in in_files(plan, receipt.crcs).items():
+            by_file.setdefault(file, []).extend(spans)
+    return by_file
 
 
 def _waits(file: TargetFile) -> bool:
-    """Return whether the bytes of a file that are not contents are written when it is closed."""
+    """Return whether the literals of a file are written when it is closed."""
     return file.last or bool(file.layout.crcs)
 
 
@@ -327,10 +327,10 @@ def close_files(
     crcs: Mapping[int, Sequence[Range]],
     _before: object,
 ) -> Receipt:
-    """Complete local target files, before any gets its name, and have them on the disk: naming all is quick then.
+    """Complete and sync local target files before any gets its name.
 
-    What has waited (see `create_files`) is written here, with the sums of contents, which are combined from those of
-    ranges. In a plan by file, only files that stand last are left to be written.
+    Delayed literals (see `create_files`) are written here, with the sums of contents, which are combined from sums of
+    ranges. In a plan by file, only files that are published last remain to be written. Naming all files is fast then.
     """
     began = time.perf_counter()
     ready = []
@@ -345,12 +345,12 @@ def close_files(
     return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
-def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> None:
-    """Write what has waited of a file, and sync it unless the tasks that wrote it did."""
+def _complete(path: str, file: TargetFile, summed: Iterable[Range], how: How) -> None:
+    """Write the delayed literals of a file, and sync it unless its tasks did."""
     store, waits = local_store(), _waits(file)
     if waits:
         sink, layout = store.sink(path, sized=True), file.layout
-        for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, known))):
+        for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, summed))):
             sink.write_at(offset, content)
     if waits or how.cached or not how.apart:
         if how.drop_cache:
@@ -359,39 +359,39 @@ def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> 
             store.sync(path)
 
 
-def _crcs(path: str, crcs: Iterable[Crc], known: Iterable[Range]) -> Iterator[tuple[int, bytes]]:
-    """Yield the CRC-32 sums that a file carries, with their offsets.
+def _crcs(path: str, crcs: Iterable[Crc], summed: Iterable[Range]) -> Iterator[tuple[int, bytes]]:
+    """Yield the offsets and bytes of the CRC-32 sums that a file contains.
 
-    A range that receipts do not cover, because an earlier run wrote some of it, is read.
+    A range that receipts do not cover, because an earlier run wrote a part of it, is read.
     """
-    wrote = longest(known)
+    wrote = longest(summed)
     for begin, nbytes, places in crcs:
         value = sum_of([(begin, nbytes)], wrote, CRC32.polynomial)
         if value is None:
             value = crc_of_range(local_store(), path, begin, nbytes, crc32)
-        for place in places:
-            yield place, value.to_bytes(4, "little")
+        for offset in places:
+            yield offset, value.to_bytes(4, "little")
 
 
 def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Join short pieces of a file that follow each other, to write them at once; they come in the order of offsets."""
-    begin, end, some = 0, 0, list[bytes]()
+    """Join short adjacent pieces of a file for fewer writes; pieces are sorted by offset."""
+    begin, end, parts = 0, 0, list[bytes]()
     for offset, content in pieces:
-        if some and (offset != end or end - begin + len(content) > _ADJOINED_BYTES):
-            yield begin, b"".join(some)
-            some = []
-        if not some:
+        if parts and (offset != end or end - begin + len(content) > _ADJOINED_BYTES):
+            yield begin, b"".join(parts)
+            parts = []
+        if not parts:
             begin = offset
-        some.append(content)
+        parts.append(content)
         end = offset + len(content)
-    if some:
-        yield begin, b"".join(some)
+    if parts:
+        yield begin, b"".join(parts)
 
 
 def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
-    """Give complete target files their names; make links, and at URLs what stands last.
+    """Give complete target files their names; create links, and at URLs the last files.
 
-    Of a zarr store by file that is all metadata, which no task writes: those of the group are the last.
+    For a zarr store by file this writes all metadata, which no other task writes; the metadata of the group are last.
     """
     began = time.perf_counter()
     store, positioned = store_at(directory), can(directory).positioned
@@ -404,19 +404,19 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
             write_literals(plan, number, directory, sync=how.fsync)
         if positioned and file.link is None:
             store.publish(unfinished(plan, number, directory), f"{directory}/{file.path}", durable=how.fsync)
-        else:  # it is noted once it has its name
+        else:  # it is recorded once it has its name
             ready.append(_published(plan, number, directory, how))
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
 def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
-    """Remove the index that is to be replaced, before the first of its files is: a set with an index is complete."""
+    """Delete the old index before replacing its files: an index marks a set as complete."""
     withdraw(directory, [file for file in plan.files if not file.done])
     return []
 
 
 def withdraw(directory: str, files: Iterable[TargetFile]) -> None:
-    """Remove the indexes among some files, and a pointer to what is replaced; one to another checkpoint stays."""
+    """Remove old indexes, and a tracker file unless it names another checkpoint."""
     for file in files:
         path = f"{directory}/{file.path}"
         if file.last and not (file.pointer and _is_of_another(path, file.layout)):
@@ -424,26 +424,26 @@ def withdraw(directory: str, files: Iterable[TargetFile]) -> None:
 
 
 def _is_of_another(path: str, layout: FileLayout) -> bool:
-    """Return whether a file has other contents than it is to have."""
-    held = bytearray(layout.size)
+    """Return whether a file exists and differs from its planned contents."""
+    stored = bytearray(layout.size)
     try:
         if any_store().size(path) != layout.size:
             return True
-        any_store().read_into(path, 0, memoryview(held))
-    except SourceError:  # it is not there
+        any_store().read_into(path, 0, memoryview(stored))
+    except SourceError:  # it does not exist
         return False
-    return [(0, bytes(held))] != list(layout.literals)
+    return [(0, bytes(stored))] != list(layout.literals)
 
 
 def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, how: How) -> Moved:
-    """Write some files in the order of their bytes; nothing of them is left where that fails.
+    """Write files in the order of their bytes; remove all of them on failure.
 
-    What stands in a file before and between the contents (its header, the heads of its messages, zeros of a chunk at
-    the edge, the index of a shard) waits in the file's sink for its turn, so that nothing is written twice.
+    Literals (the header of a file, the heads of its messages, zeros of a chunk at the edge, the index of a shard) wait
+    in the sink of the file for their turn, so that nothing is written twice.
 
-    A checkpoint file takes its contents in its own order. Of a zarr store, whose files are small and many, bytes come
-    row by row: a file is begun when its first byte comes and ends with its last one, so that only those that some rows
-    meet are open at a time; in a shard, bytes of a later chunk wait for those before them.
+    A checkpoint file gets its contents in its own order. A zarr store has many small files, whose bytes arrive row by
+    row: a file is opened with its first byte and closed after its last, so that only files of the current rows are
+    open; in a shard, bytes of a later chunk wait for the bytes before them.
 
     Raises:
         SourceError: a source file ends early, cannot be read or changed.
@@ -461,19 +461,19 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
             in_order=True,
             check_cancelled=lambda: live_runs.check_cancelled(how.run),
         )
-        if not plan.exclusive:  # a store is not complete without its group, and the graph looks before that is written
+        if not plan.exclusive:  # the graph checks the sources before it writes the group of a store
             check_sources(plan, None)
         sinks.finish(durable=how.fsync)
     except BaseException:
         sinks.abort()
-        for number in sinks.ended:  # others may have the name, where files appear whole, of one that is to be replaced
+        for number in sinks.ended:  # unfinished names only: the final name may be that of a file to be replaced
             store_at(directory).discard(unfinished(plan, number, directory))
         raise
     return moved
 
 
 def write_literals(plan: Plan, number: int, directory: str, *, sync: bool) -> None:
-    """Write a file that has no contents of tensors, such as the index of a set."""
+    """Write a file that has only literals, such as the index of a set."""
     sink = _sink(plan, number, directory)
     try:
         sink.finish(durable=sync)
@@ -483,13 +483,13 @@ def write_literals(plan: Plan, number: int, directory: str, *, sync: bool) -> No
 
 
 def _sink(plan: Plan, number: int, directory: str) -> Sink:
-    """Return what takes the contents of a target file in about their order."""
+    """Return a sink for a target file, for writes in about the order of offsets."""
     file, layout = plan.files[number], plan.files[number].layout
     path, size = f"{directory}/{file.path}", plan.size_of(file)
 
     def create() -> Sink:
-        made = store_at(directory).create(unfinished(plan, number, directory), size)
-        return Summing(made, layout.crcs, crc32) if layout.crcs else made
+        sink = store_at(directory).create(unfinished(plan, number, directory), size)
+        return Summing(sink, layout.crcs, crc32) if layout.crcs else sink
 
     def begin() -> Sink:
         if plan.cipher is None:
@@ -507,11 +507,11 @@ def _sink(plan: Plan, number: int, directory: str) -> Sink:
 
 
 def _zeros(layout: FileLayout) -> Iterator[tuple[int, memoryview]]:
-    """Yield the zeros of a file where neither contents come nor its own bytes are: offset, and up to a MB of them."""
-    known = [(offset, len(content)) for offset, content in layout.literals]
-    known += [run for content in layout.contents for run in content.runs]
+    """Yield offset and bytes of gaps between contents and literals: zeros, at most a MiB each."""
+    used = [(offset, len(content)) for offset, content in layout.literals]
+    used += [run for content in layout.contents for run in content.runs]
     end = 0
-    for start, nbytes in sorted([*known, (layout.size, 0)]):
+    for start, nbytes in sorted([*used, (layout.size, 0)]):
         for begin in range(end, start, len(_ZEROS)):
             yield begin, _ZEROS[: start - begin]
         end = start + nbytes

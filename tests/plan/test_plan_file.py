@@ -138,7 +138,10 @@ def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
 def test_a_choice_of_tensors(root: Path, tmp_path: Path) -> None:
     chosen = reshard.open(root, strategy=SOURCE).sel("layers.*", "note")
     again = assert_runs_alike(reshard.plan(chosen, TARGET), root, tmp_path)
-    assert (list(again._record.source.tensors), again._record.source.left_out) == (list(chosen), chosen._record.left_out)
+    assert (list(again._record.source.tensors), again._record.source.left_out) == (
+        list(chosen),
+        chosen._record.left_out,
+    )
 
 
 def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
