@@ -257,7 +257,7 @@ def read_block(
 ) -> None:
     """Fill a buffer with the contents of a strided block, or one of zeros, from byte `begin` on.
 
-    The bytes that follow are read `ahead`; `place` is the number of the block among those that are read side by side.
+    The bytes that follow are read `ahead`; `place` is the number of the block among blocks that are read side by side.
     """
     if not extent.runs:
         view[:] = bytes(len(view))
@@ -334,7 +334,7 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
 
 
 def _is_whole(parts: Sequence[Part]) -> bool:
-    """Return whether the columns of a target block are exactly those of one source block."""
+    """Return whether the columns of a target block are exactly one source block's."""
     return len(parts) == 1 and not parts[0].taken
 
 
@@ -369,7 +369,7 @@ def _band(parts: Sequence[Rows], move: Move, *, in_order: bool) -> Band:
 def _writes(
     parts: Sequence[Rows], move: Move, reads: Sequence[Read], read_bytes: memoryview, *, in_order: bool
 ) -> Iterator[Write]:
-    """Yield what is written of a band, from another target block on in every thread unless `in_order`."""
+    """Yield the writes of a band; threads start at different target blocks unless `in_order`."""
     segment, start, _ = parts[0]
     columns = segment.columns
     rows = sum(rows for _, _, rows in parts)

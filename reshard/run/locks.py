@@ -66,7 +66,7 @@ class Locks(Protocol):
 
 
 def locks_at(root: str) -> Locks:
-    """Return the locks of a target, by its path or URL."""
+    """Return the kind of locks that fits a target, given its path or URL."""
     return LockFile(root) if can(root).locks else LockObjects(root)
 
 

@@ -294,7 +294,7 @@ def _peak_memory() -> int:
 
 
 def _lock_of(root: str) -> str:
-    """Return the path of the lock in a target directory; empty if there is none, as at a URL."""
+    """Return the path of the lock in a target directory; empty if it has none, as at a URL."""
     lock = f"{root}/{DIRECTORY}/lock"
     return lock if can(root).positioned and os.path.exists(lock) else ""
 
