@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The part of a source block in a band: the block, the offset in its contents in bytes, and the buffer."""
+    """The part of a source block in a band: block, offset in bytes, and buffer."""
 
     source: int
     begin: int
@@ -86,7 +86,7 @@ class Write(NamedTuple):
     copies: Sequence[tuple[Array, Array]]
 
     def put_together(self) -> memoryview:
-        """Gather the columns of a band that was read; the result is valid until the next call."""
+        """Gather the columns of a read band; the result is valid until the next call."""
         for target, source in self.copies:
             target[...] = source
         return self.content
@@ -100,7 +100,7 @@ class Band(NamedTuple):
 
 
 class _Strided(NamedTuple):
-    """Input of `gather` for rows of a move: the strided source blocks, and the bytes of the rows."""
+    """The strided source blocks of a move, and the bytes of its rows."""
 
     sources: frozenset[int]
     nbytes: int
@@ -110,7 +110,7 @@ _VIEW_BYTES = 200  # size of a view in a cached band, with its share of the cont
 
 
 class _Buffers(threading.local):
-    """Buffers of a thread, reused for every band: touching new memory costs more than the copy.
+    """Buffers of a thread, reused because touching new memory is slower than copying.
 
     The bands of the last few tensor shapes are cached, too: layers repeat, and computing bands with their views of the
     buffers takes as long as gathering their columns.
@@ -130,7 +130,7 @@ class _Buffers(threading.local):
         self._views = 0
 
     def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
-        """Return the bands of a piece; the order differs between threads unless `in_order`."""
+        """Return the bands of a piece; unless `in_order`, rotate them by thread."""
         itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
         key = (move.recipe, move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
         if key in self._bands:
@@ -255,7 +255,7 @@ def read_block(
     ahead: Ahead,
     place: int,
 ) -> None:
-    """Fill a buffer with the contents of a strided block, or one of zeros, from byte `begin` on.
+    """Fill a buffer from byte `begin` of a block that is strided or all zeros.
 
     The bytes that follow are read `ahead`; `place` is the number of the block among blocks that are read side by side.
     """
@@ -272,7 +272,7 @@ def read_block(
 
 
 def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
-    """Cast elements to another dtype; round to nearest, ties to even (numpy, ml_dtypes).
+    """Cast elements to another dtype, rounding to nearest, ties to even.
 
     The result is in a buffer of this thread, and valid until the next call.
     """
@@ -307,7 +307,7 @@ def _turned(items: list[Any]) -> list[Any]:
 
 
 def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]]:
-    """Cut segments into bands; join short ones with the same targets, as long writes are faster."""
+    """Cut segments into bands; join short ones, because long writes are faster."""
     band: list[Rows] = []
     room = most_elements
     for segment in segments:
@@ -326,7 +326,7 @@ def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]
 
 
 def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
-    """Return whether rows can be gathered with the rows before them, in each target block."""
+    """Return whether rows can be gathered together with the rows before them."""
     before, columns = last.segment.columns, segment.columns
     gathered = not any(_is_whole(parts) for part_lists in (before.parts, columns.parts) for parts in part_lists)
     follows = last.start + last.rows == start and before.targets == columns.targets
@@ -344,7 +344,7 @@ def _elements(parts: Sequence[Rows]) -> int:
 
 
 def _views(parts: Sequence[Rows]) -> int:
-    """Estimate the number of buffer views in a band; the fixed part of a write counts as four."""
+    """Estimate the number of buffer views in a band; a write has four besides copies."""
     gathered = 2 * sum(1 for _ in _alike(parts, 0))
     targets = parts[0].segment.columns.parts
     writes = sum(1 if _is_whole(items) else 4 + len(items) * gathered for items in targets)
@@ -352,7 +352,7 @@ def _views(parts: Sequence[Rows]) -> int:
 
 
 def _band(parts: Sequence[Rows], move: Move, *, in_order: bool) -> Band:
-    """Lay out a band in the buffers of this thread: parts that are read follow each other."""
+    """Lay out a band in the buffers of this thread, one part after the other."""
     itemsize = move.dtype.itemsize
     reads = []
     position = 0
@@ -369,7 +369,7 @@ def _band(parts: Sequence[Rows], move: Move, *, in_order: bool) -> Band:
 def _writes(
     parts: Sequence[Rows], move: Move, reads: Sequence[Read], read_bytes: memoryview, *, in_order: bool
 ) -> Iterator[Write]:
-    """Yield the writes of a band; threads start at different target blocks unless `in_order`."""
+    """Yield the writes of a band; unless `in_order`, rotate them by thread."""
     segment, start, _ = parts[0]
     columns = segment.columns
     rows = sum(rows for _, _, rows in parts)
@@ -387,7 +387,7 @@ def _writes(
 def _copies(
     parts: Sequence[Rows], number: int, move: Move, read_bytes: memoryview, content: memoryview
 ) -> list[tuple[Array, Array]]:
-    """Return pairs of destination and source views for the columns of one target block."""
+    """Return destination and source views for the columns of one target block."""
     import numpy as np  # a quarter of the start-up time of a command; whole rows do not need it
 
     carrier = move.dtype.carrier()
@@ -407,7 +407,7 @@ def _copies(
 
 
 def _alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
-    """Yield columns and their row count; join source blocks that have the same shape and parts."""
+    """Yield columns and row counts; join adjacent source blocks with equal parts."""
     first, rows = parts[0].segment.columns, 0
     for segment, _, count in parts:
         columns = segment.columns
@@ -496,7 +496,7 @@ def move_pieces(
 
 
 class _Sums:
-    """Checksums of written ranges; a range grows while writes follow each other in a block."""
+    """Checksums of written ranges; adjacent writes extend a range."""
 
     def __init__(self, extend: Callable[[memoryview, int], int]) -> None:
         self._extend = extend
@@ -504,7 +504,7 @@ class _Sums:
         self._last: dict[tuple[int, int], list[int]] = {}
 
     def add(self, move: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
-        """Add bytes written at offset `begin` of a block; ranges never cross runs of the block."""
+        """Add bytes written at offset `begin` of a block; ranges never cross its runs."""
         if len(runs) > 1:
             for _, start, stop in ranges(runs, begin, len(content)):
                 self._ended.extend((move, target, begin + start, stop - start, self._extend(content[start:stop], 0)))

@@ -44,7 +44,7 @@ def map_tasks(
     client: Any = None,
     on_result: Callable[[R], None],
 ) -> None:
-    """Call `function(shared, task)` for each task; pass the results to `on_result`, here.
+    """Call `function(shared, task)` for each task; pass results to `on_result`.
 
     Args:
         function: a function of a module, since it travels to workers.
@@ -89,7 +89,7 @@ def _on_cluster(
     give_up: Callable[[], None],
     settle: Callable[[], object],
 ) -> R:
-    """Wait for the work of a cluster as `uninterrupted` does; if it fails, call `settle`.
+    """Wait for the work of a cluster like `uninterrupted`; on failure call `settle`.
 
     Raises:
         ReshardError: a task raised it, or the cluster failed. Errors of `on_result` are raised unchanged.
@@ -124,7 +124,9 @@ _LARGE_GRAPH = "1 GiB"  # a plan is one node; dask warns of nodes from 10 MB on
 
 @contextmanager
 def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
-    """Yield a client of an existing cluster, or of a local one that ends with the context.
+    """Yield a client of an existing cluster, or of a temporary local one.
+
+    A local cluster ends with the context.
 
     Args:
         cluster: `local`, `local:N` with N worker processes, or the address of a scheduler.
@@ -174,7 +176,7 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
 
 
 def check_workers(plan: Plan, root: str, client: Any) -> str:
-    """Reject a cluster with a worker that cannot see the source files or target directory.
+    """Reject a cluster whose workers do not all see the same files.
 
     Returns:
         `page_cache.cache_of` of the target directory, if all workers and this process share it; else "".
@@ -224,7 +226,7 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
 
 @contextmanager
 def _probe(root: str) -> Iterator[str | None]:
-    """Yield the path of a temporary file in the target directory; None if that is a URL."""
+    """Yield the path of a temporary file in a local target; None for a URL."""
     if not can(root).positioned:
         yield None
         return
@@ -251,7 +253,7 @@ def _probe(root: str) -> Iterator[str | None]:
 
 
 def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
-    """Execute the work of a graph on a cluster and return its receipts; on failure, stop all of it.
+    """Execute the work of a graph on a cluster; return its receipts, or cancel it.
 
     Args:
         client: a `distributed.Client`.
@@ -315,7 +317,7 @@ def work_by(get: Callable[..., Any], graph: Graph, on_event: Callable[[Receipt],
 
 
 async def settled(run: str) -> None:
-    """Cancel a run on a worker, and wait for its writes to stop: its files may be removed then."""
+    """Cancel a run on a worker, and wait for its writes, before files are removed."""
     import asyncio
 
     live_runs.stopped.add(run)
@@ -324,14 +326,14 @@ async def settled(run: str) -> None:
 
 
 def ignore_interrupts() -> None:
-    """Ignore Ctrl-C on a local worker: a terminal sends it to all processes, and the command handles it."""
+    """Ignore Ctrl-C on a local worker, since the command handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def work_here(
     tasks: dict[str, Any], key: str, run: str, threads: int, on_event: Callable[[Receipt], None]
 ) -> list[Receipt]:
-    """Run tasks on this machine and return the receipts of a key; on failure, cancel the run."""
+    """Run tasks on this machine; return the receipts of a key, or cancel the run."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 

@@ -1,4 +1,4 @@
-"""The dask graph of a plan: create the target files, move the bytes, rename the files to their final names.
+"""Build the dask graph of a plan: create files, move bytes, name files.
 
 There are few, large tasks, implemented in `tasks`. The plan itself is one node, which a cluster sends to each worker
 once. Keys are numbered downwards, because dask starts with the last of the tasks that wait for nothing; tasks that wait
@@ -82,7 +82,7 @@ class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
 
 
 class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
-    """The graph of a plan and a target directory, as a dask collection: `dask.compute` of it runs the conversion.
+    """A dask collection that writes the target; `dask.compute` runs the conversion.
 
     `Plan.run` does more: it refuses to overwrite, cleans up after a failure and reports progress.
 
@@ -220,7 +220,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def _add(
         self, graph: dict[str, Any], kind: str, function: Callable[..., Receipt], arguments: Sequence[tuple[Any, ...]]
     ) -> TaskRef:
-        """Add a task for each tuple of arguments, and one that joins their receipts; return that."""
+        """Add a task per tuple of arguments, and return a task that joins the receipts."""
         keys = [f"{self._key(kind)}-{len(arguments) - i:06d}" for i in range(len(arguments))]
         for key, values in zip(keys, arguments, strict=True):
             # A cluster would send all tasks to the worker that has the plan; it spreads those that are data producers.

@@ -1,4 +1,4 @@
-"""The ledger of a target: records of its files, and locks of the files that a run writes.
+"""The ledger of a target: records of its files, and locks for writing them.
 
 `hold` locks files, `load` returns their records, `add` appends records, `forget` revokes them. `source.records`
 describes the logs. A run writes its own log, once it has something to record, and removes logs of earlier runs that
@@ -133,7 +133,7 @@ class Ledger:
             self._write([{"file": file, "forgotten": True} for file in sorted({*mine, *earlier})], durable=False)
 
     def move(self, directory: str) -> None:
-        """Move the log of this run to another directory, and remove older ledger files there.
+        """Move the log of this run to another directory; remove older ledger files there.
 
         The provenance of the files is moved with it. If the directory cannot be written, or is a link, the ledger is
         removed: finished files are usable without it.
@@ -147,12 +147,12 @@ class Ledger:
             self._log, self._parts = "", 0
 
     def dissolve(self, files: Collection[str]) -> None:
-        """Remove all logs that mention only these files; then an otherwise empty ledger is gone."""
+        """Remove all logs that mention only these files."""
         self._remove_logs_of(files)
         self.forget(files)
 
     def removed(self, files: Collection[str]) -> None:
-        """Record that files of earlier runs were removed; delete logs that mention no others."""
+        """Record that files were removed; delete logs that mention no others."""
         self.forget(files)
         self._remove_logs_of({*self._begun, *files})
 
@@ -164,7 +164,7 @@ class Ledger:
                 self._remove(name)
 
     def _copy(self, directory: str) -> None:
-        """Copy the log and the provenance into a directory, then remove older ledger files there."""
+        """Copy log and provenance into a directory, then remove older ledger files."""
         older = own_files(directory)
         log = f"{self._log}.{'' if can(directory).appends else '000000.'}jsonl"
         put(f"{directory}/{log}", b"\n".join(lines_of(parts_of(self._directory)[self._log], 1 << 62)))
@@ -218,13 +218,13 @@ def _lines(file: str, record: Record) -> Iterable[Line]:
 
 
 def own_files(directory: str) -> list[str]:
-    """Return the names of ledger files in a directory, recognized by name and contents."""
+    """Return the ledger files in a directory, recognized by name and contents."""
     logs = [part.rpartition("/")[2] for parts in parts_of(directory).values() if _is_log(parts) for part in parts]
     return [*logs, *(name for name in listed(directory) if _is_provenance(directory, name))]
 
 
 def refuse_foreign(directory: str) -> None:
-    """Reject the ledger directory next to a zarr store if it is a link or has other files.
+    """Reject a ledger directory next to a zarr store that is a link or not its own.
 
     Raises:
         TargetError: the directory is a link or a file, or has files that are not of a ledger.
@@ -253,7 +253,7 @@ def _is_log(parts: Sequence[str]) -> bool:
 
 
 def _is_provenance(directory: str, name: str) -> bool:
-    """Return whether a file is a provenance file: its name has the digest of its contents."""
+    """Return whether a file is a provenance file, named after its digest."""
     match = _PROVENANCE_NAME.fullmatch(name)
     if match is None:
         return False
@@ -264,7 +264,7 @@ def _is_provenance(directory: str, name: str) -> bool:
 
 
 def put(path: str, content: bytes) -> None:
-    """Write a small file named after its contents; keep an existing one of the same size.
+    """Write a small file named after its contents, unless it exists with that size.
 
     Raises:
         TargetError, BudgetError: the file cannot be written.
@@ -304,7 +304,7 @@ def append(path: str, content: bytes, *, sync: bool = False) -> None:
 
 
 class Checksums(Mapping[str, Mapping[str, int]]):
-    """Map target file to tensor to the CRC-32C of its contents; the ledger is read lazily.
+    """A lazy mapping of target file to tensor to the CRC-32C of its contents.
 
     A block of which parts were written twice, around a crash, may have no checksum. A linked file has the checksums of
     its link target.
@@ -360,7 +360,7 @@ def longest(wrote: Iterable[Range]) -> dict[int, tuple[int, int]]:
 def sum_of(
     runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]], polynomial: int = CASTAGNOLI
 ) -> int | None:
-    """Combine checksums of file ranges into the sum of a block; None if they do not cover it.
+    """Combine range checksums into the sum of a block; None if they do not cover it.
 
     Args:
         runs: the runs of the contents in the file.

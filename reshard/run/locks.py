@@ -264,7 +264,7 @@ def opened(path: str, flags: int, tries: int = 100) -> int:
 
 
 def _locked(path: str, files: Sequence[str]) -> tuple[int, list[str]]:
-    """Open and lock the lock file; return its descriptor, and the files that another run has locked.
+    """Open and lock the lock file; return it, and files locked by another run.
 
     Another run may remove the lock file between opening and locking; then it is opened again.
     """
@@ -287,7 +287,7 @@ def _byte_of(file: str) -> tuple[int, int]:
 
 
 def _take(descriptor: int, start: int, nbytes: int) -> bool:
-    """Lock bytes of a lock file (0: all from `start` on); return False if another run has any."""
+    """Lock bytes of a lock file (0: to the end); return False if any is locked."""
     try:
         if hasattr(fcntl, "F_OFD_SETLK"):  # Linux: locks of the open file, which also separate two runs of one process
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))

@@ -1,4 +1,4 @@
-"""Check a target before a run, and decide for each file: keep, resume, make or refuse.
+"""Check a target before a run; decide to keep, resume, make or refuse each file.
 
 `fates` decides only from the plan, the ledger and the files found in the target, so that dry runs, runs and resumed
 runs decide alike. A file is *ours* if its size and time are those that an earlier run recorded. Any other file is
@@ -161,7 +161,7 @@ def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
 
 
 def is_unnoted(wanted: Planned, record: Record, state: State | None, *, early: bool) -> bool:
-    """Return whether a run of the same plan may have published a file without recording it."""
+    """Return whether a run of the same plan may have published a file unrecorded."""
     if state is None or record.digest != wanted.digest or record.ready is not None:
         return False
     return wanted.is_link or (early and state != record.replaces and state[0] == record.size)
@@ -177,7 +177,7 @@ def of(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
 
 
 def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
-    """Reject a target that no option of a run makes valid; nothing is created or changed.
+    """Reject a target that no option of a run makes valid; change nothing.
 
     Args:
         plan: the plan to be run.
@@ -237,10 +237,11 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
 
 
 def _check_apart(plan: Plan, root: str) -> None:
-    """Reject a target inside its source, and a source inside its target; they may be equal.
+    """Reject a target inside its source, and a source inside its target.
 
-    In a run directory only the iteration that is written is the target. If the source files were named one by one, or
-    the source is one file, their directory is not the source; likewise for a target that is one file.
+    The two may be equal. In a run directory only the iteration that is written is the target. If the source files were
+    named one by one, or the source is one file, their directory is not the source; likewise for a target that is one
+    file.
     """
     source = plan.source.opened
     origin = as_place(source.root).absolute()
@@ -281,7 +282,7 @@ def _check_kinds(plan: Plan, root: str) -> None:
 
 
 def _check_exclusive(plan: Plan, root: str, older: Collection[str]) -> None:
-    """Reject a directory with other files, which readers would take for parts of the target."""
+    """Reject a directory with other files, which readers would take as parts."""
     planned = {path for file in plan.files for path in (file.path, unfinished_stem(file.path))}.union(older)
     if not can(root).positioned:
         paths = _files_at(root)
@@ -333,7 +334,7 @@ def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
 
 
 def seen_files(plan: Plan, root: str, records: Mapping[str, Record], asked: Collection[str]) -> dict[str, Seen]:
-    """Return record and state of all target files; at URLs, full states only of `asked` files."""
+    """Return records and states; at URLs, full states only of `asked` files."""
     paths = [file.path for file in plan.files]
     states = states_of(root, paths, asked)
     begun: Mapping[str, Sequence[str]] = {}

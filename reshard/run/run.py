@@ -100,9 +100,10 @@ class Report(NamedTuple):
     removed: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the target files, like `reshard.make_manifest`, without reading them.
+        """Return the manifest of the target files, without reading them if possible.
 
-        Checksums are from the ledger, including the records of earlier runs; a block without a checksum is read.
+        It equals the result of `reshard.make_manifest`. Checksums are from the ledger, including the records of earlier
+        runs; a block without a checksum is read.
 
         Raises:
             UsageError: there are no checksums: the run had them or the ledger disabled, wrote a zarr store, or encoded
@@ -113,7 +114,7 @@ class Report(NamedTuple):
         return manifest
 
     def write_manifest(self, path: AnyName, *, overwrite: bool = False) -> int:
-        """Write the manifest of the target files file by file, like `reshard.write_manifest`.
+        """Write the manifest file by file, like `reshard.write_manifest`.
 
         Returns:
             the number of checksums in it.
@@ -151,7 +152,7 @@ def run(
     partition: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Write the target files of a plan: `reshard.Plan.run` describes the options and errors."""
+    """Write the target files of a plan; see `reshard.Plan.run`."""
     began = time.perf_counter()
     if isinstance(client, str):
         raise UsageError(
@@ -294,7 +295,7 @@ def _peak_memory() -> int:
 
 
 def _lock_of(root: str) -> str:
-    """Return the path of the lock in a target directory; empty if it has none, as at a URL."""
+    """Return the path of the lock in a target directory, or "" if it has none."""
     lock = f"{root}/{DIRECTORY}/lock"
     return lock if can(root).positioned and os.path.exists(lock) else ""
 

@@ -1,4 +1,4 @@
-"""The target files of one run: reuse files of an earlier run, record progress, and clean up.
+"""Manage the target files of a run: reuse earlier files, record progress, clean up.
 
 `run.preflight` decides what to do with each file, from the plan, the ledger and the files found; this module does it.
 Whether unfinished files are kept, and when files get their names, depends on the storage: at URLs a file has its name
@@ -205,7 +205,7 @@ class Session:
             self.ledger.dissolve(self._paths)
 
     def failed(self, error: BaseException, changed: Mapping[int, Status | None]) -> None:
-        """Keep files that another run can resume, and add a note to the error that says how.
+        """Keep resumable files, and add a note to the error with advice.
 
         Args:
             error: the error of the run.
@@ -387,7 +387,7 @@ class Session:
         return records
 
     def _note_kept(self) -> None:
-        """Record the current provenance of kept files; an earlier run may have recorded another."""
+        """Record the provenance of kept files, if an earlier run recorded another."""
         numbers = [number for number in self._numbers(Do.KEEP) if self._record(number).made != self._provenance_digest]
         records = {self._paths[number]: self._record(number) for number in numbers}
         self.ledger.add({
@@ -412,7 +412,7 @@ class Session:
             )
 
     def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
-        """Apply a function to each number; concurrently at URLs, which have a high latency."""
+        """Apply a function to each number, concurrently at URLs."""
         return map_threads(function, numbers, REQUESTS) if self._early else list(map(function, numbers))
 
     def _numbers(self, do: Do) -> list[int]:
@@ -426,7 +426,7 @@ class Session:
 
 
 def older_at(plan: Plan, root: str) -> dict[str, Older]:
-    """Return the files of earlier runs that a run which starts over removes: `beside.older_files`."""
+    """Return the files of earlier runs to be removed (`beside.older_files`)."""
     return older_files(plan, root, digest(made_data(plan)))
 
 
@@ -460,7 +460,7 @@ def made_data(plan: Plan) -> bytes:
 
 
 def _headers(plan: Plan) -> dict[FileLayout, str]:
-    """Return header digests by file layout, if the ledger describes how to read the target."""
+    """Return header digests by layout, if the ledger tells how to read the target."""
     if not (plan.request and isinstance(plan.request.target, Strategy)):
         return {}
     layouts = {file.layout for file in plan.files}
@@ -468,7 +468,7 @@ def _headers(plan: Plan) -> dict[FileLayout, str]:
 
 
 def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
-    """Return whether a file that is written in order has all contents, literals and sums."""
+    """Return whether a file written in order has all contents, literals and sums."""
     layout = plan.files[number].layout
     path = unfinished(plan, number, root)
     if not all(covers(spans, at, at + n) for content in layout.contents for at, n in content.runs):

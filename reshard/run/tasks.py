@@ -1,4 +1,4 @@
-"""The task functions of a graph: create the target files, move the bytes, name the files.
+"""Implement the tasks of a graph: create files, move bytes, name files.
 
 Each task is a function of the plan and its part of the work; it carries no arrays, and does not depend on dask. Tasks
 that move or create something return a receipt. `graph` says which task waits for which, and why working tasks may run
@@ -96,32 +96,33 @@ class How(NamedTuple):
 
 
 @contextmanager
-def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
+def _working(options: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
     """Enter a task; if several processes share the files, close them afterwards.
 
     With `fsync`, written files are synced, unless a process on the same machine syncs them when all is written. Closing
     sends the bytes to the server of a network file system. Also, a file that stays open would be another one than the
     file that gets the name next time.
     """
-    live_runs.add(how.run, 1)
+    live_runs.add(options.run, 1)
     try:
-        live_runs.check_cancelled(how.run)
-        if how.seen and not os.path.exists(how.seen):  # a worker that joined after `check_workers`
+        live_runs.check_cancelled(options.run)
+        if options.seen and not os.path.exists(options.seen):  # a worker that joined after `check_workers`
             raise TargetError(
                 f"{directory} is another directory on a worker, or none",
                 code="different-directory", hint="every worker must reach the target by the same path",
             )  # fmt: skip
         yield
-        if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
+        syncs = options.apart and options.fsync and bool(written)
+        if syncs and not (options.cached and options.cached == cache_of(directory)):
             for path in written:
                 local_store().sync(path)
     finally:
-        if how.apart:
+        if options.apart:
             local_store().close()
-        live_runs.add(how.run, -1)
+        live_runs.add(options.run, -1)
 
 
-def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
+def create_files(plan: Plan, files: Sequence[int], directory: str, options: How) -> Receipt:
     """Create unfinished target files, allocate their space, and write their literals.
 
     Literals are written later, when the files are closed, of files that contain sums of their contents, and of files
@@ -131,7 +132,7 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     store = local_store()
     paths = {number: unfinished(plan, number, directory) for number in files}
     written = [path for number, path in paths.items() if not _waits(plan.files[number])]
-    with _working(how, directory, written):
+    with _working(options, directory, written):
         for number, path in paths.items():
             file = plan.files[number]
             sink = store.create(path, None if plan.encoded(file) else file.layout.size)
@@ -141,46 +142,46 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) -> Receipt:
+def move_task(plan: Plan, number: int, directory: str, options: How, _made: object) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
-    spans = _Spans(store) if how.drop_cache and not how.apart and plan.source.coding is None else None
-    with _working(how, directory, _written(plan, [number], directory) if how.apart else ()):
+    spans = _Spans(store) if options.drop_cache and not options.apart and plan.source.coding is None else None
+    with _working(options, directory, _written(plan, [number], directory) if options.apart else ()):
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,
             spans or store,
             sinks,
-            checksums=how.checksums,
-            crcs=how.crcs,
-            check_cancelled=lambda: live_runs.check_cancelled(how.run),
+            checksums=options.checksums,
+            crcs=options.crcs,
+            check_cancelled=lambda: live_runs.check_cancelled(options.run),
         )
         if plan.coding:  # each file is written by one task
             sinks.finish(durable=False)
         if spans:
             spans.drop()
-        elif how.drop_cache:
+        elif options.drop_cache:
             drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number].pieces], store)
-        if how.drop_cache:
+        if options.drop_cache:
             last = number % SYNC_TASKS == SYNC_TASKS - 1
-            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not how.apart else [number]
+            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not options.apart else [number]
             for path in _written(plan, tasks, directory):
-                local_store().drop_cache(path, written=True, wait=last or how.apart)
-        elif how.fsync and len(plan.files) <= WRITEBACK_FILES:
+                local_store().drop_cache(path, written=True, wait=last or options.apart)
+        elif options.fsync and len(plan.files) <= WRITEBACK_FILES:
             for path in _written(plan, [number], directory):
                 local_store().start_writeback(path)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote, moved.crcs)
 
 
 def unfinished(plan: Plan, number: int, directory: str) -> str:
-    """Return the unfinished path of a target file; it depends on the digest of the plan."""
+    """Return the unfinished path of a target file, which has a digest of the plan."""
     return store_at(directory).unfinished(f"{directory}/{plan.files[number].path}", plan.digests[number])
 
 
 def _positioned(plan: Plan, directory: str, number: int) -> Sink:
-    """Return a sink for a target file, for writes in any order; other tasks may share the file."""
+    """Return a sink for writes in any order to a file that tasks may share."""
     sink = partial(local_store().sink, unfinished(plan, number, directory))
     file = plan.files[number]
     if plan.coding and plan.coding.of(file.path):
@@ -189,7 +190,7 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
 
 
 class _Spans(Around):
-    """A store that records the span that a task reads of each file, to evict it from the page cache."""
+    """A store that records the span read of each file, to evict it afterwards."""
 
     def __init__(self, store: ReadStore) -> None:
         super().__init__(store)
@@ -214,7 +215,7 @@ def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
 
 
 def _targets(plan: Plan, number: int) -> set[int]:
-    """Return the files that a task writes; of a zarr array, only the files of its rows."""
+    """Return the files that a task writes; of a zarr array, only those of its rows."""
     files: set[int] = set()
     for piece in plan.tasks[number].pieces:
         move = plan.moves[piece.move]
@@ -226,23 +227,23 @@ def _targets(plan: Plan, number: int) -> set[int]:
 
 
 def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
-    """Evict the source files of moves from the page cache, if they can still be opened."""
+    """Evict the source files of moves from the page cache; ignore errors."""
     for file in {at.file for way in {move.way for move in moves} for at in way.reads}:
         with suppress(OSError, SourceError):
             store.drop_cache(plan.source.files[file].path)
 
 
-def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
+def files_task(plan: Plan, number: int, directory: str, options: How) -> Receipt:
     """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()
-    with _working(how, directory):
-        moved = _write_files(part, pieces, files, directory, how)
+    with _working(options, directory):
+        moved = _write_files(part, pieces, files, directory, options)
         if not can(directory).positioned:  # complete files stay, even if other tasks fail
-            ready = tuple(_published(plan, target, directory, how) for target in files)
-        if how.drop_cache:
+            ready = tuple(_published(plan, target, directory, options) for target in files)
+        if options.drop_cache:
             drop_sources(plan, [part.moves[piece.move] for piece in pieces], any_store())
             for target in files:
                 any_store().drop_cache(unfinished(plan, target, directory), written=True)
@@ -253,10 +254,10 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     )
 
 
-def _published(plan: Plan, number: int, directory: str, how: How) -> tuple[int, int, int]:
-    """Give a file its name; return its number, and its state by a request for this file alone."""
+def _published(plan: Plan, number: int, directory: str, options: How) -> tuple[int, int, int]:
+    """Give a file its name; return its number and its state, requested alone."""
     path, store = f"{directory}/{plan.files[number].path}", store_at(directory)
-    store.publish(unfinished(plan, number, directory), path, durable=how.fsync)
+    store.publish(unfinished(plan, number, directory), path, durable=options.fsync)
     return (number, *store.status(path)[:2])
 
 
@@ -284,7 +285,7 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
 
 
 def changed_sources(plan: Plan) -> dict[int, Status | None]:
-    """Return the current states of changed source files, by number; None for a missing file.
+    """Return the current states of changed source files; None for a missing file.
 
     Files whose state cannot be requested are not included: unreachable storage may come back.
     """
@@ -323,7 +324,7 @@ def close_files(
     plan: Plan,
     files: Sequence[int],
     directory: str,
-    how: How,
+    options: How,
     crcs: Mapping[int, Sequence[Range]],
     _before: object,
 ) -> Receipt:
@@ -334,28 +335,28 @@ def close_files(
     """
     began = time.perf_counter()
     ready = []
-    with _working(how, directory):
+    with _working(options, directory):
         for number in files:
             file, path = plan.files[number], unfinished(plan, number, directory)
             if not plan.by_file:
-                _complete(path, file, crcs.get(number, ()), how)
+                _complete(path, file, crcs.get(number, ()), options)
             elif file.last:
-                write_literals(plan, number, directory, sync=how.fsync)
+                write_literals(plan, number, directory, sync=options.fsync)
             ready.append((number, *local_store().status(path)[:2]))
     return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
-def _complete(path: str, file: TargetFile, summed: Iterable[Range], how: How) -> None:
+def _complete(path: str, file: TargetFile, summed: Iterable[Range], options: How) -> None:
     """Write the delayed literals of a file, and sync it unless its tasks did."""
     store, waits = local_store(), _waits(file)
     if waits:
         sink, layout = store.sink(path, sized=True), file.layout
         for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, summed))):
             sink.write_at(offset, content)
-    if waits or how.cached or not how.apart:
-        if how.drop_cache:
+    if waits or options.cached or not options.apart:
+        if options.drop_cache:
             store.drop_cache(path, written=True)
-        if how.fsync:
+        if options.fsync:
             store.sync(path)
 
 
@@ -374,7 +375,7 @@ def _crcs(path: str, crcs: Iterable[Crc], summed: Iterable[Range]) -> Iterator[t
 
 
 def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Join short adjacent pieces of a file for fewer writes; pieces are sorted by offset."""
+    """Join short adjacent pieces of a file, which are sorted by offset."""
     begin, end, parts = 0, 0, list[bytes]()
     for offset, content in pieces:
         if parts and (offset != end or end - begin + len(content) > _ADJOINED_BYTES):
@@ -388,8 +389,8 @@ def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]
         yield begin, b"".join(parts)
 
 
-def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
-    """Give complete target files their names; create links, and at URLs the last files.
+def commit_files(plan: Plan, files: Sequence[int], directory: str, options: How, _ready: object) -> Receipt:
+    """Name complete target files; create links, and at URLs the last files.
 
     For a zarr store by file this writes all metadata, which no other task writes; the metadata of the group are last.
     """
@@ -401,16 +402,16 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
         if file.link is not None:
             store.link(os.path.join(directory, file.link), unfinished(plan, number, directory))
         elif not positioned:
-            write_literals(plan, number, directory, sync=how.fsync)
+            write_literals(plan, number, directory, sync=options.fsync)
         if positioned and file.link is None:
-            store.publish(unfinished(plan, number, directory), f"{directory}/{file.path}", durable=how.fsync)
+            store.publish(unfinished(plan, number, directory), f"{directory}/{file.path}", durable=options.fsync)
         else:  # it is recorded once it has its name
-            ready.append(_published(plan, number, directory, how))
+            ready.append(_published(plan, number, directory, options))
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
 def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
-    """Delete the old index before replacing its files: an index marks a set as complete."""
+    """Delete the old index before its files: an index marks a set as complete."""
     withdraw(directory, [file for file in plan.files if not file.done])
     return []
 
@@ -435,7 +436,7 @@ def _is_of_another(path: str, layout: FileLayout) -> bool:
     return [(0, bytes(stored))] != list(layout.literals)
 
 
-def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, how: How) -> Moved:
+def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, options: How) -> Moved:
     """Write files in the order of their bytes; remove all of them on failure.
 
     Literals (the header of a file, the heads of its messages, zeros of a chunk at the edge, the index of a shard) wait
@@ -457,13 +458,13 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
             pieces,
             store_of(plan.source.coding),
             sinks,
-            checksums=how.checksums,
+            checksums=options.checksums,
             in_order=True,
-            check_cancelled=lambda: live_runs.check_cancelled(how.run),
+            check_cancelled=lambda: live_runs.check_cancelled(options.run),
         )
         if not plan.exclusive:  # the graph checks the sources before it writes the group of a store
             check_sources(plan, None)
-        sinks.finish(durable=how.fsync)
+        sinks.finish(durable=options.fsync)
     except BaseException:
         sinks.abort()
         for number in sinks.ended:  # unfinished names only: the final name may be that of a file to be replaced
@@ -507,7 +508,7 @@ def _sink(plan: Plan, number: int, directory: str) -> Sink:
 
 
 def _zeros(layout: FileLayout) -> Iterator[tuple[int, memoryview]]:
-    """Yield offset and bytes of gaps between contents and literals: zeros, at most a MiB each."""
+    """Yield zeros, up to a MiB each, for gaps between contents and literals."""
     used = [(offset, len(content)) for offset, content in layout.literals]
     used += [run for content in layout.contents for run in content.runs]
     end = 0

@@ -1,1 +1,1 @@
-"""Turn files into a `Checkpoint`: find them, read their headers, and assemble their blocks."""
+"""Turn files into a `Checkpoint`: read headers, and assemble blocks."""

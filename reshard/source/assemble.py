@@ -1,8 +1,9 @@
-"""Assemble tensors from files and a strategy: the blocks of each tensor, and the files of each block.
+"""Assemble tensors from files and a strategy.
 
-A tensor in the strategy is read from the lowest pipeline stage that has all of it; MindSpore omits shared tensors from
-the files of later stages, which is not a fault. A tensor outside the strategy is whole in every file that has it. Every
-file is compared with the strategy, and all faults are reported at once.
+The result has the blocks of each tensor, and the files of each block. A tensor in the strategy is read from the lowest
+pipeline stage that has all of it; MindSpore omits shared tensors from the files of later stages, which is not a fault.
+A tensor outside the strategy is whole in every file that has it. Every file is compared with the strategy, and all
+faults are reported at once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import SourceFile
     from reshard.strategy.strategy import Strategy
 
-_MOST_TIMES = 256  # a strategy may have up to this many times as many ranks as there are files for, the rest missing
+_MOST_TIMES = 256  # a strategy with more ranks per existing rank does not belong to the checkpoint
 
 
 def unlisted(name: str) -> Text:
-    """Return advice for a tensor outside the strategy whose bytes differ between ranks."""
+    """Return advice for a tensor outside the strategy that differs between ranks."""
     return Text(
         "save the strategy with only_trainable_params=False if it is sharded, or give ",
         Option("layout", name, "RULE"),
@@ -81,7 +82,7 @@ def assemble_whole(
 
 
 def by_header(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[int]]:
-    """Group files that share their entries, as most ranks do, to do work once per group."""
+    """Group files that share their entries, as most ranks do."""
     groups: dict[int, list[int]] = {}
     for number in numbers:
         groups.setdefault(files[number].index.header, []).append(number)
@@ -89,7 +90,7 @@ def by_header(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[
 
 
 def where(files: Sequence[SourceFile], replicas: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
-    """Return the `Where` of each file, with runs numbered by header, and a file of each header."""
+    """Return the `Where` of each file, numbered by header, and a file of each header."""
     alike = by_header(files, replicas)
     by_file = {number: Where(number, index) for index, numbers in enumerate(alike) for number in numbers}
     return by_file, tuple(numbers[0] for numbers in alike)
@@ -140,7 +141,7 @@ class _WithoutStrategy:
         return self.files[number].index.entries[name]
 
     def unlisted(self, name: str, replicas: Sequence[int]) -> Tensor:
-        """Assemble a tensor without a layout; all files that have it must have the whole of it."""
+        """Assemble a tensor without a layout, which must be whole in each file."""
         first = self.entry(replicas[0], name)
         for number in replicas[1:]:
             entry = self.entry(number, name)
@@ -160,7 +161,7 @@ class _WithoutStrategy:
         return Tensor(spec, sharding, runs, listed=False, varies=varies, text=first.text)
 
     def whole(self, shape: Shape, replicas: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
-        """Return the sharding of tensors that are whole in these files, and a file of each header."""
+        """Return the sharding of whole tensors in files, and a file of each header."""
         key = (shape, replicas)
         if key not in self._whole:
             places, firsts = where(self.files, replicas)
@@ -229,7 +230,7 @@ class _WithStrategy(_WithoutStrategy):
             )
 
     def _tell_missing(self) -> None:
-        """Report missing ranks, even if replicas have all blocks: the strategy may be wrong."""
+        """Report missing ranks, even if no block is lost: the strategy may be wrong."""
         present = set(self.ranks)
         with_tensors = {placed.stage for places in self.strategy.tensors.values() for placed in places}
         missing = [
@@ -260,7 +261,7 @@ class _WithStrategy(_WithoutStrategy):
             )
 
     def _listed(self, name: str, replicas: tuple[int, ...]) -> Tensor | None:
-        """Assemble a tensor of the strategy from the lowest complete stage; check other stages."""
+        """Assemble a tensor from the lowest complete stage; check other stages, too."""
         joined: Tensor | None = None
         incomplete: Tensor | None = None
         lacking: list[int] = []
@@ -331,7 +332,7 @@ class _WithStrategy(_WithoutStrategy):
         return Tensor(TensorSpec(name, first.dtype, shape), facts.sharding, runs)
 
     def _check_stated_shape(self, name: str, stage: int, shape: Shape, stored: Shape) -> None:
-        """Compare with the shape in a JSON strategy, which reveals tensors that were saved whole."""
+        """Compare with the shape in a JSON strategy; tensors saved whole differ."""
         placed = next(p for p in self.strategy.tensors[name] if p.stage == stage)
         if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
             wrong = (

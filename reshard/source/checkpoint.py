@@ -48,7 +48,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One checkpoint file: its path, its size and time when it was indexed, and its index.
+    """One checkpoint file: its path, its index, and size and time when indexed.
 
     `change` is as in `Status`. It is not pickled, because other machines may see another value.
     """
@@ -162,7 +162,7 @@ class Tensor(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object that is not a tensor: opaque bytes of the program that wrote it, copied unchanged.
+    """An object that is not a tensor: opaque bytes that are copied unchanged.
 
     Attributes:
         path: the file.
@@ -218,7 +218,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The options with which a checkpoint was opened, and facts found out about its files.
+    """Options with which a checkpoint was opened, and facts found about its files.
 
     Attributes:
         stage: the pipeline stage if the source is one stage of a longer pipeline.
@@ -274,7 +274,7 @@ class Extras:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A set of checkpoint files seen as whole tensors; `reshard.Checkpoint` is its public wrapper.
+    """A set of checkpoint files as whole tensors; `reshard.Checkpoint` wraps it.
 
     Attributes:
         root: the directory or file that was opened.
@@ -379,7 +379,7 @@ class Checkpoint:
         )
 
     def unbound(self) -> Checkpoint:
-        """Return the checkpoint for targets of other formats: bound tensors become unreadable."""
+        """Return the checkpoint with bound tensors unreadable, for other formats."""
         bound = self.extras.bound
         if not bound:
             return self
@@ -412,7 +412,7 @@ class Checkpoint:
 
 
 def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[str]:
-    """Return the names of a checkpoint that match patterns (names or globs); each must match.
+    """Return the names that match patterns (names or globs); each must match.
 
     Raises:
         UsageError: a pattern matches no tensor; the nearest is named.

@@ -1,4 +1,4 @@
-"""Headers of many files, of which equal ones are parsed and stored once; and digests of headers.
+"""Index many files, parsing equal headers once; compute digests of headers.
 
 Ranks with the same role have files that differ only in contents. A file that has the same size as an indexed file, and
 the same bytes outside of contents, has the same index: comparing takes a tenth of the time of parsing, and 4,096 ranks
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
-_MOST_HEADER_BYTES = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
+_MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
 
 _SMALL = 64 << 10
 _PAGE = 4096
@@ -41,9 +41,9 @@ _PAGES = 4
 
 
 class _Header(NamedTuple):
-    """The index of a file, and all of its bytes that are not contents, with their offsets."""
+    """The index of a file, and its bytes outside of contents, with offsets."""
 
-    index: FileIndex
+    file_index: FileIndex
     pieces: list[tuple[int, bytes]]
 
 
@@ -59,20 +59,20 @@ class Headers:
         self._lock = threading.Lock()  # headers at URLs are read side by side
 
     def index(self, path: str) -> FileIndex:
-        """Return the index of a file; raise `SourceError` if it is invalid, like `index_file`."""
+        """Return the index of a file; raise `SourceError` if it is invalid."""
         size = self._store.size(path)
         header = self._known.get(size)
         if header is not None and self._store.holds(path, header.pieces):
-            return header.index
+            return header.file_index
         index = self.shared(index_file(path, store=self._store))
         runs = gaps(index, size)
-        if sum(nbytes for _, nbytes in runs) <= _MOST_HEADER_BYTES:
+        if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
             reader = RangeReader(path, store=self._store, window=0)
             self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
         return index
 
     def shared(self, index: FileIndex) -> FileIndex:
-        """Return an index with its header number; files that differ only in notes share entries."""
+        """Return an index with its header number; share entries that are equal."""
         with self._lock:
             alike = self._entries.setdefault(len(index.entries), [])
             first = next((item for item in alike if item.entries == index.entries), None)
@@ -83,7 +83,7 @@ class Headers:
 
 
 def gaps(index: FileIndex, size: int) -> Runs:
-    """Return the ranges of a file outside of tensor contents; text is part of an index."""
+    """Return the ranges of a file outside of tensor contents, including text."""
     ranges: list[tuple[int, int]] = []
     position = 0
     for offset, nbytes in sorted(run for entry in index.entries.values() if entry.text is None for run in entry.runs):
@@ -96,7 +96,7 @@ def gaps(index: FileIndex, size: int) -> Runs:
 
 
 def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
-    """Return the digest of each header: names, dtypes, shapes, byte ranges, notes and text.
+    """Return the digests of headers: names, dtypes, shapes, ranges, notes and text.
 
     The headers were read together: entries that they share are digested once.
     """
@@ -122,7 +122,7 @@ def contents_digest(contents: Iterable[tuple[str, Entry | Content]]) -> str:
 
 
 def pages_digest(path: str) -> str:
-    """Return the digest of four pages of a file, including the last; of all of it up to 64 KiB.
+    """Return the digest of four pages of a file, or all of it up to 64 KiB.
 
     Checkpoints of two steps of one training have equal names, shapes and headers; their weights differ everywhere.
 
@@ -146,11 +146,11 @@ def _entries_digest(index: FileIndex) -> str:
 
 
 def key_of(paths: Sequence[Place], cipher: Cipher | None) -> Cipher | None:
-    """Return the cipher to read files with; None if they are plain and it is not required.
+    """Return the cipher of files; None if they are plain and it is optional.
 
     Raises:
-        SourceError: some are encrypted and some are not: what is plain may have been put there by others. Empty files,
-            of ranks without a tensor, are neither.
+        SourceError: only a part of the files is encrypted: a plain file may have been replaced by others. Empty files,
+            of ranks without a tensor, count as neither.
     """
     if cipher is None:
         return None
@@ -192,7 +192,7 @@ def indexed(
 def read_indexes(
     chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
-    """Return indexed files and their ranks, like `indexed`, but allow blocks of tensors.
+    """Return indexed files and their ranks; they may have blocks of tensors.
 
     Raises:
         SourceError: a file is invalid.

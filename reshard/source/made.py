@@ -1,4 +1,4 @@
-"""The provenance of a target in its ledger: source files, the strategies of source and target, and the selection.
+"""The provenance of a target: its source files, strategies and selection.
 
 Provenance is stored next to the logs below `.reshard`, in a file named after its digest, so that all runs with the same
 source and target share one file: ranks or stages, one after the other. A finished zarr store may have no other files;
@@ -128,7 +128,7 @@ class Made:
         )
 
     def change(self, files: Sequence[SourceFile], *, partial: bool = False) -> str:
-        """Return which file differs from the one that the run wrote, and how; "" if none does.
+        """Return which file differs from the written one, and how; "" if none does.
 
         A file with the recorded size and time is the one that the run wrote. A file with another time, such as a copy,
         is the same if its size, its header and samples of its contents match the records.
@@ -185,11 +185,11 @@ class Made:
 
 
 def _samples(ranges: Mapping[str, Iterable[Range]], touched: Collection[str]) -> dict[str, list[Range]]:
-    """Return up to two ranges of each touched file: one that few other files have, and a long one.
+    """Return up to two ranges of each touched file: a rare one, and a long one.
 
-    The first distinguishes files of different ranks, which have equal headers; untouched files are counted, too,
-    because a touched file may be a copy of one. Both ranges are short if there are many files; if all ranges of a file
-    are long, the shortest is used.
+    The rare one is in few other files. It distinguishes files of different ranks, which have equal headers; untouched
+    files are counted, too, because a touched file may be a copy of one. Both ranges are short if there are many files;
+    if all ranges of a file are long, the shortest is used.
     """
     most = min(_LONGEST_SAMPLE, max(_SAMPLED // max(len(touched), 1), _SHORTEST_LIMIT))
     by_path = {path: list(dict.fromkeys(spans)) for path, spans in ranges.items()}
@@ -208,7 +208,7 @@ def _length(sample: Range) -> int:
 
 
 def made_of(target: Place) -> Made | None:
-    """Return the provenance of a target; None if no ledger has it for the existing files.
+    """Return the provenance of a target; None if no ledger has it.
 
     Args:
         target: a directory, a zarr store, an iteration of a run, or one file.
@@ -285,7 +285,7 @@ def small_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
 
 
 def read_small_strategy(content: dict[str, Any] | None) -> Strategy | None:
-    """Return the strategy that `small_strategy` wrote; raise `ValueError` if it is invalid."""
+    """Return the strategy in JSON data; raise `ValueError` if it is invalid."""
     if content is None:
         return None
     first, stop = content["stages"]

@@ -1,4 +1,4 @@
-"""Sample contents to find faults that headers do not show: wrong layouts, differing replicas, whole "blocks".
+"""Sample contents to find wrong layouts and other faults that headers do not show.
 
 Each fault would lead to a wrong whole-model file, the worst result this tool could write. So contents are sampled when
 a checkpoint is opened: small tensors fully, three pages of larger ones, in some of their files. `Looked` has statistics
@@ -82,29 +82,29 @@ def compare_contents(
         SourceError: a tensor is split but not listed, or listed but whole, replicas differ, or a rule is wrong; all
             faults at once.
     """
-    look = _Sampler(checkpoint, ruled, confirmed, copies=contents is True)
+    sampler = _Sampler(checkpoint, ruled, confirmed, copies=contents is True)
     tensors, candidates = {}, []
     for name, tensor in checkpoint.tensors.items():
         tensors[name] = tensor
         if tensor.listed or not (name == _STEP or _may_vary(tensor, ruled)):
             candidates.append(tensor)
         elif contents is True:
-            tensors[name] = look.every_copy(tensor)
+            tensors[name] = sampler.every_copy(tensor)
         elif tensor.text is None:  # without a comparison, each copy counts as a value of its rank
             tensors[name] = tensor._replace(varies=name != _STEP)
-    statistics = look.samples(candidates) if contents else None
-    look.faults.raise_if_any(SourceError)
+    statistics = sampler.samples(candidates) if contents else None
+    sampler.faults.raise_if_any(SourceError)
     return replace(
         checkpoint,
-        tensors={name: tensor for name, tensor in tensors.items() if name not in look.unreadable},
-        unreadable={**checkpoint.unreadable, **look.unreadable},
-        warnings=(*checkpoint.warnings, *look.warnings),
+        tensors={name: tensor for name, tensor in tensors.items() if name not in sampler.unreadable},
+        unreadable={**checkpoint.unreadable, **sampler.unreadable},
+        warnings=(*checkpoint.warnings, *sampler.warnings),
         opening=replace(checkpoint.opening, looked=statistics),
     )
 
 
 class Torn(NamedTuple):
-    """A block whose replicas differ: the tensor, the block number, and the numbers of two files."""
+    """A block whose replicas differ: tensor, block number, numbers of two files."""
 
     tensor: Tensor
     number: int
@@ -113,21 +113,21 @@ class Torn(NamedTuple):
 
 
 def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], Looked]:
-    """Sample replicas like `compare_contents`; return one torn block of each torn tensor.
+    """Sample replicas; return one torn block of each torn tensor.
 
     Tensors that may differ by rank, and unlisted blocks, are left out.
     """
-    search, is_described = _Replicas(checkpoint), bool(checkpoint.extras.described_by)
-    statistics = search.samples([
+    sampler, is_described = _Replicas(checkpoint), bool(checkpoint.extras.described_by)
+    statistics = sampler.samples([
         tensor
         for name, tensor in checkpoint.tensors.items()
         if tensor.listed or name == _STEP or (is_described and not _may_vary(tensor, {}))
     ])  # fmt: skip
-    return search.torn, statistics
+    return sampler.torn, statistics
 
 
 def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
-    """Return whether an unlisted tensor may differ by rank: a scalar, text, or by a rule."""
+    """Return whether an unlisted tensor may differ by rank: a scalar, text, by rule."""
     single = tensor.text is not None or tensor.spec.nbytes <= tensor.spec.dtype.itemsize
     return single or ruled.get(tensor.spec.name) == "copy"
 
@@ -157,7 +157,7 @@ class _Sampler:
         self.constant: list[str] = []
 
     def every_copy(self, tensor: Tensor) -> Tensor:
-        """Compare all copies of a tensor that may differ by rank, or of the step, which must not."""
+        """Compare all copies of a tensor that may differ by rank, or of the step."""
         name, copies = tensor.spec.name, tensor.sharding.replicas[0]
         differs = tensor.varies
         if tensor.text is None and len(copies) > 1:
@@ -227,7 +227,7 @@ class _Sampler:
         return iter(dict.fromkeys(turns))
 
     def _compare(self, tensor: Tensor, samples: Iterable[tuple[tuple[int, Where], bytearray]]) -> None:
-        """Compare the samples of a tensor: replicas with the first one, and blocks with each other."""
+        """Compare the samples of replicas with the first, and of blocks with each other."""
         first: dict[int, tuple[Where, bytearray]] = {}
         for (number, at), content in samples:
             reference = first.setdefault(number, (at, content))
@@ -262,7 +262,7 @@ class _Sampler:
             self.faults.add(subject, fault, code="replicas-differ", hint=hint)
 
     def _compare_blocks(self, tensor: Tensor, samples: list[bytearray]) -> None:
-        """Record whether a tensor is split; if samples are equal, compare all blocks more closely."""
+        """Record whether a tensor is split; compare all blocks if samples are equal."""
         name, width = tensor.spec.name, tensor.spec.dtype.itemsize
         if any(sample != samples[0] for sample in samples):
             self.proven_split = True

@@ -1,4 +1,4 @@
-r"""Records of the files of a target: the logs below `.reshard`, one for each run; all logs are read.
+r"""Records of the files of a target, in one log per run below `.reshard`.
 
 A log consists of JSON lines; at URLs, to which nothing can be appended, of several small objects in sequence:
 
@@ -16,10 +16,10 @@ A log consists of JSON lines; at URLs, to which nothing can be appended, of seve
                                                          synced, and invalid after the machine was restarted
     {"file": "rank_0/a.ckpt", "forgotten": true}
 
-Logs are numbered, and the newest record of a file counts. Records are always checked: a range is valid if its bytes
-still have the sum, a finished file if it has the recorded size and time. Readers, which do not write, also accept a
-copy: a file with the recorded size, header and samples (`made.Made.change`). So after any kind of crash, the log may be
-behind the disk, or the disk behind the log. Invalid lines are skipped.
+All logs are read. They are numbered, and the newest record of a file counts. Records are always checked: a range is
+valid if its bytes still have the sum, a finished file if it has the recorded size and time. Readers, which do not
+write, also accept a copy: a file with the recorded size, header and samples (`made.Made.change`). So after any kind of
+crash, the log may be behind the disk, or the disk behind the log. Invalid lines are skipped.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def listed(directory: str) -> list[str]:
 
 
 def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
-    """Yield the lines of a log, up to `most` bytes; lines over the length limit are split."""
+    """Yield the lines of a log, up to `most` bytes; split lines that are too long."""
     if parts and not can(parts[0]).appends:
         for content in map_threads(remote_store().contents, parts, REQUESTS):
             yield from (content or b"")[:most].splitlines()
@@ -221,7 +221,7 @@ def _read_log(lines: Iterable[bytes], result: Known, name: str, requested: froze
 
 
 def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Record:
-    """Return a record extended by a line; raise one of `UNSOUND` if the line is malformed."""
+    """Return a record extended by a line; raise one of `UNSOUND` if malformed."""
     if "digest" in line:
         same = head["reshard"] == VERSION
         rank = line.get("rank")
@@ -241,7 +241,7 @@ def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Rec
         wrote = array("Q", [number for span in map(_range, line["wrote"]) for number in span])
         if len(record.wrote) + len(wrote) > 3 * _MOST_RANGES:
             raise ValueError("too many ranges")
-        assert isinstance(record.wrote, array)  # noqa: S101 -- it was made here, and nobody has it yet
+        assert isinstance(record.wrote, array)  # noqa: S101 -- created here, and not shared yet
         record.wrote.extend(wrote)
     if "ready" in line:
         record = replace(record, ready=_state(line["ready"]), boot=str(line.get("boot", "")))

@@ -1,4 +1,4 @@
-"""Find the files of each block of a tensor in all stages, and the ranks that lack a block.
+"""Find the files of each block in all stages, and ranks that lack a block.
 
 The strategy assigns every block to a group of ranks. If replicas are stored once (`remove_redundancy`), one rank of
 each pipeline stage has the block. A conversion writes a shared tensor in each of its stages, and a tensor that no
@@ -88,7 +88,7 @@ class Replicas:
 
     def _missing(self, tensor: Tensor) -> Iterator[Lack]:
         strategy, rank_of = self._checkpoint.strategy, self._checkpoint.ranks
-        assert strategy is not None  # noqa: S101 -- as it was asked
+        assert strategy is not None  # noqa: S101 -- checked by the callers
         sharding = in_every_stage(self._checkpoint, tensor).sharding
         ranks: Sequence[Sequence[int]] = [strategy.ranks]
         if tensor.listed:

@@ -76,7 +76,7 @@ def shards_in(tensor: Tensor, space: Shape) -> Iterator[Shard]:
 
 
 def _cut(extent: Extent, block: Block, piece: Block, shape: Shape, axes: Sequence[Shape], itemsize: int) -> Extent:
-    """Return the extent of a piece of a block, which has this shape once its axes are split."""
+    """Return the extent of a piece of a block with split axes."""
     strides = extent.strides or row_major(block.shape)
     begin = position(piece.start, block.start, strides)
     return laid(extent, begin * itemsize, shape, split(strides, axes), itemsize)
@@ -110,7 +110,7 @@ def laid(extent: Extent, begin: int, shape: Shape, strides: Shape, itemsize: int
 
 
 def reshaped(tensor: Tensor, shape: Shape) -> Tensor | None:
-    """Return a tensor with another shape over the same elements; None if axes do not divide.
+    """Return a tensor reshaped over the same elements; None if axes do not divide.
 
     >>> from reshard.dtypes import by_name
     >>> from reshard.errors import UsageError
@@ -131,7 +131,7 @@ def reshaped(tensor: Tensor, shape: Shape) -> Tensor | None:
 
 
 def with_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return a checkpoint with stacked tensors reshaped, and a warning that names them.
+    """Reshape stacked tensors of a checkpoint; return a warning that names them, too.
 
     The static graph of MindSpore stacks the experts of a layer as [experts * rows, columns], its dynamic graph as
     [experts, rows, columns].
@@ -165,7 +165,7 @@ _STACKED = re.compile(r"(?:^|\.)(layer|expert)s(?=\.(?!(?:\w+\.)?\d+(?:\.|$)))")
 
 
 def stacked_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Return the meaning of the first dimensions, `layer` or `expert`; empty if unknown.
+    """Return the meaning of the first dimensions (`layer`, `expert`), if known.
 
     >>> from reshard.dtypes import by_name
     >>> from reshard.errors import UsageError

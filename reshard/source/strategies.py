@@ -1,4 +1,4 @@
-"""Derive a strategy from a checkpoint that describes its blocks, or from a rules file.
+"""Derive a strategy from a self-describing checkpoint, or from a rules file.
 
 A stage is a range of ranks, as many as the largest layout has devices. Several meshes that make up a stage in order,
 each with a whole tensor, become one mesh with another axis. A strategy cannot express a tensor on other ranks.
@@ -31,7 +31,7 @@ def _leave_out(name: str) -> Text:
 
 
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
-    """Return the strategy of a checkpoint: the one it was opened with, or one from its metadata.
+    """Return the strategy of a checkpoint, as opened or from its metadata.
 
     Args:
         checkpoint: an opened checkpoint.

@@ -1,4 +1,4 @@
-"""Compare a target with the source in its ledger: no strategy, source or selection is needed.
+"""Compare a target with the source in its ledger, without further arguments.
 
 If the source or its key is missing, the files are compared with the recorded sizes and checksums, which encrypted files
 do not have. This also detects later changes by other programs.
@@ -56,7 +56,7 @@ def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection,
 
 
 def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
-    """Open the target of a ledger with the recorded options; raise `SourceError` on failure."""
+    """Open the target of a ledger with the recorded options, or raise `SourceError`."""
     strategy = made.strategy
     if self_described(as_place(made.target)) or (strategy is None and len(made.ranks) == 1):
         return open_checkpoint(made.target, contents=False, cipher=cipher)
@@ -67,7 +67,7 @@ def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
 
 
 def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> tuple[Cipher | None, Cipher | None]:
-    """Return the keys of target and source, marked as required if these were encrypted.
+    """Return the keys of target and source, required if these were encrypted.
 
     Raises:
         UsageError: a key is missing that is needed to compare an encrypted target, which has no checksums in the

@@ -1,4 +1,4 @@
-"""Manifests: the size of every file of a checkpoint, a checksum of each tensor in it, and one of the rest.
+"""Manifests: the sizes of files, and checksums of tensors and all other bytes.
 
 A manifest accompanies files that leave the machine: they can be checked with it alone, without a strategy. Its JSON:
 
@@ -74,7 +74,7 @@ class FileSums:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The sizes and checksums of the files of a checkpoint, by path below its directory.
+    """The sizes and checksums of checkpoint files, by path below the directory.
 
     Raises:
         SourceError: a path leads out of the directory.
@@ -92,7 +92,7 @@ class Manifest:
         nbytes: Mapping[str, int],
         crc32c: Mapping[str, int],
     ) -> Manifest:
-        """Build a manifest from checksums of blocks, such as the combined checksums of a run.
+        """Build a manifest from checksums of blocks, such as those that a run combined.
 
         Args:
             tensors: by checkpoint file and tensor: dtype, shape and CRC-32C.
@@ -130,7 +130,7 @@ class Manifest:
 def write_manifest(
     manifest: Manifest | Iterable[tuple[str, FileSums]], path: AnyName, *, overwrite: bool = False
 ) -> int:
-    """Write a manifest as JSON, a line for each file; the same manifest gives the same bytes.
+    """Write a manifest as JSON, a line per file; the output is deterministic.
 
     Args:
         manifest: the manifest, or an iterator of its items, sorted by path.

@@ -1,4 +1,4 @@
-"""Make manifests by reading files or from a run, and compare files with a manifest.
+"""Make manifests from files or runs, and compare files with a manifest.
 
 The contents of files that a run wrote are known from their layouts, the checksums of tensors from its receipts, and the
 remaining bytes from the plan: the literals of a layout in order. A block is read again only if receipts do not cover it
@@ -111,10 +111,8 @@ def check_files(
         else:
             entries, faults = _entries(path, index, file)
             differences += faults
-            contents[path] = (
-                entries,
-                None if faults else gaps(index, file.nbytes),
-            )  # with faults, the header is known to differ
+            # With faults, the header is known to differ: there is no need to sum it.
+            contents[path] = entries, None if faults else gaps(index, file.nbytes)
     sums, read = _sums(top, contents, threads, progress)
     for (path, name), value in sums.items():
         file = manifest.files[path]
@@ -127,7 +125,7 @@ def check_files(
 
 
 def _look(top: Place, file_path: Place, manifest: Manifest) -> FileIndex | Difference | None:
-    """Return the index of a file, or a difference of the whole file; None if it is missing."""
+    """Return the index of a file, or a fault of the file; None if it is missing."""
     if not file_path.is_there():
         return None
     path = file_path.relative_to(str(top)).as_posix()
@@ -145,7 +143,7 @@ def _look(top: Place, file_path: Place, manifest: Manifest) -> FileIndex | Diffe
 
 
 def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Entry], list[Difference]]:
-    """Return the tensors of a file that match the manifest, and the differences of others."""
+    """Return the tensors that match the manifest, and the differences of others."""
     matching: dict[str, Entry] = {}
     differences: list[Difference] = []
     for name, part in file.tensors.items():
@@ -177,7 +175,7 @@ def _sums(
     threads: int,
     progress: Callable[[int, int], None],
 ) -> tuple[dict[tuple[str, str | None], int], int]:
-    """Return checksums by path and tensor name (None: the rest of the file), and bytes read."""
+    """Return checksums by path and tensor (None: rest of the file), and bytes read."""
     sums: dict[tuple[str, str | None], int] = {}
     to_sum: list[tuple[tuple[str, str | None], str, Runs]] = []
     for path, (entries, rest) in contents.items():
@@ -194,7 +192,7 @@ def _sums(
 
 
 def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool = False) -> Manifest | int:
-    """Return the manifest of the files of a run; with a path, write it, and return its length.
+    """Return the manifest of a run; with a path, write it and return its length.
 
     It is written file by file; its length is the number of checksums.
 

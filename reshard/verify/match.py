@@ -56,7 +56,7 @@ class Matched:
 
 
 def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint, int | None]]:
-    """Yield the pairs to compare: the two checkpoints, or rank by rank without a strategy.
+    """Yield the pairs to compare: the checkpoints, or rank by rank without a strategy.
 
     The third item is the rank of the pair, or None for the checkpoints.
     """
@@ -77,7 +77,7 @@ def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Che
 
 
 def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """Return the tensors of one rank as a checkpoint of whole tensors; file numbers stay the same."""
+    """Return the tensors of one rank as a checkpoint; file numbers stay the same."""
     numbers = _numbers(checkpoint, rank)
     files = [checkpoint.files[number] for number in numbers]
     tensors = assemble_whole(checkpoint.root, checkpoint.files, checkpoint.ranks, numbers)
@@ -98,7 +98,7 @@ def match(
     rank: int | None = None,
     deduplicated: bool = False,
 ) -> Matched:
-    """Find each source tensor in the target, by its converted name, on every rank that needs it.
+    """Find each source tensor in the target, by its converted name, on all its ranks.
 
     Args:
         source: the input of a conversion.
@@ -180,7 +180,7 @@ def _add_unreadable(
 
 
 def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int | None, str], tuple[str, str | None]]:
-    """Return reason and file path of each unreadable entry of a target, by rank and name.
+    """Return reason and path of unreadable entries of a target, by rank and name.
 
     If a tensor has entries, but cannot be assembled from them, rank and path are None.
     """
@@ -295,7 +295,7 @@ def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, na
 
 
 def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, counterpart: Tensor) -> Iterator[Difference]:
-    """Compare `str` entries: each copy in the target must equal the text of a source rank."""
+    """Compare `str` entries: each copy must equal the text of a source rank."""
     texts = {tensor.text}
     if source.origin is None:  # its entries have the names of its tensors
         texts = {source.entry_text(at.file, tensor.spec.name) for copies in tensor.sharding.replicas for at in copies}

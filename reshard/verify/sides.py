@@ -1,4 +1,4 @@
-"""Open the two sides of a comparison, and find out which side was made from the other, and how.
+"""Open the two sides of a comparison, and find out how one was made from the other.
 
 A ledger names the source of its target, whose own ledger may name a further source: a lineage. If two lineages meet,
 the ledgers tell by which changes (names, casts, rules, an adapter, tensors left out) one side was made from the other,
@@ -63,14 +63,14 @@ class Sides(NamedTuple):
 
 
 class _Lineage(NamedTuple):
-    """A checkpoint, its source, the next source and so on; and the provenance of each but the last."""
+    """A checkpoint and its chain of sources; and the provenance of each but the last."""
 
     places: list[str]
     steps: list[Made]
 
 
 class _Change(NamedTuple):
-    """The requested changes of a conversion, with a key that is equal for equal changes."""
+    """The changes of a conversion, with a key that is equal for equal changes."""
 
     key: str
     selection: Selection
@@ -128,7 +128,7 @@ def sides_of(
     cipher: Cipher | None = None,
     against_cipher: Cipher | None = None,
 ) -> Sides:
-    """Open two checkpoints, and decide which side is the target and which is the source.
+    """Open two checkpoints, and decide which one is the target.
 
     Args:
         target: a path, opened with the options in ledgers; or an open checkpoint, used unchanged.
@@ -187,7 +187,7 @@ def sides_of(
 def _way(
     changed: Sequence[_Change], changed_too: Sequence[_Change], up: int, down: int
 ) -> Literal["plain", "forward", "reverse"] | None:
-    """Return the direction of a comparison; None if neither side can be made from the other.
+    """Return the direction of a comparison; None if neither was made from the other.
 
     Args:
         changed: the changes of the target since the common checkpoint.
@@ -215,7 +215,7 @@ def _note(derived_side: Checkpoint, source: Checkpoint, step: Made, *, exact: bo
 def _open(
     side: AnyName | Checkpoint, what: str, lineage: _Lineage, below: Sequence[Made], cipher: Cipher | None
 ) -> Checkpoint:
-    """Open one side with the options in a ledger: of a later checkpoint, or its own, if any.
+    """Open one side with the options in a ledger, if there is one.
 
     Args:
         side: a path, or an open checkpoint, which is returned.
@@ -239,7 +239,7 @@ def _open(
 
 
 def _open_copy(side: AnyName | Checkpoint, lineage: _Lineage, cipher: Cipher | None) -> Checkpoint | None:
-    """Open a side with the strategy of the source in a lineage; None if it does not fit."""
+    """Open a side with the strategy of a source; None if it does not fit."""
     if isinstance(side, Checkpoint) or not lineage.steps:
         return None
     recorded = lineage.steps[0].content["source"]
@@ -273,7 +273,7 @@ def _key(path: AnyName) -> str:
 
 
 def _meeting(first: _Lineage, second: _Lineage) -> tuple[int, int, bool]:
-    """Return the steps to the common checkpoint, and whether it exists; else at most one step."""
+    """Return the steps to the common checkpoint, and whether there is one."""
     for up, path in enumerate(first.places):
         if path in second.places:
             return up, second.places.index(path), True
@@ -281,7 +281,7 @@ def _meeting(first: _Lineage, second: _Lineage) -> tuple[int, int, bool]:
 
 
 def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_Change], list[_Change]]:
-    """Return the changes of two lineages since the common checkpoint, without equal first changes."""
+    """Return the changes of two lineages, without equal first changes."""
     both = [[change for step in steps if (change := _change(step))] for steps in (mine, theirs)]
     while both[0] and both[1] and both[0][-1].key == both[1][-1].key:
         del both[0][-1], both[1][-1]
@@ -289,7 +289,7 @@ def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_Chang
 
 
 def _change(step: Made) -> _Change | None:
-    """Return the changes of a conversion; None if it changed only files, blocks and formats."""
+    """Return the changes of names and values in a conversion, or None."""
     left_out = frozenset(step.content["source"]["left_out"])
     selection = _changed_by(_selection(step))
     if selection == Selection() and not left_out:
@@ -323,7 +323,7 @@ def _is_deduplicated(lineage: _Lineage) -> bool:
 
 
 def _fits(target: Checkpoint, source: Checkpoint, selection: Selection) -> bool:
-    """Return whether a selection does not reduce the matching names of source and target."""
+    """Return whether a selection keeps or increases the number of matching names."""
     bare = replace(selection, lora=None)  # an adapter changes no name
     try:
         new_names, _ = select_listed(derived(source, bare), bare)

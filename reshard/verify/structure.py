@@ -91,7 +91,7 @@ def _check_cover(target: Checkpoint, faults: Faults) -> None:
 
 
 def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable[str], faults: Faults) -> None:
-    """Report weights of the strategy that are missing although ranks of their stages exist."""
+    """Report missing weights of the strategy, if ranks of their stages exist."""
     states = optimizer_states({**target.tensors, **strategy.tensors})
     stages = {strategy.stage_of(rank) for rank in target.ranks}
     for name in strategy.tensors:

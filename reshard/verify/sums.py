@@ -1,4 +1,4 @@
-"""Compute checksums of ranges of files: each byte is read once, by threads or a cluster.
+"""Compute checksums of ranges of files, with threads or a cluster.
 
 Some files contain checksums of their own contents, which most loaders ignore; `check_carried` checks them.
 """
@@ -34,7 +34,7 @@ _Range = tuple[K, str, "Runs", int, int]
 
 
 def thread_count(threads: int | None) -> int:
-    """Return the number of threads; by default one per processor, at most `budget.THREADS`."""
+    """Return the number of threads, by default one per processor up to a limit."""
     if threads is None:
         return min(len(os.sched_getaffinity(0)), budget.THREADS)
     if threads < 1:

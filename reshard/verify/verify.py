@@ -1,4 +1,4 @@
-"""Implement `reshard.verify`: check a checkpoint alone, against its source, or against a manifest.
+"""Verify a checkpoint alone, against its source, or against a manifest.
 
 * Alone: every rank exists and has the tensors that the strategy assigns to it, headers are valid, blocks exist and
   cover each tensor once, names and shapes match the strategy. Headers are read, and contents if files contain checksums
@@ -360,7 +360,7 @@ def make_manifest(
     threads: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
-    """Read the files of a checkpoint, and return their manifest; no strategy is needed.
+    """Read the files of a checkpoint, and return their manifest.
 
     Args:
         target: as for `reshard.open`; paths in the manifest are relative to it, or to its parent if it is a file.
@@ -404,7 +404,7 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
 
 
 def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options: _How) -> Verification:
-    """Check headers, raising an error if they are invalid; then checksums in files, or replicas."""
+    """Check headers, raising an error for faults; then checksums or replicas."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
     carried = check_carried(target, threads=options.threads, on_progress=options.on_progress, client=options.client)
     differences, nbytes, statistics = list(carried.differences), carried.nbytes, None

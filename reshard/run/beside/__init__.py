@@ -1,4 +1,4 @@
-"""Other files in a target directory: files of earlier runs, which a run that starts over removes, and foreign files.
+"""Handle other files in a target directory: of earlier runs, and foreign ones.
 
 *Older* files are files that a run does not write, and that still have the size and time in the ledger. A run with
 `overwrite` or `restart` removes them once all its files are complete, just before they get their names: until then the
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Older(NamedTuple):
-    """A file of an earlier run, finished or not: the path of its target file, and its state."""
+    """A file of an earlier run, maybe unfinished: its target path and its state."""
 
     file: str
     state: State
@@ -174,7 +174,7 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
 
 
 def _checkpoint_files(target: Place) -> list[str]:
-    """Return the relative paths of checkpoint files in a directory and its rank directories."""
+    """Return relative paths of checkpoint files in a directory and its rank directories."""
     places = {path.relative_to(target).as_posix(): path for path in target.files(depth=2)}  # type: ignore[arg-type]  # of one kind
     by_name = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
     direct = sorted(name for name in places if "/" not in name)
@@ -197,7 +197,7 @@ def _own(plan: Plan) -> re.Pattern[str]:
 
 
 def _other_ranks(plan: Plan, target: Place) -> list[str]:
-    """Return files of ranks outside the target, found by the same pattern as its own files.
+    """Return files of ranks outside the target that match the pattern of its files.
 
     They are from an older run or another program; files of the source are excluded. If the target is one stage of a
     pipeline, the ranks of other stages are unknown, and there are no such files.
@@ -253,7 +253,7 @@ class _OfTarget:
 
 
 def _families(plan: Plan) -> set[object]:
-    """Return the families of the target files, by which readers group ranks into checkpoints."""
+    """Return the families of target files, by which readers find checkpoints."""
     return {family for file in plan.files for family in families_of(as_place(file.path), file.rank)}
 
 
@@ -269,5 +269,5 @@ def _is_below(root: str, path: str) -> bool:
 
 
 def _indexes_first(path: str) -> bool:
-    """Return a sort key that puts indexes first, since an index marks a set as complete."""
+    """Return a sort key that puts indexes first: an index marks a set as complete."""
     return os.path.basename(path) not in {*SET_INDEXES, DCP_INDEX}

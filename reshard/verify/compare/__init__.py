@@ -68,7 +68,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The comparison of two checkpoints; small enough to send to the workers of a cluster.
+    """The comparison of two checkpoints; small enough to send to workers.
 
     Attributes:
         checks: the tensors.

@@ -91,7 +91,7 @@ class _References(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part of a copy and its buffer; without a copy, cast the references for the next copies."""
+    """A part of a copy and its buffer; without a copy, references to be cast."""
 
     number: int
     write: Write
@@ -149,10 +149,8 @@ class Comparer:
             copy_bits, reference_bits = (np.frombuffer(buffer, dtype.carrier()) for buffer in (content, expected))
             unequal = copy_bits != reference_bits
             if unequal.any():
-                yield (
-                    number,
-                    self._mismatch(check, write.target, copy.file, write.first, unequal, copy_bits, reference_bits),
-                )
+                location = check, write.target, copy.file, write.first
+                yield number, self._mismatch(*location, unequal, copy_bits, reference_bits)
         self.nbytes += reader.nbytes
 
     def _turns(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Turn]:
@@ -206,7 +204,7 @@ class Comparer:
         )
 
     def _own_values(self, check: Check) -> Iterator[Mismatch]:
-        """Check that every copy equals the value of a source rank; compare wrong ones with the first."""
+        """Compare copies that equal no value of a source rank with the first value."""
         move = check.move
         values = {*self._digests(check, check.references)}
         if len(values) > 1:
@@ -247,7 +245,7 @@ class Comparer:
                 yield (number, extent, begin, content), store, requests
 
     def _reading(self, extent: Extent, begin: int, nbytes: int) -> tuple[memoryview, ReadStore, list[Want]]:
-        """Return a buffer for contents of a copy, their store, and the requests that fill it."""
+        """Return a buffer for contents of a copy, their store, and read requests."""
         view = scratch(nbytes)
         self.nbytes += nbytes
         path = self._comparison.paths[extent.file]
@@ -285,7 +283,7 @@ def joined(a: Mismatch, b: Mismatch) -> Mismatch:
 
 
 def _distance(actual: Array, expected: Array, dtype: DType) -> tuple[float, int]:
-    """Return the largest absolute difference of elements (as bits), and the number of NaN pairs."""
+    """Return the largest absolute difference, and the number of NaN pairs."""
     wide = np.complex128 if dtype.numpy().kind == "c" else np.float64
     with np.errstate(all="ignore"):
         a, b = (bits.view(dtype.numpy()).astype(wide) for bits in (actual, expected))

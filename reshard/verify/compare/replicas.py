@@ -1,4 +1,4 @@
-"""Compare the replicas of a checkpoint, which may be from two training steps despite valid checksums."""
+"""Compare the replicas of a checkpoint, which may differ despite valid checksums."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def compare_replicas(
     shardings = {tensor.sharding for tensor in tensors.values()}
 
     def only(chosen: slice) -> Checkpoint:
-        shardings_left = {
+        partial = {
             sharding: Sharding(sharding.blocks, tuple(copies[chosen] for copies in sharding.replicas))
             for sharding in shardings
         }
-        cut = {name: tensor._replace(sharding=shardings_left[tensor.sharding]) for name, tensor in tensors.items()}
+        cut = {name: tensor._replace(sharding=partial[tensor.sharding]) for name, tensor in tensors.items()}
         return replace(target, tensors=cut)
 
     firsts, rest = only(slice(1)), only(slice(1, None))

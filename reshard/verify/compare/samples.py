@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def sample_replicas(target: Checkpoint) -> tuple[list[Difference], Looked]:
-    """Sample replicas as on opening a source; return a difference for each torn tensor."""
+    """Sample replicas as in `open`; return a difference for each torn tensor."""
     torn, statistics = torn_blocks(target)
     source = target.extras.described_by or "the strategy"
     says = {True: f"which {source} says hold the same", False: f"and {source} does not say that it is cut"}

@@ -1,4 +1,4 @@
-"""Compare tensors that rules join into one: a run only samples them, and reads the first."""
+"""Compare tensors that rules join into one; a run only samples them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compare_ties(
     rest = {tensor.spec.name: tensor for _, *tied in groups for tensor in tied}
     reference, target = replace(source, tensors=firsts), replace(source, tensors=rest)
     pairs = [(first.spec.name, tensor.spec.name) for first, *tied in groups for tensor in tied]
-    first_of = {name_of_tied: first for first, name_of_tied in pairs}
+    first_of = {tied_name: first for first, tied_name in pairs}
     all_checks = checks(reference, target, pairs, limits.band_bytes)
     outcome = compare(reference, target, all_checks, limits, client, on_progress, sample=sample, seed=seed)
     differences = [
