@@ -311,14 +311,14 @@ def made_at(path: AnyName, *, mixed: bool = False) -> Made | None:
     return ledger if (any if mixed else all)(is_recorded) else None
 
 
-class Noted(NamedTuple):
+class LedgerLayout(NamedTuple):
     """Whether the ledger of a checkpoint gives its strategy; if not, how its files changed."""
 
     is_known: bool
     change: str = ""
 
 
-def noted(path: AnyName, cipher: Cipher | None = None) -> Noted:
+def ledger_layout(path: AnyName, cipher: Cipher | None = None) -> LedgerLayout:
     """Return whether the ledger of a target gives its layout.
 
     Raises:
@@ -326,9 +326,9 @@ def noted(path: AnyName, cipher: Cipher | None = None) -> Noted:
     """
     ledger = _with_strategy(as_place(path))
     if ledger is None or (ledger.is_as_noted() and made_at(path) is not None):
-        return Noted(ledger is not None)
+        return LedgerLayout(ledger is not None)
     change = ledger.change(read_headers(path, cipher=cipher).files)
-    return Noted(not change, change)
+    return LedgerLayout(not change, change)
 
 
 def _with_strategy(root: Place) -> Made | None:
