@@ -27,7 +27,7 @@ OPENING: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """The options of a target: their values, by the names of the options; sizes in bytes."""
+    """The values of the options of a target, by option name; sizes are in bytes."""
 
     to: str | None = None
     format: str | None = None

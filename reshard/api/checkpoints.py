@@ -89,7 +89,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
 
 class Checkpoint(Arrays):
-    """A checkpoint that `reshard.open` opened: a mapping of names to lazy dask arrays of whole tensors.
+    """An opened checkpoint: a mapping of names to lazy dask arrays of whole tensors.
 
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
@@ -109,32 +109,32 @@ class Checkpoint(Arrays):
 
     @property
     def root(self) -> str:
-        """The directory or file that was opened."""
+        """Return the directory or file that was opened."""
         return self._record.root
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors by name: each with dtype and shape (`spec`), and its blocks (`shards`)."""
+        """Return the tensors by name, with dtype and shape (`spec`) and blocks (`shards`)."""
         return self._record.tensors
 
     @property
     def format(self) -> str | None:
-        """The format of the files; None if it is mixed."""
+        """Return the format of the files; None if it is mixed."""
         return self._record.format
 
     @property
     def nbytes(self) -> int:
-        """The size of all whole tensors in bytes; replicas count once."""
+        """Return the size of all whole tensors in bytes; replicas count once."""
         return self._record.nbytes
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of each file, ascending."""
+        """Return the rank of each file, ascending."""
         return self._record.ranks
 
     @property
     def strategy(self) -> Strategy | None:
-        """The strategy that says which rank holds which block; None if the source is whole or describes itself."""
+        """Return the strategy; None if the source is whole or describes its own blocks."""
         return self._record.strategy
 
     @property
@@ -144,7 +144,7 @@ class Checkpoint(Arrays):
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """The names in the files that cannot be read, with the reasons."""
+        """Return the names in the files that cannot be read, with the reasons."""
         return self._record.unreadable
 
     def sel(self, *patterns: str) -> Checkpoint:
@@ -161,7 +161,7 @@ class Checkpoint(Arrays):
         return Checkpoint(self._record.sel(*patterns))
 
     def derive(self, rules: Rules | AnyName) -> Checkpoint:
-        """Return the checkpoint in the names and shapes of another program; no tensor is read.
+        """Return the checkpoint with names and shapes of another program, without reading.
 
         Args:
             rules: the rules between the two programs, or their file; see `reshard.Rules`.
@@ -175,7 +175,7 @@ class Checkpoint(Arrays):
         return Checkpoint(loaded.derived(self._record).checkpoint)
 
     def merge_lora(self, lora: LoRA | AnyName) -> Checkpoint:
-        """Return the checkpoint with a LoRA adapter, which is merged into weights when they are read.
+        """Return the checkpoint with a LoRA adapter, merged into weights when they are read.
 
         A weight becomes `weight + scale * (B @ A)`, computed in float32 and rounded once, to its own dtype.
 
@@ -200,7 +200,7 @@ class Checkpoint(Arrays):
         return groups(self._record, by)
 
     def picture(self, name: str, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, and the blocks of a target strategy next to it.
+        """Draw which rank holds which block of a tensor, now and in a target strategy.
 
         Raises:
             KeyError: there is no such tensor.
@@ -304,7 +304,9 @@ def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:
 
 
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
-    """Return the strategy of a checkpoint: the one that it was opened with, or of its metadata (Checkpoint 2.0).
+    """Return the strategy of a checkpoint.
+
+    It is the one that the checkpoint was opened with, or the one in its metadata (Checkpoint 2.0).
 
     Args:
         checkpoint: an opened checkpoint.
@@ -318,7 +320,9 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
 
 
 def read_object(checkpoint: Checkpoint, name: str) -> Any:
-    """Return an object of a DCP, or a file beside its tensors, as plain data; nothing is imported or called.
+    """Return an object of a DCP, or a file beside its tensors, as plain data.
+
+    Nothing is imported or called.
 
     Other values are replaced by a description: the `Name` of a class or function, or a `Record` of its call. A tensor
     becomes a `TensorSpec`, and a `Namespace` a dict of its attributes.

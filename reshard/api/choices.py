@@ -39,7 +39,7 @@ def selection_of(
     rules: Rules | Mapping[str, Any] | AnyName | None = None,
     lora: LoRA | AnyName | None = None,
 ) -> Selection | None:
-    """Return the selection, or the one that the keywords make; None if there is neither.
+    """Return the selection, or the one that keywords make; None if there is neither.
 
     Raises:
         UsageError: both a selection and keywords are given.
@@ -67,7 +67,9 @@ def selection_of(
 def target_of(
     target: Strategy | Pattern | AnyName | None, source: Record, selection: Selection | None
 ) -> Strategy | Pattern | None:
-    """Return the strategy of a target; a path is read, or made by its rules for the selected tensors.
+    """Return the strategy of a target.
+
+    A path is read: a strategy, or rules that are applied to the selected tensors.
 
     Raises:
         UsageError: the target is neither a strategy nor a path.
@@ -90,7 +92,10 @@ def target_of(
 
 
 def progress_of(progress: Callable[[Progress], None] | bool | None) -> Any:
-    """Return a context manager that yields the progress callback; it shows a bar if `progress` is True."""
+    """Return a context manager that yields the progress callback.
+
+    The callback shows a bar if `progress` is True.
+    """
     if progress is True:
         from reshard.view.progress import shown  # seldom
 

@@ -133,7 +133,7 @@ def job(
 
 
 def with_format(options: TargetOptions, target: Place, to: str | None) -> TargetOptions:
-    """Return the options with a format, unless they or the name of the target have one."""
+    """Return the options with a format, unless they or the target's name have one."""
     return options if options.given(("to", "format", "style")) or named_word(target) else replace(options, to=to)
 
 
@@ -144,7 +144,7 @@ def noting_swap(
     other_strategy: Strategy | AnyName | None,
     reading: dict[str, Any],
 ) -> Iterator[None]:
-    """Report swapped strategies if a checkpoint opens only with the strategy of the other side.
+    """Report swapped strategies if a checkpoint opens only with the other side's.
 
     Raises:
         SourceError: the checkpoint does not open.
@@ -189,7 +189,7 @@ def _strategy(strategy: Strategy | AnyName) -> str:
 def _fits_other(
     path: AnyName, strategy: Strategy | AnyName, other_strategy: Strategy | AnyName, reading: dict[str, Any]
 ) -> bool:
-    """Return whether both strategies can be read, and the checkpoint opens with the other one."""
+    """Return whether both strategies can be read and the other one fits."""
     with suppress(ReshardError, OSError):
         for side in (strategy, other_strategy):
             if not isinstance(side, Strategy):
@@ -219,7 +219,7 @@ def _refuse_foreign_name(target: Place) -> None:
 
 
 def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[str | None, str]:
-    """Return the format by the options or the name of the target, with the reason if it was not given."""
+    """Return the format by the options or the target's name, with a reason if implied."""
     if options.to and (options.format or options.style):
         conflicting = "--format" if options.format else "--style"
         raise UsageError(
@@ -324,7 +324,7 @@ def _file_name(source: Place, target: Place | None, options: TargetOptions, to: 
     return target.name
 
 
-# --- ranks that keep what they have -----------------------------------------------------------------------------
+# --- ranks that keep their tensors ------------------------------------------------------------------------------
 
 
 def _kept_ranks(
@@ -337,7 +337,9 @@ def _kept_ranks(
     reading: dict[str, Any],
     verb: Verb,
 ) -> str | None:
-    """Return why each rank's file is converted as it is cut; "" if no note is needed, None if it is not.
+    """Return why each rank's file is converted as it is cut, or None.
+
+    The reason is "" if the user needs no note.
 
     It is if `same_ranks` is given, if the source is one file, or if it has several ranks with an unknown sharding.
     """
@@ -401,7 +403,7 @@ def _of_same_ranks(
 
 
 def _choices(selection: Selection) -> list[str]:
-    """Return the given options of a selection that cannot be applied to files as they are cut."""
+    """Return the given selection options that cannot be applied to files as they are."""
     none = Selection(drop=selection.drop, rules=selection.rules)
     names: Collection[str] = [field.name for field in fields(Selection)]
     return [name for name in names if getattr(selection, name) != getattr(none, name)]

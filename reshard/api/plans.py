@@ -65,7 +65,7 @@ def plan(
     threads: int | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Plan the conversion of a checkpoint to another strategy or format; nothing is read or written.
+    """Plan the conversion of a checkpoint; nothing is read or written.
 
     Args:
         source: the checkpoint to convert, as `reshard.open` returns it.
@@ -145,7 +145,10 @@ def plan(
 
 
 def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as above
-    """Return the word for the format of a plan; by default the source's if it has files of ranks, else safetensors."""
+    """Return the word for the format of a plan.
+
+    By default it is the source's if that has files of ranks, else safetensors.
+    """
     if format is not None:
         return word_of(format)
     word = source_word(source)
@@ -153,7 +156,7 @@ def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as 
 
 
 class Plan:
-    """The plan of a conversion, made by `reshard.plan` before anything is read or written.
+    """The plan of a conversion, made before anything is read or written.
 
     >>> [name for name in dir(Plan) if name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -169,32 +172,32 @@ class Plan:
 
     @property
     def stats(self) -> Stats:
-        """The cost: bytes to read and to write, files, tasks, and the predicted peak of memory."""
+        """Return the cost: bytes to read and write, files, tasks, and peak memory."""
         return self._record.stats
 
     @property
     def format(self) -> str:
-        """The format of the target files."""
+        """Return the format of the target files."""
         return self._record.format
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the target that are written."""
+        """Return the ranks of the target that are written."""
         return self._record.ranks
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names in the source that the target does not have."""
+        """Return the names in the source that the target does not have."""
         return self._record.dropped
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The names in the target that the source does not have."""
+        """Return the names in the target that the source does not have."""
         return self._record.missing
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The names in the source that the selection does not choose."""
+        """Return the names in the source that the selection does not choose."""
         return self._record.left_out
 
     @property
@@ -203,7 +206,10 @@ class Plan:
         return self._record.warnings
 
     def explain_memory(self) -> dict[str, int]:
-        """Return the parts of the predicted peak of memory in bytes; the sum is `stats.peak_memory`."""
+        """Return the parts of the predicted peak memory in bytes.
+
+        Their sum is `stats.peak_memory`.
+        """
         return self._record.explain_memory()
 
     def rank(self, rank: int) -> RankArrays:
@@ -223,7 +229,9 @@ class Plan:
         return RankArrays(record.source, record.blocks(rank), record.texts)
 
     def picture(self, name: str | None = None) -> Picture:
-        """Draw the transfers: source files, tensors and target files, or blocks and row bands of one tensor.
+        """Draw the transfers from source files to target files, or those of one tensor.
+
+        The picture of one tensor has its blocks and row bands.
 
         Args:
             name: the tensor, by its name in the target or the source; all by default.
@@ -243,7 +251,9 @@ class Plan:
         return picture(self._record, name)
 
     def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
-        """Return the dask graph that writes the target files; `compute()` of it does so and returns a `Report`.
+        """Return the dask graph that writes the target files.
+
+        Its `compute()` writes them and returns a `Report`.
 
         `run` does more: it refuses to overwrite, resumes, cleans up after a failure and reports progress.
 
@@ -320,7 +330,9 @@ class Plan:
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a plan file, which `reshard.read_plan` and `reshard run` read; it holds no weights and no key.
+        """Write a plan file, which `reshard.read_plan` and `reshard run` read.
+
+        It holds no weights and no key.
 
         Raises:
             reshard.TargetError: the file exists, or is one of the source's files.
@@ -358,7 +370,7 @@ def read_plan(
     cipher: Cipher | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Read a plan file that `Plan.save` wrote, here or on another machine, and open its source.
+    """Read a plan file, which `Plan.save` wrote on any machine, and open its source.
 
     Args:
         path: the plan file.

@@ -56,7 +56,9 @@ def verify(
     client: Any = None,
     progress: Callable[[Progress], None] | bool | None = None,
 ) -> Verification:
-    """Verify a checkpoint: its structure and the checksums in it, or every bit against its source or a manifest.
+    """Verify a checkpoint by itself, its source or a manifest.
+
+    By itself: structure and stored checksums. Against its source or a manifest: every bit.
 
     A path alone is enough if reshard wrote the files: its ledger names the source and the options. If the source is
     gone, sizes and checksums are compared with those in the ledger.

@@ -125,7 +125,10 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
 
 
 def _is_known(plan: Plan, location: Place) -> bool:
-    """Return whether the ledger of a target covers all files of a plan, so that its path is enough."""
+    """Return whether a target's ledger covers all files of a plan.
+
+    If so, its path alone is enough to verify it.
+    """
     location.refresh()
     with suppress(SourceError):  # a target that cannot be read back is not proposed for `verify`
         ledger = made_at(location)
@@ -139,7 +142,7 @@ def _command(*words: object) -> str:
 
 
 def _inspect(location: Place) -> str:
-    """Return the command that shows an encrypted target; the key of the target becomes the key of a source."""
+    """Return the command that inspects an encrypted target, given its key."""
     command = _command("inspect", location, *(typed := key_typed("--key-file", "target_cipher")))
     end = "_FILE" if os.environ.get("RESHARD_TARGET_KEY_FILE") else ""
     return command if typed else f'RESHARD_KEY{end}="$RESHARD_TARGET_KEY{end}" {command}'
@@ -163,7 +166,7 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
 
 
 def _preflight(plan: Plan, target: Place, running: Running, older: Collection[str]) -> list[str]:
-    """Return messages on existing target files, and on the options that a run would need."""
+    """Return messages on existing target files and the options that they require."""
     from reshard.run.beside import refuse_other_ranks
     from reshard.run.preflight import Do, of, preflight
     from reshard.view.text import count_text
@@ -210,7 +213,7 @@ def check_manifest_place(path: Place | None, *, overwrite: bool) -> None:
 
 
 def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
-    """Refuse a manifest that would replace a file of the run, or that the target cannot have.
+    """Refuse a manifest that would replace a file of the run, or that has no meaning.
 
     Raises:
         UsageError: the target is a zarr store, or encrypted.

@@ -147,7 +147,7 @@ class Command(click.Command):
         return extra
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, unless it would write a file that it reads (see `refuse_to_write`)."""
+        """Run the command, unless it would write one of its inputs (`refuse_to_write`)."""
         refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # a directory fails later
         if not ctx.params.get("quiet"):
             say_warnings(ctx.meta.get(WARNINGS, ()))
@@ -179,7 +179,7 @@ class Group(click.Group):
     context_class = _Context
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the requested command; the error for an unknown one proposes a similar one."""
+        """Return the requested command; the error for an unknown one has a hint."""
         if not ctx.resilient_parsing and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
             meant = _meant(args[0], self.list_commands(ctx), ctx)
             raise Slip(f"no such command: {' '.join([*ctx.command_path.split()[1:], args[0]])}", meant, ctx)
@@ -355,7 +355,7 @@ def _usage(ctx: click.Context) -> str:
 
 
 def _meant(word: str, candidates: Sequence[str], ctx: click.Context) -> str:
-    """Return the hint for an unknown word: its equivalent here, a similar word, or `--help`."""
+    """Return the hint for an unknown word: an equivalent, a similar word, or `--help`."""
     if advice := _ADVICE_ON.get(word.lstrip("-")):
         return advice
     from difflib import get_close_matches
@@ -367,7 +367,7 @@ def _meant(word: str, candidates: Sequence[str], ctx: click.Context) -> str:
 
 
 def _too_many(ctx: click.Context, arguments: Sequence[str], extra: str) -> tuple[str, str]:
-    """Return the message and the hint for surplus arguments, such as from an expanded glob."""
+    """Return message and hint for surplus arguments, such as an expanded glob."""
     for first, second in pairwise(arguments):
         if extra in {first, second} and first.replace(".", "", 1).isdigit() and _UNIT.fullmatch(second):
             return f"unexpected argument {extra!r}", f"write a size as one word: {first}{second}"

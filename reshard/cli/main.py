@@ -48,7 +48,10 @@ _HOMES = {
 
 
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    """Print the version and exit; with --verbose, which is eager and so already parsed, of dependencies, too."""
+    """Print the version and exit; with --verbose, also of dependencies.
+
+    --verbose is eager, so it is already parsed.
+    """
     if value and not ctx.resilient_parsing:
         from reshard.cli.groups.about import print_versions  # not on every start
 

@@ -242,7 +242,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of opening an existing target, and pass them as `target_reading`."""
+    """Add the options of opening a target, and pass them as `target_reading`."""
 
     @functools.wraps(command)
     def reading(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +260,7 @@ def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def target_options(verb: Literal["convert", "transform", "unify", "plan"]) -> Callable[..., Any]:
-    """Return a decorator that adds the options of the target, and passes them as `options`."""
+    """Return a decorator that adds target options and passes them as `options`."""
     return functools.partial(_with_target_options, verb)
 
 
@@ -366,7 +366,7 @@ def _target_options() -> Iterable[Callable[..., Any]]:
 
 
 def _format_options(verb: str) -> Iterable[Callable[..., Any]]:
-    """Yield the options for the format: `--to`, or `--format` and `--style` in the older commands."""
+    """Yield the format options: `--to`, or `--format` and `--style` for old commands."""
     old = verb in {"transform", "unify"}
     default = "by --style" if verb == "unify" else "the source's"
     yield option(

@@ -106,7 +106,10 @@ _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of
 
 
 class _Stopped(KeyboardInterrupt):
-    """A signal requested a stop. Raised in the main thread, so that `run` cleans up as after any failure."""
+    """A signal requested a stop.
+
+    It is raised in the main thread, so that `run` cleans up as after any failure.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -115,7 +118,10 @@ class _Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; a signal that is ignored (nohup) stays so."""
+    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`.
+
+    A signal that is ignored (nohup) stays ignored.
+    """
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     stopped: list[_Stopped] = []
 
@@ -150,7 +156,10 @@ def stopping() -> Iterator[None]:
 
 
 def wrote() -> None:
-    """Record that the command wrote something, so that a later interrupt does not say that nothing was written."""
+    """Record that the command wrote something.
+
+    A later interrupt then does not report that nothing was written.
+    """
     click.get_current_context().meta[WROTE] = True
 
 
@@ -221,7 +230,7 @@ def _near(text: str) -> str:
 
 
 def paint(text: str, **style: Any) -> str:
-    """Return a text in a colour or in bold; `click.echo` strips both for pipes and files."""
+    """Return a text in colour or bold, which `click.echo` strips for pipes and files."""
     ctx = click.get_current_context(silent=True)
     unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if unwanted and not (ctx and ctx.color) else click.style(text, **style)
@@ -239,7 +248,7 @@ def print_text(text: str) -> None:
 
 
 def print_json(data: dict[str, object], error: ReshardError | None = None) -> None:
-    """Write the JSON object of `--json` to stdout, with its schema version and the error, if any."""
+    """Write the object of `--json` to stdout, with its schema version and any error."""
     failure = error_report(error).data() if error else {}
     click.get_current_context().meta[ANSWERED] = True
     sys.stdout.writelines(_json_pieces({"schema": SCHEMA} | failure | data, "\n", 2))
@@ -248,7 +257,7 @@ def print_json(data: dict[str, object], error: ReshardError | None = None) -> No
 
 
 def report_error(error: ErrorReport, ctx: click.Context | None) -> None:
-    """Report an error on stderr, and on stdout with `--json`, unless the command already did."""
+    """Report an error on stderr, and with `--json` on stdout, unless already done."""
     meta = ctx.meta if ctx else {}
     if not meta.get(REPORTED):
         say(error.text)
@@ -258,7 +267,7 @@ def report_error(error: ErrorReport, ctx: click.Context | None) -> None:
 
 
 def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
-    """Yield JSON whose first levels have an item a line; all levels would be slow and long."""
+    """Yield JSON with an item per line in the first levels; all would be slow."""
     import json
 
     if not (levels and value and isinstance(value, dict | list)):
@@ -294,7 +303,7 @@ def print_csv(rows: Iterable[Sequence[str | int]]) -> None:
 
 
 def width() -> int | None:
-    """Return the width of stdout: the terminal's, else COLUMNS; None if it is unlimited."""
+    """Return the width of stdout: the terminal's, else COLUMNS; None if unlimited."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     columns = os.environ.get("COLUMNS", "")
@@ -302,7 +311,7 @@ def width() -> int | None:
 
 
 def called_as() -> str:
-    """Return the command that runs `reshard`: its name if the shell finds it, else as it was called."""
+    """Return the command that runs `reshard`: its name if on PATH, else as called."""
     called = Path(sys.argv[0]).absolute()
     if called.parts[-2:] == ("reshard", "__main__.py"):
         return shlex.join([sys.executable, "-m", "reshard"])

@@ -177,7 +177,9 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
 
 
 class PathType(click.Path):
-    """A path with its role in the command, which refuses to write a file that it reads (`commands.Command`).
+    """A path with its role in the command.
+
+    A command refuses to write a file that it reads (`commands.Command`).
 
     An empty path is refused: an unset shell variable would mean the current directory.
 
@@ -195,12 +197,12 @@ class PathType(click.Path):
         """Return a path or URL as a `Place`."""
         if value == "":
             self.fail("the path is empty", param, ctx)
-        place = as_place(value)
-        if is_url(place) and not self.remote:
+        path = as_place(value)
+        if is_url(path) and not self.remote:
             self.fail(f"{value} is a URL, not a path on this machine", param, ctx)
         if ctx is not None and self.role is not None:
-            ctx.meta.setdefault(self.role, []).append(place)
-        return place
+            ctx.meta.setdefault(self.role, []).append(path)
+        return path
 
 
 class StyleType(click.Choice[str]):

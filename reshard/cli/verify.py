@@ -281,7 +281,7 @@ def _opened(
     *,
     alone: bool = False,
 ) -> Place | Checkpoint:
-    """Open a side with its options; without any, return its path, to be opened by its ledger."""
+    """Open a side with its options; without any, return its path for the ledger."""
     from reshard.api.jobs import noting_swap
     from reshard.verify.sides import opened
 
@@ -325,7 +325,10 @@ def _check_usage(
 
 
 def _check_manifest_usage(deduplicated: bool, sample: float | None) -> None:
-    """Refuse options that do not go with a manifest; `sample` is None unless a manifest is written."""
+    """Refuse options that do not go with a manifest.
+
+    `sample` is None unless a manifest is written.
+    """
     if deduplicated:
         raise UsageError(
             "--deduplicated is for a strategy; a manifest says what each file holds",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _writing(verb: Verb) -> Callable[..., Any]:
-    """Return a decorator that makes a function the command of a verb, with all its options."""
+    """Return a decorator that adds the arguments and options of a command."""
     via_zarr = option(
         "--via-zarr",
         under="Target",
@@ -172,7 +172,7 @@ def _write(
 
 
 def _check_apart(store: Place, source: Place, target: Place, manifest: Place | None) -> None:
-    """Refuse a store that is, contains, or lies in the source, the target or the manifest.
+    """Refuse a store that overlaps with the source, the target or the manifest.
 
     Raises:
         TargetError: the store overlaps with one of them; nothing is made or changed.
@@ -196,7 +196,9 @@ def _make_store(
     running: Running,
     reading: dict[str, Any],
 ) -> bool:
-    """Unify a source into a zarr store, unless that is done; return whether the store can be read.
+    """Unify a source into a zarr store, unless that is done.
+
+    Return whether the store can be read: not after a dry run.
 
     If the source is encrypted, a warning names the targets that are not: `plain`.
 

@@ -73,7 +73,7 @@ def fitting_strategies(root: Place, ranks: Collection[int], fits: Callable[[Stra
 
 
 def _candidates(directory: Place) -> Iterator[Place]:
-    """Yield possible strategies in a directory, those with "strateg" in the name first."""
+    """Yield possible strategies in a directory, starting with names like "strategy"."""
     paths: list[Place] = []
     with suppress(ReshardError, OSError):
         paths = sorted(islice(directory.iterdir(), _MOST_LISTED), key=lambda path: path.name)

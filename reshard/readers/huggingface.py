@@ -116,7 +116,7 @@ def _holes(ranks: Iterable[int], matches: Sequence[re.Match[str]]) -> Iterator[s
 
 
 def without_notes(file: SourceFile) -> SourceFile:
-    """Return a file without the metadata about its blocks, which do not apply to a target."""
+    """Return a file without its block metadata, which do not apply to a target."""
     metadata = tuple((key, value) for key, value in file.index.metadata if key not in _NOTES)
     return replace(file, index=file.index._replace(metadata=metadata))
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class Listed:
-    """Assembles tensors from blocks; tensors with equal blocks in the same files share their records."""
+    """Assembles tensors from blocks.
+
+    Tensors with equal blocks in the same files share their records.
+    """
 
     def __init__(self) -> None:
         self._shared = Shared()
@@ -44,6 +47,6 @@ class Listed:
 
 
 def nothing_readable(unreadable: Mapping[str, str]) -> str:
-    """Return the message for a checkpoint without readable tensors, with the first reason."""
+    """Return the message for a checkpoint without readable tensors."""
     why = next((f": {name!r} {reason}" for name, reason in unreadable.items()), "; was saving it interrupted?")
     return f"holds no tensor that can be read{why}"

@@ -63,7 +63,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
-    """Open a checkpoint. The arguments are those of `reshard.open`; `layouts` is its `layout`."""
+    """Open a checkpoint, with the arguments of `reshard.open` (`layouts` is its `layout`)."""
     unnamed = suffix is None and rank_pattern == RANK_PATTERN
     bare = strategy is None and not layouts and stage is None and unnamed
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration)
@@ -138,7 +138,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
 @contextmanager
 def _explained(path: AnyName | Mapping[int, AnyName], *, knows: bool) -> Iterator[None]:
-    """Add facts about the directory to a SourceError: unfinished files, a layout in the ledger.
+    """Add facts about the directory to a SourceError.
+
+    They are unfinished files, and that the ledger has a layout.
 
     Raises:
         SourceError: the error, with these facts.
@@ -193,7 +195,7 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
 def _shown(
     kind: DirectoryFormat, directory: Place, listing: Sequence[str], without: Sequence[str] = ()
 ) -> Sequence[str]:
-    """Return the names in a directory if it is of a format and lacks the names `without`, else ()."""
+    """Return `listing` if the directory is of a format and lacks the names `without`, else ()."""
     return listing if kind.shown_by(directory, listing) and not {*without}.intersection(listing) else ()
 
 
@@ -217,7 +219,7 @@ def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
 
 
 def iteration_at(root: Place) -> Place:
-    """Return the last checkpoint of a run's directory, as the run names it; any other path as it is.
+    """Return the checkpoint that a run names as its last; any other path as it is.
 
     Raises:
         SourceError: the run names no checkpoint.
@@ -245,7 +247,7 @@ def _open_distributed(directory: Place, *, contents: bool | Literal["blocks"]) -
 
 
 def iterations_at(path: AnyName) -> list[Iteration]:
-    """Return the checkpoints of a run, ascending; [] if the path is not the directory of a run."""
+    """Return the checkpoints of a run, ascending; [] for any other path."""
     root = as_place(path)
     return iterations(root, root.names(), applied(_open_distributed, contents=False))
 
@@ -253,7 +255,7 @@ def iterations_at(path: AnyName) -> list[Iteration]:
 def _refuse_other_strategy(
     root: str, strategy: Strategy, ledger_strategy: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
 ) -> None:
-    """Refuse a strategy or rules that cut tensors otherwise than the strategy in the ledger.
+    """Refuse a strategy or rules that contradict the strategy in the ledger.
 
     Args:
         root: the path that was opened.
@@ -285,7 +287,7 @@ def _refuse_other_strategy(
 
 
 def made_at(path: AnyName, *, mixed: bool = False) -> Made | None:
-    """Return the provenance of a target from its ledger, if that covers all files there; else None.
+    """Return the provenance in a target's ledger, or None if it misses files there.
 
     Args:
         path: the target.
@@ -312,7 +314,7 @@ def made_at(path: AnyName, *, mixed: bool = False) -> Made | None:
 
 
 class LedgerLayout(NamedTuple):
-    """Whether the ledger of a checkpoint gives its strategy; if not, how its files changed."""
+    """Whether a checkpoint's ledger gives its strategy; if not, how files changed."""
 
     is_known: bool
     change: str = ""
@@ -332,7 +334,10 @@ def ledger_layout(path: AnyName, cipher: Cipher | None = None) -> LedgerLayout:
 
 
 def _with_strategy(root: Place) -> Made | None:
-    """Return the provenance of a target with a strategy, even if its files changed or others were added."""
+    """Return the provenance of a target with a strategy, or None.
+
+    Files may have changed, and other files may have been added.
+    """
     ledger = made_at(root, mixed=True) if root.is_dir() else None
     return ledger if ledger is not None and ledger.content["target"]["strategy"] else None
 
@@ -350,7 +355,9 @@ def reopen(
     cipher: Cipher | None,
     whole: bool = True,
 ) -> Checkpoint:
-    """Open a checkpoint again, maybe on another machine, with results of the first time; headers are read again.
+    """Open a checkpoint again, with results of the first time.
+
+    It may be on another machine. Headers are read again.
 
     Args:
         root: the directory or file that was opened.
@@ -376,12 +383,15 @@ def reopen(
 
 
 def with_varying(tensors: Mapping[str, Tensor], varying: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors with `varies` set for the given names and cleared for the rest."""
+    """Return the tensors with `varies` set for these names, and cleared for others."""
     return {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in tensors.items()}
 
 
 def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
-    """Return every path that opening a checkpoint reads: its files and index; all files if it describes itself."""
+    """Return every path that opening a checkpoint reads.
+
+    They are its files and index, or all files there if it describes its own blocks.
+    """
     root = as_place(path)
     paths: list[AnyName] = [file.path for file in files]
     if self_described(root):
@@ -391,7 +401,7 @@ def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
 
 @reading(SourceError)
 def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
-    """Return whether a checkpoint has several ranks, judging by file names; no header is read.
+    """Return whether a checkpoint has several ranks, by file names; no header is read.
 
     Raises:
         SourceError: no files, no step that every rank has.
@@ -403,7 +413,10 @@ def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix
 
 
 class IndexedFiles(NamedTuple):
-    """The indexed files of a checkpoint, the rank of each, warnings, their step among several, and their key."""
+    """The indexed files of a checkpoint, with ranks, warnings, step and key.
+
+    `step` is the one that was chosen if there are several.
+    """
 
     files: tuple[SourceFile, ...]
     ranks: tuple[int, ...]

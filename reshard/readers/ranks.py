@@ -90,7 +90,7 @@ def lone_rank(
 
 
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
-    """Return whether the ledger in the parent directory lists these files of a target with a strategy."""
+    """Return whether the parent directory's ledger lists these files and has a strategy."""
     ledger = made_of(above)
     if ledger is None or not ledger.content["target"]["strategy"]:
         return False
@@ -99,7 +99,7 @@ def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
 
 
 def changed_text(root: AnyName, change: str) -> str:
-    """Return the message for a target whose files changed since its ledger was written."""
+    """Return the message for a target whose files differ from its ledger."""
     return (
         f"{root} was written by reshard, but {change}; so the layout in its ledger is not used (`reshard verify "
         f"{quote(str(root))}` compares it with its source)"
@@ -107,7 +107,7 @@ def changed_text(root: AnyName, change: str) -> str:
 
 
 def left_of_several(root: str, ledger: Made | None, change: str) -> str:
-    """Return why the only rank present is not the whole checkpoint, or "" if there was only one.
+    """Return why the only rank present is not the whole checkpoint, or "".
 
     Args:
         root: the directory of the ranks.
@@ -128,7 +128,9 @@ def one_stage(
     ranks: Sequence[int],
     warnings: list[str],
 ) -> tuple[Strategy | None, int | None]:
-    """Return the strategy of the source's pipeline stage, and its number; None for a whole pipeline.
+    """Return the strategy of the source's pipeline stage, and its number.
+
+    The number is None if the source is a whole pipeline.
 
     Raises:
         StrategyError: the strategy covers one stage and `stage` is None, or it lacks the requested stage.
@@ -165,7 +167,7 @@ def one_stage(
 
 
 def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Sequence[int]) -> bool:
-    """Return whether the source has files of other stages than the strategy's only one.
+    """Return whether the source has files of stages that the strategy does not cover.
 
     The strategy file of the first stage does not say that other stages exist. Ranks of other stages have other
     tensors; ranks with the same tensors mean that the strategy is the wrong one.

@@ -38,7 +38,7 @@ class Iteration(NamedTuple):
 
 
 def run_at(listing: Iterable[str]) -> RunFormat | None:
-    """Return the run format of a directory with these names, or None if it is not a run's."""
+    """Return the run format of a directory with these names, or None."""
     listing = list(listing)
     return next((run for run in RUN_FORMATS if any(map(run.directory.fullmatch, listing))), None)
 
@@ -119,7 +119,7 @@ def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[P
 
 
 def newer(root: Place, listing: Sequence[str], run: RunFormat, current: Place) -> list[str]:
-    """Return a warning about checkpoints newer than the one that the run names as the last, if any."""
+    """Return a warning about checkpoints newer than the one that the run names, if any."""
     last = iteration_of(current)
     later = sorted(number for number, _ in _checkpoints(root, listing, run) if last is not None and number > last)
     if not later:

@@ -57,7 +57,7 @@ class SafetensorsLibrary:
 
 
 def by_library(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose safetensors files are read with Hugging Face's library.
+    """Return a checkpoint that reads safetensors files with Hugging Face's library.
 
     Raises:
         UsageError: it has no safetensors files, or they are encrypted or at a URL.
@@ -106,7 +106,7 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class _LibraryStore(Around):
-    """Reads byte ranges from the library's tensors, and bytes outside any tensor from the file."""
+    """Reads byte ranges from the library's tensors, else from the file."""
 
     def __init__(self, library: SafetensorsLibrary) -> None:
         super().__init__(any_store())

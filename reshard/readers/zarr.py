@@ -77,7 +77,7 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
 
 
 def noted_provenance(root: Place) -> dict[str, Any] | None:
-    """Return the provenance in a store's notes; None if it is unfinished or does not exist."""
+    """Return the provenance in a store's notes; None if unfinished or missing."""
     files = StoreFiles(root)
     top = files.base / METADATA
     return None if files.status(top) is None else own_notes(read_metadata(files, top))
@@ -148,7 +148,7 @@ class _Store:
         name = notes.get("name", str(directory).removeprefix(f"{self.base}/"))
         if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
             raise SourceError(f"{directory} has a second tensor {name!r}, or its name is not text", code="bad-name")
-        listed = self.notes.get("tensors")
+        listed_names = self.notes.get("tensors")
         if notes and not self.notes:
             raise SourceError(
                 f"{self.base / METADATA} has no notes of reshard, but array {name!r} has",
@@ -156,7 +156,7 @@ class _Store:
                 facts=[f"expected {ATTRIBUTES!r} in its attributes; texts may be lost"],
                 hint="open the group that reshard wrote, or write it again",
             )
-        if (notes or (isinstance(listed, list) and name in listed)) and "dtype" not in notes:
+        if (notes or (isinstance(listed_names, list) and name in listed_names)) and "dtype" not in notes:
             raise SourceError(
                 f"{directory / METADATA} has no notes of reshard, which wrote it",
                 code="missing-notes",
@@ -228,7 +228,7 @@ class _Array:
         Raises:
             SourceError: they are inconsistent or malicious.
         """
-        where = f"{directory / METADATA}"
+        path = f"{directory / METADATA}"
         match metadata:
             case {
                 "node_type": "array", "shape": [*shape], "data_type": data_type, "codecs": [*codecs],
@@ -237,18 +237,18 @@ class _Array:
             }:  # fmt: skip
                 separator = option(keys, "separator", "/" if encoding == "default" else ".")
             case _:
-                raise SourceError(f"{where} does not describe an array of regular chunks", code="bad-metadata")
+                raise SourceError(f"{path} does not describe an array of regular chunks", code="bad-metadata")
         for section in (metadata["chunk_grid"], metadata["chunk_key_encoding"], *codecs):
-            check_options(where, section)
+            check_options(path, section)
         if metadata.get("storage_transformers"):
-            raise SourceError(f"{where} has storage transformers, which are not supported", code="unsupported-storage")
+            raise SourceError(f"{path} has storage transformers, which are not supported", code="unsupported-storage")
         stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
         if stored is None or stored is STR or stored is INT4:
             return None
         dtype = BY_NAME.get(str(notes.get("dtype", stored.name)))
         if dtype is None or dtype is STR or dtype.itemsize != stored.itemsize:
             raise SourceError(
-                f"{where} stores {data_type}, but its attributes say dtype {notes.get('dtype')!r}", code="wrong-dtype"
+                f"{path} stores {data_type}, but its attributes say dtype {notes.get('dtype')!r}", code="wrong-dtype"
             )
         chunk, sharded, at_end = unit, False, True
         match codecs:
@@ -257,18 +257,18 @@ class _Array:
                 location = rest.get("index_location", "end")
                 if location not in ("start", "end"):
                     raise SourceError(
-                        f"{where} has index_location {location!r:.60}; expected 'start' or 'end'", code="bad-metadata"
+                        f"{path} has index_location {location!r:.60}; expected 'start' or 'end'", code="bad-metadata"
                     )
                 at_end = location == "end"
                 codec = _codec(inner, stored) if sharded else "foreign"
             case _:
                 codec = _codec(codecs, stored)
-        _check_shapes(where, shape, unit, chunk, dtype.itemsize)
+        _check_shapes(path, shape, unit, chunk, dtype.itemsize)
         if separator not in {"/", "."}:
-            raise SourceError(f"{where} has separator {separator!r}; expected '/' or '.'", code="bad-metadata")
+            raise SourceError(f"{path} has separator {separator!r}; expected '/' or '.'", code="bad-metadata")
         return cls(
             directory, tuple(shape), dtype, tuple(unit), tuple(chunk), sharded, at_end, codec, separator,
-            "c" if encoding == "default" else "", _fill(where, fill, stored), bool(notes),
+            "c" if encoding == "default" else "", _fill(path, fill, stored), bool(notes),
         )  # fmt: skip
 
     @property
@@ -299,30 +299,30 @@ def _codec(codecs: object, stored: DType) -> str:
     return "plain" if not names else "zstd" if names == ["zstd"] else "foreign"
 
 
-def _check_shapes(where: str, shape: list[Any], unit: list[Any], chunk: list[Any], itemsize: int) -> None:
+def _check_shapes(path: str, shape: list[Any], unit: list[Any], chunk: list[Any], itemsize: int) -> None:
     for label, extents, least in (("shape", shape, 0), ("chunk shape", unit, 1), ("shape of inner chunks", chunk, 1)):
         if len(extents) > _MOST_DIMS or not all(
             type(extent) is int and least <= extent < 1 << 62 for extent in extents
         ):
-            raise SourceError(f"{where} has {label} {extents[:4]}{'…' * (len(extents) > 4)}", code="bad-shape")
+            raise SourceError(f"{path} has {label} {extents[:4]}{'…' * (len(extents) > 4)}", code="bad-shape")
         if prod(extents) * itemsize >= 1 << 62:
-            raise SourceError(f"{where} has {label} {shape_text(extents)}, larger than any disk", code="bad-shape")
+            raise SourceError(f"{path} has {label} {shape_text(extents)}, larger than any disk", code="bad-shape")
     if not len(shape) == len(unit) == len(chunk) or any(a % b for a, b in zip(unit, chunk, strict=True)):
         raise SourceError(
-            f"{where} has a shape and chunks that do not fit",
+            f"{path} has a shape and chunks that do not fit",
             code="wrong-shape",
             facts=[f"shape {shape_text(shape)}, chunks {shape_text(unit)}, inner chunks {shape_text(chunk)}"],
         )
     count = prod(counts(tuple(shape), tuple(chunk)))
     if count > _MOST_CHUNKS:
         raise SourceError(
-            f"{where} has {count} chunks; at most {_MOST_CHUNKS} are supported",
+            f"{path} has {count} chunks; at most {_MOST_CHUNKS} are supported",
             code="too-many-blocks",
             hint="write it with larger chunks",
         )
 
 
-def _fill(where: str, value: object, stored: DType) -> bytes:
+def _fill(path: str, value: object, stored: DType) -> bytes:
     """Return the bytes of a fill value."""
     if value in (0, None) and not isinstance(value, float):  # also False
         return bytes(stored.itemsize)
@@ -342,7 +342,7 @@ def _fill(where: str, value: object, stored: DType) -> bytes:
             number = float(number)  # also "NaN" and "-Infinity"
         return np.asarray(number, kind).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
-        raise SourceError(f"{where} has fill value {value!r}, which is not a {stored}", code="bad-value") from None
+        raise SourceError(f"{path} has fill value {value!r}, which is not a {stored}", code="bad-value") from None
 
 
 class _Shards:
@@ -376,7 +376,10 @@ class _Shards:
         return tuple(shards)
 
     def _files(self) -> Iterator[tuple[tuple[Shape, Place, Status | None, bytearray], ReadStore, list[Want]]]:
-        """Yield each file's cell, path, status (if it exists) and index buffer (if it is a shard), to be read."""
+        """Yield the cell, path, status and index buffer of each file, with its reads.
+
+        The status is None if the file does not exist; the buffer is empty unless the file is a shard.
+        """
         array = self.array
         for cell in grid(array.shape, array.unit):
             path = array.path(cell)
@@ -408,7 +411,10 @@ class _Shards:
         self.store.absent[self.name] = self.store.absent.get(self.name, 0) + count
 
     def _filled(self, block: Block) -> Shard:
-        """Return a block of the fill value, for a missing chunk. Its file is the array's metadata."""
+        """Return a block of the fill value, for a missing chunk.
+
+        Its file is the metadata of the array, which have the value.
+        """
         path = self.array.directory / METADATA
         self.store.units[str(path)] = Fill(self.array.fill)
         return Shard(block, (Extent(self.store.file(path), ((0, block.size * self.array.dtype.itemsize),)),))
@@ -511,7 +517,7 @@ class _Shards:
 
 
 def clipped(offset: int, chunk: Shape, shape: Shape, itemsize: int) -> Runs | None:
-    """Return the byte ranges of the leading part of a chunk in a file; None if they are too many.
+    """Return the byte ranges of a chunk's leading part; None if they are too many.
 
     Args:
         offset: the offset of the chunk in bytes.

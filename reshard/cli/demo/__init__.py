@@ -57,7 +57,7 @@ class Checked:
 
 
 def demo(directory: Path, say: Callable[[str], object] = print, command: str = "reshard") -> None:
-    """Make the demo in a folder, check it, and print a report with the commands to try next.
+    """Make the demo in a folder, check it, and print a report and next commands.
 
     Args:
         directory: the folder; it may be a demo's already.
@@ -188,7 +188,7 @@ def check(directory: Path) -> Checked:
 
 
 def _parsed(path: Path) -> dict[str, Stored]:
-    """Return the contents of a `.ckpt` file, parsed by protobuf alone, without `reshard.formats`."""
+    """Parse a `.ckpt` file by protobuf alone, without `reshard.formats`."""
     message: Any = message_class("Checkpoint")()
     try:
         message.ParseFromString(path.read_bytes())

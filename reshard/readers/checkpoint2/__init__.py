@@ -98,7 +98,7 @@ def _whole(directory: Place, listing: set[str]) -> Checkpoint:
 
 
 def _health(directory: Place) -> Iterator[str]:
-    """Yield warnings about the run from `common.json`, such as that the training was not healthy."""
+    """Yield warnings from `common.json`, such as that the training was not healthy."""
     if not (directory / COMMON).is_file():
         yield f"{directory} has no {COMMON}, so the step of the training is unknown"
         return
@@ -133,7 +133,10 @@ class _Cut(NamedTuple):
 
 
 class _Joined:
-    """Joins metadata and files: blocks are located by the metadata, else by the layout and the ranks of files."""
+    """Joins metadata and files.
+
+    Blocks are located by the metadata, else by the layout and the ranks of files.
+    """
 
     def __init__(self, directory: Place, listing: set[str]) -> None:
         self.directory, self.listing = directory, listing
@@ -258,7 +261,7 @@ class _Joined:
         return Tensor(spec, cut.sharding, runs, listed=described.mesh is not None, text=stored[0].text)
 
     def _cut_by_metadata(self, described: Described, places: Sequence[int]) -> _Cut:
-        """Locate the blocks of tensors with one shape, mesh and list of places, by the metadata."""
+        """Locate blocks by the metadata, for tensors with one shape, mesh and places."""
         blocks, of_rank = self._grid(described)
         replicas: list[list[int]] = [[] for _ in blocks]
         unplaced: list[tuple[int, int]] = []
@@ -289,7 +292,7 @@ class _Joined:
         return cut._replace(contradicts=contradicts, holders=holders)
 
     def _blocks_of_group(self, described: Described, group: int) -> tuple[set[int], tuple[int, ...]]:
-        """Return the blocks that the layout gives the ranks of a group, and the ranks that it does not cover."""
+        """Return the blocks of a group's ranks by the layout, and the ranks it does not cover."""
         key = (described.mesh, described.shape, group)
         if key not in self._by_group:
             _, of_rank = self._grid(described)
@@ -301,7 +304,7 @@ class _Joined:
     def _holders(
         self, described: Described, of_rank: Mapping[int, int], outside: Mapping[int, int], *, contradicts: bool
     ) -> tuple[int, ...]:
-        """Return the ranks that hold a tensor; () if the layout does not give the block of every one."""
+        """Return the ranks that hold a tensor; () if the layout does not tell their blocks."""
         outsiders = tuple(sorted(outside))
         if described.mesh is None:
             return outsiders
@@ -327,7 +330,9 @@ class _Joined:
         return self._grids[described.mesh, described.shape]
 
     def _cut_by_files(self, name: str, described: Described) -> _Cut:
-        """Locate a tensor that the metadata misplace, by headers: files have their rank's block, or all of it.
+        """Locate a tensor by headers, if the metadata misplace it.
+
+        Each file has its rank's block, or the whole tensor.
 
         The result is cached for tensors that the same files hold in the same way.
         """
@@ -347,7 +352,7 @@ class _Joined:
                     block = 0 if described.mesh is None else of_rank.get(self.ranks[number])
                     if block is not None:
                         replicas[block].append(number)
-            if whole and not any(replicas):  # saved with integrated_save, whatever the layout says
+            if whole and not any(replicas):  # saved with integrated_save, which ignores the layout
                 self._by_files[key] = self._cut([Block.whole(described.shape)], [whole])
             else:
                 lacking = "whole in some files and cut in others" if whole else "not in the files that should have it"
@@ -356,7 +361,10 @@ class _Joined:
         return self._by_files[key]
 
     def _add_unlisted(self, name: str) -> None:
-        """Add a tensor that only files have: a state cut like its weight, or a tensor whole on every rank."""
+        """Add a tensor that only files have.
+
+        It is an optimizer state cut like its weight, or a tensor whole on every rank.
+        """
         entry = next(entries[name] for entries, _ in self.by_header if name in entries)
         weight = self.metadata.listed.get(_weight(name))
         tensor: Tensor | str = ""
@@ -384,5 +392,5 @@ def _kind(entry: Entry | None, block: Shape, whole: Shape) -> int:
 
 
 def _is_block(shape: Shape, block: Shape) -> bool:
-    """Return whether a stored shape is that of a block; a scalar is stored with one dimension."""
+    """Return whether a stored shape equals a block's; scalars are stored as (1,)."""
     return shape == block or (not block and shape == (1,))

@@ -58,7 +58,10 @@ class _Text:
         self._scan = json.JSONDecoder(object_pairs_hook=_once).raw_decode
 
     def names(self) -> Iterator[str]:
-        """Yield the keys of the next object; the caller must read the value of each before the next."""
+        """Yield the keys of the next object.
+
+        The caller must read the value of each key before the next key.
+        """
         self._take("{")
         hashes: set[int] = set()  # hashes, as keys may be millions
         while True:
@@ -81,7 +84,7 @@ class _Text:
         self._take("}")
 
     def next(self) -> str:
-        """Return the next character that is not white space, without consuming it; "" at the end."""
+        """Peek at the next character that is not white space; "" at the end."""
         while True:
             if self._buffer[self._at : self._at + 1] not in _SPACE:
                 return self._buffer[self._at]

@@ -85,7 +85,7 @@ class Metadata:
         self.groups = list(self._groups)
 
     def held(self, name: str) -> list[tuple[int, int]]:
-        """Return the blocks that ranks hold of a tensor, stored or not, as pairs of block number and rank."""
+        """Return pairs of block number and rank that holds the block, stored or not."""
         places = self.places.get(name, ())
         groups = sorted(set(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)))
         return [(number, rank) for number, group in groups for rank in self.groups[group]]
@@ -150,7 +150,7 @@ def _numbers(value: object) -> tuple[int, ...]:
 
 
 def _read_key(key: str) -> tuple[str, int]:
-    """Return the name and block number in a key of `storage_data`, the repr of a Python tuple.
+    """Parse the name and block number in a key of `storage_data`, a tuple's repr.
 
     >>> _read_key("('a.b', (3,))"), _read_key(str(("it's", (0,))))
     (('a.b', 3), ("it's", 0))
