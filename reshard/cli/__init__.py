@@ -1,6 +1,6 @@
-"""The command line: one module for each group of commands, and what they share.
+"""The command line: one module for each group of commands, and shared options and values.
 
-What an interrupt does before anything was begun is here, since it is loaded before anything slow.
+The handler of an early interrupt is here, since this module is loaded before any slow one.
 """
 
 from __future__ import annotations
