@@ -166,7 +166,7 @@ def _has_checkpoint(directory: Place) -> bool:
 
 
 def _refuse_directory_formats(root: Place, files: Mapping[int, Sequence[Place]], *, by_rank: bool) -> None:
-    """Raise an error if the files have a directory format; without files, check the root."""
+    """Raise an error if the files, or else the entries of the root, have a directory format."""
     inside: dict[Place, list[str]] = {}
     for path in (path for paths in files.values() for path in paths):
         inside.setdefault(path.parent, []).append(path.name)
