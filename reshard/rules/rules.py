@@ -40,7 +40,6 @@ Rules for some models are in `examples`; use them by name, such as `llama-hf-mco
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -330,12 +329,10 @@ def examples() -> dict[str, str]:
 
 def _nearest(name: str) -> list[str]:
     """Return the names of built-in rules that resemble a name, or else all names."""
+    from difflib import get_close_matches  # on errors only
+
     words = re.split(r"[\W_]+", name.lower())
-    alike = [
-        built_in
-        for built_in in examples()
-        if any(difflib.get_close_matches(word, built_in.split("-")) for word in words)
-    ]
+    alike = [built_in for built_in in examples() if any(get_close_matches(word, built_in.split("-")) for word in words)]
     return alike or list(examples())
 
 

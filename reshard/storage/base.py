@@ -7,7 +7,6 @@ another store (`Around`) and reads through it.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -408,9 +407,11 @@ def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
 
 def similar(path: object) -> str:
     """Return a hint that names an existing path similar to a missing one, or ""."""
+    from difflib import get_close_matches  # on errors only
+
     directory, name = os.path.split(str(path).rstrip("/"))
     with suppress(OSError):
-        if matches := difflib.get_close_matches(name, os.listdir(directory or "."), 1):
+        if matches := get_close_matches(name, os.listdir(directory or "."), 1):
             return f"did you mean {os.path.join(directory, matches[0])}?"
     return ""
 
