@@ -39,7 +39,7 @@ PART_BYTES = 512 * 1024 * 1024
 """The maximum contents of one message, as MindSpore writes it."""
 
 TRAILER = b"crc_num"
-_TRAILER_BYTES = len(TRAILER) + 10
+TRAILER_BYTES = len(TRAILER) + 10
 _LONGEST_TEXT = 1 << 24
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
@@ -73,9 +73,9 @@ def index(reader: RangeReader) -> FileIndex:
     last: str | None = None
     position, end = 0, reader.size
     crc = None
-    if reader.size >= _TRAILER_BYTES and reader.read(end - _TRAILER_BYTES, len(TRAILER)) == TRAILER:
+    if reader.size >= TRAILER_BYTES and reader.read(end - TRAILER_BYTES, len(TRAILER)) == TRAILER:
         crc = int.from_bytes(reader.read(end - 10, 10), "big")
-        end -= _TRAILER_BYTES
+        end -= TRAILER_BYTES
     while position < end:
         number, wire, start, stop = _field(reader, position, end)
         if (number, wire) == (1, _BYTES):
@@ -120,7 +120,7 @@ class Trailer(NamedTuple):
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:  # noqa: ARG002 -- the interface of `Sums`
         """Yield the whole file as the only part."""
-        yield Summed("", (0, self.nbytes), (("all before crc_num", ((0, self.nbytes - _TRAILER_BYTES),), self.crc),))
+        yield Summed("", (0, self.nbytes), (("all before crc_num", ((0, self.nbytes - TRAILER_BYTES),), self.crc),))
 
 
 class _Value(NamedTuple):
