@@ -197,7 +197,7 @@ class Checkpoint(Arrays):
         """
         from reshard.view.tables import groups  # views are not needed on every start
 
-        return groups(self._record, by)
+        return groups(self._record, by, Checkpoint)
 
     def picture(self, name: str, target: Strategy | None = None) -> Picture:
         """Draw which rank holds which block of a tensor, now and in a target strategy.

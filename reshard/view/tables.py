@@ -61,11 +61,13 @@ class Groups(Mapping[str, Checkpoint]):
         checkpoint: of which the tensors are.
         by: what they are grouped by.
         members: for each group, the names of its tensors.
+        shown_as: makes of the checkpoint of a group what users see of it.
     """
 
     checkpoint: Checkpoint
     by: str
     members: Mapping[str, tuple[str, ...]]
+    shown_as: Callable[[Checkpoint], Any]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -87,8 +89,8 @@ class Groups(Mapping[str, Checkpoint]):
             for group, some in self.members.items()
         }
 
-    def __getitem__(self, group: str) -> Checkpoint:
-        return self.checkpoint.sel(*self.members[group])
+    def __getitem__(self, group: str) -> Any:
+        return self.shown_as(self.checkpoint.sel(*self.members[group]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.members)
@@ -116,11 +118,12 @@ class Groups(Mapping[str, Checkpoint]):
         return groups_html(self)
 
 
-def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
+def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any]) -> Groups:
     """Group the tensors of a checkpoint.
 
     Args:
-        checkpoint: of which the tensors are.
+        checkpoint: has the tensors.
+        shown_as: see `Groups`.
         by: `name`, where names that differ in numbers only are one group (`layers.{0-31}.wq.weight`), `prefix`, what
             stands before the first dot, `dtype`, or `kind` (`kinds`).
 
@@ -137,7 +140,7 @@ def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
             found.setdefault(key(name), []).append(name)
     else:
         raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}", code="bad-value")
-    return Groups(checkpoint, by, {group: tuple(members) for group, members in found.items()})
+    return Groups(checkpoint, by, {group: tuple(members) for group, members in found.items()}, shown_as)
 
 
 def kinds(checkpoint: Checkpoint) -> dict[str, str]:

@@ -309,7 +309,7 @@ def test_checksums_are_of_what_is_there(source: reshard.Checkpoint, tmp_path: Pa
 
 
 def plan_bytes(plan: Plan, root: Path) -> dict[str, bytes]:
-    plan.run(root / "undisturbed")
+    reshard.Plan(plan).run(root / "undisturbed")
     return tree(root / "undisturbed")
 
 
