@@ -359,10 +359,8 @@ def _kept_ranks(
     is_known, change = ledger_layout(source, reading["cipher"])
     if is_known or change:
         return None
-    note = Text(f"nothing says how {source} was sharded, so each rank keeps what it has")
-    if candidate := _fitting(source, reading):
-        note = Text(note, f"; {candidate} fits: ", Option("source_strategy", candidate, quote(candidate)))
-    return note
+    note = f"nothing says how {source} was sharded, so each rank keeps what it has; to join them pass "
+    return Text(note, Option("source_strategy"))
 
 
 def _of_same_ranks(
