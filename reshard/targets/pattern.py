@@ -6,9 +6,9 @@ a separate mesh, single tensors on the ranks 0 and 2 of four. Only `metadata.jso
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Faults, LayoutError, SourceError
 from reshard.layout.layout import Grid, Layout, whole
@@ -16,7 +16,7 @@ from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2.metadata import METADATA, Metadata
 from reshard.readers.open import iteration_at
 from reshard.storage.places import as_place
-from reshard.strategy.schema import COUNT, TEXT, Maybe
+from reshard.strategy.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,12 +26,43 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 1 << 20
 
-PATTERN = {
-    "devices": COUNT,
-    "meshes": [([COUNT], [[COUNT]], [COUNT], [TEXT])],  # dev_matrix, tensor_map, ranks, names of axes
-    "tensors": {TEXT: (Maybe(COUNT), [COUNT], [(COUNT, COUNT)])},  # mesh, shape, others: rank and block
-}
-"""Schema of a pattern in a plan file."""
+
+@dataclass(frozen=True, slots=True)
+class PatternRecord:
+    """A pattern in a plan file.
+
+    Attributes:
+        devices: as in `Pattern`.
+        meshes: of each mesh: the device matrix and tensor map of its layout, its ranks, and the names of its axes.
+        tensors: the fields of `Arranged`, by name.
+    """
+
+    devices: Count
+    meshes: tuple[tuple[tuple[Count, ...], tuple[tuple[Count, ...], ...], tuple[Count, ...], tuple[str, ...]], ...]
+    tensors: dict[str, tuple[Count | None, tuple[Count, ...], tuple[tuple[Count, Count], ...]]]
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> PatternRecord:
+        """Return the record of a pattern."""
+        meshes = [(mesh.layout.dev_matrix, mesh.layout.tensor_map, mesh.ranks, mesh.axes) for mesh in pattern.known]
+        return cls(pattern.devices, tuple(meshes), dict(pattern.tensors))
+
+    def read(self) -> Pattern:
+        """Return the pattern; raise `ValueError` if it is invalid."""
+        devices = self.devices
+        if not 0 < devices <= _MOST_RANKS:
+            raise ValueError(f"a pattern of {devices} ranks cannot be")
+        meshes = [Mesh(Layout(matrix, axes), ranks, names) for matrix, axes, ranks, names in self.meshes]
+        for layout, ranks, _ in meshes:
+            if len({*ranks}) != len(ranks) or len(ranks) != layout.devices or not max(ranks) < devices:
+                raise ValueError("a mesh of a pattern has not one rank for each device")
+        for mesh, shape, extra_ranks in self.tensors.values():
+            if mesh is not None and (mesh >= len(meshes) or len(meshes[mesh].layout.tensor_map) != len(shape)):
+                raise ValueError("a tensor of a pattern has a mesh that is not there, or of other dimensions")
+            blocks = 1 if mesh is None else prod(meshes[mesh].layout.splits)
+            if any(rank >= devices or number >= blocks for rank, number in extra_ranks):
+                raise ValueError("a tensor of a pattern is on a rank, or has a block, that is not there")
+        return Pattern({name: Arranged(*row) for name, row in self.tensors.items()}, tuple(meshes), devices)
 
 
 class Arranged(NamedTuple):
@@ -148,31 +179,3 @@ def _others(mesh: Mesh, shape: Shape, numbers: list[tuple[int, int]]) -> tuple[t
         return ()
     blocks = prod(mesh.layout.splits)
     return tuple(sorted({(rank, number) for number, rank in numbers if rank not in of_rank and number < blocks}))
-
-
-def pattern_data(pattern: Pattern) -> dict[str, Any]:
-    """Return a pattern as data for a plan file."""
-    meshes = [(*astuple(mesh.layout)[:2], mesh.ranks, mesh.axes) for mesh in pattern.known]
-    return {"devices": pattern.devices, "meshes": meshes, "tensors": dict(pattern.tensors)}
-
-
-def read_pattern(content: dict[str, Any]) -> Pattern:
-    """Read the pattern that `pattern_data` wrote; raise `ValueError` if invalid."""
-    devices = content["devices"]
-    if not 0 < devices <= _MOST_RANKS:
-        raise ValueError(f"a pattern of {devices} ranks cannot be")
-    meshes = []
-    for matrix, axes, ranks, names in content["meshes"]:
-        layout = Layout(tuple(matrix), tuple(map(tuple, axes)))
-        if sorted({*ranks}) != sorted(ranks) or len(ranks) != layout.devices or not max(ranks) < devices:
-            raise ValueError("a mesh of a pattern has not one rank for each device")
-        meshes.append(Mesh(layout, tuple(ranks), tuple(names)))
-    tensors = {}
-    for name, (mesh, shape, extra_ranks) in content["tensors"].items():
-        if mesh is not None and (mesh >= len(meshes) or len(meshes[mesh].layout.tensor_map) != len(shape)):
-            raise ValueError("a tensor of a pattern has a mesh that is not there, or of other dimensions")
-        blocks = 1 if mesh is None else prod(meshes[mesh].layout.splits)
-        if any(rank >= devices or number >= blocks for rank, number in extra_ranks):
-            raise ValueError("a tensor of a pattern is on a rank, or has a block, that is not there")
-        tensors[name] = Arranged(mesh, tuple(shape), tuple(map(tuple, extra_ranks)))
-    return Pattern(tensors, tuple(meshes), devices)

@@ -20,13 +20,14 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.layout.block import LONGEST_NAME
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small, refuse_existing, write_whole
+from reshard.strategy.schema import Count, FormatError, Kind, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -40,8 +41,30 @@ VERSION = 2
 _VERSION_KEY = "reshard_manifest"
 _LARGEST = 1 << 28
 _MOST_DIMS = 64
-_LARGEST_COUNT = 1 << 62
-_SUM = re.compile("[0-9a-f]{8}")
+
+
+def _is_sum(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        isinstance(value, list) and len(value) <= _MOST_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    )
+
+
+_Sum = Annotated[str, Kind("a CRC-32C, such as '8a9136aa'", _is_sum)]
+_Shape = Annotated[Any, Kind("a shape, such as [2, 8]", _is_shape)]
+_DTypeName = Annotated[str, Kind("a dtype", lambda value: isinstance(value, str) and value in BY_NAME)]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file in a manifest."""
+
+    nbytes: Count
+    crc32c: _Sum
+    tensors: dict[str, tuple[_DTypeName, _Shape, _Sum]] = field(default_factory=dict)
 
 
 class Part(NamedTuple):
@@ -183,7 +206,7 @@ def read_manifest(path: AnyName) -> Manifest:
 
     Raises:
         SourceError: it cannot be read, is not a manifest, has another version, or has paths that lead out of the
-            directory; all faults at once.
+            directory.
     """
     faults = Faults(f"manifest {path}")
     repeated: list[str] = []
@@ -206,64 +229,41 @@ def read_manifest(path: AnyName) -> Manifest:
         raise SourceError(
             f"manifest {path} has version {version!r:.40}; expected {VERSION}", code="unsupported-version", hint=advice
         )
-    match content:
-        case {"files": dict(items), **rest} if set(rest) == {_VERSION_KEY}:
-            files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in items.items()}
-        case _:
-            raise SourceError(
-                f"manifest {path} is not valid",
-                code="bad-manifest",
-                facts=["expected an object of paths under the key 'files', and no other key"],
-            )
-    _check_paths(files, faults)
+    items = content.get("files")
+    if not isinstance(items, dict) or len(content) != 2:
+        raise SourceError(
+            f"manifest {path} is not valid",
+            code="bad-manifest",
+            facts=["expected an object of paths under the key 'files', and no other key"],
+        )
+    _check_paths(items, faults)
+    files: dict[str, FileSums] = {}
+    for name, item in items.items():
+        try:
+            record: _File = read(_File, item, f"$.files[{name!r:.200}]")
+        except FormatError as error:
+            faults.add(error.path, error.problem, code="bad-tensor" if "].tensors[" in error.path else "bad-entry")
+            continue
+        for tensor in filter(_is_long, record.tensors):
+            fault = f"is a name of {len(tensor)} characters; names have at most {LONGEST_NAME} bytes"
+            faults.add(f"$.files[{name!r:.200}].tensors[{tensor!r:.200}]", fault, code="name-too-long")
+        parts = {
+            tensor: Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
+            for tensor, (dtype, shape, crc) in record.tensors.items()
+        }
+        files[name] = FileSums(record.nbytes, int(record.crc32c, 16), parts)
     faults.raise_if_any(SourceError)
-    return Manifest({name: file for name, file in files.items() if file is not None})
+    return Manifest(files)
 
 
-def _file(item: object, subject: str, faults: Faults) -> FileSums | None:
-    match item:
-        case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
-            _is_count(nbytes)
-            and _SUM.fullmatch(crc)
-            and rest.keys() <= {"tensors"}
-            and isinstance(tensors := rest.get("tensors", {}), dict)
-        ):
-            parts = {
-                name: _part(name, part, f"{subject}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
-            }
-            return FileSums(nbytes, int(crc, 16), {name: part for name, part in parts.items() if part is not None})
-    fault = "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"
-    faults.add(subject, fault, code="bad-entry")
-    return None
-
-
-def _part(name: str, item: object, subject: str, faults: Faults) -> Part | None:
-    if not _is_short(name):
-        fault = f"is a name of {len(name)} characters; names have at most {LONGEST_NAME} bytes"
-        faults.add(subject, fault, code="name-too-long")
-        return None
-    match item:
-        case [str(dtype), list(shape), str(crc)] if (
-            dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
-        ):
-            return Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
-    fault = 'is not a dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]'
-    faults.add(subject, fault, code="bad-tensor")
-    return None
-
-
-def _is_short(name: str) -> bool:
-    return len(name) <= LONGEST_NAME and len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
-
-
-def _is_count(number: object) -> bool:
-    return type(number) is int and 0 <= number < _LARGEST_COUNT
+def _is_long(name: str) -> bool:
+    return len(name) > LONGEST_NAME or len(name.encode(errors="surrogatepass")) > LONGEST_NAME
 
 
 def _check_paths(paths: Iterable[str], faults: Faults) -> None:
     """Report paths that are not plain paths below a directory."""
     for path in paths:
-        if not _is_short(path):
+        if _is_long(path):
             fault = f"has {len(path)} characters; paths have at most {LONGEST_NAME} bytes"
             faults.add(f"path {path!r:.200}", fault, code="name-too-long")
             continue

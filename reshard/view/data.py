@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.verify.difference import Difference
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
 
 
 def layout_data(layout: Layout) -> dict[str, object]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reshard.run.tasks import Receipt
     from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
 

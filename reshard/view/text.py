@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Looked, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.verify.difference import Difference
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
 
 
 _MOST_NAMES = 10
@@ -468,9 +468,9 @@ def summary(found: Verification) -> str:
     """Return one sentence of what differs.
 
     >>> from reshard.verify.difference import Difference
-    >>> from reshard.verify.verify import Verification
+    >>> from reshard.verify.verification import Comparison, Verification
     >>> one = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
-    >>> summary(Verification("dst", "m.json", (), 1, 9, 0, differences=(one,)))
+    >>> summary(Verification("dst", compared=Comparison("m.json"), differences=(one,)))
     'dst differs from m.json: 1 of 1 file'
     """
     tensors = {one.name for one in found.differences if one.name is not None}
