@@ -9,7 +9,7 @@ from reshard.api.checkpoints import record_of
 from reshard.api.choices import progress_of, selection_of, target_of
 from reshard.errors import UsageError, names
 from reshard.plan.make import plan as make_plan
-from reshard.plan.planfile import read_plan as read_record
+from reshard.plan.planfile import read as read_record
 from reshard.plan.planfile import save as save_record
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
@@ -384,4 +384,4 @@ def read_plan(
         reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
             and a key is given.
     """
-    return Plan(read_record(path, source=source, cipher=cipher, target_cipher=target_cipher))
+    return Plan(read_record(path).plan(source, cipher=cipher, target_cipher=target_cipher))

@@ -74,9 +74,8 @@ def selection_of(record: SelectionRecord) -> Selection:
     """
     for old in record.names:
         if old.count("*") > _MOST_STARS or "**" in old:
-            raise ValueError(
-                f"$.provenance.selection.names[{old!r:.60}] has more than {_MOST_STARS} stars, or two next to each other"
-            )
+            key_path = f"$.provenance.selection.names[{old!r:.60}]"
+            raise ValueError(f"{key_path} has more than {_MOST_STARS} stars, or two next to each other")
     return Selection(
         record.include, record.exclude, record.weights_only, record.names, record.cast, record.drop,
         record.allow_missing, record.rules, asdict(record.lora) if record.lora else None,

@@ -243,29 +243,6 @@ def _versions(source: SourceRecord) -> dict[str, tuple[str, str]]:
 _OTHER_FILES = "give the files that were planned with, or plan again"
 
 
-def read_plan(
-    path: str | os.PathLike[str],
-    *,
-    source: str | os.PathLike[str] | None = None,
-    cipher: Cipher | None = None,
-    target_cipher: Cipher | None = None,
-) -> Plan:
-    """Read a plan file that `Plan.save` wrote on any machine, and open its source.
-
-    Args:
-        path: the plan file.
-        source: the path of the source, if it was moved since: a directory with the same files below it.
-        cipher: decrypts the source's files; a plan file holds no key.
-        target_cipher: encrypts the target's files, in the mode that was planned.
-
-    Raises:
-        PlanError: the file is not valid, or this version would make another plan.
-        SourceError, TargetError: the source is missing, or differs from the planned one.
-        UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
-    """
-    return read(path).plan(source, cipher=cipher, target_cipher=target_cipher)
-
-
 def read(path: str | os.PathLike[str]) -> PlanFile:
     """Read a plan file without opening its source.
 
@@ -339,9 +316,9 @@ def _source_record(source: Checkpoint) -> SourceRecord:
     if source.format == ZARR:
         root = root.resolve()
         parents = {above for _, path, _ in headers for above in Path(path).parents if above.is_relative_to(root)}
-        metadata = sorted(path for directory in parents - {root} if (path := directory / METADATA).is_file())
+        metadata = sorted(file for directory in parents - {root} if (file := directory / METADATA).is_file())
         *chunks, last = headers.items()
-        headers = {(0, str(path), path.stat().st_size): "" for path in metadata} | dict(chunks) | {last[0]: last[1]}
+        headers = {(0, str(file), file.stat().st_size): "" for file in metadata} | dict(chunks) | {last[0]: last[1]}
     numbers: dict[str, int] = {}
     files = []
     for (rank, path, nbytes), header in headers.items():

@@ -27,10 +27,11 @@ class FormatError(ValueError):
 
 
 class Kind(NamedTuple):
-    """A kind of value: its name in messages, and a predicate that recognizes it."""
+    """A kind of value: its name in messages, a predicate that recognizes it, and a function that converts it."""
 
     called: str
     holds: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
 
 
 def _is_text(value: object) -> bool:
@@ -109,7 +110,7 @@ def read(kind: Any, value: object, path: str = "$") -> Any:  # noqa: PLR0911 -- 
         return read(arguments[0], value, path)
     if origin is Annotated or kind in _KINDS:
         expected = arguments[1] if origin is Annotated else _KINDS[kind]
-        return value if expected.holds(value) else _refuse(value, expected.called, path)
+        return expected.convert(value) if expected.holds(value) else _refuse(value, expected.called, path)
     if origin is tuple and arguments[1:] == (...,):
         if not isinstance(value, list):
             _refuse(value, "a list of any length", path)

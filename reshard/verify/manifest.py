@@ -20,19 +20,18 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from reshard.dtypes import BY_NAME
+from reshard.dtypes import BY_NAME, DType
 from reshard.errors import Faults, SourceError, names
 from reshard.layout.block import LONGEST_NAME
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small, refuse_existing, write_whole
-from reshard.strategy.schema import Count, FormatError, Kind, read
+from reshard.strategy.schema import FormatError, Kind, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reshard.dtypes import DType
     from reshard.layout.block import Shape
     from reshard.storage.places import AnyName
 
@@ -53,26 +52,20 @@ def _is_shape(value: object) -> bool:
     )
 
 
-_Sum = Annotated[str, Kind("a CRC-32C, such as '8a9136aa'", _is_sum)]
-_Shape = Annotated[Any, Kind("a shape, such as [2, 8]", _is_shape)]
-_DTypeName = Annotated[str, Kind("a dtype", lambda value: isinstance(value, str) and value in BY_NAME)]
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file in a manifest."""
-
-    nbytes: Count
-    crc32c: _Sum
-    tensors: dict[str, tuple[_DTypeName, _Shape, _Sum]] = field(default_factory=dict)
+_Size = Annotated[int, Kind("a size in bytes", lambda value: type(value) is int and 0 <= value < 1 << 62)]
+_Sum = Annotated[int, Kind("a CRC-32C, such as '8a9136aa'", _is_sum, lambda value: int(value, 16))]
+_Shape = Annotated[tuple[int, ...], Kind("a shape, such as [2, 8]", _is_shape, tuple)]
+_DType = Annotated[
+    DType, Kind("a dtype", lambda value: isinstance(value, str) and value in BY_NAME, lambda value: BY_NAME[value])
+]
 
 
 class Part(NamedTuple):
     """The part of a tensor in a file: dtype, shape and the CRC-32C of the bytes."""
 
-    dtype: DType
-    shape: Shape
-    crc32c: int
+    dtype: _DType
+    shape: _Shape
+    crc32c: _Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +78,9 @@ class FileSums:
         tensors: the part of each tensor in it.
     """
 
-    nbytes: int
-    crc32c: int
-    tensors: Mapping[str, Part] = field(default_factory=dict)
+    nbytes: _Size
+    crc32c: _Sum
+    tensors: dict[str, Part] = field(default_factory=dict)
 
     @property
     def checksums(self) -> int:
@@ -240,18 +233,14 @@ def read_manifest(path: AnyName) -> Manifest:
     files: dict[str, FileSums] = {}
     for name, item in items.items():
         try:
-            record: _File = read(_File, item, f"$.files[{name!r:.200}]")
+            files[name] = read(FileSums, item, f"$.files[{name!r:.200}]")
         except FormatError as error:
-            faults.add(error.path, error.problem, code="bad-tensor" if "].tensors[" in error.path else "bad-entry")
+            is_tensor = "].tensors[" in error.path
+            faults.add(error.path, error.problem, code="bad-tensor" if is_tensor else "bad-entry")
             continue
-        for tensor in filter(_is_long, record.tensors):
+        for tensor in filter(_is_long, files[name].tensors):
             fault = f"is a name of {len(tensor)} characters; names have at most {LONGEST_NAME} bytes"
             faults.add(f"$.files[{name!r:.200}].tensors[{tensor!r:.200}]", fault, code="name-too-long")
-        parts = {
-            tensor: Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
-            for tensor, (dtype, shape, crc) in record.tensors.items()
-        }
-        files[name] = FileSums(record.nbytes, int(record.crc32c, 16), parts)
     faults.raise_if_any(SourceError)
     return Manifest(files)
 

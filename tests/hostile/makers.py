@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.strategy.proto import message_class  # the message description alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 
