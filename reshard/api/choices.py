@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
@@ -91,7 +91,9 @@ def target_of(
     return strategy_by_rules(path, source, target_names=dict(select(source, None, selection).kept))
 
 
-def progress_of(progress: Callable[[Progress], None] | bool | None) -> Any:
+def progress_of(
+    progress: Callable[[Progress], None] | bool | None,
+) -> AbstractContextManager[Callable[[Progress], None] | None]:
     """Return a context manager that yields the progress callback.
 
     The callback shows a bar if `progress` is True.

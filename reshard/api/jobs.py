@@ -168,7 +168,7 @@ def noting_swap(
 
 def _fitting(path: AnyName, reading: dict[str, Any]) -> str:
     """Return the path of a strategy next to a checkpoint that fits it, or ""."""
-    from reshard.readers.beside import fitting_strategies  # on errors, and if the sharding is unknown
+    from reshard.readers.beside import fitting_strategies  # on errors only
 
     with suppress(ReshardError, OSError):
         file_options = {name: reading[name] for name in ("rank_pattern", "suffix", "cipher")}

@@ -42,8 +42,8 @@ TASK_BYTES = 64 << 20
 MOST_TASKS = 4096
 
 IMPORTED_BYTES = 55 << 20
-"""The interpreter with all imports of a run, with 2 MiB for jinja2, which dask imports if it is installed, and 2 MiB for
-modules that Python compiles in the process, as it does if it may not write bytecode."""
+"""The interpreter with all imports of a run; 2 MiB are for jinja2, which dask imports if it is installed, and 2 MiB
+for modules that Python compiles in the process, as it does if it may not write bytecode."""
 
 CAST_BYTES = 4 << 20
 """The import of ml_dtypes, which only a cast needs."""

@@ -218,6 +218,11 @@ def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
     shutil.copytree(ranks / "rank_3", tmp_path / "one" / "rank_3")
     (notice,) = told("transform", whole, tmp_path / "one")
     assert "rank_3/checkpoint_3.safetensors, of ranks that are not this target's" in notice
+    write_ranks(tmp_path / "eight", FULL, Strategy.of(dict.fromkeys(SHAPES, Layout.of([4, 2], [0, -1]))))
+    for rank in range(4):
+        shutil.rmtree(tmp_path / "eight" / f"rank_{rank}")
+    (notice,) = reshard.convert(whole, tmp_path / "eight", target_strategy=ROWS).warnings
+    assert "rank_4/checkpoint_4.safetensors" in notice
 
 
 def test_conversion_in_place_says_that_both_are_there(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_WIDENED = 64 << 10  # elements that are converted to float64 at once: half a megabyte
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -189,7 +191,7 @@ class Comparer:
             if all(a <= i < b for a, i, b in zip(source.start, index, source.stop, strict=True))
         )
         dtype = self._comparison.copy_dtype(check, file)
-        largest, nans = _distance(actual[unequal], expected[unequal], dtype)
+        largest, nans = _distance(unequal, actual, expected, dtype)
         if not check.shape:
             index = ()
         elif check.shape != recipe.shape:
@@ -282,11 +284,16 @@ def joined(a: Mismatch, b: Mismatch) -> Mismatch:
     return replace(first, count=a.count + b.count, largest=max(a.largest, b.largest), nans=a.nans + b.nans)
 
 
-def _distance(actual: Array, expected: Array, dtype: DType) -> tuple[float, int]:
-    """Return the largest absolute difference, and the number of NaN pairs."""
+def _distance(unequal: Array, actual: Array, expected: Array, dtype: DType) -> tuple[float, int]:
+    """Return the largest absolute difference of unequal elements, and the number of pairs with a NaN."""
     wide = np.complex128 if dtype.numpy().kind == "c" else np.float64
-    with np.errstate(all="ignore"):
-        a, b = (bits.view(dtype.numpy()).astype(wide) for bits in (actual, expected))
-        distances = np.abs(a - b)
-    nans = np.isnan(a) | np.isnan(b)
-    return float(distances[~nans].max(initial=0)), int(np.count_nonzero(nans))
+    largest, nans = 0.0, 0
+    for begin in range(0, len(unequal), _WIDENED):
+        part = slice(begin, begin + _WIDENED)
+        with np.errstate(all="ignore"):
+            a, b = (bits[part][unequal[part]].view(dtype.numpy()).astype(wide) for bits in (actual, expected))
+            distances = np.abs(a - b)
+        nan = np.isnan(a) | np.isnan(b)
+        largest = max(largest, float(distances[~nan].max(initial=0)))
+        nans += int(np.count_nonzero(nan))
+    return largest, nans
