@@ -31,6 +31,7 @@ from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
+from reshard.layout.arrangement import Arrangement
 from reshard.layout.layout import MOST_DEVICES
 from reshard.plan.inputs import provenance_of, selection_of
 from reshard.plan.make import plan as make_plan
@@ -45,7 +46,7 @@ from reshard.storage.small import read_small, refuse_existing, refuse_inputs, wr
 from reshard.strategy.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
 from reshard.strategy.schema import read as read_record
 from reshard.targets.checkpoint2 import Checkpoint2
-from reshard.targets.pattern import Pattern, PatternRecord
+from reshard.targets.pattern import ArrangementRecord
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Request
@@ -88,7 +89,7 @@ class _Content:
         provenance: the source, the target and the selection.
         warnings: warnings from opening the source.
         looked: as in `Opening`.
-        pattern: the arrangement of the target, if it is not a strategy.
+        arrangement: the arrangement of the target, if it is not a strategy.
         files: how the target's files are laid out.
         ranks: as in `Request`, like `link_replicas` and `memory`.
         directory: the default target directory.
@@ -99,7 +100,7 @@ class _Content:
     provenance: Provenance
     warnings: tuple[Line, ...]
     looked: Looked | None
-    pattern: PatternRecord | None
+    arrangement: ArrangementRecord | None
     files: _Files
     ranks: tuple[Count, ...] | None
     link_replicas: bool
@@ -293,7 +294,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> _Content:
         provenance_of(plan, _source_record(source)),
         tuple(source.warnings),
         source.opening.looked,
-        PatternRecord.of(request.target) if isinstance(request.target, Pattern) else None,
+        ArrangementRecord.of(request.target) if isinstance(request.target, Arrangement) else None,
         _files_data(request.files),
         request.ranks,
         request.link_replicas,
@@ -399,7 +400,7 @@ def _request(content: _Content) -> Request:
     kind, types = _FILES_CLASSES[files.way]
     strategy = target.strategy.read() if target.strategy else None
     return Request(
-        content.pattern.read() if content.pattern else strategy,
+        content.arrangement.read() if content.arrangement else strategy,
         target.format,
         kind(*read_record(types, files.fields, "$.files.fields")),
         content.ranks,

@@ -130,7 +130,7 @@ def a_plan_file(
             "provenance": {
                 "made_by": "0.1.0", "source": known | source, "target": target, "selection": selection,
             },
-            "warnings": warnings, "looked": None, "pattern": pattern, "files": {"way": way[0], "fields": way[1]},
+            "warnings": warnings, "looked": None, "arrangement": pattern, "files": {"way": way[0], "fields": way[1]},
             "ranks": None, "link_replicas": False, "memory": None, "directory": None,
         }  # fmt: skip
         path.write_text(json.dumps(plan))
