@@ -56,8 +56,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     from reshard.plan.partition import partitioned
     from reshard.run.beside import neighbours
     from reshard.run.session import older_at
-    from reshard.view.data import report_data
-    from reshard.view.text import report_text
+    from reshard.view.text import report_data, report_text
 
     check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
@@ -151,8 +150,7 @@ def key_typed(option: str, name: str) -> tuple[object, ...]:
 
 def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
     """Print what a run would do."""
-    from reshard.view.data import report_data
-    from reshard.view.text import plan_text
+    from reshard.view.text import plan_text, report_data
 
     if as_json:
         print_json(report_data(plan, directory))

@@ -163,17 +163,18 @@ def inspect(
     from reshard.readers.open import has_several_ranks, iterations_at, noted, read_headers
     from reshard.readers.ranks import changed_text
     from reshard.strategy.names import no_match
-    from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.tables import (
+        checkpoint_data,
         checkpoint_text,
         chosen,
         in_order,
         iterations_text,
-        picture_text,
+        rank_files_data,
         rank_files_text,
         rank_parts,
         table_rows,
     )
+    from reshard.view.words import picture_text
 
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other", code="conflicting-options", hint="leave one out")

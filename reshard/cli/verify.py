@@ -210,8 +210,7 @@ def verify(
     """
     from reshard.verify.verify import as_it_is
     from reshard.verify.verify import verify as verified
-    from reshard.view.data import verdict_data
-    from reshard.view.text import summary, verdict_text
+    from reshard.view.verdict import summary, verdict_data, verdict_text
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy)
     if manifest is not None or write_manifest is not None:

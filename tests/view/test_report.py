@@ -16,8 +16,7 @@ from reshard import Layout, Selection, Strategy
 from reshard.cli.terminal import OPTIONS
 from reshard.errors import spelled
 from reshard.storage.crc import crc32c
-from reshard.view.data import report_data
-from reshard.view.text import plan_text, report_text
+from reshard.view.text import plan_text, report_data, report_text
 
 if TYPE_CHECKING:
     from reshard.run.run import Report

@@ -91,8 +91,7 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
     those of another checkpoint.
     """
     from reshard.rules.show import table
-    from reshard.view.tables import table_lines
-    from reshard.view.text import count_text
+    from reshard.view.text import count_text, table_lines
 
     derived = _derived(file, source, **given)
     made, rows = derived.checkpoint, table(derived)

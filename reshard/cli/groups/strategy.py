@@ -68,8 +68,7 @@ tensors: name, stage, layout.
 @json_option
 def show_strategy(path: Path, raw: bool, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
-    from reshard.view.data import strategy_data
-    from reshard.view.text import strategy_text
+    from reshard.view.words import strategy_data, strategy_text
 
     found = reshard.read_strategy(path)
     if as_json:
@@ -296,8 +295,8 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
     from reshard.strategy.names import group_names
-    from reshard.view.text import count_text, raw_text
-    from reshard.view.words import layout_words
+    from reshard.view.text import count_text
+    from reshard.view.words import layout_words, raw_text
 
     def shown(layout: Layout, other: Layout) -> str:
         words = layout_words(layout)  # which do not say in which order ranks hold the blocks
@@ -327,7 +326,7 @@ def _stage(strategy: Strategy, stage: int) -> str:
 
 
 def _diff_data(a: Strategy, b: Strategy, found: Diff) -> dict[str, object]:
-    from reshard.view.data import layout_data
+    from reshard.view.words import layout_data
 
     def changes(some: Iterable[Change]) -> list[dict[str, object]]:
         return [{"name": c.name, "stage": c.stage, "a": layout_data(c.a), "b": layout_data(c.b)} for c in some]
