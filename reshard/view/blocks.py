@@ -154,11 +154,7 @@ def _strategy_sides(strategy: Strategy, name: str, shape: Shape, title: str) -> 
 
 
 def _holders(tensor: Tensor, file_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks whose files hold each block."""
     return tuple(tuple(sorted({file_ranks[at.file] for at in replicas})) for replicas in tensor.sharding.replicas)
-
-
-# --- pictures in tables -----------------------------------------------------------------------------------------
 
 
 def thumbnail(layout: Layout) -> Markup:

@@ -230,9 +230,6 @@ def groups_html(groups: Groups) -> str:
     )
 
 
-# --- layouts and strategies -------------------------------------------------------------------------------------
-
-
 def layout_html(layout: Layout) -> str:
     """Show a layout: its numbers, what they mean, and which rank holds which block."""
     try:
@@ -422,8 +419,6 @@ def fusion_html(fusion: Fusion) -> str:
     """Show the parts of a fused tensor."""
     return page(heading("Rule", fusion.name, fusion.verb), fusion_picture(fusion).html(), tag("pre", str(fusion)))
 
-
-# --- any object -------------------------------------------------------------------------------------------------
 
 _HTML: dict[str, Callable[[Any], str]] = {
     "Checkpoint": checkpoint_html,

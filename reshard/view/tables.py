@@ -353,9 +353,6 @@ def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
     return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), rows, width)
 
 
-# --- data -------------------------------------------------------------------------------------------------------
-
-
 def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[str | int, ...]]:
     """Yield the rows of a table as data, the titles first: one for each tensor, nothing folded.
 
