@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from reshard.plan.plan import Plan
+from reshard.run import run as running
 
 
 def by_file(patch: pytest.MonkeyPatch) -> None:
     """Have plans run by file from now on, but for stores, which have no such way on a disk."""
-    run = Plan.run
+    run = running.run
 
-    def run_by_file(plan: Plan, *arguments: Any, **options: Any) -> Any:
-        return run(plan, *arguments, **options, partition=None if plan.exclusive else "file")
+    def run_by_file(plan: Any, *arguments: Any, **options: Any) -> Any:
+        partition = options.pop("partition", None) or (None if plan.exclusive else "file")
+        return run(plan, *arguments, **options, partition=partition)
 
-    patch.setattr(Plan, "run", run_by_file)
+    patch.setattr(running, "run", run_by_file)
 
 
 if __name__ == "__main__":

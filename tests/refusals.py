@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from commands import call
 
-from reshard.cli.terminal import Told, told
+from reshard.cli.terminal import ErrorReport, error_report
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def reported() -> Iterator[list[BaseException]]:
     """Collect the errors that commands report; those that click reports itself, of wrong usage, are not among them."""
     errors: list[BaseException] = []
 
-    def collect(error: BaseException) -> Told:
+    def collect(error: BaseException) -> ErrorReport:
         errors.append(error)
-        return told(error)
+        return error_report(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reshard.cli.commands.told", collect)
+        patch.setattr("reshard.cli.commands.error_report", collect)
         yield errors

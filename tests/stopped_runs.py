@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from faulty import Faults
 
-    from reshard.plan.plan import Plan
+    from reshard.api.plans import Plan
 
 FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8)})
 SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1]), "c": Layout.of([4], [-1, 0])})

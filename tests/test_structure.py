@@ -112,13 +112,12 @@ def test_a_shelf_has_few_rooms() -> None:
 
 
 def test_few_conveniences_look_upward() -> None:
-    assert len(HOMES) <= 10
+    assert len(HOMES) <= 3
     for home in HOMES.values():
         assert home in MODULES
     users = {name for name, path in MODULES.items() if "reshard.upward.upward" in imports(path)}
     assert users == {
-        "layout.layout", "strategy.strategy", "source.checkpoint", "plan.plan", "rules.show", "run.graph", "run.run",
-        "verify.verify",
+        "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.run", "verify.verify",
     }  # fmt: skip
     text = "".join(MODULES[name].read_text() for name in users)
     for name in HOMES:

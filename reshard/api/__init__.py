@@ -1,1 +1,1 @@
-"""What Python users see: few names, which take what the command line takes; the shelves below have the rest."""
+"""The Python API: few functions, with the arguments of the command line. The other packages implement them."""

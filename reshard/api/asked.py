@@ -1,4 +1,4 @@
-"""Options of a conversion that `reshard.convert` and the command line share. It imports little: help needs it, too."""
+"""Options of a conversion that `reshard.convert` and the command line share. It imports little, since help needs it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OPENING: dict[str, Any] = {
     "iteration": None,
     "partial": False,
 }
-"""The parameters that say how a checkpoint is opened besides its strategy and its key, and what they are by default."""
+"""The parameters of opening a checkpoint except its strategy and its key, with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the options say of a target: their values, by the names of the options; sizes in bytes."""
+class TargetOptions:
+    """The values of the options of a target, by option name; sizes are in bytes."""
 
     to: str | None = None
     format: str | None = None
@@ -50,5 +50,5 @@ class Asked:
     target_cipher: Cipher | None = None
 
     def given(self, names: Iterable[str]) -> list[str]:
-        """Return those of some options that were given."""
+        """Return the options among `names` that were given."""
         return [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]

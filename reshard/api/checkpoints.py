@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.plan.make import plan as make_plan
 from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
@@ -52,26 +53,26 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     Args:
         path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; a
             Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; a DCP of PyTorch, or
-            the directory of several that are one checkpoint, such as of the model and of the optimizer; what
-            `torch.save` made of DTensors on each rank; or one file of whole tensors. A local path, or a URL that fsspec
-            knows, such as `s3://bucket/run`.
+            the directory of several that are one checkpoint, such as of the model and of the optimizer; the files of
+            DTensors that `torch.save` wrote on each rank; or one file of whole tensors. A local path, or a URL that
+            fsspec knows, such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
-            pipeline's ranks. None: that in the ledger, if reshard wrote the files or what they are copies of; else the
-            source is one rank of whole tensors.
-        rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
+            pipeline's ranks. None: the one in the ledger, if reshard wrote the files or they are copies of such files;
+            else the source is one rank of whole tensors.
+        rank_pattern: the paths of a rank's files below `path`; `{rank}` stands for its number.
         suffix: take the files whose names end with this (with or without extension), if a rank has several.
-        layout: glob of tensor names to a rule (see `Layout.parse`), in place of what the strategy says; `copy` for
-            tensors of which every rank has a value of its own. It must not contradict a ledger.
+        layout: glob of tensor names to a rule (see `Layout.parse`), in place of the strategy's layout; `copy` for
+            tensors whose value differs by rank. It must not contradict a ledger.
         stage: only this stage of a pipeline. A strategy of one stage is refused without it if the strategy, the
-            files next to it or those of the checkpoint show that there are others. `own`: take a strategy as it is;
-            of one stage among the files of others, its tensors are taken, with a warning.
-        partial: the files of some ranks are enough; a plan that needs others is refused.
+            files next to it or the files of the checkpoint show that there are others. `own`: take a strategy as it
+            is; if it covers one stage and other stages have files, only its tensors are taken, with a warning.
+        partial: the files of some ranks are enough; a plan that needs missing ranks is refused.
         iteration: which checkpoint of a run; by default the one that the run names as its last.
         cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra. Plain files are refused
             (see `Cipher.required`).
-        contents: compare samples of what the strategy calls replicas, and of what it calls different blocks;
-            `blocks` compares the latter alone. Copies that are not sampled and may be values of each rank's own are
-            taken as such; `reshard.verify` compares them all.
+        contents: compare samples of the strategy's replicas with each other, and of its different blocks; `blocks`
+            compares only different blocks. Copies that are not sampled are taken to differ by rank if they may;
+            `reshard.verify` compares all of them.
 
     Raises:
         reshard.SourceError: no files, no step that every rank has, missing ranks, headers that contradict the
@@ -88,7 +89,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
 
 class Checkpoint(Arrays):
-    """A checkpoint that `reshard.open` opened: a mapping of names to lazy dask arrays of whole tensors.
+    """An opened checkpoint: a mapping of names to lazy dask arrays of whole tensors.
 
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
@@ -103,37 +104,37 @@ class Checkpoint(Arrays):
     def __init__(self, record: Record, /) -> None:
         self._record = record
 
-    __eq__ = object.__eq__  # that of a mapping would compute arrays
+    __eq__ = object.__eq__  # Mapping's would compute arrays
     __hash__ = object.__hash__
 
     @property
     def root(self) -> str:
-        """The directory or file that was opened."""
+        """Return the directory or file that was opened."""
         return self._record.root
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is known of each tensor without reading it: dtype and shape (`spec`), and its blocks (`shards`)."""
+        """Return the tensors by name, with dtype and shape (`spec`) and blocks (`shards`)."""
         return self._record.tensors
 
     @property
     def format(self) -> str | None:
-        """The format of the files; None if they have several."""
+        """Return the format of the files; None if it is mixed."""
         return self._record.format
 
     @property
     def nbytes(self) -> int:
-        """The size of all whole tensors in bytes; replicas count once."""
+        """Return the size of all whole tensors in bytes; replicas count once."""
         return self._record.nbytes
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of each file, ascending."""
+        """Return the rank of each file, ascending."""
         return self._record.ranks
 
     @property
     def strategy(self) -> Strategy | None:
-        """The strategy that says which rank holds which block; None if the source is whole or describes itself."""
+        """Return the strategy; None if the source is whole or describes its own blocks."""
         return self._record.strategy
 
     @property
@@ -143,39 +144,40 @@ class Checkpoint(Arrays):
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """The names in the files that cannot be read, with the reasons."""
+        """Return the names in the files that cannot be read, with the reasons."""
         return self._record.unreadable
 
     def sel(self, *patterns: str) -> Checkpoint:
-        """Return the checkpoint of some tensors only; nothing is read.
+        """Return the checkpoint with only the matching tensors; nothing is read.
 
-        A plan leaves out what this leaves out, and does not report it as missing.
+        A plan leaves out the other tensors, and does not report them as missing.
 
         Args:
             patterns: names of tensors, or globs; every one must match.
 
         Raises:
-            reshard.UsageError: a pattern matches no tensor; the nearest is named.
+            reshard.UsageError: a pattern matches no tensor; the error names the nearest.
         """
         return Checkpoint(self._record.sel(*patterns))
 
     def derive(self, rules: Rules | AnyName) -> Checkpoint:
-        """Return the checkpoint in the names and shapes of another program; no tensor is read.
+        """Return the checkpoint with names and shapes of another program, without reading.
 
         Args:
-            rules: between its names and those, or the rules file; see `reshard.Rules`.
+            rules: the rules between the two programs, or their file; see `reshard.Rules`.
 
         Raises:
             reshard.SourceError: tensors that no rule names, or several; missing parts; shapes that do not add up; all
                 at once.
-            reshard.UsageError: its names are those of neither side.
+            reshard.UsageError: its names match neither side of the rules.
         """
-        return Checkpoint(self._record.derive(rules if isinstance(rules, Rules) else Rules.read(rules)))
+        loaded = rules if isinstance(rules, Rules) else Rules.read(rules)
+        return Checkpoint(loaded.derived(self._record).checkpoint)
 
     def merge_lora(self, lora: LoRA | AnyName) -> Checkpoint:
-        """Return the checkpoint with a LoRA adapter merged into its weights, whenever these are read.
+        """Return the checkpoint with a LoRA adapter, merged into weights when they are read.
 
-        A weight becomes `weight + scale * (B @ A)`, all of it in float32, and rounded once, to its own dtype.
+        A weight becomes `weight + scale * (B @ A)`, computed in float32 and rounded once, to its own dtype.
 
         Args:
             lora: the adapter, or its directory; see `reshard.LoRA`.
@@ -184,7 +186,8 @@ class Checkpoint(Arrays):
             reshard.SourceError: the adapter cannot be read, or does not fit the weights; all faults at once.
             reshard.UsageError: rules were applied before.
         """
-        return Checkpoint(self._record.merge_lora(lora if isinstance(lora, LoRA) else LoRA(str(lora))))
+        adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
+        return Checkpoint(adapter.merged(self._record))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
@@ -192,10 +195,12 @@ class Checkpoint(Arrays):
         Args:
             by: `name` (repeated layers as one), `prefix`, `dtype`, or `kind`: weights, and each state of the optimizer.
         """
-        return self._record.groups(by)
+        from reshard.view.tables import groups  # views are not needed on every start
+
+        return groups(self._record, by, Checkpoint)
 
     def picture(self, name: str, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, and next to it how another strategy cuts it.
+        """Draw which rank holds which block of a tensor, now and in a target strategy.
 
         Raises:
             KeyError: there is no such tensor.
@@ -203,7 +208,10 @@ class Checkpoint(Arrays):
             reshard.UsageError: the target strategy does not name it.
             reshard.LayoutError: the target strategy does not fit its shape.
         """
-        return self._record.picture(name, target)
+        from reshard.view.html import picture
+
+        self._record.require(name)
+        return picture(self._record, name, target)
 
     def to_zarr(
         self,
@@ -224,38 +232,44 @@ class Checkpoint(Arrays):
         """Write the whole tensors as one zarr v3 group, in a directory of its own.
 
         Args:
-            store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
+            store: the directory, created if it does not exist; a local path, or a URL that fsspec knows.
             chunk_size: the most bytes in a chunk, such as `"16MB"`; by default chunks are the source's blocks.
             shard_size: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.
             selection: which tensors, under which names, as which dtypes.
             memory: the most resident memory to use, in bytes or as `"1GB"`.
             fsync: as for `Plan.run`.
-            overwrite: likewise.
-            restart: likewise.
-            threads: likewise.
-            client: likewise.
-            progress: likewise.
+            overwrite: as for `Plan.run`.
+            restart: as for `Plan.run`.
+            threads: as for `Plan.run`.
+            client: as for `Plan.run`.
+            progress: as for `Plan.run`.
 
         Raises:
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
                 `Plan.run` do.
         """
-        return self._record.to_zarr(
-            store, chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
-            compression=compression, selection=selection, memory=size_of(memory, "memory"), overwrite=overwrite,
-            restart=restart, fsync=fsync, threads=threads, client=client, progress=progress,
+        from reshard.api.plans import run_plan
+        from reshard.formats.zarr import ZarrGroup
+
+        files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
+        plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
+        return run_plan(
+            plan, store, overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client,
+            progress=progress,
         )  # fmt: skip
 
     def __getitem__(self, name: str, /) -> Array:
-        """Return a tensor as a lazy dask array, one chunk a source shard.
+        """Return a tensor as a lazy dask array, with one chunk per source shard.
 
         Raises:
             KeyError: there is no such tensor.
             reshard.SourceError: it cannot be read; the reason is in `unreadable`.
         """
-        array: Array = self._record[name]
-        return array
+        from reshard.view.arrays import tensor_array  # it brings dask
+
+        self._record.require(name)
+        return tensor_array(self._record, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._record.tensors)
@@ -270,14 +284,16 @@ class Checkpoint(Arrays):
         return repr(self._record)
 
     def _repr_html_(self) -> str:
-        return self._record._repr_html_()
+        from reshard.view.html import html
+
+        return html(self._record)
 
 
 def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:
-    """Return what the shelves below know of a checkpoint.
+    """Return the record of a checkpoint, for internal functions.
 
     Raises:
-        UsageError: it is not a checkpoint.
+        UsageError: the argument is not a `Checkpoint`.
     """
     if not isinstance(checkpoint, Checkpoint):
         hint = "open it with reshard.open" if isinstance(checkpoint, str | os.PathLike) else ""
@@ -288,28 +304,32 @@ def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:
 
 
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
-    """Return the strategy of a checkpoint: that which it was opened with, or what it says itself, as Checkpoint 2.0 do.
+    """Return the strategy of a checkpoint.
+
+    It is the one that the checkpoint was opened with, or the one in its metadata (Checkpoint 2.0).
 
     Args:
-        checkpoint: an opened one.
+        checkpoint: an opened checkpoint.
         drop: names of tensors, or globs, that are left out; every one must match.
 
     Raises:
-        reshard.UsageError: it does not say which rank holds which block; a pattern matches no tensor.
-        reshard.SourceError: tensors cannot be read, or lie on ranks that no strategy can say; all at once.
+        reshard.UsageError: it has neither a strategy nor metadata of its blocks; a pattern matches no tensor.
+        reshard.SourceError: tensors cannot be read, or lie on ranks that no strategy can express; all at once.
     """
     return strategy_of_record(record_of(checkpoint, "checkpoint"), drop=drop)
 
 
 def read_object(checkpoint: Checkpoint, name: str) -> Any:
-    """Return an object of a DCP, or a file beside its tensors, as plain data; nothing is imported or called.
+    """Return an object of a DCP, or a file beside its tensors, as plain data.
 
-    What is not plain stays what would have made it: the `Name` of a class or function, or a `Record` of its call. A
-    tensor is a `TensorSpec`, and a `Namespace` a dict of its attributes.
+    Nothing is imported or called.
+
+    Other values are replaced by a description: the `Name` of a class or function, or a `Record` of its call. A tensor
+    becomes a `TensorSpec`, and a `Namespace` a dict of its attributes.
 
     Args:
-        checkpoint: an opened one.
-        name: of the object, as `reshard inspect` shows it.
+        checkpoint: an opened checkpoint.
+        name: the name of the object, as `reshard inspect` shows it.
 
     Raises:
         KeyError: there is no such object.

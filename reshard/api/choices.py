@@ -1,8 +1,9 @@
-"""What users may write for the arguments of several functions: a strategy as a path, a selection as keywords."""
+"""Convert arguments that several functions accept: a strategy as a path, a selection as keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
@@ -15,6 +16,9 @@ from reshard.strategy.strategy import Strategy
 from reshard.targets.pattern import Pattern
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.run.run import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 
@@ -35,51 +39,65 @@ def selection_of(
     rules: Rules | Mapping[str, Any] | AnyName | None = None,
     lora: LoRA | AnyName | None = None,
 ) -> Selection | None:
-    """Return the selection that keywords make; None if there are none and no selection.
+    """Return the selection, or the one that keywords make; None if there is neither.
 
     Raises:
-        UsageError: a selection is given, and keywords for the same.
+        UsageError: both a selection and keywords are given.
     """
     keywords = {
         "include": include, "exclude": exclude, "weights_only": weights_only, "name_map": name_map, "cast": cast,
         "drop": drop, "allow_missing": allow_missing, "rules": rules, "lora": lora,
     }  # fmt: skip
-    given = {name: value for name, value in keywords.items() if value}
+    arguments = {name: value for name, value in keywords.items() if value}
     if selection is not None:
-        if given:
-            both = f"selection and {', '.join(given)} both choose tensors"
+        if arguments:
+            both = f"selection and {', '.join(arguments)} both choose tensors"
             raise UsageError(both, code="two-selections", hint="give one Selection, or the keywords alone")
         return selection
-    if not given:
+    if not arguments:
         return None
     if rules is not None and not isinstance(rules, Rules | Mapping):
-        given["rules"] = Rules.read(rules)
+        arguments["rules"] = Rules.read(rules)
     if lora is not None and not isinstance(lora, LoRA):
-        given["lora"] = LoRA(str(lora))
-    chosen: dict[str, Any] = given
+        arguments["lora"] = LoRA(str(lora))
+    chosen: dict[str, Any] = arguments
     return Selection(**chosen)
 
 
 def target_of(
     target: Strategy | Pattern | AnyName | None, source: Record, selection: Selection | None
 ) -> Strategy | Pattern | None:
-    """Return the strategy of a target, which is read, or made by rules for the tensors that it gets, if it is a path.
+    """Return the strategy of a target.
+
+    A path is read: a strategy, or rules that are applied to the selected tensors.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the target is neither a strategy nor a path.
         StrategyError: the file is not valid.
     """
     if target is None or isinstance(target, Strategy | Pattern):
         return target
     try:
-        place = as_place(target)
+        path = as_place(target)
     except TypeError:
-        what = type(target).__name__
-        raise UsageError(f"target is a {what}; expected a strategy or its file", code="not-a-strategy") from None
-    if place.suffix not in {".yaml", ".yml"}:
-        return read_strategy(place)
+        kind = type(target).__name__
+        raise UsageError(f"target is a {kind}; expected a strategy or its file", code="not-a-strategy") from None
+    if path.suffix not in {".yaml", ".yml"}:
+        return read_strategy(path)
     from reshard.source.strategies import strategy_by_rules  # seldom
 
     selection = selection or Selection()
     source = derived(source, selection)
-    return strategy_by_rules(place, source, target_names=dict(select(source, None, selection).kept))
+    return strategy_by_rules(path, source, target_names=dict(select(source, None, selection).kept))
+
+
+def progress_of(progress: Callable[[Progress], None] | bool | None) -> Any:
+    """Return a context manager that yields the progress callback.
+
+    The callback shows a bar if `progress` is True.
+    """
+    if progress is True:
+        from reshard.view.progress import shown  # seldom
+
+        return shown()
+    return nullcontext(progress or None)

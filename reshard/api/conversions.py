@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.api.asked import OPENING, Asked
+from reshard.api.asked import OPENING, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import selection_of
 from reshard.api.jobs import job
+from reshard.api.plans import run_plan
 from reshard.plan.select import Selection
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
@@ -69,17 +70,18 @@ def convert(
     Args:
         source: a path as for `reshard.open`, or an opened checkpoint.
         target: a directory, or one file if it is called `*.ckpt` or `*.safetensors`; a local path, or a URL.
-        to: what is written: `safetensors` or `ckpt`, files of ranks, or one file; `hf` or `mindspore`, a set of whole
-            tensors; `dcp`, of PyTorch; `checkpoint2`, of MindSpore Transformers; `zarr`, a store. By default what the
-            target's name says, else what the source is.
+        to: the format: `safetensors` or `ckpt`, files of ranks, or one file; `hf` or `mindspore`, a set of whole
+            tensors; `dcp`, of PyTorch; `checkpoint2`, of MindSpore Transformers; `zarr`, a store. By default the one
+            that the target's name implies, else the source's.
         source_strategy: which rank of the source holds which block: a strategy, or a strategy file.
-        target_strategy: likewise of the target, or rules (`.yaml`); None for whole tensors.
+        target_strategy: which rank of the target holds which block: a strategy, a strategy file, or rules (`.yaml`);
+            None for whole tensors.
         layouts_of: `checkpoint2` and `dcp`: cut the tensors as in this Checkpoint 2.0.
-        same_ranks: `safetensors` and `ckpt`: convert each rank's file as it is cut; only the format changes. By
-            default if nothing says how the source was sharded, and for one file.
+        same_ranks: `safetensors` and `ckpt`: convert each rank's file as it is cut; only the format changes. The
+            default if the sharding of the source is unknown, and for one file.
         prefix: as for `reshard.plan`.
-        step: likewise.
-        max_shard_size: likewise.
+        step: as for `reshard.plan`.
+        max_shard_size: as for `reshard.plan`.
         chunk_size: `zarr`: the most bytes in a chunk, such as `"16MB"`.
         shard_size: `zarr`: the most bytes of chunks in a file; 0 for each chunk in its own.
         compression: `zarr`: `zstd`, `zstd:3` and so on.
@@ -89,27 +91,27 @@ def convert(
         link_replicas: make equal target files links to one file.
         link: `dcp`: link the files of the source, a DCP, and write the metadata alone.
         include: as in `reshard.Selection`.
-        exclude: likewise.
-        weights_only: likewise.
-        name_map: likewise.
-        cast: likewise.
-        drop: likewise.
-        allow_missing: likewise.
-        rules: likewise, or a rules file.
-        lora: likewise, or the directory of an adapter.
+        exclude: as in `reshard.Selection`.
+        weights_only: as in `reshard.Selection`.
+        name_map: as in `reshard.Selection`.
+        cast: as in `reshard.Selection`.
+        drop: as in `reshard.Selection`.
+        allow_missing: as in `reshard.Selection`.
+        rules: as in `reshard.Selection`, or a rules file.
+        lora: as in `reshard.Selection`, or the directory of an adapter.
         selection: in place of these keywords.
         cipher: decrypts the source's `.ckpt` files.
         target_cipher: encrypts the target's `.ckpt` files.
         memory: the most resident memory to use, in bytes or as `"1GB"`.
         threads: as for `Plan.run`.
-        client: likewise.
-        scheduler: likewise.
-        overwrite: likewise.
-        restart: likewise.
-        progress: likewise.
+        client: as for `Plan.run`.
+        scheduler: as for `Plan.run`.
+        overwrite: as for `Plan.run`.
+        restart: as for `Plan.run`.
+        progress: as for `Plan.run`.
 
     Returns:
-        what was read and written, and the files.
+        the bytes read and written, and the files.
 
     Raises:
         reshard.UsageError: options that contradict each other or the format.
@@ -120,26 +122,26 @@ def convert(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
         allow_missing=allow_missing, rules=rules, lora=lora,
     )  # fmt: skip
-    asked = Asked(
+    options = TargetOptions(
         to=to, target_strategy=target_strategy, layouts_of=layouts_of, ranks=ranks, target_stage=stage,
         remove_redundancy=remove_redundancy, link_replicas=link_replicas, link=link, same_ranks=same_ranks,
         prefix=prefix, target_step=step, max_shard_size=size_of(max_shard_size, "max_shard_size"),
         chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
         compression=compression, memory=size_of(memory, "memory"), target_cipher=target_cipher,
     )  # fmt: skip
-    place = as_place(target)
-    made = job(
+    path = as_place(target)
+    conversion = job(
         record_of(source) if isinstance(source, Checkpoint) else as_place(source),
-        source_strategy, place, asked, selection or Selection(), {**OPENING, "cipher": cipher},
+        source_strategy, path, options, selection or Selection(), {**OPENING, "cipher": cipher},
         threads=threads,
     )  # fmt: skip
-    if made.result in {None, made.directory}:
-        from reshard.run.beside import neighbours  # they bring what runs a plan
+    if conversion.result in {None, conversion.directory}:
+        from reshard.run.beside import neighbours  # they import the modules that run a plan
         from reshard.run.session import older_at
 
-        older = older_at(made.plan, str(place.real())) if overwrite or restart else {}
-        neighbours(made.plan, place, older)
-    return made.plan.run(
-        made.directory or place, client=client, scheduler=scheduler, threads=threads, overwrite=overwrite,
-        restart=restart, progress=progress,
+        older = older_at(conversion.plan, str(path.real())) if overwrite or restart else {}
+        neighbours(conversion.plan, path, older)
+    return run_plan(
+        conversion.plan, conversion.directory or path, client=client, scheduler=scheduler, threads=threads,
+        overwrite=overwrite, restart=restart, progress=progress,
     )  # fmt: skip

@@ -1,12 +1,12 @@
-"""What a conversion is to write, by options and defaults that `reshard.convert` and the command line share.
+"""Plan a conversion by the options and defaults that `reshard.convert` and the command line share.
 
 Steps of `job`:
 
-1. The format: that of `to`; else by the name of the target; else that of the source. A note says so if it
-   was not given.
-2. Options that mean nothing in that format are refused by name.
-3. Files of ranks of which nothing says how they were sharded are converted one by one: each rank keeps what it has.
-4. Everything else is opened as whole tensors, and planned.
+1. Choose the format: `to`; else by the name of the target; else the source's. A note reports a format that was not
+   given.
+2. Refuse options that the format does not take, by name.
+3. Convert files of ranks with an unknown sharding one by one: each rank keeps its tensors as they are.
+4. Open everything else as whole tensors, and plan it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reshard.formats.sets import DCP_NAME, LinkedDCP
 from reshard.plan.make import plan as make_plan
 from reshard.plan.make import plan_convert
 from reshard.plan.select import Selection
-from reshard.readers.open import has_several_ranks, noted, read_headers, self_described
+from reshard.readers.open import has_several_ranks, ledger_layout, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.checkpoint import Checkpoint
 from reshard.storage.places import as_place
@@ -48,26 +48,26 @@ from reshard.targets.pattern import read_layouts
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from reshard.api.asked import Asked
+    from reshard.api.asked import TargetOptions
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName, Place
     from reshard.targets.pattern import Pattern
 
 Verb = Literal["convert", "transform", "unify"]
-"""Which format is taken if none is given: the source's; that of rank files; a MindSpore set."""
+"""The command, which sets the default format: the source's; rank files; a MindSpore set."""
 
 _SHARDED = {"stage": "stage", "iteration": "iteration", "partial": "partial", "layouts": "layout"}
-"""The parameters of `OPENING` that say how a source was sharded, and the options that set them."""
+"""The parameters of `OPENING` for the sharding of a source, and the options that set them."""
 
 
 class Job(NamedTuple):
-    """A plan, where it writes, and the choices that were made for the user.
+    """A plan, its target, and notes on choices that were made for the user.
 
     Attributes:
-        plan: what to do.
+        plan: the plan.
         directory: the directory of the target files.
-        result: what was asked for: the directory, or one file in it.
-        notes: what the run should say of choices that were made for the user.
+        result: the target that the user named: the directory, or one file in it.
+        notes: messages about choices that were made for the user.
     """
 
     plan: Plan
@@ -80,51 +80,51 @@ def job(
     source: Place | Checkpoint,
     source_strategy: Strategy | AnyName | None,
     target: Place | None,
-    asked: Asked,
+    options: TargetOptions,
     selection: Selection,
     reading: dict[str, Any],
     *,
     verb: Verb = "convert",
     threads: int | None = None,
 ) -> Job:
-    """Plan what the options ask for.
+    """Plan the conversion that the options describe.
 
     Args:
-        source: the checkpoint, or where it is.
-        source_strategy: how it was sharded, if given.
-        target: where it goes; None if a plan is to be saved without.
-        asked: the options of the target.
+        source: the checkpoint, or its path.
+        source_strategy: its strategy, if given.
+        target: the path of the target; None for a plan that is saved without one.
+        options: the options of the target.
         selection: which tensors.
-        reading: how the source is opened (`OPENING`, and its cipher); nothing of it counts for one that is open.
+        reading: the options of opening the source (`OPENING`, and its cipher); ignored if it is open.
         verb: the command, for its defaults.
         threads: the most threads that a run may have.
 
     Raises:
         UsageError: options that contradict each other or the format.
     """
-    if target is not None and not (asked.to or asked.format):
+    if target is not None and not (options.to or options.format):
         _refuse_foreign_name(target)
-    to, reason = _stated(asked, target, verb)
+    to, reason = _stated(options, target, verb)
     if to is not None:
-        _refuse_misfits(asked, to)
+        _refuse_misfits(options, to)
     if isinstance(source, Checkpoint):
-        if asked.same_ranks:
+        if options.same_ranks:
             raise UsageError(
                 Text(Option("same_ranks"), " converts the files of a path, and an opened checkpoint is given"),
                 code="needs-path", hint="name the directory of the source",
             )  # fmt: skip
         checkpoint = source
     else:
-        kept = _kept_ranks(source, source_strategy, target, asked, to, selection, reading, verb)
-        if kept is not None:
-            return _of_same_ranks(source, target, asked, to, selection, reading, threads, kept, reason)
-        with noting_swap(source, source_strategy, asked.target_strategy, reading):
+        note = _kept_ranks(source, source_strategy, target, options, to, selection, reading, verb)
+        if note is not None:
+            return _of_same_ranks(source, target, options, to, selection, reading, threads, note, reason)
+        with noting_swap(source, source_strategy, options.target_strategy, reading):
             checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     if to is None:
-        to, reason = _of_source(checkpoint, asked, verb)
-        _refuse_misfits(asked, to)
-    name = _file_name(as_place(checkpoint.root), target, asked, to, verb)
-    plan = _planned(checkpoint, asked, to, name, selection, threads)
+        to, reason = _of_source(checkpoint, options, verb)
+        _refuse_misfits(options, to)
+    name = _file_name(as_place(checkpoint.root), target, options, to, verb)
+    plan = _planned(checkpoint, options, to, name, selection, threads)
     directory = target.parent if name and target is not None else target
     notes = [f"format: {to}, {reason}"] if reason else []
     if to == "hf" and any(".linear_qkv." in label.name or ".linear_fc1." in label.name for label in plan.labels):
@@ -132,46 +132,51 @@ def job(
     return Job(plan, directory, target, tuple(notes))
 
 
-def with_format(asked: Asked, target: Place, to: str | None) -> Asked:
-    """Return the options with a format, if neither they nor the name of the target say one."""
-    return asked if asked.given(("to", "format", "style")) or named_word(target) else replace(asked, to=to)
+def with_format(options: TargetOptions, target: Place, to: str | None) -> TargetOptions:
+    """Return the options with a format, unless they or the target's name have one."""
+    return options if options.given(("to", "format", "style")) or named_word(target) else replace(options, to=to)
 
 
 @contextmanager
 def noting_swap(
-    path: AnyName, strategy: Strategy | AnyName | None, other: Strategy | AnyName | None, reading: dict[str, Any]
+    path: AnyName,
+    strategy: Strategy | AnyName | None,
+    other_strategy: Strategy | AnyName | None,
+    reading: dict[str, Any],
 ) -> Iterator[None]:
-    """Say it if a checkpoint that does not open with its strategy does with that of the other side.
+    """Report swapped strategies if a checkpoint opens only with the other side's.
 
     Raises:
-        SourceError: it does not open.
+        SourceError: the checkpoint does not open.
     """
     try:
         yield
     except SourceError as error:
-        if strategy is not None and other is not None and _fits_other(path, strategy, other, reading):
+        if strategy is not None and other_strategy is not None and _fits_other(path, strategy, other_strategy, reading):
             raise SourceError(
                 "the two strategies are swapped",
                 code="swapped-strategies",
-                facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other)}"],
+                facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other_strategy)}"],
                 hint=Text("exchange ", Option("source_strategy"), " and ", Option("target_strategy")),
             ) from error
         is_path = strategy is not None and not isinstance(strategy, Strategy)
         is_of_another = error.code == "strategy-mismatch" or not error.hint
-        if is_path and is_of_another and (beside := _fitting(path, reading)):
-            error.hint = Text(f"{beside} fits: pass ", Option("source_strategy", beside, quote(beside)))
+        if is_path and is_of_another and (candidate := _fitting(path, reading)):
+            error.hint = Text(f"{candidate} fits: pass ", Option("source_strategy", candidate, quote(candidate)))
         raise
 
 
 def _fitting(path: AnyName, reading: dict[str, Any]) -> str:
-    """Return a strategy beside a checkpoint that fits it; empty if there is none."""
-    from reshard.readers.beside import fitting_strategies  # on errors, and where nothing says how ranks were cut
+    """Return the path of a strategy next to a checkpoint that fits it, or ""."""
+    from reshard.readers.beside import fitting_strategies  # on errors, and if the sharding is unknown
 
     with suppress(ReshardError, OSError):
-        some = {name: reading[name] for name in ("rank_pattern", "suffix", "cipher")}
-        ranks = read_headers(path, **some).ranks
+        file_options = {name: reading[name] for name in ("rank_pattern", "suffix", "cipher")}
+        ranks = read_headers(path, **file_options).ranks
         fitting = fitting_strategies(
-            as_place(path), ranks, lambda one: open_checkpoint(path, strategy=one, **reading, contents=False)
+            as_place(path),
+            ranks,
+            lambda candidate: open_checkpoint(path, strategy=candidate, **reading, contents=False),
         )
         return str(fitting[0]) if fitting else ""
     return ""
@@ -182,14 +187,14 @@ def _strategy(strategy: Strategy | AnyName) -> str:
 
 
 def _fits_other(
-    path: AnyName, strategy: Strategy | AnyName, other: Strategy | AnyName, reading: dict[str, Any]
+    path: AnyName, strategy: Strategy | AnyName, other_strategy: Strategy | AnyName, reading: dict[str, Any]
 ) -> bool:
-    """Return whether a checkpoint opens with another strategy than its own, which can be read."""
+    """Return whether both strategies can be read and the other one fits."""
     with suppress(ReshardError, OSError):
-        for one in (strategy, other):
-            if not isinstance(one, Strategy):
-                read_strategy(one)
-        open_checkpoint(path, strategy=other, **reading)
+        for side in (strategy, other_strategy):
+            if not isinstance(side, Strategy):
+                read_strategy(side)
+        open_checkpoint(path, strategy=other_strategy, **reading)
         return True
     return False
 
@@ -201,10 +206,10 @@ _OTHER_FILES = {".npz", ".npy", ".pt", ".pth", ".bin", ".h5", ".pkl", ".json", "
 
 
 def _refuse_foreign_name(target: Place) -> None:
-    """Refuse a target by whose name people expect a file of a format that is not written.
+    """Refuse a target whose name has the extension of a format that is not written.
 
     Raises:
-        UsageError: it is such a name, and no directory has it.
+        UsageError: it has such an extension, and is not an existing directory.
     """
     if target.suffix in _OTHER_FILES and not target.is_dir():
         raise UsageError(
@@ -213,22 +218,24 @@ def _refuse_foreign_name(target: Place) -> None:
         )  # fmt: skip
 
 
-def _stated(asked: Asked, target: Place | None, verb: Verb) -> tuple[str | None, str]:
-    """Return the format that options or the name of the target say, with the reason if it was not given."""
-    if asked.to and (asked.format or asked.style):
-        other = "--format" if asked.format else "--style"
-        raise UsageError(f"--to and {other} both say the format", code="conflicting-options", hint=f"leave {other} out")
-    if asked.style and asked.format not in {None, "safetensors"}:
+def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[str | None, str]:
+    """Return the format by the options or the target's name, with a reason if implied."""
+    if options.to and (options.format or options.style):
+        conflicting = "--format" if options.format else "--style"
         raise UsageError(
-            f"--style {asked.style} is of safetensors files, not {asked.format}",
+            f"--to and {conflicting} both say the format", code="conflicting-options", hint=f"leave {conflicting} out"
+        )
+    if options.style and options.format not in {None, "safetensors"}:
+        raise UsageError(
+            f"--style {options.style} is of safetensors files, not {options.format}",
             code="option-of-another-format",
             hint="leave --format out, or --style",
         )
-    if asked.style:
-        return word_of(asked.style), ""
-    if verb == "unify" and asked.format == "safetensors":
+    if options.style:
+        return word_of(options.style), ""
+    if verb == "unify" and options.format == "safetensors":
         return "mindspore", ""
-    to = asked.to or asked.format
+    to = options.to or options.format
     if to or target is None:
         return to and word_of(to), ""
     named = named_word(target)
@@ -237,14 +244,14 @@ def _stated(asked: Asked, target: Place | None, verb: Verb) -> tuple[str | None,
     return ("mindspore", "") if verb == "unify" else (None, "")
 
 
-def _of_source(checkpoint: Checkpoint, asked: Asked, verb: Verb) -> tuple[str, str]:
-    """Return the format of a target of which nothing else says it, and why."""
-    if asked.link:
+def _of_source(checkpoint: Checkpoint, options: TargetOptions, verb: Verb) -> tuple[str, str]:
+    """Return the default format of a target, by the source, with the reason."""
+    if options.link:
         return DCP_NAME, ""
     word = source_word(checkpoint)
     if verb == "transform":
         return (word if word in RANKS else "safetensors"), ""
-    if word in WHOLE and asked.given(CUT):
+    if word in WHOLE and options.given(CUT):
         return "safetensors", f"as {WHOLE[word]} holds whole tensors only"
     return word, "as the source"
 
@@ -253,48 +260,48 @@ def _of_source(checkpoint: Checkpoint, asked: Asked, verb: Verb) -> tuple[str, s
 
 
 def _listed(names: Iterable[str]) -> Text:
-    """Return options as they are typed."""
+    """Return options as a list, each as the user types it."""
     return joined(", ", [Text(Option(name)) for name in names])
 
 
-def _refuse_misfits(asked: Asked, to: str) -> None:
-    """Refuse options that mean nothing in a format, or next to each other.
+def _refuse_misfits(options: TargetOptions, to: str) -> None:
+    """Refuse options that do not go with the format, or with each other.
 
     Raises:
         UsageError: there are such options; the message names them.
     """
-    check_options(to, asked.given(TAKEN_BY))
-    if asked.layouts_of and asked.target_strategy:
+    check_options(to, options.given(TAKEN_BY))
+    if options.layouts_of and options.target_strategy:
         raise UsageError(
             Text(Option("layouts_of"), " and ", Option("target_strategy"), " both say how tensors are cut"),
             code="conflicting-options", hint="leave one out",
         )  # fmt: skip
-    if to == "checkpoint2" and asked.max_shard_size is not None and (asked.layouts_of or asked.target_strategy):
+    if to == "checkpoint2" and options.max_shard_size is not None and (options.layouts_of or options.target_strategy):
         size = Option("max_shard_size")
         raise UsageError(
             Text(size, " is for whole tensors; ranks have one file each"), code="option-of-another-format",
             hint=Text("leave ", size, " out"),
         )  # fmt: skip
-    if asked.link:
-        others = asked.given(name for name in (*TAKEN_BY, "memory", "target_cipher") if name != "link")
-        if others:
+    if options.link:
+        conflicting = options.given(name for name in (*TAKEN_BY, "memory", "target_cipher") if name != "link")
+        if conflicting:
             raise UsageError(
                 Text(Option("link"), " keeps files and blocks as they are"), code="option-of-another-format",
-                hint=Text("leave ", _listed(others), " out, or ", Option("link")),
+                hint=Text("leave ", _listed(conflicting), " out, or ", Option("link")),
             )  # fmt: skip
 
 
-def _file_name(source: Place, target: Place | None, asked: Asked, to: str, verb: Verb) -> str | None:
+def _file_name(source: Place, target: Place | None, options: TargetOptions, to: str, verb: Verb) -> str | None:
     """Return the name of the target file if the target is one file, else None.
 
     Raises:
-        UsageError: its name is that of another format, or several ranks are asked for.
+        UsageError: its name is of another format, or options ask for several ranks.
         TargetError: it is a directory, and the source is one file.
     """
     if verb != "convert" or target is None or to not in RANKS:
         return None
     named = is_file_name(target)
-    cut = asked.given(CUT)
+    cut = options.given(CUT)
     if cut and named:
         raise UsageError(
             Text(f"{target.name} is the name of one file, and ", Option(cut[0]), " makes a file for each rank"),
@@ -309,7 +316,7 @@ def _file_name(source: Place, target: Place | None, asked: Asked, to: str, verb:
             hint=f"name a file, such as {target / source.name.rpartition('.')[0]}.{to}",
         )  # fmt: skip
     check_name(str(target), to)
-    if asked.prefix is not None:
+    if options.prefix is not None:
         raise UsageError(
             Text(Option("prefix"), f" is for the files of ranks, and {target.name} is one file"), code="one-file",
             hint=Text("leave ", Option("prefix"), " out"),
@@ -317,50 +324,49 @@ def _file_name(source: Place, target: Place | None, asked: Asked, to: str, verb:
     return target.name
 
 
-# --- ranks that keep what they have -----------------------------------------------------------------------------
+# --- ranks that keep their tensors ------------------------------------------------------------------------------
 
 
 def _kept_ranks(
     source: Place,
     source_strategy: object,
     target: Place | None,
-    asked: Asked,
+    options: TargetOptions,
     to: str | None,
     selection: Selection,
     reading: dict[str, Any],
     verb: Verb,
 ) -> str | None:
-    """Return why each rank's file is to be converted as it is cut, an empty text if that was asked for; None if not.
+    """Return why each rank's file is converted as it is cut, or None.
 
-    It is if it was asked for; if the source is one file, or has several ranks of which nothing says how they were
-    sharded.
+    The reason is "" if the user needs no note.
+
+    It is if `same_ranks` is given, if the source is one file, or if it has several ranks with an unknown sharding.
     """
-    if asked.same_ranks:
+    if options.same_ranks:
         return ""
     undescribed = source_strategy is None and all(reading[name] == OPENING[name] for name in _SHARDED)
-    if verb != "convert" or to not in RANKS or not undescribed or asked.given(CUT):
+    if verb != "convert" or to not in RANKS or not undescribed or options.given(CUT):
         return None
     if source.is_file():
-        as_it_is = asked.memory is None and not _choices(selection)
+        as_it_is = options.memory is None and not _choices(selection)
         return "" if as_it_is and self_described(source) is None else None
     is_directory = source.is_dir() and not (target is not None and is_file_name(target))
     if not is_directory or not has_several_ranks(
         source, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"]
     ):
         return None
-    known, change = noted(source, reading["cipher"])
-    if known or change:
+    is_known, change = ledger_layout(source, reading["cipher"])
+    if is_known or change:
         return None
-    note = Text(f"nothing says how {source} was sharded, so each rank keeps what it has")
-    if beside := _fitting(source, reading):
-        note = Text(note, f"; {beside} fits: ", Option("source_strategy", beside, quote(beside)))
-    return note
+    note = f"nothing says how {source} was sharded, so each rank keeps what it has; to join them pass "
+    return Text(note, Option("source_strategy"))
 
 
 def _of_same_ranks(
     source: Place,
     target: Place | None,
-    asked: Asked,
+    options: TargetOptions,
     to: str | None,
     selection: Selection,
     reading: dict[str, Any],
@@ -368,26 +374,26 @@ def _of_same_ranks(
     note: str,
     reason: str,
 ) -> Job:
-    """Plan how each file is converted as it is cut."""
+    """Plan a conversion that keeps each rank's file as it is cut."""
     if to is None:
         raise UsageError(
             Text(Option("same_ranks"), " changes the format alone, and none is given"), code="needs-format",
             hint=Text("add ", Option("to", "ckpt"), " or safetensors"),
         )  # fmt: skip
-    others = asked.given([*CUT, "prefix", "memory"])
-    others += [option for name, option in _SHARDED.items() if reading[name] != OPENING[name]]
-    others += _choices(selection)
-    if others:
+    conflicting = options.given([*CUT, "prefix", "memory"])
+    conflicting += [option for name, option in _SHARDED.items() if reading[name] != OPENING[name]]
+    conflicting += _choices(selection)
+    if conflicting:
         leave = Text("leave ", Option("same_ranks"), " out")
         raise UsageError(
-            Text(_listed(others), " does not go with files of ranks as they are cut"), code="needs-strategy",
+            Text(_listed(conflicting), " does not go with files of ranks as they are cut"), code="needs-strategy",
             facts=[note] if note else [],
             hint=Text("add ", Option("source_strategy", "STRATEGY", "STRATEGY")) if note else leave,
         )  # fmt: skip
-    name = _file_name(source, target, asked, to, "convert") if source.is_file() else None
+    name = _file_name(source, target, options, to, "convert") if source.is_file() else None
     plan = plan_convert(
         source, to, name=name, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"], drop=selection.drop,
-        threads=threads, cipher=reading["cipher"], target_cipher=asked.target_cipher, rules=selection.rules,
+        threads=threads, cipher=reading["cipher"], target_cipher=options.target_cipher, rules=selection.rules,
     )  # fmt: skip
     notes = [f"format: {to}, {reason}"] if reason else []
     directory = target.parent if name and target is not None else target
@@ -395,7 +401,7 @@ def _of_same_ranks(
 
 
 def _choices(selection: Selection) -> list[str]:
-    """Return which options of a selection are given that cannot be applied to files as they are."""
+    """Return the given selection options that cannot be applied to files as they are."""
     none = Selection(drop=selection.drop, rules=selection.rules)
     names: Collection[str] = [field.name for field in fields(Selection)]
     return [name for name in names if getattr(selection, name) != getattr(none, name)]
@@ -405,23 +411,23 @@ def _choices(selection: Selection) -> list[str]:
 
 
 def _planned(
-    checkpoint: Checkpoint, asked: Asked, to: str, name: str | None, selection: Selection, threads: int | None
+    checkpoint: Checkpoint, options: TargetOptions, to: str, name: str | None, selection: Selection, threads: int | None
 ) -> Plan:
-    """Plan what becomes of whole tensors."""
-    if asked.link:
+    """Plan the conversion of an opened checkpoint."""
+    if options.link:
         return make_plan(checkpoint, files=LinkedDCP(), selection=selection)
     layout: Strategy | Pattern | None
-    if asked.layouts_of is not None:
-        layout = read_layouts(asked.layouts_of)
+    if options.layouts_of is not None:
+        layout = read_layouts(options.layouts_of)
     else:
-        layout = target_of(asked.target_strategy, checkpoint, selection)
+        layout = target_of(options.target_strategy, checkpoint, selection)
     files = files_of(
-        to, name, prefix=asked.prefix, step=asked.target_step, max_shard_size=asked.max_shard_size,
-        chunk_size=asked.chunk_size, shard_size=asked.shard_size, compression=asked.compression,
+        to, name, prefix=options.prefix, step=options.target_step, max_shard_size=options.max_shard_size,
+        chunk_size=options.chunk_size, shard_size=options.shard_size, compression=options.compression,
     )  # fmt: skip
-    prefix: dict[str, Any] = {} if asked.prefix is None or to not in RANKS else {"prefix": asked.prefix}
+    prefix: dict[str, Any] = {} if options.prefix is None or to not in RANKS else {"prefix": options.prefix}
     return make_plan(
-        checkpoint, layout, format=file_format(to), files=files, ranks=asked.ranks, stage=asked.target_stage,
-        selection=selection, remove_redundancy=asked.remove_redundancy, link_replicas=asked.link_replicas,
-        memory=asked.memory, threads=threads, target_cipher=asked.target_cipher, **prefix,
+        checkpoint, layout, format=file_format(to), files=files, ranks=options.ranks, stage=options.target_stage,
+        selection=selection, remove_redundancy=options.remove_redundancy, link_replicas=options.link_replicas,
+        memory=options.memory, threads=threads, target_cipher=options.target_cipher, **prefix,
     )  # fmt: skip

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import selection_of, target_of
-from reshard.errors import UsageError
+from reshard.api.choices import progress_of, selection_of, target_of
+from reshard.errors import UsageError, names
 from reshard.plan.make import plan as make_plan
 from reshard.plan.planfile import read_plan as read_record
+from reshard.plan.planfile import save as save_record
 from reshard.sizes import size_of
+from reshard.strategy.names import ranges_text
 from reshard.targets.kinds import RANKS, check_options, file_format, files_of, source_word, word_of
 
 if TYPE_CHECKING:
@@ -62,35 +65,34 @@ def plan(
     threads: int | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Plan how a checkpoint becomes that of another strategy, or of another format; nothing is read or written.
+    """Plan the conversion of a checkpoint; nothing is read or written.
 
     Args:
         source: the checkpoint to convert, as `reshard.open` returns it.
         target: which rank is to hold which block: a strategy, a strategy file, or rules (`.yaml`); None for whole
-            tensors. For a Checkpoint 2.0 and a DCP also what `reshard.read_layouts` says of another.
+            tensors. For a Checkpoint 2.0 and a DCP also the result of `reshard.read_layouts`.
         format: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
             `checkpoint2`, of MindSpore Transformers; `zarr`, a store. By default the format of the source's files, and
             safetensors if that is mixed or zarr.
         prefix: files of ranks are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank if the source
-            is one stage of a pipeline; by default `checkpoint_`. Of a Checkpoint 2.0 what the names of files begin
-            with.
-        step: `checkpoint2` and `dcp`: how many steps the training has done.
+            is one stage of a pipeline; by default `checkpoint_`. For a Checkpoint 2.0 the beginning of file names.
+        step: `checkpoint2` and `dcp`: the number of training steps done.
         max_shard_size: `hf`, `mindspore`, `dcp` and `checkpoint2`: the most bytes of tensors in a file, such as
             `"4GB"`; one tensor alone may have more.
         files: another way to lay out the target's files, such as `reshard.ZarrGroup(compression="zstd")`.
         ranks: only these ranks of the target; by default all.
         stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it
-            if there are others; what it does not name is dropped.
+            if there are others; tensors that it does not name are dropped.
         selection: which tensors, under which names, as which dtypes; or the keywords that make one:
         include: as in `reshard.Selection`.
-        exclude: likewise.
-        weights_only: likewise.
-        name_map: likewise.
-        cast: likewise.
-        drop: likewise; these are added to a `selection`, too.
-        allow_missing: likewise.
-        rules: likewise, or a rules file.
-        lora: likewise, or the directory of an adapter.
+        exclude: as in `reshard.Selection`.
+        weights_only: as in `reshard.Selection`.
+        name_map: as in `reshard.Selection`.
+        cast: as in `reshard.Selection`.
+        drop: as in `reshard.Selection`; these are added to a `selection`, too.
+        allow_missing: as in `reshard.Selection`.
+        rules: as in `reshard.Selection`, or a rules file.
+        lora: as in `reshard.Selection`, or the directory of an adapter.
         remove_redundancy: store each block on one of the ranks that would hold it.
         link_replicas: make equal target files links to one file: copies that share their blocks if the file system
             has them, else hard links.
@@ -119,15 +121,15 @@ def plan(
         "target_strategy": target, "ranks": ranks, "target_stage": stage, "remove_redundancy": remove_redundancy,
         "link_replicas": link_replicas, "prefix": prefix, "target_step": step, "max_shard_size": max_shard_size,
     }  # fmt: skip
-    given = [name for name, value in options.items() if value is not None and value is not False]
+    passed = [name for name, value in options.items() if value is not None and value is not False]
     if files is None:
         word = _word(record, format)
-        check_options(word, given)
+        check_options(word, passed)
         size = size_of(max_shard_size, "max_shard_size")
         files = files_of(word, prefix=prefix, step=step, max_shard_size=size)
         format = file_format(word)  # noqa: A001 -- as above
-    elif own := {"max_shard_size", "target_step"} & {*given}:
-        names = " and ".join(name.removeprefix("target_") for name in sorted(own))
+    elif ignored := {"max_shard_size", "target_step"} & {*passed}:
+        names = " and ".join(name.removeprefix("target_") for name in sorted(ignored))
         raise UsageError(
             f"files says how the target is laid out; {names} is ignored", code="option-of-another-format",
             hint=f"give {names} to {type(files).__name__}",
@@ -143,15 +145,18 @@ def plan(
 
 
 def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as above
-    """Return what a plan writes: what is asked for, or files of ranks, as those of the source if they are some."""
+    """Return the word for the format of a plan.
+
+    By default it is the source's if that has files of ranks, else safetensors.
+    """
     if format is not None:
         return word_of(format)
-    own = source_word(source)
-    return own if own in RANKS else "safetensors"
+    word = source_word(source)
+    return word if word in RANKS else "safetensors"
 
 
 class Plan:
-    """What a conversion will do, as `reshard.plan` found it: known before anything is read or written.
+    """The plan of a conversion, made before anything is read or written.
 
     >>> [name for name in dir(Plan) if name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -167,32 +172,32 @@ class Plan:
 
     @property
     def stats(self) -> Stats:
-        """What it costs: bytes to read and to write, files, tasks, and the predicted peak of memory."""
+        """Return the cost: bytes to read and write, files, tasks, and peak memory."""
         return self._record.stats
 
     @property
     def format(self) -> str:
-        """The format of the target files."""
+        """Return the format of the target files."""
         return self._record.format
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the target that are written."""
+        """Return the ranks of the target that are written."""
         return self._record.ranks
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The names in the source that the target does not have."""
+        """Return the names in the source that the target does not have."""
         return self._record.dropped
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The names in the target that the source does not have."""
+        """Return the names in the target that the source does not have."""
         return self._record.missing
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The names in the source that the selection does not choose."""
+        """Return the names in the source that the selection does not choose."""
         return self._record.left_out
 
     @property
@@ -201,19 +206,32 @@ class Plan:
         return self._record.warnings
 
     def explain_memory(self) -> dict[str, int]:
-        """Return what the predicted peak of memory consists of, in bytes; the sum is `stats.peak_memory`."""
+        """Return the parts of the predicted peak memory in bytes.
+
+        Their sum is `stats.peak_memory`.
+        """
         return self._record.explain_memory()
 
     def rank(self, rank: int) -> RankArrays:
-        """Return what a target rank will hold, as a mapping of names to lazy dask arrays.
+        """Return the contents of a target rank, as a mapping of names to lazy dask arrays.
 
         Raises:
             reshard.UsageError: the plan does not write this rank.
         """
-        return self._record.rank(rank)
+        from reshard.view.arrays import RankArrays  # it brings dask
+
+        record = self._record
+        if rank not in record.ranks:
+            raise UsageError(
+                f"this plan does not write rank {rank}", code="no-such-rank",
+                facts=[f"it writes ranks {ranges_text(record.ranks)}"],
+            )  # fmt: skip
+        return RankArrays(record.source, record.blocks(rank), record.texts)
 
     def picture(self, name: str | None = None) -> Picture:
-        """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
+        """Draw the transfers from source files to target files, or those of one tensor.
+
+        The picture of one tensor has its blocks and row bands.
 
         Args:
             name: the tensor, by its name in the target or the source; all by default.
@@ -221,19 +239,32 @@ class Plan:
         Raises:
             reshard.UsageError: the plan does not move such a tensor.
         """
-        return self._record.picture(name)
+        from reshard.view.html import picture
+
+        labels = self._record.labels
+        if name is not None and not any(name in label for label in labels):
+            alike = get_close_matches(name, (label.name for label in labels), n=3)
+            raise UsageError(
+                f"the plan moves no tensor {name!r}", code="no-match",
+                hint=f"did you mean {names(alike)}?" if alike else "",
+            )  # fmt: skip
+        return picture(self._record, name)
 
     def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
-        """Return the dask graph that writes the target files; `compute()` of it does so and returns a `Report`.
+        """Return the dask graph that writes the target files.
+
+        Its `compute()` writes them and returns a `Report`.
 
         `run` does more: it refuses to overwrite, resumes, cleans up after a failure and reports progress.
 
         Args:
             directory: where the target files go; a local path, or a URL that fsspec knows.
             fsync: as for `run`.
-            partition: likewise.
+            partition: as for `run`.
         """
-        return self._record.graph(directory, fsync=fsync, partition=partition)
+        from reshard.run.graph import graph  # it brings dask
+
+        return graph(self._record, str(directory), fsync=fsync, partition=partition)
 
     def run(
         self,
@@ -262,19 +293,19 @@ class Plan:
             scheduler: `threads` (default), `synchronous`, or a function such as `dask.threaded.get`, which is called
                 with the tasks and a key; such a function is given the work at once, so that progress is reported at
                 the end. Not with a client.
-            threads: how many; by default one for each available processor, and no more than `reshard.plan` was asked
-                for (4 by default), which the predicted memory is for.
+            threads: the number of threads; by default one for each available processor, and at most the `threads` of
+                `reshard.plan` (4 by default), for which the memory was predicted.
             fsync: sync every file to disk before it gets its name.
-            drop_cache: keep what is read and written out of the page cache, so that other programs keep theirs; by
+            drop_cache: keep source and target out of the page cache, so that other programs keep their pages; by
                 default if source and target together are larger than memory.
             overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same
                 plan made them from the same sources. Files that earlier runs wrote there, and this one does not, are
                 removed at the end.
-            restart: forget what an earlier run left in the target, and replace the files that it finished; others that
-                it wrote are removed, too.
-            checksums: compute CRC-32C of what is written, so that an interrupted run can be resumed, and for
+            restart: discard the state of an earlier run in the target, and replace the files that it finished; other
+                files that it wrote are removed, too.
+            checksums: compute CRC-32C of the written bytes, so that an interrupted run can be resumed, and for
                 `Report.manifest`; by default as `fsync`.
-            ledger: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
+            ledger: keep a ledger in `.reshard` in the target: the files, and the run that writes them. Without it,
                 nothing can be resumed. A zarr store has no ledger in it once it is finished.
             partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to
                 last. By default `file` if the target is at a URL or encrypted, else `tensor`.
@@ -282,36 +313,54 @@ class Plan:
                 True shows a bar, in a notebook or on a terminal.
 
         Returns:
-            what was read and written, and the files.
+            the bytes read and written, and the files.
 
         Raises:
-            reshard.TargetError: a target file exists, is one of the sources, or is being written by another run; what
-                is there was begun from other sources or by another plan.
+            reshard.TargetError: a target file exists, is one of the sources, or is being written by another run; the
+                target was begun from other sources or by another plan.
             reshard.ChangedError: a source file changed while it was read.
             reshard.BudgetError: the disk is full, or has no room for the target.
             reshard.SourceError: a source file changed or cannot be read.
             reshard.UsageError: options that contradict each other.
         """
-        return self._record.run(
-            directory, client=client, scheduler=scheduler, threads=threads, fsync=fsync, drop_cache=drop_cache,
-            overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
-            progress=progress,
+        return run_plan(
+            self._record, directory, client=client, scheduler=scheduler, threads=threads, fsync=fsync,
+            drop_cache=drop_cache, overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger,
+            partition=partition, progress=progress,
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a plan file, which `reshard.read_plan` and `reshard run` read; it holds no weights and no key.
+        """Write a plan file, which `reshard.read_plan` and `reshard run` read.
+
+        It holds no weights and no key.
 
         Raises:
-            reshard.TargetError: it exists, or is one of the source's files.
-            reshard.UsageError: such a plan cannot be saved.
+            reshard.TargetError: the file exists, or is one of the source's files.
+            reshard.UsageError: a plan of this kind cannot be saved.
         """
-        self._record.save(path, overwrite=overwrite)
+        save_record(self._record, path, overwrite=overwrite)
 
     def __repr__(self) -> str:
         return repr(self._record)
 
     def _repr_html_(self) -> str:
-        return self._record._repr_html_()
+        from reshard.view.html import html
+
+        return html(self._record)
+
+
+def run_plan(
+    plan: Record,
+    directory: AnyName,
+    *,
+    progress: Callable[[Progress], None] | bool | None = None,
+    **options: Any,
+) -> Report:
+    """Run a plan with the options of `Plan.run`."""
+    from reshard.run.run import run  # it brings dask
+
+    with progress_of(progress) as callback:
+        return run(plan, directory, progress=callback, **options)
 
 
 def read_plan(
@@ -321,17 +370,18 @@ def read_plan(
     cipher: Cipher | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Read a plan file that `Plan.save` wrote, here or on another machine, and open its source.
+    """Read a plan file, which `Plan.save` wrote on any machine, and open its source.
 
     Args:
         path: the plan file.
-        source: where the source is, if it is not where it was planned: a directory with the same files below it.
+        source: the source, if it was moved since it was planned: a directory with the same files below it.
         cipher: decrypts the source's files; a plan file holds no key.
         target_cipher: encrypts the target's files, in the mode that was planned.
 
     Raises:
-        reshard.PlanError: the file is not valid, or this version would do something else than was planned.
-        reshard.SourceError, reshard.TargetError: the source is missing, or is not the one that was planned with.
-        reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
+        reshard.PlanError: the file is not valid, or this version would make another plan.
+        reshard.SourceError, reshard.TargetError: the source is missing, or is not the one that was planned.
+        reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
+            and a key is given.
     """
     return Plan(read_record(path, source=source, cipher=cipher, target_cipher=target_cipher))

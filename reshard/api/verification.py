@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.api.choices import selection_of
+from reshard.api.choices import progress_of, selection_of
 from reshard.sizes import size_of
 from reshard.verify.verify import as_it_is
 from reshard.verify.verify import verify as verify_record
@@ -57,57 +56,59 @@ def verify(
     client: Any = None,
     progress: Callable[[Progress], None] | bool | None = None,
 ) -> Verification:
-    """Verify a checkpoint: its structure and the checksums in it, or every bit against its source or a manifest.
+    """Verify a checkpoint by itself, its source or a manifest.
 
-    A path alone is enough if a run of this program wrote the files: its ledger says what from, and how. If the
-    source is gone, sizes and checksums are compared with those of the run.
+    By itself: structure and stored checksums. Against its source or a manifest: every bit.
+
+    A path alone is enough if reshard wrote the files: its ledger names the source and the options. If the source is
+    gone, sizes and checksums are compared with those in the ledger.
 
     Two checkpoints of rank directories without strategies are compared rank by rank.
 
     Args:
-        target: what is verified: a path as for `reshard.open`, or a checkpoint, opened with `contents=False` so that
-            copies that differ are found here and refused there.
-        strategy: of the target, if that is a path; by default as its ledger says.
-        against: the source, likewise, or any checkpoint that should have the same values. Ledgers of both say how one
-            is made of the other: they are compared in that direction.
-        source_strategy: of the source, likewise.
+        target: the checkpoint to verify: a path as for `reshard.open`, or a checkpoint that was opened with
+            `contents=False`, so that differing copies are reported here rather than refused there.
+        strategy: the strategy of the target, if that is a path; by default the one in its ledger.
+        against: the source, a path or a checkpoint, or any checkpoint that should have the same values. If the
+            ledgers show that one was made from the other, they are compared in that direction.
+        source_strategy: the strategy of the source, if that is a path.
         cipher: decrypts the target, if that is a path.
-        source_cipher: decrypts the source, likewise, or the one that the ledger names.
+        source_cipher: decrypts the source, if that is a path, or the one that the ledger names.
         manifest: the manifest of the target's files, in place of a source; no strategy is needed.
-        selection: what was selected, renamed, cast, merged and made by rules on the way from source to target; None
-            to take that from the ledgers, to which `drop` and `allow_missing` alone are added. Or the keywords that
+        selection: the selection, names, casts, adapter and rules with which the target was made from the source; None
+            to take them from the ledgers, to which only `drop` and `allow_missing` can be added. Or the keywords that
             make one:
         include: as in `reshard.Selection`.
-        exclude: likewise.
-        weights_only: likewise.
-        name_map: likewise.
-        cast: likewise.
-        drop: likewise.
-        allow_missing: likewise.
-        rules: likewise, or a rules file.
-        lora: likewise, or the directory of an adapter.
-        as_is: compare the two as they are, whatever their ledgers say of changes on the way.
-        sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
+        exclude: as in `reshard.Selection`.
+        weights_only: as in `reshard.Selection`.
+        name_map: as in `reshard.Selection`.
+        cast: as in `reshard.Selection`.
+        drop: as in `reshard.Selection`.
+        allow_missing: as in `reshard.Selection`.
+        rules: as in `reshard.Selection`, or a rules file.
+        lora: as in `reshard.Selection`, or the directory of an adapter.
+        as_is: compare the two as they are, ignoring changes that their ledgers record.
+        sample: the share of rows to compare, more than 0 and at most 1; by default all. Some rows of every tensor are
             compared.
-        seed: of the random choice of rows; by default a new one, which the result reports.
-        partial: files of the manifest may be missing; a checkpoint of some ranks only is opened so.
+        seed: the seed of the random choice of rows; by default a new one, which the result reports.
+        partial: files of the manifest, or of some ranks of the checkpoint, may be missing.
         deduplicated: the target stores each replica once (`remove_redundancy`), on any of the ranks that the strategy
             gives it to. safetensors files say so themselves; `.ckpt` files cannot.
         independent: read the target's safetensors files with Hugging Face's library `safetensors` in place of this
             program's own reader.
         memory: the most resident memory to use, in bytes or as `"1GB"`.
-        threads: how many; by default one for each available processor, at most 4.
-        client: a `distributed.Client`, whose workers read; they must reach what is read by the same paths.
+        threads: the number of threads; by default one for each available processor, at most 4.
+        client: a `distributed.Client`, whose workers read; they must reach the files by the same paths.
         progress: called with bytes compared (as `written`) and to be compared; True shows a bar.
 
     Returns:
-        what was found; true if all is as it should be.
+        the result, which is true if there is no difference.
 
     Raises:
         reshard.SourceError: a checkpoint that cannot be compared at all: files missing, headers that are corrupt or
             contradict the strategy, a block in no file; all faults at once.
-        reshard.UsageError: a selection that matches nothing, an invalid sample, an option that would do nothing; a key
-            is missing that the ledger says is needed.
+        reshard.UsageError: a selection that matches nothing, an invalid sample, an option that would have no effect; a
+            missing key that is needed according to the ledger.
         reshard.BudgetError: `memory` is too little.
     """
     selection = selection_of(
@@ -116,7 +117,7 @@ def verify(
     )  # fmt: skip
     if as_is:
         selection = as_it_is(selection, against)
-    with _shown(progress) as callback:
+    with progress_of(progress) as callback:
         return verify_record(
             _opened(target), strategy, against=_opened(against), source_strategy=source_strategy, cipher=cipher,
             source_cipher=source_cipher, manifest=manifest, selection=selection, sample=sample, seed=seed,
@@ -126,15 +127,6 @@ def verify(
 
 
 def _opened(side: Any) -> Any:
-    """Return a side as the shelves below take it: a path, or what is known of a checkpoint."""
+    """Return a path as it is, and the record of a checkpoint."""
     opened: Record | AnyName | None = record_of(side) if isinstance(side, Checkpoint) else side
     return opened
-
-
-def _shown(progress: Callable[[Progress], None] | bool | None) -> Any:
-    """Return a context that gives what progress is reported to."""
-    if progress is True:
-        from reshard.view.progress import shown  # seldom
-
-        return shown()
-    return nullcontext(progress or None)

@@ -1,6 +1,6 @@
-"""The command line: one module for each group of commands, and what they share.
+"""The command line: one module for each group of commands, and shared options and values.
 
-What an interrupt does before anything was begun is here, since it is loaded before anything slow.
+The handler of an early interrupt is here, since this module is loaded before any slow one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 
 def stop(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Exit at once, as nothing was begun. An exception might be lost: some that is imported catches what it can."""
+    """Exit at once: while modules are imported, an exception could be swallowed."""
     os.write(2, b"interrupted; nothing was written\n")
     os._exit(130)

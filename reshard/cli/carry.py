@@ -1,4 +1,4 @@
-"""How every command that writes a checkpoint carries out its plan, or reports what it would do."""
+"""Run the plan of a command that writes a checkpoint, or report what it would do."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     """Run a plan, or report what it would do.
 
     Args:
-        plan: what to do.
+        plan: the plan to run.
         target: the directory of the target files.
         running: the options.
-        result: what was asked for, where that is a file in the target directory.
+        result: the target that the user named, if it is a file in the target directory.
     """
     from reshard.plan.partition import partitioned
     from reshard.run.beside import neighbours
+    from reshard.run.run import run
     from reshard.run.session import older_at
     from reshard.view.text import report_data, report_text
 
@@ -70,16 +71,17 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     if not running.quiet:
         say_warnings(plan.warnings)
     if running.dry_run:
-        found = _preflight(plan, target, running, older)
+        messages = _preflight(plan, target, running, older)
         if not running.quiet:
-            say_warnings(found)
+            say_warnings(messages)
         print_plan(plan, str(target), as_json=running.as_json, verbose=running.verbose)
         return
     with (
         cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
-        progress(quiet=running.quiet) as shown,
+        progress(quiet=running.quiet) as callback,
     ):
-        done = plan.run(
+        done = run(
+            plan,
             target,
             client=client,
             scheduler=running.scheduler,
@@ -89,31 +91,31 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
             overwrite=running.overwrite,
             restart=running.restart,
             checksums=None if running.write_manifest is None else True,
-            progress=shown,
+            progress=callback,
         )
     wrote()
     if done.touched and not running.quiet:
         say_warnings([_touched(done.touched, "kept")])
-    place, manifest, check = result or target, None, None
+    location, manifest, check = result or target, None, None
     if running.write_manifest is not None:
         manifest = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
-        check = _command("verify", place, "--manifest", running.write_manifest)
+        check = _command("verify", location, "--manifest", running.write_manifest)
     if running.quiet and not running.as_json:
         return
-    is_known = not plan.alone and _is_known(plan, place)
+    is_known = not plan.alone and _is_known(plan, location)
     keys = [
         *(key_typed("--key-file", "cipher") if plan.source.cipher else ()),
         *(key_typed("--target-key-file", "target_cipher") if plan.cipher else ()),
     ]
     against = ("--against", plan.source.root)
     is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
-    verify = _command("verify", place, *(against if is_same else keys)) if is_known or is_same else None
+    verify = _command("verify", location, *(against if is_same else keys)) if is_known or is_same else None
     if running.as_json:
         print_json(report_data(plan, str(target), done, verify, check))
         return
     look = None
     if is_known or plan.alone:
-        look = _inspect(place) if plan.cipher else _command("inspect", place)
+        look = _inspect(location) if plan.cipher else _command("inspect", location)
     print_text(report_text(plan, done, verify or check or look, manifest, verbose=running.verbose))
     if running.verbose and verify and look:
         say(f"to look at it: {look}")
@@ -121,35 +123,38 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         say(f"to check it against the manifest: {check}")
 
 
-def _is_known(plan: Plan, place: Place) -> bool:
-    """Return whether the ledger of a target says what all files of a plan are made from, so that a path is enough."""
-    place.refresh()
-    with suppress(SourceError):  # what cannot be read back now is not proposed to be
-        made = made_at(place)
-        return made is not None and all(file.path in made.records for file in plan.files)
+def _is_known(plan: Plan, location: Place) -> bool:
+    """Return whether a target's ledger covers all files of a plan.
+
+    If so, its path alone is enough to verify it.
+    """
+    location.refresh()
+    with suppress(SourceError):  # a target that cannot be read back is not proposed for `verify`
+        ledger = made_at(location)
+        return ledger is not None and all(file.path in ledger.records for file in plan.files)
     return False
 
 
 def _command(*words: object) -> str:
-    """Return a command of this program, for a shell."""
+    """Return a command line of this program, quoted for a shell."""
     return f"{called_as()} {shlex.join(map(str, words))}"
 
 
-def _inspect(place: Place) -> str:
-    """Return the command that shows an encrypted target: what was its key is that of a source then."""
-    command = _command("inspect", place, *(typed := key_typed("--key-file", "target_cipher")))
+def _inspect(location: Place) -> str:
+    """Return the command that inspects an encrypted target, given its key."""
+    command = _command("inspect", location, *(typed := key_typed("--key-file", "target_cipher")))
     end = "_FILE" if os.environ.get("RESHARD_TARGET_KEY_FILE") else ""
     return command if typed else f'RESHARD_KEY{end}="$RESHARD_TARGET_KEY{end}" {command}'
 
 
 def key_typed(option: str, name: str) -> tuple[object, ...]:
-    """Return an option with the key file that was typed for the parameter of a name; nothing where none was."""
+    """Return the option and key file that were typed for a parameter, if any."""
     typed = click.get_current_context().meta.get(KEY_FILES, {})
     return (option, typed[name]) if name in typed else ()
 
 
 def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
-    """Print what a run would do."""
+    """Print a plan."""
     from reshard.view.text import plan_text, report_data
 
     if as_json:
@@ -159,65 +164,65 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
 
 
 def _preflight(plan: Plan, target: Place, running: Running, older: Collection[str]) -> list[str]:
-    """Return what a run would find of its target files, and which option it would need."""
+    """Return messages on existing target files and the options that they require."""
     from reshard.run.beside import refuse_other_ranks
     from reshard.run.preflight import Do, of, preflight
     from reshard.view.text import count_text
 
-    there = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart, older=older)
+    state = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart, older=older)
     if running.overwrite or running.restart:
         refuse_other_ranks(plan, str(target.real()), older)
-    kept = of(there.fates, Do.KEEP)
+    finished = of(state.fates, Do.KEEP)
     key = ", with another key" if plan.cipher else ""
     counts = (
-        (len(kept), "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
-        (there.resumable, "would be resumed, begun by an earlier run"),
+        (len(finished), "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
+        (state.resumable, "would be resumed, begun by an earlier run"),
         (
-            len(of(there.fates, Do.CHANGED)),
+            len(of(state.fates, Do.CHANGED)),
             f"would be refused, made by another plan{key} or from other sources; a run needs --restart",
         ),
-        (len(of(there.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
+        (len(of(state.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
     )
     removed = [f"{count_text(len(older), 'file')} of earlier runs would be removed: {names(sorted(older), most=3)}"]
-    found = [f"{count_text(count, 'target file')} {words}" for count, words in counts if count]
-    touched = sum(there.fates[file].is_touched for file in kept)
-    return [*found, *(removed if older else []), *([_touched(touched, "would keep")] if touched else [])]
+    messages = [f"{count_text(count, 'target file')} {words}" for count, words in counts if count]
+    touched = sum(state.fates[file].is_touched for file in finished)
+    return [*messages, *(removed if older else []), *([_touched(touched, "would keep")] if touched else [])]
 
 
-def _touched(count: int, kept: str) -> str:
-    """Return what to say of finished files whose sources may have changed since; a copy of them is as good."""
+def _touched(count: int, verb: str) -> str:
+    """Return the warning about finished files whose sources may have changed since."""
     from reshard.view.text import count_text
 
     return (
-        f"{kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
+        f"{verb} {count_text(count, 'target file')} that an earlier run finished before source files were "
         "changed, or copied or touched, with the size and time that they had; --restart starts over, and "
         "`reshard verify --against` compares them"
     )
 
 
 def check_manifest_place(path: Place | None, *, overwrite: bool) -> None:
-    """Refuse a manifest that could not be written, before anything is.
+    """Refuse a manifest that could not be written, before anything is written.
 
     Raises:
-        TargetError: the manifest is there already, or a directory is.
+        TargetError: the manifest already exists, or is a directory.
     """
     if path is not None:
         refuse_existing(path, overwrite=overwrite)
 
 
 def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
-    """Refuse a manifest that would stand in place of a file of the run, or that no files are for.
+    """Refuse a manifest that would replace a file of the run, or that has no meaning.
 
     Raises:
         UsageError: the target is a zarr store, or encrypted.
-        TargetError: the manifest's path is that of a target file or of a source file.
+        TargetError: the path of the manifest is a target file or a source file.
     """
     if path is None:
         return
     if plan.exclusive or plan.cipher or plan.linked:
-        what = "becomes a zarr store" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
+        obstacle = "becomes a zarr store" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
         raise UsageError(
-            f"--write-manifest is for plain checkpoint files, and {target} {what}", code="no-manifest",
+            f"--write-manifest is for plain checkpoint files, and {target} {obstacle}", code="no-manifest",
             hint=f"leave it out, and compare with the source: {called_as()} verify {target} --against SOURCE",
         )  # fmt: skip
     advice = "choose another name for the manifest"
@@ -226,7 +231,7 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
 
 
 def _write_manifest(path: Place, report: Report, *, overwrite: bool) -> str:
-    """Write the manifest of a run that is done, and return what to say of it."""
+    """Write the manifest of a finished run, and return a message about it."""
     from reshard.view.text import count_text  # not on every start
 
     try:

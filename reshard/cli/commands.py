@@ -1,7 +1,7 @@
-"""What a command is: options in groups, help on one screen, and what is said of wrong usage.
+"""Commands with grouped options, help that fits on one screen, and advice on wrong usage.
 
-Every option knows what it is about (`option`), so that a new one is in its group of every help. Slips are answered with
-the nearest word, or with what other tools' words are here.
+Every option names its group (`option`), so that the help of each command lists it there. A misspelled option or command
+is answered with the nearest one, and a word of another tool with its equivalent here.
 """
 
 from __future__ import annotations
@@ -16,23 +16,34 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from reshard.cli.terminal import DEBUG, JSON, WROTE, Told, paint, report_error, say, say_warnings, stopping, told
+from reshard.cli.terminal import (
+    DEBUG,
+    JSON,
+    WROTE,
+    ErrorReport,
+    error_report,
+    paint,
+    report_error,
+    say,
+    say_warnings,
+    stopping,
+)
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.outputs"
-"""Where click's context keeps the paths that a command was given: what it reads, and the files that it writes."""
+"""Keys in `meta` of click's context for the paths of a command: inputs, strategies, and files that it writes."""
 
 WARNINGS, KEY_FILES = "reshard.warnings", "reshard.key_files"
-"""Where it keeps what is to be said of a command's options before it runs, and the key files that were typed."""
+"""Keys for warnings about options, which are printed before the command runs, and for the key files that were typed."""
 
 Heading = Literal["Source", "Target", "Tensors", "Running", "Output"]
-"""What the options of a command are about; its help has them in this order."""
+"""The groups of options, in the order of the help."""
 
 _MORE = re.compile(r"(?<=\.) (?=[A-Z]).*?(?=  \[|$)")
-"""What follows the first sentence about an option, up to its default."""
+"""Matches the help of an option after its first sentence, up to its default."""
 
 _WIDE = 28  # columns for the names of options; longer ones have a line of their own
 _ADVICE = {
@@ -56,9 +67,9 @@ _ADVICE = {
     "reshard shard split": "`reshard convert` with --target-strategy cuts tensors",
 }
 _ADVICE_ON = {word: advice for words, advice in _ADVICE.items() for word in words.split()}
-"""What to type for commands and options of other tools."""
+"""Advice for commands and options of other tools."""
 
-_DESTRUCTIVE = frozenset({"--overwrite", "--restart"})  # not proposed to who typed something else
+_DESTRUCTIVE = frozenset({"--overwrite", "--restart"})  # not proposed for another word
 _COLORS = {"auto": None, "always": True, "never": False}
 _ALL = "reshard.all"
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
@@ -69,7 +80,7 @@ _NOT_ONE = re.compile(r"'([^']+)' is not one of")
 
 
 class Slip(click.UsageError):
-    """Wrong usage, and what to type instead."""
+    """Wrong usage, with a hint for the right one."""
 
     def __init__(self, message: str, hint: str, ctx: click.Context) -> None:
         super().__init__(message, ctx)
@@ -77,11 +88,11 @@ class Slip(click.UsageError):
 
 
 class GroupedOption(click.Option):
-    """An option with its place in the help of a command.
+    """An option with its group in the help of a command.
 
     Args:
-        under: what it is about.
-        first: `--help` has it too, with the first sentence about it; `--help-all` has every option, in full.
+        under: its group.
+        first: whether `--help` shows it, with its first sentence; `--help-all` shows every option in full.
     """
 
     def __init__(self, *args: Any, under: Heading, first: bool = False, **kwargs: Any) -> None:
@@ -89,9 +100,9 @@ class GroupedOption(click.Option):
         self.under, self.first = under, first
 
 
-def option(*names: str, under: Heading, first: bool = False, **given: Any) -> Callable[[Any], Any]:
-    """Return the decorator that adds a `GroupedOption`."""
-    return click.option(*names, cls=GroupedOption, under=under, first=first, **given)
+def option(*names: str, under: Heading, first: bool = False, **attrs: Any) -> Callable[[Any], Any]:
+    """Return a decorator that adds a `GroupedOption`."""
+    return click.option(*names, cls=GroupedOption, under=under, first=first, **attrs)
 
 
 class _Formatter(click.HelpFormatter):
@@ -109,16 +120,16 @@ class _Context(click.Context):
 
 
 class Command(click.Command):
-    """A command that knows `--debug`, and whose help has its options in groups.
+    """A command with `--debug`, whose help groups its options.
 
     Its epilog is shown as it is written: examples must not be wrapped.
 
     Args:
-        details: what only `--help-all` has, below the epilog, such as the keys of `--json`.
+        details: a text below the epilog that only `--help-all` shows, such as the keys of `--json`.
     """
 
     context_class = _Context
-    allow_extra_args = True  # which click would refuse, and `parse_args` can say why
+    allow_extra_args = True  # `parse_args` refuses them, with a better hint than click's
 
     def __init__(self, *args: Any, details: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,24 +137,24 @@ class Command(click.Command):
         self.params += [_debug_option(), _color_option(), _help_all_option()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments of the command, and refuse what is too many."""
-        given = tuple(args)
-        if "--json" in given and any("--json" in param.opts for param in self.params):
+        """Parse the arguments of the command, and refuse surplus ones."""
+        arguments = tuple(args)
+        if "--json" in arguments and any("--json" in param.opts for param in self.params):
             ctx.meta[JSON] = True  # also if an option before it is refused
         extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
-            raise Slip(*_too_many(ctx, given, extra[0]), ctx)
+            raise Slip(*_too_many(ctx, arguments, extra[0]), ctx)
         return extra
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, unless a file that it writes is one that it reads; `refuse_to_write` knows of more."""
-        refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # which has its own error
+        """Run the command, unless it would write one of its inputs (`refuse_to_write`)."""
+        refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # a directory fails later
         if not ctx.params.get("quiet"):
             say_warnings(ctx.meta.get(WARNINGS, ()))
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in their groups, those that matter first or all."""
+        """Write the options in their groups: the `first` ones, or all."""
         groups: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in get_args(Heading)}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -162,13 +173,13 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of such commands."""
+    """A group of `Command`s."""
 
     command_class = Command
     context_class = _Context
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command that is asked for; where there is none, the error says which one may be meant."""
+        """Return the requested command; the error for an unknown one has a hint."""
         if not ctx.resilient_parsing and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
             meant = _meant(args[0], self.list_commands(ctx), ctx)
             raise Slip(f"no such command: {' '.join([*ctx.command_path.split()[1:], args[0]])}", meant, ctx)
@@ -180,9 +191,9 @@ class Group(click.Group):
 
 
 def refuse_to_write(outputs: Sequence[Any]) -> None:
-    """Refuse to write what the command was given to read: files, or strategy files in a directory.
+    """Refuse to write the command's inputs: files, and strategy files in a directory.
 
-    Which files of a checkpoint's directory are read is known when it is opened (`readers.open.files_read`).
+    The files of a checkpoint are known only when it is opened (`readers.open.files_read`).
 
     Raises:
         TargetError: an output is an input.
@@ -191,15 +202,15 @@ def refuse_to_write(outputs: Sequence[Any]) -> None:
         from reshard.storage.small import refuse_inputs  # not on every start
         from reshard.strategy.files import strategy_files
 
-        given = click.get_current_context().meta
-        some = [strategy_files(path) if path.is_dir() else [path] for path in given.get(STRATEGIES, ())]
-        refuse_inputs(outputs, [*given.get(INPUTS, ()), *(file for files in some for file in files)])
+        meta = click.get_current_context().meta
+        strategies = [strategy_files(path) if path.is_dir() else [path] for path in meta.get(STRATEGIES, ())]
+        refuse_inputs(outputs, [*meta.get(INPUTS, ()), *(file for files in strategies for file in files)])
 
 
 def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:
     if text:
         formatter.write_paragraph()
-        formatter.write(_EXAMPLE.sub(lambda found: paint(found[0], bold=True), text.strip("\n") + "\n"))
+        formatter.write(_EXAMPLE.sub(lambda match: paint(match[0], bold=True), text.strip("\n") + "\n"))
 
 
 def _debug_option() -> GroupedOption:
@@ -255,10 +266,10 @@ def _color_option() -> GroupedOption:
 
 
 class Border(Group):
-    """The outermost group, behind which no traceback gets through.
+    """The outermost group, which turns exceptions into messages and exit codes.
 
     Attributes:
-        homes: where a command is that is imported when it is asked for, as `module:name`, by its own name.
+        homes: the commands that are imported on demand, by name, as `module:name`.
     """
 
     group_class = Group
@@ -280,17 +291,17 @@ class Border(Group):
         return super().get_command(ctx, cmd_name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse what stands in front of the command."""
+        """Parse the arguments before the command."""
         with _usage_reported():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run a command; its errors become a sentence and an exit code."""
+        """Run a command, turning its errors into a sentence and an exit code."""
         try:
             with stopping(), _usage_reported():
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # click knows what to do with these
+            raise  # click handles these
         except (Exception, KeyboardInterrupt) as error:
             if ctx.meta.get(DEBUG) or os.environ.get("RESHARD_DEBUG", "0") not in {"", "0"}:
                 import traceback
@@ -298,25 +309,25 @@ class Border(Group):
                 say(traceback.format_exc())
             if isinstance(error, KeyboardInterrupt) and not (ctx.meta.get(WROTE) or hasattr(error, "__notes__")):
                 error.add_note("nothing was written")
-            report_error(what := told(error), ctx)
-            ctx.exit(what.exit_code)
+            report_error(report := error_report(error), ctx)
+            ctx.exit(report.exit_code)
 
 
 @contextmanager
 def _usage_reported() -> Iterator[None]:
-    """Report wrong usage as every other error is; click would print a block of lines, and `Error:`."""
+    """Report wrong usage like any other error, in place of click's own block of lines."""
     try:
         yield
     except click.UsageError as error:
         if isinstance(error, click.exceptions.NoArgsIsHelpError):
             raise
         message, hint = _usage_message(error)
-        report_error(Told(message, (), hint, UsageError.code, error.exit_code), error.ctx)
+        report_error(ErrorReport(message, (), hint, UsageError.code, error.exit_code), error.ctx)
         raise click.exceptions.Exit(error.exit_code) from None
 
 
 def _usage_message(error: click.UsageError) -> tuple[str, str]:
-    """Return what is wrong with a command, and what to type."""
+    """Return the message and the hint for wrong usage."""
     ctx = error.ctx
     if isinstance(error, Slip) or ctx is None:
         return error.format_message(), getattr(error, "hint", "")
@@ -325,8 +336,8 @@ def _usage_message(error: click.UsageError) -> tuple[str, str]:
         return f"{error.option_name} {needs}", ""
     if isinstance(error, click.NoSuchOption):
         params = [param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option)]
-        known = [name for param in params if not param.hidden for name in (*param.opts, *param.secondary_opts)]
-        return f"{ctx.command_path} has no option {error.option_name}", _meant(error.option_name, known, ctx)
+        names = [name for param in params if not param.hidden for name in (*param.opts, *param.secondary_opts)]
+        return f"{ctx.command_path} has no option {error.option_name}", _meant(error.option_name, names, ctx)
     param = error.param if isinstance(error, click.BadParameter) else None
     if param is None:
         text = error.format_message().removesuffix(".")
@@ -343,28 +354,28 @@ def _usage(ctx: click.Context) -> str:
     return " ".join([ctx.command_path, *ctx.command.collect_usage_pieces(ctx)])
 
 
-def _meant(word: str, known: Sequence[str], ctx: click.Context) -> str:
-    """Return what to do about a word that is not known: other tools have it, or it is nearly another."""
+def _meant(word: str, candidates: Sequence[str], ctx: click.Context) -> str:
+    """Return the hint for an unknown word: an equivalent, a similar word, or `--help`."""
     if advice := _ADVICE_ON.get(word.lstrip("-")):
         return advice
     from difflib import get_close_matches
 
-    bare = {name.lstrip("-"): name for name in known}
+    bare = {name.lstrip("-"): name for name in candidates}
     near = [bare[name] for name in get_close_matches(word.lstrip("-"), bare, n=2)]
     safe = list(takewhile(lambda name: name not in _DESTRUCTIVE or name.startswith(word), near))
     return f"did you mean {' or '.join(safe)}?" if safe else f"{ctx.command_path} --help"
 
 
-def _too_many(ctx: click.Context, given: Sequence[str], extra: str) -> tuple[str, str]:
-    """Return what is wrong with too many arguments, and what to type: a shell may have expanded a glob."""
-    for one, two in pairwise(given):
-        if extra in {one, two} and one.replace(".", "", 1).isdigit() and _UNIT.fullmatch(two):
-            return f"unexpected argument {extra!r}", f"write a size as one word: {one}{two}"
-        glob = _NUMBER.sub("*", one)
-        if one < two and glob == _NUMBER.sub("*", two) and Path(one).exists() and Path(two).exists():
-            if rank := next((place for place in (Path(one), *Path(one).parents) if _RANK.fullmatch(place.name)), None):
+def _too_many(ctx: click.Context, arguments: Sequence[str], extra: str) -> tuple[str, str]:
+    """Return message and hint for surplus arguments, such as an expanded glob."""
+    for first, second in pairwise(arguments):
+        if extra in {first, second} and first.replace(".", "", 1).isdigit() and _UNIT.fullmatch(second):
+            return f"unexpected argument {extra!r}", f"write a size as one word: {first}{second}"
+        glob = _NUMBER.sub("*", first)
+        if first < second and glob == _NUMBER.sub("*", second) and Path(first).exists() and Path(second).exists():
+            if rank := next((path for path in (Path(first), *Path(first).parents) if _RANK.fullmatch(path.name)), None):
                 ranks = rank.with_name("rank_*")
                 return f"{ranks} are several directories", f"give the directory of all ranks, {rank.parent}"
-            if Path(one).is_file() and Path(two).is_file():
+            if Path(first).is_file() and Path(second).is_file():
                 return f"{glob} are several files", "for a pipeline give the directory of its strategy files"
     return f"unexpected argument {extra!r}", f"expected {_usage(ctx)}"

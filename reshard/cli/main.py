@@ -1,7 +1,7 @@
 """The command line: `reshard`, `python -m reshard`, and `dask reshard`.
 
-Data goes to stdout, talk and progress to stderr. Heavy modules are imported inside the commands, so that `--help` is
-quick. Errors, signals, exit codes and progress are in `cli.terminal`.
+Data goes to stdout, messages and progress to stderr. Heavy modules are imported inside the commands, so that `--help`
+is quick. Errors, signals, exit codes and progress are in `cli.terminal`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _HOMES = {
 
 
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    """Print versions and exit: with --verbose, which is eager and so known, what it runs on too."""
+    """Print the version and exit; with --verbose, also of dependencies.
+
+    --verbose is eager, so it is already parsed.
+    """
     if value and not ctx.resilient_parsing:
         from reshard.cli.groups.about import print_versions  # not on every start
 
@@ -83,7 +86,7 @@ def cli(verbose: bool) -> None:
             code="missing-option",
             hint="after the name of a command it is its own",
         )
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are not needed, and spin while idle
 
 
 @cli.command(
@@ -160,7 +163,7 @@ def inspect(
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
     from reshard.formats.rank_dirs import rank_of
-    from reshard.readers.open import has_several_ranks, iterations_at, noted, read_headers
+    from reshard.readers.open import has_several_ranks, iterations_at, ledger_layout, read_headers
     from reshard.readers.ranks import changed_text
     from reshard.strategy.names import no_match
     from reshard.view.tables import (
@@ -180,25 +183,25 @@ def inspect(
         raise UsageError("--json and --csv exclude each other", code="conflicting-options", hint="leave one out")
     if picture and (as_json or as_csv):
         raise UsageError("--picture is drawn for a terminal", hint="leave out --json or --csv", code="bad-options")
-    listed = iterations_at(source) if reading["iteration"] is None else []
-    if listed and not (as_json or as_csv):  # also where none of them can be opened
-        print_text(f"{iterations_text(listed, width=width())}\n")
-    found_by: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
+    iterations = iterations_at(source) if reading["iteration"] is None else []
+    if iterations and not (as_json or as_csv):  # even if no iteration can be opened
+        print_text(f"{iterations_text(iterations, width=width())}\n")
+    file_options: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
-    known, change = False, ""
-    if unruled and found_by == {name: OPENING[name] for name in found_by}:
-        known, change = noted(source, reading["cipher"])
-    if rules is None and unruled and not known and has_several_ranks(source, **found_by):
-        files, ranks, warnings, step, _ = read_headers(source, **found_by, cipher=reading["cipher"])
+    is_known, change = False, ""
+    if unruled and file_options == {name: OPENING[name] for name in file_options}:
+        is_known, change = ledger_layout(source, reading["cipher"])
+    if rules is None and unruled and not is_known and has_several_ranks(source, **file_options):
+        files, ranks, warnings, step, _ = read_headers(source, **file_options, cipher=reading["cipher"])
         warnings += [changed_text(source, change)] if change else []
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
         checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
-        checkpoint = checkpoint.derive(rules) if rules else checkpoint
-        warnings, whole = list(checkpoint.warnings), not checkpoint.lone_rank
-        place = None if whole else rank_of(source)
-        ranks = (place.rank,) * len(checkpoint.files) if place else checkpoint.ranks
+        checkpoint = rules.derived(checkpoint).checkpoint if rules else checkpoint
+        warnings, whole = list(checkpoint.warnings), not checkpoint.opening.lone_rank
+        rank_dir = None if whole else rank_of(source)
+        ranks = (rank_dir.rank,) * len(checkpoint.files) if rank_dir else checkpoint.ranks
         parts = [replace(checkpoint, ranks=ranks)]
     say_warnings(warnings)
     if picture:
@@ -212,7 +215,7 @@ def inspect(
     elif as_json:
         parts = [in_order(part, sort) for part in parts]
         print_json(
-            {**checkpoint_data(parts[0]), "iterations": [one._asdict() for one in listed]}
+            {**checkpoint_data(parts[0]), "iterations": [iteration._asdict() for iteration in iterations]}
             if whole
             else rank_files_data(parts, warnings)
         )
@@ -245,13 +248,13 @@ def demo(directory: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
-    # What is imported and planned is not garbage: looking through it takes a tenth of a short command.
+    # Imported modules and plans are not garbage; scanning them takes a tenth of a short command's time.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
-    if sys.stdout is None:  # closed by who called
+    if sys.stdout is None:  # closed by the caller
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- until the exit
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # names may be of any script, terminals may not
+        if hasattr(stream, "reconfigure"):  # names may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     cli.main(args=None if arguments is None else list(arguments), prog_name="reshard")
     raise AssertionError("unreachable: click exits")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from reshard.api.asked import OPENING, Asked
+from reshard.api.asked import OPENING, TargetOptions
 from reshard.cli.commands import option
 from reshard.cli.terminal import JSON
 from reshard.cli.values import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Running(NamedTuple):
-    """How a command is to run, and what it is to say: the values of `run_options`."""
+    """The values of `run_options`: how a command runs, and how much it prints."""
 
     dry_run: bool
     overwrite: bool
@@ -52,7 +52,7 @@ class Running(NamedTuple):
 
 
 def remember_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
-    """Let errors be JSON, too."""
+    """Report errors as JSON, too, if the option is given."""
     if value:
         ctx.meta[JSON] = True
     return value
@@ -104,19 +104,19 @@ cluster_option = option(
 
 
 def drop_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option that lets tensors be left out, with what it means for a command."""
+    """Return the `--drop` option with the help text of a command."""
     return option("--drop", under="Tensors", multiple=True, metavar="GLOB", help=text)
 
 
 class _Opening(NamedTuple):
-    """An option that says how a checkpoint is opened: that of SOURCE, and of TARGET where both are opened."""
+    """An option of opening a checkpoint: for SOURCE, and for TARGET if both are opened."""
 
     source: Callable[[Callable[..., Any]], Callable[..., Any]]
     target: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def opening_flag(name: str, side: str = "") -> str:
-    """Return what to type for a parameter of `OPENING`.
+    """Return the flag of a parameter of `OPENING`.
 
     >>> opening_flag("layouts"), opening_flag("rank_pattern", "target-")
     ('--layout', '--target-rank-pattern')
@@ -124,11 +124,11 @@ def opening_flag(name: str, side: str = "") -> str:
     return f"--{side}{name.removesuffix('s').replace('_', '-')}"
 
 
-def _opening(name: str, **given: Any) -> _Opening:
+def _opening(name: str, **attrs: Any) -> _Opening:
     source, target = opening_flag(name), opening_flag(name, "target-")
-    as_source = given | {"help": f"As {source}, for TARGET."}
+    as_source = attrs | {"help": f"As {source}, for TARGET."}
     return _Opening(
-        option(source, name, under="Source", **given),
+        option(source, name, under="Source", **attrs),
         option(target, f"target_{name}", under="Target", **as_source),
     )
 
@@ -215,14 +215,14 @@ target_key_option = option(
 
 
 def encryption_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how the target is encrypted, and pass them as one `target_cipher`."""
+    """Add the options of encrypting the target, and pass them as one `target_cipher`."""
 
     @functools.wraps(command)
-    def encrypting(*args: Any, target_cipher: Cipher | None, encryption: str | None, **others: Any) -> Any:
+    def encrypting(*args: Any, target_cipher: Cipher | None, encryption: str | None, **kwargs: Any) -> Any:
         if encryption and not target_cipher:
             raise UsageError("--encryption needs the key of TARGET", code="no-key", hint="add --target-key-file FILE")
         cipher = replace(target_cipher, mode=encryption) if target_cipher and encryption else target_cipher
-        return command(*args, target_cipher=cipher, **others)
+        return command(*args, target_cipher=cipher, **kwargs)
 
     mode = option(
         "--encryption",
@@ -235,19 +235,19 @@ def encryption_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what the source is."""
+    """Add the options of opening the source."""
     for add in (key_option, *(opening.source for opening in _OPENING), source_strategy_option):
         command = add(command)
     return command
 
 
 def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how a target that is there is opened, and pass them as one `target_reading`."""
+    """Add the options of opening a target, and pass them as `target_reading`."""
 
     @functools.wraps(command)
-    def reading(*args: Any, **given: Any) -> Any:
-        target_reading = {name: given.pop(f"target_{name}") for name in OPENING}
-        return command(*args, target_reading=target_reading, **given)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        target_reading = {name: kwargs.pop(f"target_{name}") for name in OPENING}
+        return command(*args, target_reading=target_reading, **kwargs)
 
     wrapped: Callable[..., Any] = reading
     for add in (
@@ -260,15 +260,15 @@ def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def target_options(verb: Literal["convert", "transform", "unify", "plan"]) -> Callable[..., Any]:
-    """Return what adds the options of the target to a command, and passes them as `asked`."""
+    """Return a decorator that adds target options and passes them as `options`."""
     return functools.partial(_with_target_options, verb)
 
 
 def _with_target_options(verb: str, command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
-    def asking(*args: Any, **given: Any) -> Any:
-        values = {field.name: given.pop(field.name) for field in fields(Asked)}
-        return command(*args, asked=Asked(**values), **given)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        values = {field.name: kwargs.pop(field.name) for field in fields(TargetOptions)}
+        return command(*args, options=TargetOptions(**values), **kwargs)
 
     wrapped: Callable[..., Any] = asking
     for add in (encryption_options, memory_option, *_target_options(), *_format_options(verb), target_strategy_option):
@@ -337,7 +337,7 @@ def _target_options() -> Iterable[Callable[..., Any]]:
         type=click.IntRange(min=0),
         metavar="N",
         help="checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker names "
-        "it.  [default: what the source says]  dcp: likewise TARGET/iter_N, as Megatron has it.  [default: TARGET "
+        "it.  [default: what the source says]  dcp: TARGET/iter_N, as Megatron has it.  [default: TARGET "
         "itself]",
     )
     yield option(
@@ -366,7 +366,7 @@ def _target_options() -> Iterable[Callable[..., Any]]:
 
 
 def _format_options(verb: str) -> Iterable[Callable[..., Any]]:
-    """Yield the options that say the format: `--to`, or `--format` and `--style` in the commands of old."""
+    """Yield the format options: `--to`, or `--format` and `--style` for old commands."""
     old = verb in {"transform", "unify"}
     default = "by --style" if verb == "unify" else "the source's"
     yield option(
@@ -405,11 +405,11 @@ def _format_options(verb: str) -> Iterable[Callable[..., Any]]:
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how to run, and pass them as one `running`."""
+    """Add the options of running, and pass them as one `running`."""
 
     @functools.wraps(command)
-    def runs(*args: Any, **given: Any) -> Any:
-        running = Running(**{name: given.pop(name) for name in Running._fields})
+    def runs(*args: Any, **kwargs: Any) -> Any:
+        running = Running(**{name: kwargs.pop(name) for name in Running._fields})
         cluster = running.cluster
         if cluster and (running.scheduler or (running.threads and not cluster.startswith("local"))):
             typed = "--scheduler" if running.scheduler else "--threads"
@@ -418,7 +418,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 code="conflicting-options",
                 hint=f"leave {typed} out",
             )
-        return command(*args, running=running, **given)
+        return command(*args, running=running, **kwargs)
 
     wrapped: Callable[..., Any] = runs
     for add in (

@@ -1,4 +1,4 @@
-"""`reshard plan` and `run`: plan here, and run there."""
+"""`reshard plan`, which saves a plan, and `reshard run`, which runs a saved one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from reshard.view.progress import READING, phase
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.api.asked import Asked
+    from reshard.api.asked import TargetOptions
     from reshard.plan.select import Selection
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
@@ -72,7 +72,7 @@ def plan(
     output: Path | None,
     overwrite: bool,
     source_strategy: Place | None,
-    asked: Asked,
+    options: TargetOptions,
     selection: Selection,
     as_json: bool,
     verbose: bool,
@@ -96,21 +96,21 @@ def plan(
         if target is not None:
             plan_file.check_directory(str(target))
     with phase(READING, quiet=quiet):
-        made, directory, _, notes = job(source, source_strategy, target, asked, selection, reading)
+        planned, directory, _, notes = job(source, source_strategy, target, options, selection, reading)
     if output is not None:
         saved = None if directory is None else str(directory)
-        plan_file.save(made, output, directory=saved, overwrite=overwrite)
+        plan_file.save(planned, output, directory=saved, overwrite=overwrite)
         wrote()
     if not quiet:
         for note in notes:
             say(note)
-        say_warnings(made.warnings)
+        say_warnings(planned.warnings)
     then = None
     if output is not None:
-        keys = key_typed("--key-file", "cipher") if made.source.cipher else ()
+        keys = key_typed("--key-file", "cipher") if planned.source.cipher else ()
         then = f"{called_as()} {shlex.join(['run', str(output), *([] if target else ['TARGET']), *map(str, keys)])}"
     if as_json or not quiet:
-        print_plan(made, str(directory or "TARGET"), as_json=as_json, verbose=verbose, then=then)
+        print_plan(planned, str(directory or "TARGET"), as_json=as_json, verbose=verbose, then=then)
 
 
 @click.command(
@@ -160,5 +160,5 @@ def run(
             )
         target = TARGET.convert(saved.directory, None, None)
     with phase(READING, quiet=running.quiet):
-        made = saved.plan(source, cipher=cipher, target_cipher=target_cipher, threads=running.threads)
-    carry_out(made, target, running)
+        planned = saved.plan(source, cipher=cipher, target_cipher=target_cipher, threads=running.threads)
+    carry_out(planned, target, running)

@@ -1,4 +1,4 @@
-"""Options that say which tensors are wanted, and what becomes of them on their way."""
+"""Options that select tensors, and rename or change them on the way."""
 
 from __future__ import annotations
 
@@ -49,25 +49,29 @@ _rules_option = option(
 
 
 def rules_numbers(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that give rules their numbers."""
+    """Add the options for the numbers of rules."""
     for add in _rules_numbers:
         command = add(command)
     return command
 
 
 def rules_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which rules there are, and pass them as `rules`."""
+    """Add the options for rules, and pass the parsed rules as `rules`."""
 
     @functools.wraps(command)
-    def reading(*args: Any, rules: Place | None, model_config: Place | None, let: dict[str, int], **others: Any) -> Any:
-        return command(*args, rules=read_rules(rules, model_config, let), **others)
+    def reading(*args: Any, rules: Place | None, model_config: Place | None, let: dict[str, int], **kwargs: Any) -> Any:
+        return command(*args, rules=read_rules(rules, model_config, let), **kwargs)
 
     wrapped: Callable[..., Any] = _rules_option(rules_numbers(reading))
     return wrapped
 
 
 def read_rules(rules: Place | None, model_config: Place | None, let: dict[str, int]) -> Rules | None:
-    """Return the rules that are meant."""
+    """Return the rules that the options give, or None.
+
+    Raises:
+        UsageError: there are options for rules, but no rules; or as `Rules.read`.
+    """
     if rules is None:
         if model_config or let:
             name = "--model-config" if model_config else "--let"
@@ -79,7 +83,7 @@ def read_rules(rules: Place | None, model_config: Place | None, let: dict[str, i
 
 
 def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA | None:
-    """Return the LoRA adapter that is meant."""
+    """Return the LoRA adapter that the options give, or None."""
     if root is not None:
         return LoRA(str(root), alpha, tied or "")
     if alpha is not None or tied:
@@ -89,7 +93,7 @@ def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA 
 
 
 def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which tensors are wanted, and pass them as one `selection`."""
+    """Add the options that select tensors, and pass them as one `selection`."""
 
     @functools.wraps(command)
     def selecting(
@@ -105,11 +109,11 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         lora: Place | None,
         lora_alpha: float | None,
         lora_tied: str | None,
-        **others: Any,
+        **kwargs: Any,
     ) -> Any:
         adapter = _adapter(lora, lora_alpha, lora_tied)
         selection = Selection(include, exclude, weights_only, name_map, casts, drop, allow_missing, rules, adapter)
-        return command(*args, selection=selection, **others)
+        return command(*args, selection=selection, **kwargs)
 
     wrapped: Callable[..., Any] = selecting
     for add in (

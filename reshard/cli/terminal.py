@@ -1,6 +1,6 @@
-"""What stands between a command and the terminal: errors, signals, talk and progress.
+"""Connect a command to the terminal: errors, signals, messages and progress.
 
-Texts of the core get the words of the command line here (`OPTIONS`), and nowhere else. So does every error become one
+Only here do option names in texts of the core get the spelling of the command line (`OPTIONS`), and errors become one
 sentence and an exit code: 0 done, 1 failure, 2 usage, 3 verify mismatch,
 4 source or strategy incomplete or corrupt, 5 memory or disk, 6 target exists or source changed, 130 interrupted,
 143 terminated.
@@ -96,9 +96,9 @@ OPTIONS: Words = {
 DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
 JSON, ANSWERED = "reshard.json", "reshard.answered"
-"""Whether an object is asked for, and whether it is printed."""
-TOLD = "reshard.told"
-"""Whether a command told on stdout of what its error says."""
+"""Whether a JSON object was requested, and whether it was printed."""
+REPORTED = "reshard.told"
+"""Whether a command already printed its error on stdout."""
 SCHEMA = 1  # of the objects of --json; it grows when a key goes or changes its meaning
 _LABEL = re.compile(r"^(error|warning|hint):", re.MULTILINE)
 _COLORS = {"error": "red", "warning": "yellow", "hint": "cyan"}
@@ -106,7 +106,10 @@ _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of
 
 
 class _Stopped(KeyboardInterrupt):
-    """A signal asked to stop. Raised in the main thread, so that `run` cleans up as after any failure."""
+    """A signal requested a stop.
+
+    It is raised in the main thread, so that `run` cleans up as after any failure.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -115,12 +118,15 @@ class _Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) continues to."""
+    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`.
+
+    A signal that is ignored (nohup) stays ignored.
+    """
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     stopped: list[_Stopped] = []
 
     def stop(signum: int, _frame: FrameType | None) -> NoReturn:
-        for number in before:  # a second one must disturb neither the cleaning up nor the exit code
+        for number in before:  # a second signal must not disturb the cleanup or the exit code
             signal.signal(number, signal.SIG_IGN)
         stopped.append(_Stopped(signum))
         raise stopped[0]
@@ -137,7 +143,7 @@ def stopping() -> Iterator[None]:
         if not stopped:
             raise
         before.clear()
-        # What was imported, or a library's own callback, made something else of it.
+        # An imported module, or a library's callback, replaced the exception.
         for note in getattr(error, "__notes__", ()):
             stopped[0].add_note(note)
         raise stopped[0] from error
@@ -145,17 +151,20 @@ def stopping() -> Iterator[None]:
         before.clear()
         raise
     finally:
-        for number, old in before.items():  # what is to be said at once is not true any more
+        for number, old in before.items():  # `stop_at_once` says "nothing was written", which may be false by now
             signal.signal(number, signal.SIG_DFL if old is stop_at_once else old)
 
 
 def wrote() -> None:
-    """Remember that the command wrote something, so that an interrupt from now on does not deny it."""
+    """Record that the command wrote something.
+
+    A later interrupt then does not report that nothing was written.
+    """
     click.get_current_context().meta[WROTE] = True
 
 
-class Told(NamedTuple):
-    """What is told of an error: on stderr in lines, with `--json` on stdout as an object."""
+class ErrorReport(NamedTuple):
+    """The report of an error: lines on stderr, and with `--json` an object on stdout."""
 
     message: str
     facts: Sequence[str]
@@ -165,7 +174,7 @@ class Told(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The lines for a person: the message, indented facts, and what to type."""
+        """Return the lines for a person: the message, indented facts, and the hint."""
         label = "" if self.code == "interrupted" else "error: "
         lines = [Text(label, self.message), *(Text("       ", fact) for fact in self.facts)]
         return joined("\n", [*lines, *([Text("hint:  ", self.hint)] if self.hint else [])])
@@ -183,37 +192,37 @@ class Told(NamedTuple):
         }
 
 
-def told(error: BaseException) -> Told:
-    """Return what to tell of an error, and the exit code."""
+def error_report(error: BaseException) -> ErrorReport:
+    """Return the report of an error, with the exit code."""
     notes = tuple(getattr(error, "__notes__", ()))
     if isinstance(error, KeyboardInterrupt):
         number = signal.Signals(getattr(error, "signum", signal.SIGINT))
         kind = "interrupted" if number is signal.SIGINT else f"stopped by {number.name}"
-        return Told(joined("; ", [kind, *notes]), (), "", "interrupted", 128 + number)
+        return ErrorReport(joined("; ", [kind, *notes]), (), "", "interrupted", 128 + number)
     if isinstance(error, ReshardError):
-        return Told(error.message, (*error.facts, *notes), error.hint, error.code, error.exit_code)
+        return ErrorReport(error.message, (*error.facts, *notes), error.hint, error.code, error.exit_code)
     if isinstance(error, MemoryError):
-        return Told("out of memory", (), "", BudgetError.code, BudgetError.exit_code)
+        return ErrorReport("out of memory", (), "", BudgetError.code, BudgetError.exit_code)
     if isinstance(error, OSError) and error.strerror:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        prefix = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         kind, code = (BudgetError.code, BudgetError.exit_code) if full else (ReshardError.code, 1)
-        return Told(f"{where}{error.strerror}", (), "", kind, code)
+        return ErrorReport(f"{prefix}{error.strerror}", (), "", kind, code)
     text = f"unexpected {type(error).__name__}: {error}".splitlines()[0]
     advice = "internal error; please report it with `reshard version --verbose`; --debug shows where it is"
-    return Told(text, (), advice, "internal", 1)
+    return ErrorReport(text, (), advice, "internal", 1)
 
 
 def say(text: str) -> None:
-    """Write talk to stderr, with what a terminal would obey escaped."""
+    """Write a message to stderr, with control characters escaped."""
     lines = _near(spelled(text, OPTIONS)).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
-    shown = printable("\n".join(lines), keep="\n")
-    click.echo(_LABEL.sub(lambda label: paint(label[0], bold=True, fg=_COLORS[label[1]]), shown), err=True)
+    escaped = printable("\n".join(lines), keep="\n")
+    click.echo(_LABEL.sub(lambda label: paint(label[0], bold=True, fg=_COLORS[label[1]]), escaped), err=True)
 
 
 def _near(text: str) -> str:
-    """Shorten the paths below the current directory."""
+    """Make paths below the current directory relative to it."""
     with suppress(OSError):  # it may be gone
         here = str(Path.cwd())
         return text if here == "/" else re.sub(rf"(?<![^\s'\"=(]){re.escape(here)}/(?=[^\s/])", "", text)
@@ -221,36 +230,36 @@ def _near(text: str) -> str:
 
 
 def paint(text: str, **style: Any) -> str:
-    """Return a text in a colour or in bold, which `click.echo` takes out again of what goes to a pipe or a file."""
+    """Return a text in colour or bold, which `click.echo` strips for pipes and files."""
     ctx = click.get_current_context(silent=True)
     unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if unwanted and not (ctx and ctx.color) else click.style(text, **style)
 
 
 def say_warnings(warnings: Sequence[str]) -> None:
-    """Report on stderr what a user should know though it is not an error."""
+    """Write warnings to stderr."""
     for warning in warnings:
-        say(printable(spelled(Text("warning: ", warning), OPTIONS)))  # one line, whatever the names in it
+        say(printable(spelled(Text("warning: ", warning), OPTIONS)))  # one line, even if names have line breaks
 
 
 def print_text(text: str) -> None:
-    """Write a result to stdout: options as the command line writes them, what a terminal would obey escaped."""
+    """Write a result to stdout, with options as typed and control characters escaped."""
     click.echo(printable(spelled(text, OPTIONS), keep="\n"))
 
 
 def print_json(data: dict[str, object], error: ReshardError | None = None) -> None:
-    """Write the one JSON object of `--json` to stdout, with the version of its schema and what failed, if anything."""
-    failure = told(error).data() if error else {}
+    """Write the object of `--json` to stdout, with its schema version and any error."""
+    failure = error_report(error).data() if error else {}
     click.get_current_context().meta[ANSWERED] = True
     sys.stdout.writelines(_json_pieces({"schema": SCHEMA} | failure | data, "\n", 2))
     sys.stdout.write("\n")
-    sys.stdout.flush()  # a reader that went away shows here, where it is not an error, rather than at the exit
+    sys.stdout.flush()  # a closed pipe must show here, where it is not an error, and not at the exit
 
 
-def report_error(error: Told, ctx: click.Context | None) -> None:
-    """Tell of an error on stderr, and on stdout if JSON is asked for, unless a command did."""
+def report_error(error: ErrorReport, ctx: click.Context | None) -> None:
+    """Report an error on stderr, and with `--json` on stdout, unless already done."""
     meta = ctx.meta if ctx else {}
-    if not meta.get(TOLD):
+    if not meta.get(REPORTED):
         say(error.text)
     if meta.get(JSON) and not meta.get(ANSWERED):
         with ctx or nullcontext():
@@ -258,11 +267,11 @@ def report_error(error: Told, ctx: click.Context | None) -> None:
 
 
 def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
-    """Yield JSON with the items of so many levels on lines of their own: with all of them it would be slow and long."""
+    """Yield JSON with an item per line in the first levels; all would be slow."""
     import json
 
     if not (levels and value and isinstance(value, dict | list)):
-        if isinstance(value, dict):  # a difference, whose sentence may name options; no deeper value does
+        if isinstance(value, dict):  # a difference, whose text may name options; deeper values have none
             value = {key: spelled(item, OPTIONS) if isinstance(item, str) else item for key, item in value.items()}
         yield json.dumps(spelled(value, OPTIONS) if isinstance(value, str) else value)
         return
@@ -275,26 +284,26 @@ def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
     yield f"{newline}{'}' if is_object else ']'}"
 
 
-_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # noqa: RUF001 -- what spreadsheets take for the beginning of one
+_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # noqa: RUF001 -- spreadsheets take these for the start of a formula
 
 
 def print_csv(rows: Iterable[Sequence[str | int]]) -> None:
-    """Write rows to stdout as RFC 4180 has them.
+    """Write rows to stdout as CSV (RFC 4180).
 
-    A text that a spreadsheet would take for a formula gets an apostrophe in front. What a terminal would obey is
-    escaped on one; in a pipe a name is what it is.
+    A text that a spreadsheet would take for a formula gets an apostrophe in front. Control characters are escaped on
+    a terminal, but not in a pipe.
     """
     import csv
 
-    shown = printable if sys.stdout.isatty() else str
+    escape = printable if sys.stdout.isatty() else str
     csv.writer(sys.stdout).writerows(
-        ["'" * str(cell).startswith(_FORMULA) + shown(str(cell)) for cell in row] for row in rows
+        ["'" * str(cell).startswith(_FORMULA) + escape(str(cell)) for cell in row] for row in rows
     )
     sys.stdout.flush()
 
 
 def width() -> int | None:
-    """Return how many columns a table may have on stdout: the terminal's, else COLUMNS; None for any number."""
+    """Return the width of stdout: the terminal's, else COLUMNS; None if unlimited."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     columns = os.environ.get("COLUMNS", "")
@@ -302,7 +311,7 @@ def width() -> int | None:
 
 
 def called_as() -> str:
-    """Return what to type for `reshard`: the name alone where the shell finds it, else how it was called."""
+    """Return the command that runs `reshard`: its name if on PATH, else as called."""
     called = Path(sys.argv[0]).absolute()
     if called.parts[-2:] == ("reshard", "__main__.py"):
         return shlex.join([sys.executable, "-m", "reshard"])
@@ -315,7 +324,7 @@ def called_as() -> str:
 
 @contextmanager
 def cluster_client(cluster: str | None, threads: int | None, *, quiet: bool) -> Iterator[Any]:
-    """Give a client of the cluster that is asked for; None where there is none."""
+    """Yield a client of the cluster, or None if no cluster is requested."""
     if cluster is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What the values of options are: paths and other types, and what texts are turned into."""
+"""Types of options, and callbacks that parse their values."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
 
 
 def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Return the ranks of a list such as `0,3-5`."""
+    """Parse a list of ranks such as `0,3-5`."""
     if value is None:
         return None
-    found: set[int] = set()
+    ranks: set[int] = set()
     for part in value.split(","):
         match = _RANGE.fullmatch(part.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not low <= high < _MOST_RANKS:
             raise click.BadParameter(f"{part!r} is not a rank or range of ranks, such as 0,3-5", param=param)
-        found.update(range(low, high + 1))
-    return tuple(sorted(found))
+        ranks.update(range(low, high + 1))
+    return tuple(sorted(ranks))
 
 
 def layout_rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """Return the rules of texts such as `embedding.*=split:0`."""
-    found = {}
+    """Parse layout rules such as `embedding.*=split:0`."""
+    rules = {}
     for value in values:
         name, equals, rule = value.rpartition("=")
         if not (name and equals and rule):
             raise click.BadParameter(f"{value!r} is not NAME=RULE, such as 'embedding.*=split:0'", param=param)
-        found[name] = rule
-    return found
+        rules[name] = rule
+    return rules
 
 
 def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """Return the dtypes, old to new, of texts such as `float32=bfloat16`."""
-    found: dict[str, str] = {}
+    """Parse casts such as `float32=bfloat16`, as old to new dtypes."""
+    casts: dict[str, str] = {}
     for value in values:
         old, equals, new = value.partition("=")
         if not (old and equals and new):
@@ -69,24 +69,24 @@ def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[st
             before, after = by_name(old, UsageError).name, by_name(new, UsageError).name
         except UsageError as error:
             raise click.BadParameter(error.message, param=param) from None
-        if found.setdefault(before, after) != after:
-            raise click.BadParameter(f"{before} cannot become both {found[before]} and {after}", param=param)
-    return found
+        if casts.setdefault(before, after) != after:
+            raise click.BadParameter(f"{before} cannot become both {casts[before]} and {after}", param=param)
+    return casts
 
 
 def numbers(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of texts such as `heads=32`."""
-    found: dict[str, int] = {}
+    """Parse numbers such as `heads=32`, by name."""
+    result: dict[str, int] = {}
     for value in values:
         word, _, number = value.partition("=")
         if not word.isidentifier() or not number.isascii() or not number.isdigit():
             raise click.BadParameter(f"{value!r} is not WORD=N, such as heads=32", param=param)
-        found[word] = int(number)
-    return found
+        result[word] = int(number)
+    return result
 
 
 def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means; only 0 needs no unit."""
+    """Parse a size such as `4GB` (decimal) or `512MiB` (binary); only 0 needs no unit."""
     if value is None:
         return None
     try:
@@ -99,7 +99,7 @@ def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | Non
     """Read a JSON object of old names to new names.
 
     Raises:
-        UsageError: it is none; all faults at once.
+        UsageError: it is not such an object; all faults at once.
     """
     if path is None:
         return {}
@@ -109,8 +109,8 @@ def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | Non
     try:
         content = parse_json(raw, repeated)
     except json.JSONDecodeError as error:
-        shown = pointed(error.doc, error.lineno - 1, error.colno - 1)
-        message = f"name map {path} is not JSON: line {error.lineno}: {error.msg}{shown}"
+        pointer = pointed(error.doc, error.lineno - 1, error.colno - 1)
+        message = f"name map {path} is not JSON: line {error.lineno}: {error.msg}{pointer}"
         raise UsageError(message, code="bad-name-map") from None
     except ValueError as error:
         raise UsageError(f"name map {path} is not JSON: {error}", code="bad-name-map") from None
@@ -142,7 +142,7 @@ def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | No
 
 
 def share(_ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return the share that a text such as `5%` or `0.05` means."""
+    """Parse a share such as `5%` or `0.05`."""
     if value is None:
         return None
     match = _SHARE.fullmatch(value.strip())
@@ -153,9 +153,9 @@ def share(_ctx: click.Context, param: click.Parameter, value: str | None) -> flo
 
 
 def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -> Cipher | None:
-    """Return the key that is in a file, or in the variable that is called like the one that names the file.
+    """Return the key in a file, or in the environment variable named after the option.
 
-    A pipe will do, so that a program may hand the key over: --key-file <(vault ...).
+    The file may be a pipe, so that a program can supply the key: --key-file <(vault ...).
     """
     variable = str(param.envvar).removesuffix("_FILE")
     if path is None:
@@ -177,14 +177,16 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
 
 
 class PathType(click.Path):
-    """A path, and what a command does with it, so that no file is written that is read (`commands.Command`).
+    """A path with its role in the command.
 
-    It is not empty: that of a shell variable that is not set would be the current directory.
+    A command refuses to write a file that it reads (`commands.Command`).
+
+    An empty path is refused: an unset shell variable would mean the current directory.
 
     Args:
-        role: `INPUTS` of what is read, `STRATEGIES` of strategy files and directories of them, `OUTPUTS` of a file that
-            is written, None of a directory where files go.
-        remote: it may be a URL that fsspec knows.
+        role: `INPUTS` for a path that is read, `STRATEGIES` for strategy files and directories of them, `OUTPUTS` for
+            a file that is written, None for a target directory.
+        remote: whether it may be a URL that fsspec knows.
     """
 
     def __init__(self, role: str | None, *, remote: bool = False) -> None:
@@ -192,36 +194,36 @@ class PathType(click.Path):
         self.role, self.remote = role, remote
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the place that a path names."""
+        """Return a path or URL as a `Place`."""
         if value == "":
             self.fail("the path is empty", param, ctx)
-        place = as_place(value)
-        if is_url(place) and not self.remote:
+        path = as_place(value)
+        if is_url(path) and not self.remote:
             self.fail(f"{value} is a URL, not a path on this machine", param, ctx)
         if ctx is not None and self.role is not None:
-            ctx.meta.setdefault(self.role, []).append(place)
-        return place
+            ctx.meta.setdefault(self.role, []).append(path)
+        return path
 
 
 class StyleType(click.Choice[str]):
-    """How the files of a target are called, and what stands beside them."""
+    """The style of a target: the names of its files, and its index and sidecar files."""
 
     def __init__(self) -> None:
         super().__init__(["mindspore", "huggingface", CHECKPOINT2_NAME])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the style that a word means."""
+        """Return the style for a word."""
         return super().convert({"hf": "huggingface", "ms": "mindspore"}.get(value, value), param, ctx)
 
 
 class ToType(click.Choice[str]):
-    """What is to be written."""
+    """The format of a target."""
 
     def __init__(self) -> None:
         super().__init__(TO)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the format that a word means."""
+        """Return the format for a word."""
         return super().convert(OTHER_WORDS.get(str(value).lower(), value), param, ctx)
 
 

@@ -1,4 +1,4 @@
-"""`reshard verify`: is a checkpoint complete, is it what another became, are its files unchanged."""
+"""`reshard verify`: check that a checkpoint is complete, equal to its source, and unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from reshard.cli.options import (
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import (
     OPTIONS,
-    TOLD,
+    REPORTED,
     cluster_client,
     print_json,
     print_text,
@@ -222,29 +222,29 @@ def verify(
     chosen = None if selection == Selection() else selection
     if as_is:
         chosen = as_it_is(chosen, source)
-    given = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
-    if cluster is not None and (manifest or write_manifest or (given and source is None)):
+    has_options = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
+    if cluster is not None and (manifest or write_manifest or (has_options and source is None)):
         raise UsageError(
             "the workers of a cluster compare with a source", code="needs-source", hint="add --against SOURCE"
         )
-    with cluster_client(cluster, threads, quiet=quiet) as client, progress(quiet=quiet, words=_WORDS) as shown:
-        found: Verification
+    with cluster_client(cluster, threads, quiet=quiet) as client, progress(quiet=quiet, words=_WORDS) as callback:
+        verification: Verification
         if manifest is not None:
             partial = target_reading["partial"]
-            found = verified(
+            verification = verified(
                 target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial,
-                independent=independent, sample=sample, seed=seed, memory=memory, threads=threads, progress=shown,
+                independent=independent, sample=sample, seed=seed, memory=memory, threads=threads, progress=callback,
             )  # fmt: skip
-        elif not given:
-            found = verified(
+        elif not has_options:
+            verification = verified(
                 target, cipher=target_cipher, source_cipher=cipher, independent=independent, sample=sample, seed=seed,
-                memory=memory, threads=threads, client=client, progress=shown,
+                memory=memory, threads=threads, client=client, progress=callback,
             )  # fmt: skip
         else:
             strategies = {"target": target_strategy, "source": source_strategy}
             first = _opened("target", target, strategies, target_reading, target_cipher, alone=source is None)
             second = source and _opened("source", source, strategies, reading, cipher)
-            found = verified(
+            verification = verified(
                 first,
                 against=second,
                 cipher=target_cipher,
@@ -257,22 +257,22 @@ def verify(
                 memory=memory,
                 threads=threads,
                 client=client,
-                progress=shown,
+                progress=callback,
             )
     if not quiet:
-        say_warnings(found.warnings)
-    error = None if found.equal else VerifyError(summary(found), code="different")
+        say_warnings(verification.warnings)
+    error = None if verification.equal else VerifyError(summary(verification), code="different")
     if as_json:
-        print_json(verdict_data(found), error)
+        print_json(verdict_data(verification), error)
     elif not quiet:
-        print_text(verdict_text(found, OPTIONS, "--json", verbose=verbose))
-        click.get_current_context().meta[TOLD] = True  # with a difference, the text is the error
+        print_text(verdict_text(verification, OPTIONS, "--json", verbose=verbose))
+        click.get_current_context().meta[REPORTED] = True  # with a difference, the text is the error
     if error:
         raise error
 
 
 def _opened(
-    what: Literal["target", "source"],
+    side: Literal["target", "source"],
     path: Place,
     strategies: dict[str, Place | None],
     reading: dict[str, Any],
@@ -280,16 +280,16 @@ def _opened(
     *,
     alone: bool = False,
 ) -> Place | Checkpoint:
-    """Open one side as its options say; return its path if there are none, so that ledgers may say how."""
+    """Open a side with its options; without any, return its path for the ledger."""
     from reshard.api.jobs import noting_swap
     from reshard.verify.sides import opened
 
-    strategy, other = strategies[what], strategies["source" if what == "target" else "target"]
+    strategy, other_strategy = strategies[side], strategies["source" if side == "target" else "target"]
     if not alone and strategy is None and reading == OPENING:
         return path
     reading["cipher"] = cipher
-    with noting_swap(path, strategy, other, reading):
-        return opened(path, strategy, what=what, **reading)
+    with noting_swap(path, strategy, other_strategy, reading):
+        return opened(path, strategy, what=side, **reading)
 
 
 def _check_usage(
@@ -299,7 +299,7 @@ def _check_usage(
     reading: dict[str, Any],
     source_strategy: Place | None,
 ) -> None:
-    """Refuse options that would do nothing, which a user would take for something."""
+    """Refuse options that would have no effect."""
     chosen = {"--against": source, "--manifest": manifest, "--write-manifest": write_manifest}
     ways = [option for option, value in chosen.items() if value is not None]
     if len(ways) > 1:
@@ -324,7 +324,10 @@ def _check_usage(
 
 
 def _check_manifest_usage(deduplicated: bool, sample: float | None) -> None:
-    """Refuse options that do not go with a manifest; `sample` is that of one that is written."""
+    """Refuse options that do not go with a manifest.
+
+    `sample` is None unless a manifest is written.
+    """
     if deduplicated:
         raise UsageError(
             "--deduplicated is for a strategy; a manifest says what each file holds",
@@ -356,20 +359,20 @@ def _make(
     from reshard.verify.verify import make_manifest
     from reshard.view.text import count_text
 
-    refuse_existing(path, overwrite=overwrite)  # before everything is read
+    refuse_existing(path, overwrite=overwrite)  # before any file is read
     if path.is_there() or as_place(f"{path}.partial").is_there():
         files = read_headers(target, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"]).files
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
-    with progress(quiet=quiet, words=("reading", "reading", "read")) as shown:
-        made = make_manifest(
+    with progress(quiet=quiet, words=("reading", "reading", "read")) as callback:
+        manifest = make_manifest(
             target,
             rank_pattern=reading["rank_pattern"],
             suffix=reading["suffix"],
             threads=threads,
-            progress=shown,
+            progress=callback,
         )
-    write_manifest(made, path, overwrite=overwrite)
+    write_manifest(manifest, path, overwrite=overwrite)
     wrote()
     if not quiet:
-        say(f"wrote {path}: {count_text(made.checksums, 'checksum')} of {count_text(len(made.files), 'file')}")
+        say(f"wrote {path}: {count_text(manifest.checksums, 'checksum')} of {count_text(len(manifest.files), 'file')}")

@@ -1,4 +1,4 @@
-"""`reshard convert`, which writes checkpoints, and the names it had: `transform` and `unify`."""
+"""`reshard convert`, which writes checkpoints, and its former names `transform` and `unify`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from reshard.view.progress import READING, phase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.api.asked import Asked
+    from reshard.api.asked import TargetOptions
     from reshard.api.jobs import Verb
     from reshard.storage.places import AnyName, Place
 
 
 def _writing(verb: Verb) -> Callable[..., Any]:
-    """Return what makes a function the command of a verb: its arguments and options, which are those of all."""
+    """Return a decorator that adds the arguments and options of a command."""
     via_zarr = option(
         "--via-zarr",
         under="Target",
@@ -69,7 +69,7 @@ Examples:
     short_help="Convert a checkpoint: other devices, another format, other names.",
 )
 @_writing("convert")
-def convert(source: Place, target: Place, **options: Any) -> None:
+def convert(source: Place, target: Place, **arguments: Any) -> None:
     """Convert the checkpoint SOURCE to other devices, another format, other names.
 
     TARGET is cut as --target-strategy says; without it, it has whole tensors. To resume a stopped run, type it again.
@@ -87,7 +87,7 @@ def convert(source: Place, target: Place, **options: Any) -> None:
     - No --to: x.zarr, x.ckpt and x.safetensors are what they are called; else the target is what SOURCE is. If that
       holds whole tensors only (a set, a store) and --target-strategy is given, it is safetensors.
     """  # noqa: D301 -- click's mark of what is not for the terminal
-    _write("convert", source, target, **options)
+    _write("convert", source, target, **arguments)
 
 
 @click.command(
@@ -103,13 +103,13 @@ Example:
     short_help="Convert a checkpoint to another sharding strategy.",
 )
 @_writing("transform")
-def transform(source: Place, target: Place, **options: Any) -> None:
+def transform(source: Place, target: Place, **arguments: Any) -> None:
     """Convert the checkpoint SOURCE to another sharding strategy, below TARGET: as `reshard convert`, to rank files.
 
     Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To
     resume a stopped run, type the same command again.
     """
-    _write("transform", source, target, **options)
+    _write("transform", source, target, **arguments)
 
 
 @click.command(
@@ -125,12 +125,12 @@ Example:
     short_help="Merge into whole tensors.",
 )
 @_writing("unify")
-def unify(source: Place, target: Place, **options: Any) -> None:
+def unify(source: Place, target: Place, **arguments: Any) -> None:
     """Write the whole tensors of SOURCE into a few files in TARGET, with an index: as `reshard convert --to mindspore`.
 
     With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
     """
-    _write("unify", source, target, **options)
+    _write("unify", source, target, **arguments)
 
 
 def _write(
@@ -139,31 +139,31 @@ def _write(
     target: Place,
     *,
     source_strategy: Place | None,
-    asked: Asked,
+    options: TargetOptions,
     via_zarr: Place | None,
     selection: Selection,
     running: Running,
     **reading: Any,
 ) -> None:
-    """Write a checkpoint."""
+    """Write a checkpoint, through a zarr store if `via_zarr` is given."""
     from reshard.api.jobs import job, with_format  # not on every start
 
     if via_zarr is not None:
-        if asked.same_ranks:
+        if options.same_ranks:
             raise UsageError(
                 "--same-ranks keeps files as they are cut", code="conflicting-options", hint="leave --via-zarr out"
             )
         _check_apart(via_zarr, source, target, running.write_manifest)
         check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
-        plain = str(via_zarr) if asked.target_cipher else f"{via_zarr} and {target}"
-        if not _make_store(source, source_strategy, via_zarr, plain, selection, asked.memory, running, reading):
+        plain = str(via_zarr) if options.target_cipher else f"{via_zarr} and {target}"
+        if not _make_store(source, source_strategy, via_zarr, plain, selection, options.memory, running, reading):
             return
         source, source_strategy = via_zarr, None
         reading = {**OPENING, "cipher": None}
-        asked = with_format(asked, target, _format_before(via_zarr))
+        options = with_format(options, target, _format_before(via_zarr))
     with phase(READING, quiet=running.quiet):
         plan, directory, result, notes = job(
-            source, source_strategy, target, asked, selection, reading, verb=verb, threads=running.threads
+            source, source_strategy, target, options, selection, reading, verb=verb, threads=running.threads
         )
     if not running.quiet:
         for note in notes:
@@ -172,13 +172,13 @@ def _write(
 
 
 def _check_apart(store: Place, source: Place, target: Place, manifest: Place | None) -> None:
-    """Refuse a store that is the source or the target, or holds one of them or lies in it.
+    """Refuse a store that overlaps with the source, the target or the manifest.
 
     Raises:
-        TargetError: it does; nothing is made or changed.
+        TargetError: the store overlaps with one of them; nothing is made or changed.
     """
-    places: list[AnyName] = [source, target, *([manifest] if manifest else [])]
-    for path in places:
+    paths: list[AnyName] = [source, target, *([manifest] if manifest else [])]
+    for path in paths:
         if is_within(path, store) or is_within(store, path):
             raise TargetError(
                 f"{store} overlaps with {path}", code="overlaps",
@@ -196,26 +196,28 @@ def _make_store(
     running: Running,
     reading: dict[str, Any],
 ) -> bool:
-    """Unify a source into a zarr store, unless that is done; return whether the store is there to be read.
+    """Unify a source into a zarr store, unless that is done.
 
-    What is written that is not encrypted is said where the source is.
+    Return whether the store can be read: not after a dry run.
+
+    If the source is encrypted, a warning names the targets that are not: `plain`.
 
     Raises:
-        TargetError: the store is finished, and of another source or of one that changed since.
+        TargetError: the store is finished, and was made from another source, or from this one before it changed.
     """
     from reshard.readers.zarr import noted_provenance
     from reshard.targets.zarr import provenance
 
-    noted = noted_provenance(store)
-    if noted is not None and not (source.is_dir() or source.is_file()):
+    recorded = noted_provenance(store)
+    if recorded is not None and not (source.is_dir() or source.is_file()):
         say_warnings([f"{source} does not exist; {store} is finished, and is used"])
         return True
     checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     if checkpoint.cipher and not running.quiet:
         say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
-    if noted is not None:
-        now = provenance(checkpoint, times=True)
-        if (now["sources"], now["strategy"]) != (noted.get("sources"), noted.get("strategy")):
+    if recorded is not None:
+        current = provenance(checkpoint, times=True)
+        if (current["sources"], current["strategy"]) != (recorded.get("sources"), recorded.get("strategy")):
             raise TargetError(
                 f"{store} is finished, and was made from another source, or from {source} before it changed",
                 code="other-store", hint="choose another store, remove it, or give it as SOURCE",
@@ -227,7 +229,7 @@ def _make_store(
     plan = make_plan(
         checkpoint, files=reshard.ZarrGroup(times=True), selection=selection, memory=memory, threads=running.threads
     )
-    # The report is that of the second step.
+    # The second step prints the report.
     quiet = running.quiet or (running.as_json and not running.dry_run)
     as_json = running.as_json and running.dry_run
     if quiet and not running.quiet:
@@ -238,7 +240,7 @@ def _make_store(
 
 
 def _format_before(store: Place) -> str | None:
-    """Return the format of the files that a store was made of; None where it is not one that all have."""
+    """Return `ckpt` if a store was made from `.ckpt` files only, else None."""
     from reshard.readers.zarr import noted_provenance
 
     sources = (noted_provenance(store) or {}).get("sources")

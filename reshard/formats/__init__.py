@@ -1,11 +1,11 @@
-"""Checkpoint file formats, one module each, and the one list of them.
+"""Checkpoint file formats, one module each, and the list of them.
 
-A format is two functions over bytes at offsets, so that a file is neither read to be indexed nor built in memory to
-be written:
+A format is two functions over bytes at offsets, so that indexing does not read the whole file, and writing does not
+build it in memory:
 
-* `index(reader)` says what a file holds, from its header alone;
-* `lay_out(tensors, metadata)` tells, for tensors to be written, the bytes that are not tensor contents and where
-  the contents go.
+* `index(reader)` returns the index of a file, from its header alone;
+* `lay_out(tensors, metadata)` returns, for tensors to be written, the bytes that are not tensor contents and the
+  offsets of the contents.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 
 _REMOTE_HEADER = 1 << 20
-_REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor is a request, whose answer should be short
+_REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor takes a request, which should be short
 
 
 def formats() -> tuple[Format, ...]:
-    """Return every format, the more easily recognized first."""
+    """Return all formats, the most easily recognized first."""
     from reshard.formats import ckpt, safetensors
 
     return (safetensors, ckpt)
 
 
 def check_name(path: str, written: str) -> None:
-    """Check that a target is not called as one of another format is.
+    """Check that a target's extension does not belong to another format.
 
     Raises:
-        UsageError: it is: a store `x.zarr` of safetensors files, a file `x.ckpt` of safetensors.
+        UsageError: it does, such as a store `x.zarr` of safetensors files, or a safetensors file `x.ckpt`.
     """
     named = PurePath(path).suffix.removeprefix(".")
-    if named in {"zarr", *(known.NAME for known in formats())} - {written}:
+    if named in {"zarr", *(format_.NAME for format_ in formats())} - {written}:
         raise UsageError(
             f"{path} is the name of a {named} {'store' if named == 'zarr' else 'file'}, and the format is {written}",
             code="wrong-extension",
@@ -52,31 +52,31 @@ def check_name(path: str, written: str) -> None:
 
 
 def by_name(name: str) -> Format:
-    """Return a format by its name.
+    """Return the format with this name.
 
     Raises:
         UsageError: there is no such format.
     """
-    for known in formats():
-        if name == known.NAME:
-            return known
-    known_names = ", ".join(known.NAME for known in formats())
+    for format_ in formats():
+        if name == format_.NAME:
+            return format_
+    known_names = ", ".join(format_.NAME for format_ in formats())
     raise UsageError(f"unknown format {name!r}", code="unknown-format", facts=[f"known formats: {known_names}"])
 
 
 def is_known(path: str) -> bool:
-    """Return whether a file begins as one of a known format does, whatever its name."""
+    """Return whether a file has a known format, by its first bytes rather than its name."""
     reader = RangeReader(path, window=0)
     start = reader.upto(0, 64)
-    return any(known.recognizes(start, reader.size) for known in formats())
+    return any(format_.recognizes(start, reader.size) for format_ in formats())
 
 
 def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
-    """Return what a checkpoint file holds; its content decides the format, not its name.
+    """Return the index of a checkpoint file; its format is detected by content, not by name.
 
     Args:
         path: the file.
-        store: what reads it; by default this process's.
+        store: the store to read from; by default this process's store.
 
     Raises:
         SourceError: the file is of no known format, truncated or corrupt, or was decrypted with the wrong key.
@@ -87,23 +87,23 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
         cipher = store.cipher_of(path) if isinstance(store, DecryptingStore) else None
         if cipher is None or cipher.has_tag or "wrong-key" in error.codes:
             raise
-        # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
+        # A wrong key passes the padding of a CBC block once in 256 times; the result is then no valid checkpoint.
         error.facts += (f"or the key is wrong, which {cipher.mode} cannot tell",)
         raise
 
 
 def _index(path: str, store: Readable | None) -> FileIndex:
     reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).waits else 4096)
-    # A first request that has most headers whole: to ask a second time takes longer than a megabyte does.
+    # The first request covers most headers: a second request takes longer than a megabyte does.
     start = reader.upto(0, _REMOTE_HEADER if can(path).waits else 64)[:64]
-    for known in formats():
-        if known.recognizes(start, reader.size):
-            return known.index(reader)
+    for format_ in formats():
+        if format_.recognizes(start, reader.size):
+            return format_.index(reader)
     if not reader.size:
         raise SourceError(
             f"{path} is empty", code="empty-file", facts=["expected a checkpoint; was saving it interrupted?"]
         )
-    # Of protobuf's first field MindSpore's .ckpt files have a message, and its strategy files the number of a stage.
+    # The first protobuf field is a message in MindSpore's .ckpt files, and a stage number in its strategy files.
     if re.match(rb"(\x08.)?\x12", start, re.DOTALL):
         raise SourceError(
             f"{path} is not a checkpoint, but may be a strategy file",

@@ -1,13 +1,14 @@
-"""MindSpore `.ckpt` files: a run of protobuf `Checkpoint` messages, one tensor or a part of one each.
+"""MindSpore `.ckpt` files: a sequence of protobuf `Checkpoint` messages.
 
-The message is described in `proto/checkpoint.proto`; here its bytes are read and written directly. An index is a
-scan of the varints that seeks over the contents (1 ms for 1 GB, where parsing the message takes 1 s and 2.3 GB).
+Each message contains a tensor or a part of one. It is described in `proto/checkpoint.proto`; here its bytes are read
+and written directly. Indexing scans the varints and seeks over the contents: for 1 GB it takes 1 ms, but parsing the
+message takes 1 s and 2.3 GB.
 
 * A tensor over 512 MiB is several messages with the same tag and the full dims, cut at exactly 536,870,912 bytes,
-  in the middle of a row; asynchronous saves cut by rows. Any cut is read, the former is written.
-* Scalars have dims `[]`; older files give `[0]` with one element.
+  in the middle of a row; asynchronous saves cut by rows. Any cut is read; cuts at 512 MiB are written.
+* Scalars have dims `[]`; in older files, dims `[0]` with one element.
 * `str` entries hold UTF-32 text with dims `[0]`.
-* The file may end with `crc_num` and ten bytes, big-endian: the CRC-32 of all before.
+* The file may end with `crc_num` and ten bytes, big-endian: the CRC-32 of all bytes before.
 
 Source: MindSpore 2.10 `train/serialization.py` (`_exec_save`, `_write_parameter_data`, `_parse_ckpt_proto`).
 """
@@ -35,27 +36,30 @@ NAME = "ckpt"
 EXTENSION = ".ckpt"
 
 PART_BYTES = 512 * 1024 * 1024
-"""The most contents that MindSpore puts into one message."""
+"""The maximum contents of one message, as MindSpore writes it."""
 
 TRAILER = b"crc_num"
-_TRAILER_BYTES = len(TRAILER) + 10
+TRAILER_BYTES = len(TRAILER) + 10
 _LONGEST_TEXT = 1 << 24
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 def recognizes(start: bytes, size: int) -> bool:
-    """Return whether a file is `.ckpt`: one fitting message, an empty file's trailer, an encrypted block's magic."""
+    """Return whether a file is `.ckpt`, plain or encrypted.
+
+    It begins with a message, the trailer of an empty file, or the magic of an encrypted block.
+    """
     if int.from_bytes(start[:4], "little") in MAGICS or start.startswith(TRAILER):
         return True
     return size > 2 and start[0] == 0x0A  # field 1 of Checkpoint: a Value
 
 
 def index(reader: RangeReader) -> FileIndex:
-    """Return what a `.ckpt` file holds.
+    """Return the index of a `.ckpt` file.
 
     Raises:
-        SourceError: the file is encrypted, truncated, or not what MindSpore writes; the message gives the byte.
+        SourceError: the file is encrypted, truncated, or not of MindSpore's format; the message gives the byte.
     """
     cipher = MAGICS.get(int.from_bytes(reader.upto(0, 4), "little"))
     if cipher:
@@ -69,9 +73,9 @@ def index(reader: RangeReader) -> FileIndex:
     last: str | None = None
     position, end = 0, reader.size
     crc = None
-    if reader.size >= _TRAILER_BYTES and reader.read(end - _TRAILER_BYTES, len(TRAILER)) == TRAILER:
+    if reader.size >= TRAILER_BYTES and reader.read(end - TRAILER_BYTES, len(TRAILER)) == TRAILER:
         crc = int.from_bytes(reader.read(end - 10, 10), "big")
-        end -= _TRAILER_BYTES
+        end -= TRAILER_BYTES
     while position < end:
         number, wire, start, stop = _field(reader, position, end)
         if (number, wire) == (1, _BYTES):
@@ -98,29 +102,29 @@ def index(reader: RangeReader) -> FileIndex:
         else:
             raise _unknown_field(reader, position, number, "checkpoint")
         position = stop
-    entries = {name: _entry(reader, name, some) for name, some in parts.items()}
+    entries = {name: _entry(reader, name, values) for name, values in parts.items()}
     sums = None if crc is None else Trailer(reader.size, crc)
     return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()), sums=sums)
 
 
 class Trailer(NamedTuple):
-    """The CRC-32 at the end of a file, of all before it.
+    """The CRC-32 at the end of a file, of all bytes before it.
 
     Attributes:
         nbytes: the size of the file.
-        crc: as the file carries it.
+        crc: the stored checksum.
     """
 
     nbytes: int
     crc: int
 
-    def read(self, path: str, store: ReadStore) -> Iterator[Summed]:  # noqa: ARG002 -- as `Sums` has it
-        """Yield the whole file."""
-        yield Summed("", (0, self.nbytes), (("all before crc_num", ((0, self.nbytes - _TRAILER_BYTES),), self.crc),))
+    def read(self, path: str, store: ReadStore) -> Iterator[Summed]:  # noqa: ARG002 -- the interface of `Sums`
+        """Yield the whole file as the only part."""
+        yield Summed("", (0, self.nbytes), (("all before crc_num", ((0, self.nbytes - TRAILER_BYTES),), self.crc),))
 
 
 class _Value(NamedTuple):
-    """One message: a tensor or a part of one."""
+    """The contents of one message: a tensor or a part of one."""
 
     dims: Shape
     dtype: DType
@@ -152,7 +156,7 @@ def _text(reader: RangeReader, name: str, runs: Runs, nbytes: int) -> str:
             code="too-large",
         )
     try:
-        # numpy ends its text with zeros; MindSpore gives it out without them.
+        # numpy pads text with zeros; MindSpore returns it without them.
         return b"".join(reader.read(*run) for run in runs).decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
         raise SourceError(
@@ -161,7 +165,10 @@ def _text(reader: RangeReader, name: str, runs: Runs, nbytes: int) -> str:
 
 
 def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | None]:
-    """Read a Value message, seeking over the contents; return its name, and None for a map parameter."""
+    """Read a Value message, seeking over the contents; return name and value.
+
+    The value is None for a map parameter.
+    """
     fields: dict[int, tuple[int, int]] = {}
     while position < end:
         number, wire, start, stop = _field(reader, position, end)
@@ -193,14 +200,14 @@ def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | 
 
 
 def _tensor(reader: RangeReader, position: int, end: int) -> tuple[Shape, str | None, tuple[int, int] | None]:
-    """Read a TensorProto message: dims, type, and where the contents lie."""
+    """Read a TensorProto message; return dims, type, and the byte range of the contents."""
     dims: list[int] = []
     kind = run = None
     while position < end:
         number, wire, start, stop = _field(reader, position, end)
         if (number, wire) == (1, _VARINT):
             dims.append(_signed(_varint(reader, start, stop)[0]))
-        elif (number, wire) == (1, _BYTES):  # packed, as proto3 writers do
+        elif (number, wire) == (1, _BYTES):  # packed, as written by proto3
             while start < stop and len(dims) <= MOST_DIMS:
                 extent, start = _varint(reader, start, stop)
                 dims.append(_signed(extent))
@@ -227,7 +234,10 @@ def _signed(number: int) -> int:
 
 
 def _unknown_field(reader: RangeReader, position: int, number: int, where: str) -> SourceError:
-    """Return the error to raise: skipping a field, as protobuf does, would lose a tensor where one bit is wrong."""
+    """Return an error for an unknown field.
+
+    Skipping it, as protobuf does, could lose a tensor because of one flipped bit.
+    """
     return SourceError(
         f"{reader.path} has an unknown or repeated field {number} in a {where}, at byte {position}",
         code="unknown-field",
@@ -236,7 +246,7 @@ def _unknown_field(reader: RangeReader, position: int, number: int, where: str) 
 
 
 def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int, int]:
-    """Return a field's number, wire type, and where its value begins and ends."""
+    """Return a field's number, wire type, and the start and end of its value."""
     key, start = _varint(reader, position, end)
     number, wire = key >> 3, key & 7
     if wire == _VARINT:
@@ -262,7 +272,7 @@ def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int,
 
 
 def _varint(reader: RangeReader, position: int, end: int) -> tuple[int, int]:
-    """Return an unsigned varint and where it ends."""
+    """Return an unsigned varint and its end."""
     content = reader.read(position, min(10, end - position))
     value = 0
     for count, byte in enumerate(content):
@@ -289,14 +299,14 @@ def _string(reader: RangeReader, start: int, stop: int, what: str) -> str:
 
 
 def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:  # noqa: ARG001 -- the format has none
-    """Return where the contents of a `.ckpt` file go, and the bytes between them.
+    """Return the layout of a `.ckpt` file: offsets of contents, and the bytes between.
 
     Args:
         contents: the tensors, in the order of the messages.
-        metadata: not stored; the format has no place for it.
+        metadata: not stored; the format has no field for it.
 
     Raises:
-        UsageError: a dtype that MindSpore does not have.
+        UsageError: a tensor has no name, or a dtype that MindSpore lacks.
     """
     literals: list[tuple[int, bytes]] = []
     laid_out: list[Content] = []
@@ -314,7 +324,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
                 code="unsupported-dtype",
                 hint="write safetensors, or cast the tensor",
             )
-        # Empty text is one zero, as numpy has it: MindSpore cannot load an entry without contents.
+        # Empty text is stored as one zero, as in numpy: MindSpore cannot load an entry without contents.
         text = None if content.text is None else content.text.encode("utf-32-le") or bytes(4)
         nbytes = prod(content.shape) * content.dtype.itemsize if text is None else len(text)
         runs: list[tuple[int, int]] = []

@@ -1,12 +1,12 @@
-"""Directory formats: what is kept in many files that mean something only together, and how each is recognised.
+"""Directory formats: recognise checkpoints whose files are useful only together.
 
-A block, a shard of a set and a file of whole tensors look the same from inside, so that one of several, or a directory
-of another program's blocks, would pass for whole tensors or for rank files. What tells them apart is looked for before
-any header is read: names that no other files have, and the first bytes of files that other programs use too. (Blocks of
-PyTorch's safetensors also say in their header that they are some.)
+A block, a shard of a set and a file of whole tensors have similar contents, so that one file of several, or a directory
+of another program's blocks, would pass for whole tensors or for rank files. Before any header is read, they are told
+apart by unique file names, and by the first bytes of files whose names other programs use too. (The headers of
+PyTorch's safetensors blocks also identify them as blocks.)
 
-None of these formats is read file by file: a unified set is with its index (`sets`), each of the others by a room of
-`readers`.
+None of these formats is read file by file: a unified set is read with its index (`sets`), each of the others by a
+package of `readers`.
 
 Sources: PyTorch 2.13 `distributed/checkpoint` (`filesystem.py`, `hf_storage.py`), hyper-parallel
 `core/distributed_checkpoint`, mindformers 2.1.0 `checkpoint/checkpoint.py`, MindSpore 2.10
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""In the notes of a safetensors file: where its blocks lie in their tensors, as PyTorch writes it."""
+"""The note of a safetensors file with the offsets of its blocks in their tensors, as PyTorch writes it."""
 
-_MARK_BYTES = 4096  # a mark is in the first bytes; the file may be as long as a model has tensors
+_MARK_BYTES = 4096  # a mark is in the first bytes; the file grows with the number of tensors
 _NUMBERED = re.compile(
     r"(?P<before>.*_part(?=\d+\.\w+\Z)|(?:.*_)?mp_rank_|consolidated\.)(?P<number>\d+)(?P<after>.*)", re.DOTALL
 )
 
 
 class DirectoryFormat(NamedTuple):
-    """A way to keep a checkpoint in the files of one directory.
+    """A format of checkpoints in the files of one directory.
 
     Attributes:
-        files: matches the names of its files, which no other checkpoint's files have.
-        problem: what such a file is, as the rest of a sentence.
-        advice: what to do, as a hint.
-        marks: names of files that others have too, and what finds this format in their first bytes.
+        files: matches the names of its files, unique to this format.
+        problem: a predicate that describes such a file, for messages.
+        advice: the hint of the error.
+        marks: file names that are not unique, each with a pattern that matches this format's first bytes.
     """
 
     files: re.Pattern[str]
@@ -55,7 +55,7 @@ class DirectoryFormat(NamedTuple):
     marks: Mapping[str, re.Pattern[bytes]] = MappingProxyType({})
 
     def shown_by(self, directory: Place, names: Iterable[str]) -> str | None:
-        """Return the first of some files of a directory that is of this format; None where none is."""
+        """Return the first file name of a directory that belongs to this format, or None."""
         for name in names:
             mark = self.marks.get(name)
             if self.files.fullmatch(name) or (mark and mark.search(_start(directory / name))):
@@ -69,18 +69,18 @@ PARTS = DirectoryFormat(
     "is one of the parts of a unified set",
     f"{_SET}, or rename a file that has all of a model",
 )
-"""Told by short names, which the only file of a rank may have too."""
+"""Recognised by short names, which a rank's only file may have too."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Names the last complete iteration of a run that saves Checkpoint 2.0, or of Megatron-LM."""
+"""The tracker file of runs that save Checkpoint 2.0, and of Megatron-LM; names the last complete iteration."""
 
 
 class RunFormat(NamedTuple):
-    """How a training run keeps its checkpoints.
+    """The layout of a training run's directory of checkpoints.
 
     Attributes:
-        tracker: the file that names the last complete one, by its iteration.
-        directory: matches the name of the directory of one, with its iteration.
+        tracker: the file with the iteration of the last complete checkpoint.
+        directory: matches the name of a checkpoint's directory and captures its iteration.
     """
 
     tracker: str
@@ -95,7 +95,7 @@ RUN_FORMATS = (
 
 
 def is_iteration(name: str) -> bool:
-    """Return whether the name of a directory is that of a checkpoint in the directory of a run."""
+    """Return whether a name is a checkpoint's directory within the directory of a run."""
     return any(run.directory.fullmatch(name) for run in RUN_FORMATS)
 
 
@@ -104,7 +104,7 @@ RUNS = DirectoryFormat(
     "names an iteration of a training run that saves distributed checkpoints",
     "open the directory of the run, which has that of the iteration",
 )
-"""Above the directories that have the files; a whole file next to it is not a part of it."""
+"""The parent directory of checkpoints; a whole file in it belongs to none of them."""
 
 CHECKPOINT2 = DirectoryFormat(
     re.compile(r"(?P<prefix>(?:.+-)?)(?P<kind>model|opt)-(?P<number>\d{7,})-(?P<count>\d{7,})\.safetensors", re.DOTALL),
@@ -117,13 +117,14 @@ DCP_FILES = {
     "StorageInfo": re.compile(r"_rank(\d{1,9})_\.safetensors"),
     "_StorageInfo": re.compile(r"(?:[^/\\]*__(\d{1,9})_\d+|[^/\\]+)\.distcp", re.DOTALL),
 }
-"""The names of files of tensors, with the rank, by the class that says which has a box: hyper-parallel's, PyTorch's."""
+"""Patterns of the names of data files, with the rank, by the class of their storage records: hyper-parallel's and
+PyTorch's."""
 
 DCP_OF_RANK = re.compile(r"((?:__)?(?=\d+\.)|\.rank(?=\d+_))(0|[1-9]\d{0,8})[._]metadata")
-"""The names of metadata that ranks write for themselves, PyTorch's and two of hyper-parallel's: the kind, the rank."""
+"""The names of metadata of single ranks, PyTorch's and two of hyper-parallel's; captures the kind and the rank."""
 
 DCP = DirectoryFormat(
-    re.compile("|".join(known.pattern for known in (*DCP_FILES.values(), DCP_OF_RANK)), re.DOTALL),
+    re.compile("|".join(names.pattern for names in (*DCP_FILES.values(), DCP_OF_RANK)), re.DOTALL),
     "is of a distributed checkpoint (DCP) of PyTorch, Megatron or hyper-parallel",
     "open the directory of all its files",
     {DCP_INDEX: re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
@@ -136,7 +137,7 @@ SAVES = DirectoryFormat(
 )
 
 SAVE_EXTENSIONS = {".pt", ".pth", ".bin"}
-"""Of a file that has all of a state dict, as `torch.save` makes it."""
+"""The extensions of files with a whole state dict, as `torch.save` writes them."""
 
 BLOCKS = DirectoryFormat(
     re.compile(r"shard-(?P<shard>\d{5,9})-.+-(?P<number>\d{5,9})-of-(?P<count>\d{5,9})\.safetensors", re.DOTALL),
@@ -161,8 +162,8 @@ SAVED_PARTS = (
         _SAVED,
     ),
 )
-"""Files of `torch.save` that are not put together; next to others that can be read they do no harm. Shards, as those of
-Hugging Face's `pytorch_model`; ranks, as those of DeepSpeed, Megatron-LM and Llama."""
+"""Partial files of `torch.save`, which are not merged here; next to readable files they are ignored. Shards, as of
+Hugging Face's `pytorch_model`; ranks, as of DeepSpeed, Megatron-LM and Llama."""
 
 DIRECTORY_FORMATS = (
     DCP,
@@ -178,7 +179,7 @@ DIRECTORY_FORMATS = (
     PARTS,
     *SAVED_PARTS,
 )
-"""Every one that is recognised, the surest first."""
+"""All recognised formats, the surest first."""
 
 
 _MOST_PARTS = 16
@@ -186,37 +187,38 @@ _OTHERS = re.compile(r"rank_\d+|.*\.(?:safetensors|ckpt)", re.DOTALL)
 
 
 def parts_below(directory: Place, names: Collection[str]) -> list[str]:
-    """Return the paths of all that is in directories below one, two at least, that each have a DCP; else none.
+    """Return the paths of all files in subdirectories with a DCP.
 
-    Programs that save the model and the optimizer apart make such. Next to another checkpoint they are not looked for.
+    The result is empty unless there are at least two such subdirectories. Programs that save the model and the
+    optimizer separately write such directories. Next to another checkpoint, they are not searched for.
 
     Args:
-        directory: where they are.
-        names: of what is in it.
+        directory: the parent directory.
+        names: the names of its entries.
     """
-    asked = sorted(name for name in names if "." not in name)
-    if len(asked) > _MOST_PARTS or any(map(_OTHERS.fullmatch, names)):
+    candidates = sorted(name for name in names if "." not in name)
+    if len(candidates) > _MOST_PARTS or any(map(_OTHERS.fullmatch, names)):
         return []
-    below = {name: (directory / name).names() for name in asked}
-    parts = {name: there for name, there in below.items() if DCP.shown_by(directory / name, there)}
-    return [f"{name}/{file}" for name, there in parts.items() for file in there] if len(parts) > 1 else []
+    below = {name: (directory / name).names() for name in candidates}
+    parts = {name: files for name, files in below.items() if DCP.shown_by(directory / name, files)}
+    return [f"{name}/{file}" for name, files in parts.items() for file in files] if len(parts) > 1 else []
 
 
 _OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|model\.safetensors")
 
 
 def is_of_a_set(name: str) -> bool:
-    """Return whether a file, by its name, is a file or the index of a unified set of whichever style, or of blocks.
+    """Return whether a file name is of a unified set, its index, or a checkpoint of blocks.
 
     >>> [is_of_a_set(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
     [True, True, False]
     """
-    others = (*SET_FILES, *CHECKPOINT2.marks)
-    return name in others or any(known.fullmatch(name) for known in (PARTS.files, _OF_A_SET, CHECKPOINT2.files))
+    exact_names = (*SET_FILES, *CHECKPOINT2.marks)
+    return name in exact_names or any(files.fullmatch(name) for files in (PARTS.files, _OF_A_SET, CHECKPOINT2.files))
 
 
 def is_later_part(path: str) -> bool:
-    """Return whether a file is, by its name, what a stage of a pipeline that is not the first has of a rank.
+    """Return whether a file name is a rank's file of a pipeline stage after the first.
 
     >>> is_later_part("rank_0/net_part1.ckpt"), is_later_part("rank_0/net_part0.ckpt"), is_later_part("net.ckpt")
     (True, False, False)
@@ -226,40 +228,40 @@ def is_later_part(path: str) -> bool:
 
 
 def refuse_directory(directory: Place, names: Iterable[str], *, besides: Collection[DirectoryFormat] = ()) -> None:
-    """Check that files of a directory are not those of a directory format.
+    """Raise an error if a directory contains files of a directory format.
 
     Args:
-        directory: where they are.
-        names: of the files in it.
-        besides: formats that they may have all the same.
+        directory: the directory.
+        names: the names of its files.
+        besides: formats that are accepted.
 
     Raises:
-        SourceError: they are.
+        SourceError: it contains such files.
     """
     names = sorted(names)
-    for known in DIRECTORY_FORMATS:
-        if known not in besides and (name := known.shown_by(directory, names)):
-            raise SourceError(f"{directory / name} {known.problem}", code="one-of-several", hint=known.advice)
+    for format_ in DIRECTORY_FORMATS:
+        if format_ not in besides and (name := format_.shown_by(directory, names)):
+            raise SourceError(f"{directory / name} {format_.problem}", code="one-of-several", hint=format_.advice)
 
 
 def refuse_one_of_several(path: Place) -> None:
-    """Check that a file is not one of several that make a checkpoint together, by its name and what is next to it.
+    """Raise an error if a file is one of several of a checkpoint.
 
-    Of a link, what it leads to is looked at, too.
+    Its name and its siblings decide. The target of a link is checked, too.
 
     Raises:
-        SourceError: it is.
+        SourceError: it is one of several.
     """
     _refuse_one_of_several(path)
     if path.is_symlink():
-        _refuse_one_of_several(path.real())  # which a loop of links does not disturb
+        _refuse_one_of_several(path.real())  # loops of links are no error
 
 
 def _refuse_one_of_several(path: Place) -> None:
-    directory, beside = path.absolute().parent, [path.name]
-    with suppress(SourceError, OSError):  # a directory that may not be listed
-        beside = [other.name for other in directory.iterdir()]
-    index, files = files_beside(directory, beside)
+    directory, siblings = path.absolute().parent, [path.name]
+    with suppress(SourceError, OSError):  # the directory may be unreadable
+        siblings = [sibling.name for sibling in directory.iterdir()]
+    index, files = files_beside(directory, siblings)
     if path.name in files:
         if len(files) > 1:
             raise SourceError(
@@ -269,19 +271,19 @@ def _refuse_one_of_several(path: Place) -> None:
                 hint=f"open {directory}",
             )
         return
-    others = _numbered_alike(path.name, beside)
-    for known in DIRECTORY_FORMATS:
-        if name := known.shown_by(directory, [path.name, *others, *set(known.marks).intersection(beside)]):
+    parts = _numbered_alike(path.name, siblings)
+    for format_ in DIRECTORY_FORMATS:
+        if name := format_.shown_by(directory, [path.name, *parts, *set(format_.marks).intersection(siblings)]):
             subject = path if name == path.name else f"{name} next to {path}"
-            raise SourceError(f"{subject} {known.problem}", code="one-of-several", hint=known.advice)
-    numbered = [(path.name, others)]
-    if directory.name.startswith("mp_rank_"):  # as Megatron-LM has them
+            raise SourceError(f"{subject} {format_.problem}", code="one-of-several", hint=format_.advice)
+    numbered = [(path.name, parts)]
+    if directory.name.startswith("mp_rank_"):  # of Megatron-LM
         with suppress(SourceError, OSError):
-            above = (other.name for other in directory.parent.iterdir())
-            numbered.append((directory.name, _numbered_alike(directory.name, above)))
-    for name, some in numbered:
+            directories = (sibling.name for sibling in directory.parent.iterdir())
+            numbered.append((directory.name, _numbered_alike(directory.name, directories)))
+    for name, parts in numbered:
         match = _NUMBERED.fullmatch(name)
-        if match and (some or int(match["number"])):
+        if match and (parts or int(match["number"])):
             raise SourceError(
                 f"{path} is one of several parts of a checkpoint, by its name",
                 code="one-of-several",
@@ -289,22 +291,22 @@ def _refuse_one_of_several(path: Place) -> None:
             )
 
 
-def _numbered_alike(name: str, beside: Iterable[str]) -> list[str]:
-    """Return the names that have another number at the place where one has the number of a part or a rank."""
+def _numbered_alike(name: str, siblings: Iterable[str]) -> list[str]:
+    """Return the siblings that differ from a name only in the number of a part or rank."""
     match = _NUMBERED.fullmatch(name)
-    found = [other for one in beside if one != name and (other := _NUMBERED.fullmatch(one))]
-    return sorted(other[0] for other in found if match and other.group(1, 3) == match.group(1, 3))
+    numbered = [numbers for sibling in siblings if sibling != name and (numbers := _NUMBERED.fullmatch(sibling))]
+    return sorted(numbers[0] for numbers in numbered if match and numbers.group(1, 3) == match.group(1, 3))
 
 
 def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
-    """Check that a file does not say of itself that it has blocks of tensors.
+    """Raise an error if a file's header says that it contains blocks of tensors.
 
     Args:
         path: the file.
-        notes: what its header says besides the tensors.
+        notes: the notes in its header.
 
     Raises:
-        SourceError: it does.
+        SourceError: it contains blocks.
     """
     if SHARDING_INFO in notes:
         raise SourceError(
@@ -316,7 +318,7 @@ def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
 
 
 def _start(path: Place) -> bytes:
-    """Return the first bytes of a file, none of one that cannot be read."""
+    """Return a file's first bytes, or b"" if it is unreadable."""
     with suppress(SourceError, OSError):
         return RangeReader(str(path), window=_MARK_BYTES).upto(0, _MARK_BYTES)
     return b""

@@ -1,4 +1,4 @@
-"""What a format's module takes and gives: the entries of a file to be read, and the layout of one to be written."""
+"""The interface of format modules: entries of files to read, layouts of files to write."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from reshard.storage.base import Readable, ReadStore, Want
 
 Runs = tuple[tuple[int, int], ...]
-"""Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
+"""Consecutive byte ranges of a file that hold one block in row-major order: (offset, number of bytes)."""
 
 
 class Extent(NamedTuple):
-    """Where the bytes of one block lie.
+    """The location of a block's bytes in a file.
 
     Attributes:
         file: the number of the file.
-        runs: byte ranges in it; none of a block of zeros, which is in no file.
-        strides: how many elements of what the runs hold it is from one element of the block to the next, along each
-            dimension; none where the runs hold just the block, in row-major order.
+        runs: byte ranges of the file; empty for a block of zeros, which is in no file.
+        strides: the strides of the block's elements within the runs, in elements, along each dimension; empty if the
+            runs hold exactly the block, in row-major order.
     """
 
     file: int
@@ -36,12 +36,15 @@ class Extent(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the runs are not the block's contents as they are: its elements lie in strides, or are zeros."""
+        """Whether the block is strided or zeros, so that the runs are not its exact contents."""
         return bool(self.strides) or not self.runs
 
 
 class Where(NamedTuple):
-    """An extent but for what differs between tensors that lie in the same files: their runs, by number."""
+    """An extent with the number of its runs in place of the runs.
+
+    Tensors in the same files differ in their runs only, so they can share such extents.
+    """
 
     file: int
     runs: int
@@ -49,30 +52,33 @@ class Where(NamedTuple):
 
 
 def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
-    """Return where a range of contents lies in a file: for each piece, offset there, start and stop in the range.
+    """Locate a range of contents in a file.
 
     Args:
-        runs: where all of the contents lie.
-        begin: where the range begins among the contents, in bytes.
-        nbytes: how long it is.
+        runs: the byte ranges of all contents.
+        begin: the offset of the range in the contents, in bytes.
+        nbytes: the size of the range.
+
+    Returns:
+        for each piece, its offset in the file, and its start and stop in the range.
 
     >>> ranges(((100, 10), (200, 10)), 8, 4)
     [(108, 0, 2), (200, 2, 4)]
     """
     if len(runs) == 1:
         return [(runs[0][0] + begin, 0, nbytes)]
-    found = []
+    pieces = []
     position = 0
     for offset, length in runs:
         start, stop = max(begin, position), min(begin + nbytes, position + length)
         if start < stop:
-            found.append((offset + start - position, start - begin, stop - begin))
+            pieces.append((offset + start - position, start - begin, stop - begin))
         position += length
-    return found
+    return pieces
 
 
 def part_of(runs: Runs, begin: int, nbytes: int) -> Runs:
-    """Return where a range of contents lies in a file; arguments as for `ranges`.
+    """Return the byte ranges of a range of contents in a file; arguments as for `ranges`.
 
     >>> part_of(((100, 10), (200, 10)), 8, 4)
     ((108, 2), (200, 2))
@@ -81,7 +87,7 @@ def part_of(runs: Runs, begin: int, nbytes: int) -> Runs:
 
 
 def wants(path: str, runs: Runs, begin: int, buffer: memoryview) -> list[Want]:
-    """Return what fills a buffer with contents from a byte on, wherever they lie in a file."""
+    """Return the read requests that fill a buffer with contents from byte `begin` on."""
     if len(runs) == 1:
         return [(path, runs[0][0] + begin, buffer)]
     return [(path, offset, buffer[start:stop]) for offset, start, stop in ranges(runs, begin, len(buffer))]
@@ -91,11 +97,11 @@ class Entry(NamedTuple):
     """One tensor's part in one file, as the file's header describes it.
 
     Attributes:
-        dtype: kind of the elements.
-        shape: of the part that this file holds.
-        runs: where its bytes lie in the file.
+        dtype: the dtype of the elements.
+        shape: the shape of the part in this file.
+        runs: the byte ranges of the part in the file.
         text: the value of a `str` entry, which is small and read with the header; else None.
-        strides: how its elements lie in those bytes, as in an `Extent`.
+        strides: the strides of its elements in these bytes, as in an `Extent`.
     """
 
     dtype: DType
@@ -106,20 +112,20 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of the file hold the part, with what is between its elements."""
+        """The number of bytes in the runs, including gaps between strided elements."""
         return sum(nbytes for _, nbytes in self.runs)
 
 
 class Summed(NamedTuple):
-    """A part of a file that carries CRC-32 sums of itself, and what is known of it once its headers are read.
+    """A part of a file with CRC-32 checksums, as known after reading its headers.
 
     Attributes:
-        name: the tensor or object that it is; empty where it is the file.
-        run: where it lies.
-        left: what is to be read for its sum: what that is called, its bytes, and the sum that the file carries.
-        faults: what is wrong already, in words.
-        carries: it has sums; a program may have left them out.
-        unread: it was not read to its end, because nothing says where that is.
+        name: the name of the tensor or object; empty if the part is the whole file.
+        run: its byte range.
+        left: the checks still to do: for each, a label, the byte ranges to sum, and the checksum in the file.
+        faults: the faults found so far, in words.
+        carries: it has checksums; some programs leave them out.
+        unread: it was not read to its end, because the end is not recorded.
     """
 
     name: str
@@ -131,24 +137,24 @@ class Summed(NamedTuple):
 
 
 class Sums(Protocol):
-    """What says which CRC-32 sums a file carries."""
+    """The CRC-32 checksums that a file carries of itself."""
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
-        """Yield the parts that carry sums; raise `SourceError` where the file cannot be read."""
+        """Yield the parts with checksums; raise `SourceError` if the file cannot be read."""
 
 
 class FileIndex(NamedTuple):
-    """What a checkpoint file holds, from its header alone.
+    """The index of a checkpoint file, from its header alone.
 
     Attributes:
         format: the name of the file's format.
         entries: each tensor's part, in the file's order.
-        metadata: the file's own key-value notes, without what the format itself writes there.
-        crc: the CRC-32 that the file carries, unchecked; None if it has none.
-        deduplicated: the file says that replicas are stored once in its set (`remove_redundancy`).
+        metadata: the file's own key-value notes, without keys that the format itself defines.
+        crc: the CRC-32 in the file, unchecked; None if it has none.
+        deduplicated: the file is marked as part of a set that stores replicas once (`remove_redundancy`).
         unreadable: entries that cannot be converted, with the reason.
-        header: files that were opened together and have the same number have equal entries.
-        sums: which CRC-32 sums the file carries of its own bytes; None if it has none that are known.
+        header: files opened together that share this number have equal entries.
+        sums: the known CRC-32 checksums in the file of its own bytes; None if it has none.
     """
 
     format: str
@@ -166,10 +172,10 @@ class Content(NamedTuple):
 
     Attributes:
         name: the tensor's name in that file.
-        dtype: kind of its elements.
-        shape: of the block.
+        dtype: the dtype of its elements.
+        shape: the shape of the block.
         text: the value of a `str` entry, which is among the literals; else None.
-        runs: where its bytes go, once the file is laid out; none for a `str` entry.
+        runs: the byte ranges for it, once the file is laid out; empty for a `str` entry.
     """
 
     name: str
@@ -180,11 +186,13 @@ class Content(NamedTuple):
 
 
 class Crc(NamedTuple):
-    """The CRC-32 of a range of a file, which the file has behind the range, in four bytes, little-endian.
+    """A CRC-32 of a byte range of a file, stored behind the range.
+
+    It takes four bytes, little-endian.
 
     Attributes:
         begin, nbytes: the range.
-        places: the offsets of the sums.
+        places: the offsets of the stored checksums.
     """
 
     begin: int
@@ -194,13 +202,13 @@ class Crc(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLayout:
-    """Where everything of a file to be written goes; equal only to itself, since files share it.
+    """The layout of a file to be written; compares by identity, since files share it.
 
     Attributes:
-        size: of the whole file, in bytes.
+        size: the size of the file, in bytes.
         literals: the bytes that are not tensor contents, with their offsets, ascending.
         contents: the blocks, each with its runs; a tensor may have several.
-        crcs: CRC-32 sums that the file has of its contents, ascending.
+        crcs: the CRC-32 checksums of contents that the file stores, ascending.
     """
 
     size: int
@@ -210,12 +218,15 @@ class FileLayout:
 
     @property
     def content_bytes(self) -> int:
-        """How many bytes of the file are contents of tensors."""
+        """The number of bytes of tensor contents in the file."""
         return sum(nbytes for content in self.contents for _, nbytes in content.runs)
 
 
 class RangeReader:
-    """Reads pieces of one file, for indexing it; keeps the last piece, because headers lie close together."""
+    """A reader of one file, for indexing.
+
+    It caches the last piece, since headers lie close together.
+    """
 
     def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
         self.path = path
@@ -223,17 +234,17 @@ class RangeReader:
         self.size = self._store.size(path)
         self._window = window
         self._start = 0
-        self._held = b""
+        self._buffer = b""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset`.
 
         Raises:
-            SourceError: the file ends before.
+            SourceError: the file ends too early.
         """
         begin = offset - self._start
-        if begin >= 0 and begin + nbytes <= len(self._held):
-            return self._held[begin : begin + nbytes]
+        if begin >= 0 and begin + nbytes <= len(self._buffer):
+            return self._buffer[begin : begin + nbytes]
         if nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(
                 f"{self.path} is truncated or corrupt",
@@ -242,16 +253,16 @@ class RangeReader:
             )
         buffer = bytearray(min(max(nbytes, self._window), self.size - offset))
         self._store.read_into(self.path, offset, memoryview(buffer))
-        self._start, self._held = offset, bytes(buffer)
-        return self._held[:nbytes]
+        self._start, self._buffer = offset, bytes(buffer)
+        return self._buffer[:nbytes]
 
     def upto(self, offset: int, nbytes: int) -> bytes:
-        """Return at most `nbytes` bytes from `offset`, fewer where the file ends."""
+        """Return at most `nbytes` bytes from `offset`, fewer at the end of the file."""
         return self.read(offset, max(0, min(nbytes, self.size - offset)))
 
 
 class Format(Protocol):
-    """What the module of a format offers."""
+    """The interface of a format's module."""
 
     NAME: str
     EXTENSION: str
@@ -260,14 +271,21 @@ class Format(Protocol):
         """Return whether a file is of this format, by its first bytes and its size."""
 
     def index(self, reader: RangeReader) -> FileIndex:
-        """Return what a file holds; raise `SourceError` where it is not valid."""
+        """Return the index of a file; raise `SourceError` if it is invalid."""
 
     def lay_out(self, contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:
-        """Return where the contents of a file to be written go, and all its other bytes."""
+        """Return the layout of a file to be written: offsets of contents, and all other bytes."""
 
 
 class Stored(NamedTuple):
-    """A tensor to be stored: its name, its size in bytes, whether a strategy names it, whether it is a `str` entry."""
+    """A tensor to be stored.
+
+    Attributes:
+        name: its name.
+        nbytes: its size in bytes.
+        listed: a strategy names it.
+        is_text: it is a `str` entry.
+    """
 
     name: str
     nbytes: int
@@ -277,15 +295,15 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """How the tensors of a rank are shared out to files.
+    """The assignment of a rank's tensors to files.
 
     Attributes:
         paths: the files of a rank, below the target directory; `{rank}` stands for its number.
         of: for each tensor, the number of its file.
         index: path and content of the index file, if there is one.
-        notes: what the files' own notes say, whatever those of the source say.
-        numbered: only ranks that hold anything have a file; `{number}` in its name is that of the file among those of
-            all ranks, `{count}` how many these are.
+        notes: entries for the files' own notes; they override notes of the source.
+        numbered: only ranks that hold tensors have a file; in its name, `{number}` is the number of the file among the
+            files of all ranks, and `{count}` is their count.
     """
 
     paths: tuple[str, ...]
@@ -296,14 +314,16 @@ class ShardFiles:
 
 
 class TargetFiles(Protocol):
-    """A way to lay out the files of ranks; formats of whole directories have others (`targets.kinds`)."""
+    """A policy for the files of ranks; directory formats have others (`targets.kinds`)."""
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
-        """Share the tensors out to files."""
+        """Assign the tensors to files."""
 
 
 class RankFiles(NamedTuple):
-    """`rank_<r>/<prefix><r><suffix>.<ext>`; the suffix is `_part<stage>` for one stage of a pipeline.
+    """One file per rank, `rank_<r>/<prefix><r><suffix>.<ext>`.
+
+    The suffix is `_part<stage>` for one stage of a pipeline.
 
     >>> RankFiles("checkpoint_").shard_files([], ".ckpt").paths
     ('rank_{rank}/checkpoint_{rank}.ckpt',)
@@ -314,23 +334,23 @@ class RankFiles(NamedTuple):
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Put all tensors of a rank into one file."""
-        for what, part in (("prefix", self.prefix), ("suffix", self.suffix)):
-            hides = what == "prefix" and part.startswith(".")
+        for kind, part in (("prefix", self.prefix), ("suffix", self.suffix)):
+            hides = kind == "prefix" and part.startswith(".")
             if not part.isprintable() or "/" in part or "{rank}" in part or hides:
                 raise UsageError(
-                    f"{what} {part!r} cannot be part of a file name", code="bad-name", hint="use one such as 'model_'"
+                    f"{kind} {part!r} cannot be part of a file name", code="bad-name", hint="use one such as 'model_'"
                 )
         path = f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
         return ShardFiles((path,), {tensor.name: 0 for tensor in tensors})
 
 
 class NamedFile(NamedTuple):
-    """One file a rank, of a given name below the target directory, in which `{rank}` stands for the rank."""
+    """One file per rank, by name below the target directory; `{rank}` stands for the rank."""
 
     name: str
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- the name has its own
-        """Put all tensors of a rank into the file of that name."""
+        """Put all tensors of a rank into the named file."""
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.name or not self.name.isprintable():
             raise UsageError(f"file name {self.name!r} is empty or leads out of the target directory", code="bad-name")
@@ -338,12 +358,12 @@ class NamedFile(NamedTuple):
 
 
 class SomeFiles(NamedTuple):
-    """Some files of a set that is laid out already: one process's share of the work.
+    """A subset of the files of a set: one process's share of the work.
 
     Attributes:
-        every: how all tensors are shared out to the files of the set.
-        numbers: the files that are written; a plan takes their tensors only.
-        with_index: the index file is written too.
+        every: the assignment of all tensors to the files of the set.
+        numbers: the numbers of the files to write; a plan takes their tensors only.
+        with_index: write the index file, too.
 
     >>> some = SomeFiles(ShardFiles(("a", "b"), {"w": 0, "v": 1}), (1,), with_index=False)
     >>> some.shard_files([Stored("v", 8, True)], "")
@@ -359,11 +379,11 @@ class SomeFiles(NamedTuple):
         return self.every.of[name] in self.numbers
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- the set has its own
-        """Put the tensors where the set has them."""
-        places = {number: place for place, number in enumerate(self.numbers)}
+        """Assign the tensors to the same files as the set does."""
+        positions = {number: position for position, number in enumerate(self.numbers)}
         return ShardFiles(
             tuple(self.every.paths[number] for number in self.numbers),
-            {tensor.name: places[self.every.of[tensor.name]] for tensor in tensors},
+            {tensor.name: positions[self.every.of[tensor.name]] for tensor in tensors},
             self.every.index if self.with_index else None,
             self.every.notes,
         )

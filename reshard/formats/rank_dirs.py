@@ -1,8 +1,7 @@
-"""The files of a checkpoint: where they are, whose rank they are, and which step is the same for all ranks.
+"""Rank directories: find the files of each rank, and choose a step that all ranks have.
 
-Rank directories hold several steps, restarted runs, graphs and unfinished files. What is read is one checkpoint that
-every rank has: the newest step, or the one whose names end as the user says. Two that could be meant are an error,
-never a guess.
+Rank directories contain several steps, restarted runs, graphs and unfinished files. One checkpoint that every rank has
+is read: the newest step, or the one with the user's suffix. An ambiguous choice is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 RANK_PATTERN = "rank_{rank}/*"
-"""Where the files of a rank are, below the directory that is opened."""
+"""The default path pattern of a rank's files, below the opened directory."""
 
 EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
@@ -39,11 +38,11 @@ _RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
 
 class Step(NamedTuple):
-    """Which of the checkpoints of a training run is read.
+    """The checkpoint of a training run that is read.
 
     Attributes:
-        name: its epoch and step, as names of files have them.
-        older: those that every rank has too, newest first.
+        name: its epoch and step, as in file names.
+        older: older checkpoints that every rank has too, newest first.
 
     >>> str(Step("1_100", ("1_50",)).text()), str(Step("1_50").text())
     ('step 1_100 (the newest of 2; suffix=... takes another)', 'step 1_50')
@@ -54,12 +53,12 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, paths: Iterable[Place], older: tuple[str, ...] = ()) -> Self | None:
-        """Return the step that files are of, by their names; None where these do not say one."""
+        """Return the step in the names of files; None if they do not agree on one."""
         steps = {match and f"{match['epoch']}_{match['step']}" for match in map(_step, paths)}
         return cls(name, older) if len(steps) == 1 and (name := steps.pop()) else None
 
     def text(self, side: str = "source") -> Text:
-        """Return in words what was taken, and how another is, of the `source` or the `target` of a call."""
+        """Describe the step, and how to choose another for the `source` or the `target` of a call."""
         if not self.older:
             return Text(f"step {self.name}")
         newest = f"step {self.name} (the newest of {len(self.older) + 1}; "
@@ -72,16 +71,16 @@ _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all rank
 def rank_files(
     root: Place, rank_pattern: str, suffix: str | None, warnings: list[str]
 ) -> tuple[dict[int, list[Place]], Step | None]:
-    """Return the files to read for each rank: one checkpoint, of the newest step that every rank has; and which it is.
+    """Return the files of each rank for the newest common checkpoint, and its step if known.
 
     Args:
         root: a directory of rank directories, or one file.
-        rank_pattern: where a rank's files are below it.
-        suffix: take only files whose names end so, extension left out or not.
-        warnings: gets a line where a newer step is passed over.
+        rank_pattern: the path pattern of a rank's files below it.
+        suffix: accept only files whose names end with it, with or without extension.
+        warnings: receives a line if a newer step is skipped.
 
     Raises:
-        SourceError: no files, no checkpoint in common, or several; or they are of a directory format.
+        SourceError: there are no files, no common checkpoint or several, or the files are of a directory format.
     """
     is_directory = root.is_dir()
     if not is_directory and root.is_there():
@@ -95,14 +94,14 @@ def rank_files(
             facts=["expected a directory of rank directories, or one checkpoint file"],
             hint=similar(root),
         )
-    found = every_file(root, rank_pattern)
-    by_rank = bool(found)
-    if not found:
+    files_by_rank = every_file(root, rank_pattern)
+    by_rank = bool(files_by_rank)
+    if not files_by_rank:
         inside: Iterable[Place] = root.iterdir()
         flat = sorted((path for path in inside if path.is_file() and is_checkpoint_name(path)), key=str)
-        found = {0: flat} if flat else {}
-    _refuse_directory_formats(root, found, by_rank=by_rank)
-    if not found:
+        files_by_rank = {0: flat} if flat else {}
+    _refuse_directory_formats(root, files_by_rank, by_rank=by_rank)
+    if not files_by_rank:
         if unfinished := leftovers(root):
             raise SourceError(
                 f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
@@ -117,25 +116,25 @@ def rank_files(
             hint=_inside_instead(root, rank_pattern),
         )
     if suffix is not None:
-        found = {
+        files_by_rank = {
             rank: [p for p in paths if p.name.endswith(suffix) or _stem(p).endswith(suffix)]
-            for rank, paths in found.items()
+            for rank, paths in files_by_rank.items()
         }
-        without = [rank for rank, paths in found.items() if not paths]
+        without = [rank for rank, paths in files_by_rank.items() if not paths]
         if without:
             raise SourceError(
                 f"{root} has no file of {ranks_text(without)} that ends with {suffix!r}",
                 code="no-match",
                 hint=Text("give another ", Option("suffix")),
             )
-    chosen, older = _same_checkpoint(root, found, warnings)
+    chosen, older = _same_checkpoint(root, files_by_rank, warnings)
     if not by_rank and len(chosen[0]) == 1:
         refuse_one_of_several(chosen[0][0])
     return chosen, Step.of((path for paths in chosen.values() for path in paths), older)
 
 
 class RankPlace(NamedTuple):
-    """Whose a file or directory is by its place: its rank, other ranks next to it, and the directory of all of them."""
+    """The rank implied by a path, its sibling ranks and their parent directory."""
 
     rank: int
     others: list[int]
@@ -143,43 +142,43 @@ class RankPlace(NamedTuple):
 
 
 def rank_of(path: Place) -> RankPlace | None:
-    """Return whose rank's a file or directory is by its place, or None.
+    """Return the rank implied by the path of a file or directory, or None.
 
     >>> rank_of(Path("/run/rank_3/net.ckpt"))
     RankPlace(rank=3, others=[], above=PosixPath('/run'))
     """
-    own = path.absolute() if path.is_dir() else path.absolute().parent
-    match = _RANK_DIRECTORY.fullmatch(own.name)
+    directory = path.absolute() if path.is_dir() else path.absolute().parent
+    match = _RANK_DIRECTORY.fullmatch(directory.name)
     if match is None:
         return None
-    others: set[int] = set()
-    with suppress(SourceError, OSError):  # a directory that may not be listed
-        for beside in own.parent.iterdir():
-            other = _RANK_DIRECTORY.fullmatch(beside.name)
-            if other and beside.name != own.name and _has_checkpoint(beside):
-                others.add(int(other[1]))
-    return RankPlace(int(match[1]), sorted(others), own.parent)
+    ranks: set[int] = set()
+    with suppress(SourceError, OSError):  # the parent may be unreadable
+        for sibling in directory.parent.iterdir():
+            sibling_match = _RANK_DIRECTORY.fullmatch(sibling.name)
+            if sibling_match and sibling.name != directory.name and _has_checkpoint(sibling):
+                ranks.add(int(sibling_match[1]))
+    return RankPlace(int(match[1]), sorted(ranks), directory.parent)
 
 
 def _has_checkpoint(directory: Place) -> bool:
-    """Return whether a directory has a checkpoint file; one at a URL is taken to, as it has something."""
+    """Return whether a directory has a checkpoint file; assume it at a URL: it is not empty."""
     return directory.can.waits or any(map(is_checkpoint_name, directory.iterdir()))
 
 
-def _refuse_directory_formats(root: Place, found: Mapping[int, Sequence[Place]], *, by_rank: bool) -> None:
-    """Check that the checkpoint files that were found, or what there is where none were, are not of such a format."""
+def _refuse_directory_formats(root: Place, files: Mapping[int, Sequence[Place]], *, by_rank: bool) -> None:
+    """Raise an error if the files, or else the entries of the root, have a directory format."""
     inside: dict[Place, list[str]] = {}
-    for path in (path for paths in found.values() for path in paths):
+    for path in (path for paths in files.values() for path in paths):
         inside.setdefault(path.parent, []).append(path.name)
-    if not found or root in inside:
+    if not files or root in inside:
         inside[root] = [path.name for path in root.iterdir()]
     for directory, file_names in inside.items():
-        besides = ([RUNS, *SAVED_PARTS] if found else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
-        refuse_directory(directory, file_names, besides=besides)
+        accepted = ([RUNS, *SAVED_PARTS] if files else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
+        refuse_directory(directory, file_names, besides=accepted)
 
 
 def leftovers(root: Place) -> list[str]:
-    """Return what a run that was interrupted, or is not done, has left below a directory."""
+    """Return a fact on the unfinished files below a directory; [] without any."""
     files = root.files() if root.is_dir() else []
     unfinished = sorted(path.relative_to(str(root)).as_posix() for path in files if path.suffix == PARTIAL)
     if not unfinished:
@@ -189,8 +188,8 @@ def leftovers(root: Place) -> list[str]:
 
 
 def _inside_instead(root: Place, rank_pattern: str) -> str:
-    """Advise which directory to open, where those with rank directories are inside."""
-    if rank_pattern == RANK_PATTERN and not root.can.waits:  # or each would be a request
+    """Return a hint to open a subdirectory with rank directories, or to give a rank pattern."""
+    if rank_pattern == RANK_PATTERN and not root.can.waits:  # at a URL, each subdirectory would take a request
         below: list[Place] = [path for path in root.iterdir() if path.is_dir()]
         if inside := sorted(str(path) for path in below if _is_checkpoint(path)):
             return f"open {names(inside, most=3)} inside it"
@@ -198,17 +197,17 @@ def _inside_instead(root: Place, rank_pattern: str) -> str:
 
 
 def _is_checkpoint(directory: Place) -> bool:
-    """Return whether a directory has rank directories, a checkpoint file, or one of a directory format."""
-    there = directory.names()
-    shown = any(known.shown_by(directory, there) for known in DIRECTORY_FORMATS)
-    return shown or "rank_0" in there or any(is_checkpoint_name(directory / name) for name in there)
+    """Return whether a directory has rank directories or files of a checkpoint of any format."""
+    entries = directory.names()
+    has_format = any(format_.shown_by(directory, entries) for format_ in DIRECTORY_FORMATS)
+    return has_format or "rank_0" in entries or any(is_checkpoint_name(directory / name) for name in entries)
 
 
 def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:
-    """Return the checkpoint files of each rank, whatever checkpoint they are of.
+    """Return the files of each rank, for all of its checkpoints.
 
     Raises:
-        SourceError: the pattern cannot be one, a directory cannot be read, or a rank is there twice.
+        SourceError: the pattern is invalid, a directory cannot be read, or a rank occurs twice.
     """
     if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
         raise SourceError(
@@ -218,42 +217,42 @@ def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:
         )
     any_extension = bool(Path(rank_pattern).suffix)
     matches = _matcher(rank_pattern)
-    found: dict[int, list[Place]] = {}
-    spelled: dict[int, str] = {}
+    files: dict[int, list[Place]] = {}
+    rank_texts: dict[int, str] = {}
     for path in sorted(_files(root, rank_pattern), key=str):
         match = matches.fullmatch(path.relative_to(root).as_posix())  # type: ignore[arg-type]  # of one kind
         if not match or not is_checkpoint_name(path, any_extension=any_extension):
             continue
         rank = int(match["rank"])
-        if spelled.setdefault(rank, match["rank"]) != match["rank"]:
+        if rank_texts.setdefault(rank, match["rank"]) != match["rank"]:
             raise SourceError(
-                f"{root} has rank {rank} twice, as {spelled[rank]!r} and {match['rank']!r}", code="duplicate-rank"
+                f"{root} has rank {rank} twice, as {rank_texts[rank]!r} and {match['rank']!r}", code="duplicate-rank"
             )
-        found.setdefault(rank, []).append(path)
-    return dict(sorted(found.items()))
+        files.setdefault(rank, []).append(path)
+    return dict(sorted(files.items()))
 
 
 def _matcher(rank_pattern: str) -> re.Pattern[str]:
-    """Return what matches the paths of a pattern, in which a rank is the same number everywhere."""
+    """Return a regular expression for a rank pattern; all `{rank}` match the same number."""
     regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
     return re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
 
 
 def _files(root: Place, rank_pattern: str) -> Iterable[Place]:
-    """Return the files that may match."""
-    # Two stars in one component are an error to glob, and mean the same as one here.
+    """Return files that may match; `_matcher` decides."""
+    # Two stars in one component are an error in `glob`, and mean the same as one here.
     pattern = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
     with reading(SourceError):
         return root.matching(pattern, _matcher(rank_pattern.rpartition("/")[0]))
 
 
 def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
-    """Return whether a file is one of a checkpoint, by its name.
+    """Return whether a file belongs to a checkpoint, by its name.
 
     Raises:
         SourceError: the name has a line break.
     """
-    if "\n" in path.name:  # it could say in a message what it likes
+    if "\n" in path.name:  # it could forge lines of a message
         raise SourceError(
             f"{path.parent} has a file whose name has a line break: {path.name!r}",
             code="bad-name",
@@ -265,48 +264,48 @@ def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
 
 
 def _same_checkpoint(
-    root: Place, found: dict[int, list[Place]], warnings: list[str]
+    root: Place, by_rank: dict[int, list[Place]], warnings: list[str]
 ) -> tuple[dict[int, list[Place]], tuple[str, ...]]:
-    """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest.
+    """Return each rank's files of the newest common checkpoint, and the older common steps.
 
-    The steps of the others are returned too, newest first.
+    The steps are sorted, newest first.
     """
     families: dict[_Family, dict[int, list[Place]]] = {}
-    for rank, paths in found.items():
+    for rank, paths in by_rank.items():
         for path in paths:
             for family in families_of(path, rank):
                 families.setdefault(family, {}).setdefault(rank, []).append(path)
-    complete = [family for family, members in families.items() if len(members) == len(found)]
-    # One set of files may go by several names (`x_1` of rank 1 is also `x_{rank}`).
+    complete = [family for family, members in families.items() if len(members) == len(by_rank)]
+    # One set of files may have several names (`x_1` of rank 1 is also `x_{rank}`).
     by_files: dict[tuple[Place, ...], set[_Family]] = {}
     for family in complete:
-        files = tuple(path for rank in found for path in families[family][rank])
+        files = tuple(path for rank in by_rank for path in families[family][rank])
         by_files.setdefault(files, set()).add(family)
     if not by_files:
-        shown = [f"rank {rank}: {names([p.name for p in paths], most=3)}" for rank, paths in found.items()]
-        formats = {tuple(sorted({path.suffix for path in paths})) for paths in found.values()}
+        facts = [f"rank {rank}: {names([p.name for p in paths], most=3)}" for rank, paths in by_rank.items()]
+        formats = {tuple(sorted({path.suffix for path in paths})) for paths in by_rank.values()}
         advice = (
             "`reshard convert` those of one format to the other"
             if formats == {(extension,) for extension in EXTENSIONS}
             else Text("choose the files with ", Option("suffix"))
         )
-        more = [f"and {len(shown) - 4} more ranks"] if len(shown) > 4 else []
+        rest = [f"and {len(facts) - 4} more ranks"] if len(facts) > 4 else []
         raise SourceError(
             f"the ranks of {root} have no checkpoint in common",
             code="no-common-checkpoint",
-            facts=[*shown[:4], *more],
+            facts=[*facts[:4], *rest],
             hint=advice,
         )
-    shared_names = set.intersection(*({(name, ext) for name, _, ext in known} for known in by_files.values()))
-    steps = {next(iter(known))[1]: files for files, known in by_files.items()}
+    shared_names = set.intersection(*({(name, ext) for name, _, ext in group} for group in by_files.values()))
+    steps = {next(iter(group))[1]: files for files, group in by_files.items()}
     if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
-        listed = sorted({path.name for files in by_files for path in files})
+        file_names = sorted({path.name for files in by_files for path in files})
         extensions = sorted({files[0].suffix for files in by_files})
         by_extension = extensions[-1] if len(extensions) == len(by_files) else None
         raise SourceError(
             f"the ranks of {root} have several checkpoints",
             code="several-checkpoints",
-            facts=[names(listed)],
+            facts=[names(file_names)],
             hint=Text("choose one with ", Option("suffix", by_extension)),
         )
     newest = max(steps, key=lambda step: step or (0, 0))
@@ -321,7 +320,7 @@ def _same_checkpoint(
 
 
 def _stem(path: Place) -> str:
-    """Return the name of a file without extension and stage."""
+    """Return a file's name without extension and pipeline stage."""
     return _PART.sub("", path.stem)
 
 
@@ -330,11 +329,14 @@ def _step(path: Place) -> re.Match[str] | None:
 
 
 def families_of(path: Place, rank: int) -> set[_Family]:
-    """Return the names under which a file may be the same checkpoint as files of other ranks."""
+    """Return the families that a file may share with files of other ranks.
+
+    Files of one checkpoint have a family in common.
+    """
     match = _step(path)
     name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (_stem(path), None)
     own_number = re.compile(rf"(?<!\d){rank}(?!\d)")
     variants = {name, own_number.sub("{rank}", name)}
-    for found in own_number.finditer(name):
-        variants.add(f"{name[: found.start()]}{{rank}}{name[found.end() :]}")
+    for match in own_number.finditer(name):
+        variants.add(f"{name[: match.start()]}{{rank}}{name[match.end() :]}")
     return {(variant, step, path.suffix) for variant in variants}

@@ -1,11 +1,11 @@
 """safetensors files: an 8-byte length, a JSON header, the contents of the tensors.
 
-Written as the safetensors library writes them: tensors sorted by dtype (its own order, which is by descending width)
+They are written like the safetensors library writes them: tensors sorted by dtype (its own order, by descending width)
 and then by name, so that all stay aligned; the header padded with spaces to a multiple of 8 bytes.
 
-Sources: the safetensors format description and library 0.8; MindSpore 2.10 `train/serialization.py` for what it keeps
-in `__metadata__`: `format`, `crc_num`, `remove_redundancy`, and `Int4` under the name of an int4 tensor, which the
-header calls I8. `str` entries, which this format cannot hold, are kept there under `reshard.str` as JSON.
+Sources: the safetensors format description and library 0.8; MindSpore 2.10 `train/serialization.py` for its keys in
+`__metadata__`: `format`, `crc_num`, `remove_redundancy`, and `Int4` under the name of an int4 tensor, whose dtype in
+the header is I8. `str` entries, which this format lacks, are stored there under `reshard.str` as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAME = "safetensors"
 EXTENSION = ".safetensors"
 
 TEXTS = "reshard.str"
-"""The metadata key under which `str` entries are kept."""
+"""The metadata key of `str` entries."""
 
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _OWN_KEYS = {"crc_num", "remove_redundancy", TEXTS}
@@ -45,10 +45,10 @@ def recognizes(start: bytes, size: int) -> bool:
 
 
 def index(reader: RangeReader) -> FileIndex:
-    """Return what a safetensors file holds.
+    """Return the index of a safetensors file.
 
     Raises:
-        SourceError: the header is not JSON, or does not describe the rest of the file exactly, without gap or overlap.
+        SourceError: the header is not JSON, or does not cover the rest of the file exactly, without gap or overlap.
     """
     length = int.from_bytes(reader.read(0, 8), "little")
     if length > _LONGEST_HEADER:
@@ -102,50 +102,51 @@ def index(reader: RangeReader) -> FileIndex:
     )
 
 
-def _are_texts(given: object) -> TypeGuard[dict[str, str]]:
-    """Return whether JSON is an object of strings without half a surrogate pair, which JSON has and UTF-8 has not."""
-    return isinstance(given, dict) and all(
-        isinstance(value, str) and is_text(value) and is_text(name) for name, value in given.items()
+def _are_texts(texts: object) -> TypeGuard[dict[str, str]]:
+    """Return whether JSON is an object of strings without half of a surrogate pair."""
+    return isinstance(texts, dict) and all(
+        isinstance(value, str) and is_text(value) and is_text(name) for name, value in texts.items()
     )
 
 
 def _entries(
     header: dict[str, Any], metadata: Mapping[str, str], data_start: int, size: int, faults: Faults
 ) -> dict[str, Entry]:
-    found: list[tuple[int, int, str, Entry]] = []
+    tensors: list[tuple[int, int, str, Entry]] = []
     for name, item in header.items():
         try:
             dtype, shape, begin, end = _tensor(name, item, is_int4=metadata.get(name) == INT4.mindspore)
         except SourceError as error:
             faults.add(f"tensor {name!r:.300}", error)
             continue
-        found.append((begin, end, name, Entry(dtype, shape, ((data_start + begin, end - begin),))))
+        tensors.append((begin, end, name, Entry(dtype, shape, ((data_start + begin, end - begin),))))
     if faults.count:
         return {}
-    place = 0
-    for begin, end, name, _ in sorted(found, key=itemgetter(0, 1)):
-        if begin != place:
+    position = 0
+    for begin, end, name, _ in sorted(tensors, key=itemgetter(0, 1)):
+        if begin != position:
+            kind = "a gap" if begin > position else "an overlap"
             faults.add(
                 f"tensor {name!r}",
-                f"begins at byte {begin} of the data; expected {place} ({'a gap' if begin > place else 'an overlap'})",
+                f"begins at byte {begin} of the data; expected {position} ({kind})",
                 code="bad-offsets",
             )
             break
-        place = end
+        position = end
     else:
-        described = data_start + place
+        described = data_start + position
         if size < described:
             faults.add("end", f"the file has {size} bytes; its header describes {described}", code="truncated")
         elif size > described:
             faults.add("end", f"the file has {size} bytes; its header describes {described}", code="trailing-bytes")
-    return {name: entry for _, _, name, entry in found}
+    return {name: entry for _, _, name, entry in tensors}
 
 
 def _tensor(name: str, item: object, *, is_int4: bool) -> tuple[DType, Shape, int, int]:
-    """Return dtype, shape, begin and end of a tensor of the header.
+    """Return dtype, shape, begin and end of a tensor in the header.
 
     Raises:
-        SourceError: a short fact, to which the caller adds file and tensor.
+        SourceError: the tensor is invalid; the caller adds the names of file and tensor.
     """
     if not is_text(name):
         raise SourceError("has half of a surrogate pair in its name, which is not UTF-8", code="bad-name")
@@ -189,14 +190,14 @@ def _texts(metadata: Mapping[str, str], path: str) -> dict[str, str]:
 
 
 def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:
-    """Return where the contents of a safetensors file go, and its header.
+    """Return the layout of a safetensors file: its header, and the offsets of contents.
 
     Args:
         contents: the tensors, in any order.
-        metadata: what `__metadata__` shall hold besides what this module adds.
+        metadata: entries for `__metadata__`, to which this module adds its own.
 
     Raises:
-        UsageError: a dtype that the format does not have.
+        UsageError: a tensor has a dtype that the format lacks, or a reserved name.
     """
     notes = dict(metadata)
     texts = {content.name: content.text for content in contents if content.text is not None}
@@ -218,15 +219,15 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
             )
     tensors.sort(key=lambda content: (-_order(content), content.name))
     header: dict[str, Any] = {"__metadata__": notes} if notes else {}
-    place = 0
+    position = 0
     for content in tensors:
         nbytes = prod(content.shape) * content.dtype.itemsize
         header[content.name] = {
             "dtype": content.dtype.safetensors,
             "shape": list(content.shape),
-            "data_offsets": [place, place + nbytes],
+            "data_offsets": [position, position + nbytes],
         }
-        place += nbytes
+        position += nbytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
@@ -235,7 +236,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
         begin, stop = header[content.name]["data_offsets"]
         laid_out.append(content._replace(runs=((start + begin, stop - begin),)))
     laid_out += [content for content in contents if content.text is not None]
-    return FileLayout(start + place, ((0, len(text).to_bytes(8, "little") + text),), tuple(laid_out))
+    return FileLayout(start + position, ((0, len(text).to_bytes(8, "little") + text),), tuple(laid_out))
 
 
 def _order(content: Content) -> int:

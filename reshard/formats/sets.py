@@ -1,7 +1,7 @@
-"""Unified sets: whole tensors in several files that are not too large, and an index of which tensor is where.
+"""Unified sets: whole tensors in files of limited size, and an index of them.
 
 The index gets its name last, so that a set with an index is complete. The map of a MindSpore set names tensors of the
-parts only; that there is a `hyper_param` is said next to its total size, where MindSpore does not look.
+parts only; a `hyper_param` file is recorded next to the total size, which MindSpore ignores.
 
 Sources: MindSpore 2.10 `parallel/transform_safetensors.py` (`unified_safetensors`: part<k>, hyper_param,
 param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safetensors.index.json`).
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 MAX_SHARD_BYTES = 4_000_000_000
-"""How large a file of a unified set may grow, unless one tensor is larger."""
+"""The maximum size of a file of a unified set, unless a single tensor is larger."""
 
 DCP_NAME = "dcp"
 
 CHECKPOINT2_NAME = "checkpoint2"
 
 TO = ("ckpt", "safetensors", "hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME, "zarr")
-"""What a target may be, as `--to` says it on the command line, and `to` and `format` in Python."""
+"""The target formats: values of `--to` on the command line, and of `to` and `format` in Python."""
 
 OTHER_WORDS = {"huggingface": "hf", "distcp": DCP_NAME, "ms": "mindspore"}
-"""Other words for some of these."""
+"""Aliases of target formats."""
 
 DCP_ITEMS = "distcp"
-"""The format of files of such items as PyTorch's `torch.save` makes."""
+"""The format of DCP data files, whose items are written by PyTorch's `torch.save`."""
 
 DCP_INDEX = ".metadata"
-"""What lists the blocks of a distributed checkpoint."""
+"""The file that lists the blocks of a distributed checkpoint."""
 
 DCP_FILE_BYTES = 1 << 30
-"""How large a file of one may grow, unless one block is larger: each is written by one thread."""
+"""The maximum size of a DCP data file, unless a single block is larger: each is written by one thread."""
 
 MOST_STEPS = 10**18
-"""More than any training does."""
+"""A number of steps above any real training."""
 
 _MINDSPORE_INDEX = "param_name_map.json"
 _HUGGING_FACE_INDEX = "model.safetensors.index.json"
 _HYPER_PARAMETERS = "hyper_param"
 
 SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
-"""What the index of a set may be called."""
+"""The possible names of a set's index."""
 
 SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
-"""Files that are read as parts of a set by their names, whatever an index says."""
+"""Files that belong to a set by name, even if an index does not list them."""
 
 _OF = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.", re.DOTALL)
 _LARGEST_INDEX = 1 << 26
@@ -67,12 +67,14 @@ _LARGEST_INDEX = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class MindSporeSet:
-    """`part<k>.safetensors`, `hyper_param.safetensors` for what no strategy names and text, and `param_name_map.json`.
+    """A unified set in MindSpore's style.
 
-    The parts are filled evenly, the largest tensors first, as MindSpore does; the map names what is in them.
+    Its files are `part<k>.safetensors`, `hyper_param.safetensors` and `param_name_map.json`. The parts are filled
+    evenly, the largest tensors first, as in MindSpore; the map names their tensors. Text, and tensors that are not in
+    the strategy, are in `hyper_param.safetensors`.
 
     Attributes:
-        max_shard_size: how many bytes of tensors a part may hold, unless one tensor has more.
+        max_shard_size: the maximum bytes of tensors in a part, unless a single tensor is larger.
     """
 
     max_shard_size: int = MAX_SHARD_BYTES
@@ -81,28 +83,28 @@ class MindSporeSet:
         check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
-        """Share the tensors out to parts."""
+        """Assign the tensors to parts."""
         stored = [tensor for tensor in tensors if not tensor.is_text]
-        listed = [tensor for tensor in stored if tensor.listed] or stored
-        parts = sorted(listed, key=lambda tensor: -tensor.nbytes)
+        in_strategy = [tensor for tensor in stored if tensor.listed] or stored
+        parts = sorted(in_strategy, key=lambda tensor: -tensor.nbytes)
         total = sum(tensor.nbytes for tensor in parts)
-        held = [0] * max(1, min(-(-total // self.max_shard_size), sum(tensor.nbytes > 0 for tensor in parts)))
+        sizes = [0] * max(1, min(-(-total // self.max_shard_size), sum(tensor.nbytes > 0 for tensor in parts)))
         of: dict[str, int] = {}
         for tensor in parts:
-            least = held.index(min(held))
-            if tensor.nbytes and held[least] and held[least] + tensor.nbytes > self.max_shard_size:
-                least = len(held)
-                held.append(0)
+            least = sizes.index(min(sizes))
+            if tensor.nbytes and sizes[least] and sizes[least] + tensor.nbytes > self.max_shard_size:
+                least = len(sizes)
+                sizes.append(0)
             of[tensor.name] = least
-            held[least] += tensor.nbytes
-        paths = [f"part{number}{extension}" for number in range(len(held))]
+            sizes[least] += tensor.nbytes
+        paths = [f"part{number}{extension}" for number in range(len(sizes))]
         content: dict[str, dict[str, object]] = {
             "metadata": {"total_size": total},
             "weight_map": {name: paths[number] for name, number in of.items()},
         }
-        others = [tensor.name for tensor in tensors if tensor.name not in of]
-        if others:
-            of.update(dict.fromkeys(others, len(paths)))
+        hyper_parameters = [tensor.name for tensor in tensors if tensor.name not in of]
+        if hyper_parameters:
+            of.update(dict.fromkeys(hyper_parameters, len(paths)))
             paths.append(f"{_HYPER_PARAMETERS}{extension}")
             content["metadata"][_HYPER_PARAMETERS] = paths[-1]
         return ShardFiles(tuple(paths), of, (_MINDSPORE_INDEX, json.dumps(content, indent=4).encode()))
@@ -110,10 +112,12 @@ class MindSporeSet:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceSet:
-    """`model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
+    """A unified set in Hugging Face's style.
+
+    Its files are `model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
 
     Attributes:
-        max_shard_size: how many bytes of tensors a file may hold, unless one tensor has more.
+        max_shard_size: the maximum bytes of tensors in a file, unless a single tensor is larger.
     """
 
     max_shard_size: int = MAX_SHARD_BYTES
@@ -123,7 +127,7 @@ class HuggingFaceSet:
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Fill one file after the other."""
-        # Text is among a file's notes, where no other reader looks for what the index names.
+        # Text is in a file's notes, so the index must not name it: other readers look for tensors.
         of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_size)
         count = max(of.values(), default=0) + 1
         paths = tuple(f"model-{k + 1:05d}-of-{count:05d}{extension}" for k in range(count))
@@ -133,18 +137,20 @@ class HuggingFaceSet:
         }
         of.update({tensor.name: 0 for tensor in tensors if tensor.is_text})
         index = json.dumps(content, indent=2).encode() + b"\n"
-        # transformers refuses files of any other `format` than those it knows.
+        # transformers refuses files with an unknown `format`.
         return ShardFiles(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
 
 
 @dataclass(frozen=True, slots=True)
 class DCP:
-    """A distributed checkpoint of PyTorch: `__RANK_NUMBER.distcp`, in the tensors' order, and `.metadata`.
+    """A distributed checkpoint of PyTorch.
+
+    Its files are `__RANK_NUMBER.distcp`, filled in the tensors' order, and `.metadata`.
 
     Attributes:
-        max_shard_size: how many bytes of tensors a file may hold, unless one block has more.
-        step: how many steps a training has done, to have the files where Megatron-Core looks for them: in `iter_STEP`
-            of the directory of a run, whose tracker names it. By default they are in the directory itself.
+        max_shard_size: the maximum bytes of tensors in a file, unless a single block is larger.
+        step: the step of the training. With it, the files are in `iter_STEP` of the run directory, and the tracker
+            file names that, as Megatron-Core expects. By default, they are in the directory itself.
 
     Raises:
         UsageError: a size below 1, or a number of steps below 0.
@@ -160,14 +166,15 @@ class DCP:
 
 @dataclass(frozen=True, slots=True)
 class LinkedDCP:
-    """Links to the data files of a DCP, or of several, and a `.metadata` of their own: no bytes of tensors are copied.
+    """Links to the data files of one or more DCPs, with a new `.metadata`.
 
-    Tensors and objects may be left out and get other names; dtypes and blocks stay as they are.
+    No bytes of tensors are copied.
+    Tensors and objects may be left out or renamed; dtypes and blocks do not change.
     """
 
 
 def one_after_the_other(tensors: Iterable[Stored], max_shard_size: int) -> dict[str, int]:
-    """Return the number of each tensor's file, where one is filled after the other.
+    """Return the number of each tensor's file if files are filled one after the other.
 
     >>> from reshard.formats.entries import Stored
     >>> one_after_the_other([Stored("a", 3, True), Stored("b", 3, True), Stored("c", 9, True), Stored("d", 0, True)], 6)
@@ -184,14 +191,14 @@ def one_after_the_other(tensors: Iterable[Stored], max_shard_size: int) -> dict[
 
 
 def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
-    """Return which files of a MindSpore set one of several processes writes: parts that follow each other.
+    """Return one process's share of the files of a MindSpore set: consecutive parts.
 
-    The first process also writes the hyper-parameters and the index, as MindSpore's `split_dst_file` has it.
+    The first process also writes the hyper-parameters and the index, as with MindSpore's `split_dst_file`.
 
     Args:
-        every: how the tensors are shared out to the files, the same for all processes.
-        process: which process, from 1.
-        processes: how many.
+        every: the assignment of tensors to files, the same for all processes.
+        process: the number of the process, from 1.
+        processes: the number of processes.
 
     >>> every = ShardFiles(("part0.st", "part1.st", "part2.st", "hyper_param.st"), {}, ("index", b""))
     >>> [share_of(every, process, 2).numbers for process in (1, 2)]
@@ -207,7 +214,7 @@ def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
 
 
 def check_size(max_shard_size: int) -> None:
-    """Raise `UsageError` if files would have no room for anything."""
+    """Raise `UsageError` if the maximum size is below 1."""
     if max_shard_size < 1:
         raise UsageError(
             f"a file of a set cannot have at most {max_shard_size} bytes; expected at least 1", code="out-of-range"
@@ -215,20 +222,19 @@ def check_size(max_shard_size: int) -> None:
 
 
 def check_step(step: int | None) -> None:
-    """Raise `UsageError` if a training cannot have done so many steps; None stands for any."""
+    """Raise `UsageError` if a number of steps is out of range; None is accepted."""
     if step is not None and not 0 <= step < MOST_STEPS:
         raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}", code="out-of-range")
 
 
 @reading(SourceError)
 def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None:
-    """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
+    """Return the files of a unified set and the file of each tensor; None without an index.
 
-    The hyper-parameters that MindSpore keeps next to them are among the files, though its index does not name them;
-    that of a set that was written here does.
+    MindSpore's hyper-parameter files are included, although only indexes written by this program name them.
 
     Raises:
-        SourceError: the index is not valid, names a file that is not there, or one outside the directory.
+        SourceError: the index is not valid, or names a file that does not exist or is outside the directory.
     """
     indexes = [path for name in SET_INDEXES if (path := directory / name).is_file()]
     if not indexes:
@@ -240,53 +246,53 @@ def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None
             hint="move one set to another directory",
         )
     path = indexes[0]
-    weight_map, others = _read_map(path)
+    weight_map, hyper_parameters = _read_map(path)
     faults = Faults(str(path))
     files: list[Place] = []
-    for name in dict.fromkeys((*weight_map.values(), *others)):
+    for name in dict.fromkeys((*weight_map.values(), *hyper_parameters)):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
-            what = "is not in the directory of the index; expected a name without a slash"
-            faults.add(f"file {name!r:.300}", what, code="bad-name")
+            fault = "is not in the directory of the index; expected a name without a slash"
+            faults.add(f"file {name!r:.300}", fault, code="bad-name")
         elif not _is_file(file):
             faults.add(f"file {name!r:.300}", "does not exist", code="not-found")
         files.append(file)
     for family, numbers in _numbered(weight_map.values()).items():
         if len(numbers) < int(family[1]):
-            what = f"is named {len(numbers)} times; expected {int(family[1])} shards"
-            faults.add(f"{family[0]}…-of-{family[1]}", what, code="missing-shards")
+            fault = f"is named {len(numbers)} times; expected {int(family[1])} shards"
+            faults.add(f"{family[0]}…-of-{family[1]}", fault, code="missing-shards")
     faults.raise_if_any(SourceError)
     if path.name == _MINDSPORE_INDEX:
-        beside = [directory / name for name in SET_FILES[2:]]
-        files += [file for file in beside if file not in files and file.is_file()]
+        siblings = [directory / name for name in SET_FILES[2:]]
+        files += [file for file in siblings if file not in files and file.is_file()]
     return files, weight_map
 
 
 def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
-    """Return the numbers of shards that say how many there are, by what stands before and that.
+    """Return the numbers of shards with names like `NAME-NUMBER-of-COUNT`, by name and count.
 
     >>> _numbered(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "part0.safetensors"])
     {('model-', '00003'): {1, 3}}
     """
-    found: dict[tuple[str, str], set[int]] = {}
+    numbers: dict[tuple[str, str], set[int]] = {}
     for name in file_names:
         if match := _OF.match(name):
-            found.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    return found
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    return numbers
 
 
 def files_beside(directory: Place, names: Collection[str]) -> tuple[str, set[str]]:
-    """Return the index of a unified set and the files of that, as far as the index can be read; empty without any.
+    """Return the name of a unified set's index and its files; empty without a readable index.
 
     Args:
-        directory: where the index may be.
-        names: what is in the directory.
+        directory: the directory of the index.
+        names: the names of its entries.
     """
     for index in SET_INDEXES:
         if index in names:
             with suppress(SourceError, OSError):
-                beside = SET_FILES[2:] if index == _MINDSPORE_INDEX else ()
-                return index, {*_read_map(directory / index)[0].values(), *(name for name in beside if name in names)}
+                unlisted = SET_FILES[2:] if index == _MINDSPORE_INDEX else ()
+                return index, {*_read_map(directory / index)[0].values(), *(name for name in unlisted if name in names)}
     return "", set()
 
 
@@ -298,7 +304,7 @@ def _is_file(path: Place) -> bool:
 
 
 def _read_map(path: Place) -> tuple[dict[str, str], list[str]]:
-    """Return the file of each tensor, as an index says it, and the file of the hyper-parameters where it says one."""
+    """Return the file of each tensor in an index, and the file of hyper-parameters if named."""
     repeated: list[str] = []
     raw = read_small(path, "index", _LARGEST_INDEX, SourceError)
     try:
@@ -312,9 +318,9 @@ def _read_map(path: Place) -> tuple[dict[str, str], list[str]]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise SourceError(f"{path} has no weight_map of tensor names to file names", code="bad-index")
     metadata = content.get("metadata") if path.name == _MINDSPORE_INDEX and weight_map is not content else None
-    others = metadata.get(_HYPER_PARAMETERS) if isinstance(metadata, dict) else None
-    if others is not None and others not in SET_FILES[2:]:
-        what = f"is {others!a:.60}; expected {' or '.join(SET_FILES[2:])}"
-        faults.add(f"metadata.{_HYPER_PARAMETERS}", what, code="bad-value")
+    hyper_file = metadata.get(_HYPER_PARAMETERS) if isinstance(metadata, dict) else None
+    if hyper_file is not None and hyper_file not in SET_FILES[2:]:
+        fault = f"is {hyper_file!a:.60}; expected {' or '.join(SET_FILES[2:])}"
+        faults.add(f"metadata.{_HYPER_PARAMETERS}", fault, code="bad-value")
     faults.raise_if_any(SourceError)
-    return weight_map, [] if others is None else [others]
+    return weight_map, [] if hyper_file is None else [hyper_file]

@@ -1,17 +1,19 @@
-"""zarr v3 stores as they are written here: one group, one array a tensor, each chunk a file of row-major bytes.
+"""The layout of written zarr v3 stores.
 
-1. A tensor is cut into chunks of one shape: its source blocks where they are equal, else as many of its first rows as
-   a size allows (`cut`). Where it does not divide, the last chunk is stored whole, its end filled with zeros.
-2. Small chunks are put together into shards: files of chunks, one after the other, with an index at the end.
-3. Each file, a chunk or a shard, is a `Unit`. Uncompressed ones are target files like any other, whose bytes have
-   known places; compressed ones are put together in memory (`zarr_chunks`).
-4. A `zarr.json` next to it describes each array, and one at the root the group. That of the root gets its name last.
+A store is one group with one array per tensor; each chunk is a file of row-major bytes.
 
-Only the first axis along which an array is cut can have a last chunk that is not full, so what a chunk has of the
-tensor is the beginning of its bytes.
+1. A tensor is cut into chunks of equal shape: its source blocks if they are equal, else as many of its first rows as
+   fit a size limit (`cut`). If the shape does not divide, the last chunk is stored whole, padded with zeros.
+2. Small chunks are combined into shards: files of consecutive chunks with an index at the end.
+3. Each file, a chunk or a shard, is a `Unit`. Uncompressed files are ordinary target files with known offsets;
+   compressed ones are assembled in memory (`zarr_chunks`).
+4. Each array has a `zarr.json` next to its chunks, and the group has one at the root, which gets its name last.
 
-bfloat16, float8 and int4, which zarr does not have, are stored as integers of their width, with the dtype's name in
-the attributes. A name that cannot be one in a file system is percent-escaped, with the name itself in the attributes.
+Only the first axis along which an array is cut can have a partial last chunk, so the tensor's bytes in a chunk are
+the beginning of the chunk.
+
+bfloat16, float8 and int4, which zarr lacks, are stored as integers of their width, with the dtype's name in the
+attributes. A name that is invalid in a file system is percent-escaped, with the original in the attributes.
 
 Source: the zarr v3 core specification, sharding codec 1.0; what zarr-python 3.1 writes.
 """
@@ -44,36 +46,36 @@ METADATA = "zarr.json"
 """The file that describes a group or an array."""
 
 ATTRIBUTES = "reshard"
-"""The attribute of arrays and groups under which everything of this program is kept."""
+"""The attribute of arrays and groups that contains all notes of this program."""
 
 SEPARATOR = "."
-"""Between the numbers in the name of a chunk's file; zarr's own choice, `/`, takes a directory for each, 0.2 ms."""
+"""The separator of numbers in the names of chunk files; zarr's default, `/`, takes a directory for each, 0.2 ms."""
 
 ABSENT = (1 << 64) - 1
-"""Offset and length of a chunk that a shard does not have."""
+"""Offset and length of a chunk that is missing from a shard."""
 
 NATIVE = {
     "bool": False, "complex64": [0.0, 0.0], "float16": 0.0, "float32": 0.0, "float64": 0.0,
     **{f"{sign}int{bits}": 0 for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
-"""The dtypes that zarr itself has, each with its zero."""
+"""The dtypes of zarr itself, each with its zero."""
 
 MOST_CHUNK_BYTES = 256 << 20
 """The largest chunk that follows a source block; larger blocks are cut. zarr reads a chunk whole."""
 
 OTHER_CHUNK_BYTES = 64 << 20
-"""The most bytes of a chunk where source blocks are not equal."""
+"""The maximum chunk size if source blocks are not equal."""
 
 COMPRESSED_BYTES = 4 << 20
-"""The most bytes of all chunks that have a row in common, where they are compressed: a thread holds so much."""
+"""The maximum total size of compressed chunks that share a row: a thread buffers all of them."""
 
 SMALL_CHUNK_BYTES = 4 << 20
-"""Smaller chunks are put into shards, unless asked otherwise: a file costs about as much as so many bytes."""
+"""Smaller chunks are put into shards by default: creating a file costs about as much as writing this many bytes."""
 
 SHARD_BYTES = 64 << 20
 
 _LONGEST_FILE_NAME = 255
-_LEVELS = range(-131072, 23)  # of zstd
+_LEVELS = range(-131072, 23)  # compression levels of zstd
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +83,14 @@ class ZarrGroup:
     """One zarr v3 group of whole tensors.
 
     Attributes:
-        chunk_size: the most bytes in a chunk; None for chunks that follow the source's blocks.
-        shard_size: the most bytes of chunks in a shard; 0 for no shards; None for shards where chunks are small.
+        chunk_size: the maximum bytes in a chunk; None for chunks that follow the source's blocks.
+        shard_size: the maximum bytes of chunks in a shard; 0 for no shards; None for shards if chunks are small.
         compression: None, or `zstd` with a level, as in `zstd:3` (the level is 0, zstd's own choice, if left out).
-        times: note the times of the source files too, so that a later run can see whether they changed. Without
-            them the same source gives the same bytes, wherever it lies.
+        times: record the times of the source files too, so that a later run can detect changes. Without them, the same
+            source gives the same bytes at any path.
 
     Raises:
-        UsageError: a size below 1 (of shards, 0), or an unknown compression.
+        UsageError: a chunk size below 1, a shard size below 0, or an unknown compression.
 
     >>> ZarrGroup(compression="zstd:5").level
     5
@@ -100,16 +102,16 @@ class ZarrGroup:
     times: bool = False
 
     def __post_init__(self) -> None:
-        for what, size, least in (("chunk", self.chunk_size, 1), ("shard", self.shard_size, 0)):
+        for kind, size, least in (("chunk", self.chunk_size, 1), ("shard", self.shard_size, 0)):
             if size is not None and size < least:
                 raise UsageError(
-                    f"a {what} cannot have at most {size} bytes; expected at least {least}", code="out-of-range"
+                    f"a {kind} cannot have at most {size} bytes; expected at least {least}", code="out-of-range"
                 )
         _ = self.level
 
     @property
     def level(self) -> int | None:
-        """The level of zstd; None for no compression."""
+        """The zstd level; None for no compression."""
         if self.compression is None:
             return None
         kind, _, level = self.compression.partition(":")
@@ -126,7 +128,7 @@ class ZarrGroup:
         return number
 
     def array(self, shape: Shape, dtype: DType, blocks: Iterable[Block]) -> Array:
-        """Choose chunks and shards for a tensor whose source has these blocks."""
+        """Choose chunks and shards for a tensor with these source blocks."""
         if not prod(shape):
             return Array(shape, dtype, tuple(max(extent, 1) for extent in shape), None, self.level)
         block = _common_shape(shape, blocks)
@@ -154,11 +156,11 @@ class Unit(NamedTuple):
     """A file of an array: a chunk, or a shard.
 
     Attributes:
-        path: below the array.
-        blocks: what parts of the tensor are in it, at the edge less than a chunk; several chunks of a shard are one
-            block where they follow each other in the tensor as in the file.
-        starts: where each block begins in the contents, in bytes.
-        valid: for each of its chunks, how many of the chunk's bytes are of the tensor; 0 for a chunk beyond its end.
+        path: the path below the array.
+        blocks: the blocks of the tensor in it, partial at the edge; consecutive chunks of a shard are one block if they
+            are contiguous in the tensor too.
+        starts: the offset of each block in the contents, in bytes.
+        valid: for each of its chunks, the number of bytes that belong to the tensor; 0 for a chunk beyond its end.
     """
 
     path: str
@@ -169,14 +171,14 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Array:
-    """How a tensor is stored.
+    """The layout of a tensor's array.
 
     Attributes:
-        shape: the tensor's.
-        dtype: kind of its elements.
-        chunk: the shape of every chunk.
-        shard: the shape of every shard; None where each chunk has a file of its own.
-        level: of zstd; None for no compression.
+        shape: the shape of the tensor.
+        dtype: the dtype of its elements.
+        chunk: the shape of a chunk.
+        shard: the shape of a shard; None if each chunk has its own file.
+        level: the zstd level; None for no compression.
     """
 
     shape: Shape
@@ -192,7 +194,7 @@ class Array:
 
     @property
     def unit(self) -> Shape:
-        """The part of the tensor in a file."""
+        """The shape of the part of the tensor in each file."""
         return self.shard or self.chunk
 
     @cached_property
@@ -200,7 +202,7 @@ class Array:
         """Every file of chunks, in row-major order."""
         inner = counts(self.unit, self.chunk)
         whole = follows(self.unit, self.chunk)
-        return tuple(self._unit(place, inner, whole) for place in grid(self.shape, self.unit))
+        return tuple(self._unit(position, inner, whole) for position in grid(self.shape, self.unit))
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -209,23 +211,23 @@ class Array:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each block begins in its file's contents, in bytes."""
+        """The offset of each block in its file's contents, in bytes."""
         return tuple(start for unit in self.units for start in unit.starts)
 
-    def _unit(self, place: Shape, inner: Shape, whole: bool) -> Unit:
-        path = SEPARATOR.join(("c", *map(str, place)))
-        blocks = list(parts(self.shape, self.chunk, place, inner))
+    def _unit(self, position: Shape, inner: Shape, whole: bool) -> Unit:
+        path = SEPARATOR.join(("c", *map(str, position)))
+        blocks = list(parts(self.shape, self.chunk, position, inner))
         valid = tuple(block.size * self.dtype.itemsize if block else 0 for block in blocks)
-        there = [block for block in blocks if block]
+        inside = [block for block in blocks if block]
         if whole:
-            box = part(self.shape, self.unit, place)
+            box = part(self.shape, self.unit, position)
             return Unit(path, (box,) if box else (), (0,), valid)
-        return Unit(path, tuple(there), tuple(i * self.chunk_bytes for i in range(len(there))), valid)
+        return Unit(path, tuple(inside), tuple(i * self.chunk_bytes for i in range(len(inside))), valid)
 
     def file_layout(self, name: str, unit: Unit) -> FileLayout:
-        """Return what a file of uncompressed chunks has: its contents and, in a shard, the index behind them.
+        """Return the layout of a file of uncompressed chunks: contents and, in a shard, the index.
 
-        Of a compressed one it is what it would have; its size is known only at the end.
+        A compressed file gets its uncompressed layout; its real size is known only at the end.
         """
         nbytes = sum(map(bool, unit.valid)) * self.chunk_bytes
         contents = tuple(
@@ -294,15 +296,15 @@ def zarr_dtype(dtype: DType) -> str:
 
 
 def shard_index(spans: Iterable[tuple[int, int]]) -> bytes:
-    """Return the index of a shard: offset and length of each chunk, and a CRC-32C of them."""
+    """Return the index of a shard: offset and length of each chunk, and their CRC-32C."""
     content = b"".join(struct.pack("<QQ", *span) for span in spans)
     return content + struct.pack("<I", crc32c(content))
 
 
 def cut(box: Shape, most: int) -> Shape:
-    """Return the shape of a part of a box with at most so many elements, at least one: some of its first rows.
+    """Return the shape of the first rows of a box, with at most `most` elements, at least one.
 
-    The box is cut evenly where that takes less than twice as many parts.
+    The box is cut evenly if that takes fewer than twice the minimum number of parts.
 
     >>> cut((100, 6), 240), cut((97, 6), 240), cut((4, 100, 6), 30), cut((5,), 9)
     ((25, 6), (33, 6), (1, 5, 6), (5,))
@@ -317,17 +319,17 @@ def cut(box: Shape, most: int) -> Shape:
 
 
 def grid(shape: Shape, unit: Shape) -> Iterator[Shape]:
-    """Yield the place of every part of a tensor that is cut regularly, in row-major order; none of an empty one."""
+    """Yield the grid positions of a tensor's parts, in row-major order; none if it is empty."""
     return product(*map(range, counts(shape, unit)))
 
 
 def counts(shape: Shape, unit: Shape) -> Shape:
-    """Return how many parts of a shape there are along each dimension, the last ones less than whole."""
+    """Return the number of parts along each dimension; the last ones may be partial."""
     return tuple(-(-extent // part) for extent, part in zip(shape, unit, strict=True))
 
 
 def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
-    """Return the block at a place of a regular grid, no further than the tensor goes; None beyond its end.
+    """Return the block at a grid position, clipped to the tensor; None beyond its end.
 
     >>> part((5, 4), (2, 2), (2, 1)), part((5, 4), (2, 2), (3, 0))
     (Block(start=(4, 2), stop=(5, 4)), None)
@@ -338,20 +340,22 @@ def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
 
 
 def parts(shape: Shape, chunk: Shape, place: Shape, inner: Shape) -> Iterator[Block | None]:
-    """Yield what each chunk of a file has of a tensor, in row-major order; None for a chunk beyond its end.
+    """Yield the block of each chunk of a file, in row-major order.
+
+    A chunk beyond the tensor's end gives None.
 
     Args:
-        shape: the tensor's.
+        shape: the shape of the tensor.
         chunk: the shape of a chunk.
-        place: that of the file, in the grid of files.
-        inner: how many chunks a file has along each dimension.
+        place: the position of the file in the grid of files.
+        inner: the number of chunks in a file along each dimension.
     """
     for within in product(*map(range, inner)):
         yield part(shape, chunk, tuple(a * count + b for a, count, b in zip(place, inner, within, strict=True)))
 
 
 def follows(unit: Shape, chunk: Shape) -> bool:
-    """Return whether the chunks of a shard, one after the other, are the shard in row-major order.
+    """Return whether the consecutive chunks of a shard form the shard in row-major order.
 
     >>> follows((8, 6), (2, 6)), follows((8, 6), (8, 3)), follows((1, 8, 6), (1, 2, 6)), follows((2, 8), (2, 2))
     (True, False, True, False)
@@ -361,9 +365,10 @@ def follows(unit: Shape, chunk: Shape) -> bool:
 
 
 def escaped(name: str) -> str:
-    """Return the name of a tensor's array, which is also a directory.
+    """Return the name of a tensor's array, which is also the name of a directory.
 
-    What would leave the directory, hide in it, or mean something to zarr or a terminal is percent-escaped.
+    Characters are percent-escaped if they could leave the directory, hide the name, or are special to zarr or a
+    terminal.
 
     >>> [escaped(name) for name in ("layers.0.wq.weight", "a/b", "..", "zarr.json", "__w", "", "50%")]
     ['layers.0.wq.weight', 'a%2Fb', '%2E.', '%7Aarr.json', '%5F_w', '%', '50%25']
@@ -389,7 +394,7 @@ def _percent(char: str) -> str:
 
 
 def _common_shape(shape: Shape, blocks: Iterable[Block]) -> Shape | None:
-    """Return the shape of blocks that cut a tensor into equal parts; None where they do not."""
+    """Return the shape of blocks that cut a tensor into equal parts; None if they do not."""
     shapes = {block.shape for block in blocks}
     if len(shapes) != 1:
         return None

@@ -1,13 +1,13 @@
-"""Chunks of a zarr store whose bytes are not those of the tensor: compressed, absent, or encoded in another way.
+"""Encoded chunks of a zarr store: compressed, absent, or encoded in another way.
 
-Moving bytes knows files and offsets only. So such a chunk, or a shard of them, is a file that seems to have its
-contents uncompressed, chunk after chunk; a store decodes what is read of it, and encodes what is written.
+Transfers handle files and offsets only. So such a chunk, or a shard, is presented as a virtual file of uncompressed
+consecutive chunks; a store decodes reads of it, and a sink encodes writes.
 
-* To be read: a chunk is decoded when a thread first reads of it, and held while the thread reads on in the same rows.
-  zstd is decoded here, into memory of the size that the metadata says; every other codec by zarr itself. A stream that
-  is too long to be held is decoded piece by piece (`readers.dcp.zstd`).
-* To be written: a chunk is put together in memory, compressed when its last byte has come, and appended to its file
-  in row-major order, so that the file is the same whoever wrote its bytes when. One task owns a file.
+* Reading: a chunk is decoded when a thread first reads from it, and cached while the thread reads on in the same rows.
+  zstd is decoded here, into a buffer of the size in the metadata; other codecs by zarr itself. A stream that is too
+  long for memory is decoded piece by piece (`readers.dcp.zstd`).
+* Writing: a chunk is assembled in memory, compressed when its last byte has arrived, and appended to its file in
+  row-major order, so that the file does not depend on the order of writes. One task owns a file.
 """
 
 from __future__ import annotations
@@ -31,35 +31,40 @@ if TYPE_CHECKING:
     from reshard.storage.base import ReadStore, Sink, Want
 
 IMPORTED_BYTES = 24 << 20
-"""Resident memory of zarr and numcodecs besides what every run imports; measured."""
+"""Additional resident memory of zarr and numcodecs; measured."""
 
 _SLABS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Chunks that a store does not have: the fill value again and again."""
+    """Missing chunks: the repeated fill value."""
 
     value: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """A file of chunks compressed by zstd: the bytes of each uncompressed, and where each is (offset, length)."""
+    """A file of chunks compressed by zstd.
+
+    Attributes:
+        chunk_bytes: the uncompressed size of a chunk.
+        spans: the offset and length of each compressed chunk.
+    """
 
     chunk_bytes: int
     spans: tuple[tuple[int, int], ...]
 
     def decoded(self, encoded: bytearray) -> bytes | bytearray:
-        """Return the bytes of a chunk; raise `ValueError` or `RuntimeError` where it has others."""
-        from numcodecs import zstd  # with the first that is read
+        """Return a chunk decoded; raise `ValueError` or `RuntimeError` if that fails."""
+        from numcodecs import zstd  # imported with the first chunk
 
         content = bytearray(self.chunk_bytes)
-        # A frame says how long its contents are; given where they go, zstd takes no memory for more.
+        # A frame declares its size; with an output buffer, zstd allocates no more memory than that buffer.
         zstd.decompress(encoded, content)
-        stated = _frame_bytes(encoded)
-        if stated not in {None, self.chunk_bytes}:
-            raise ValueError(f"it has {stated} bytes; the metadata says {self.chunk_bytes}")
+        declared = _frame_bytes(encoded)
+        if declared not in {None, self.chunk_bytes}:
+            raise ValueError(f"it has {declared} bytes; the metadata says {self.chunk_bytes}")
         return content
 
 
@@ -68,12 +73,12 @@ class Foreign:
     """A file of chunks that zarr itself decodes.
 
     Attributes:
-        directory: the array.
-        shape: the tensor's.
-        chunk: of a chunk, in elements.
-        first: the place of the file's first chunk among all chunks.
-        inner: how many chunks the file has along each dimension.
-        itemsize: bytes an element.
+        directory: the directory of the array.
+        shape: the shape of the tensor.
+        chunk: the shape of a chunk.
+        first: the grid position of the file's first chunk.
+        inner: the number of chunks in the file along each dimension.
+        itemsize: the bytes per element.
     """
 
     directory: str
@@ -85,12 +90,14 @@ class Foreign:
 
     @property
     def chunk_bytes(self) -> int:
-        """How far the chunks are from each other in what the file seems to be."""
+        """The distance between chunks in the virtual file, in bytes."""
         return prod(self.chunk) * self.itemsize
 
 
 def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
-    """Return the bytes of all chunks that some rows meet: what is to be held so that each is decoded once.
+    """Return the total size of the chunks that share rows.
+
+    A thread must cache that much to decode each chunk only once.
 
     >>> slab_bytes((100, 8), (10, 2), 4), slab_bytes((7, 100, 8), (1, 10, 8), 4)
     (320, 320)
@@ -100,37 +107,37 @@ def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
 
 
 class Opened(Protocol):
-    """A chunk that a thread reads; `memory` is what it takes, in bytes."""
+    """A chunk that a thread reads; `memory` is its memory use, in bytes."""
 
     memory: int
 
     def fill(self, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer from a byte on; raise `ValueError` where the chunk ends before, or cannot be decoded."""
+        """Fill a buffer from byte `begin` on; raise `ValueError` on an early end or bad data."""
 
 
 class Streamed(Protocol):
-    """A file of chunks that are too long to be held decoded."""
+    """A file of chunks that are too long to cache decoded."""
 
     @property
     def chunk_bytes(self) -> int:
-        """How far the chunks are from each other in what the file seems to be."""
+        """The distance between chunks in the virtual file, in bytes."""
 
     def opened(self, store: ReadStore, path: str, number: int) -> Opened:
-        """Return a chunk that is decoded as far as it is read."""
+        """Return a chunk that is decoded as it is read."""
 
 
 Unit = Fill | Compressed | Foreign | Streamed
 
 
 class _Whole:
-    """A chunk that is held decoded."""
+    """A decoded chunk in memory."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
         self.memory = len(content)
 
     def fill(self, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer from a byte on; raise `ValueError` where the chunk ends before."""
+        """Fill a buffer from byte `begin` on; raise `ValueError` if the chunk ends too early."""
         if begin + len(buffer) > self.memory:
             raise ValueError(f"it ends at byte {self.memory:,}")
         buffer[:] = self._content[begin : begin + len(buffer)]
@@ -138,12 +145,12 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """How files of encoded chunks are read.
+    """The coding of files of encoded chunks.
 
     Attributes:
-        units: the files that seem to be other than they are, by path.
-        held_bytes: the memory for the chunks that a thread holds.
-        opening_bytes: the memory that decoding one more takes.
+        units: the virtual files, by path.
+        held_bytes: the size of each thread's cache of decoded chunks.
+        opening_bytes: the additional memory to decode a chunk.
     """
 
     units: Mapping[str, Unit]
@@ -152,32 +159,37 @@ class Decoding:
 
     @classmethod
     def of(cls, units: Mapping[str, Unit], slabs: list[int], chunks: list[int]) -> Decoding:
-        """Return how to read these files, whose slabs and chunks have so many bytes; decoding one takes it twice."""
+        """Return the coding of files with these slab and chunk sizes.
+
+        Decoding a chunk takes twice its size.
+        """
         largest = max(chunks, default=0)
         return cls(units, max(min(max(slabs, default=0), _SLABS_BYTES), largest), 2 * largest)
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that reading takes: the chunks that each thread holds, and one that it decodes."""
+        """Return the memory of the threads' caches, and of one chunk that each decodes."""
         return threads * (self.held_bytes + self.opening_bytes) + (IMPORTED_BYTES if self.opening_bytes else 0)
 
     def store(self) -> DecodingStore:
-        """Return what reads the files."""
+        """Return a store that reads the files decoded."""
         return DecodingStore(self)
 
 
 class DecodingStore(Around):
-    """Files of which chunks are read decoded. Safe to use from several threads."""
+    """A store of decoded chunks. Safe to use from several threads."""
 
     def __init__(self, decoding: Decoding) -> None:
         super().__init__(any_store())
         self._decoding = decoding
-        self._held = _Held()
+        self._cache = _ChunkCache()
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill buffers with contents; what is to be decoded for them is read at once, but by zarr, which reads itself.
+        """Fill buffers with contents, reading all zstd chunks for them at once.
+
+        Chunks of other codecs are read by zarr itself.
 
         Raises:
-            SourceError: a chunk cannot be decoded, or has not as many bytes as the metadata says.
+            SourceError: a chunk cannot be decoded, or its size contradicts the metadata.
         """
         plain: list[Want] = []
         encoded: dict[tuple[str, int], bytearray] = {}
@@ -187,7 +199,7 @@ class DecodingStore(Around):
                 plain.append((path, offset, buffer))
             elif isinstance(unit, Compressed):
                 for number in range(offset // unit.chunk_bytes, -(-(offset + len(buffer)) // unit.chunk_bytes)):
-                    if (path, number) not in self._held.chunks and (path, number) not in encoded:
+                    if (path, number) not in self._cache.chunks and (path, number) not in encoded:
                         begin, nbytes = unit.spans[number]
                         encoded[path, number] = bytearray(nbytes)
                         plain.append((path, begin, memoryview(encoded[path, number])))
@@ -219,13 +231,13 @@ class DecodingStore(Around):
         number, begin = divmod(offset, unit.chunk_bytes)
         key = path, number
         try:
-            chunk = self._held.take(key) or self._opened(path, number, unit, encoded.get(key))
+            chunk = self._cache.take(key) or self._opened(path, number, unit, encoded.get(key))
             chunk.fill(begin, buffer)
         except SourceError:  # which is a ValueError
             raise
         except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
             raise _not_decoded(path, number, error) from None
-        self._held.add(key, chunk, self._decoding.held_bytes)
+        self._cache.add(key, chunk, self._decoding.held_bytes)
 
     def _opened(
         self, path: str, number: int, unit: Compressed | Foreign | Streamed, encoded: bytearray | None
@@ -241,8 +253,8 @@ class DecodingStore(Around):
         return _Whole(memoryview(unit.decoded(encoded)))
 
     def close(self) -> None:
-        """Close every file that nobody uses, and forget this thread's chunks."""
-        self._held = _Held()
+        """Close all files that are not in use, and empty the cache."""
+        self._cache = _ChunkCache()
         super().close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -250,15 +262,15 @@ class DecodingStore(Around):
         return DecodingStore, (self._decoding,)
 
 
-class _Held(threading.local):
-    """A thread's decoded chunks, those used last at the end."""
+class _ChunkCache(threading.local):
+    """A thread's decoded chunks, least recently used first."""
 
     def __init__(self) -> None:
         self.chunks: OrderedDict[tuple[str, int], Opened] = OrderedDict()
         self.nbytes = 0
 
     def take(self, key: tuple[str, int]) -> Opened | None:
-        """Return a chunk that is held, and hold it no more: it is added again when all went well."""
+        """Remove and return a chunk; it is added again after a successful read."""
         chunk = self.chunks.pop(key, None)
         self.nbytes -= chunk.memory if chunk else 0
         return chunk
@@ -271,7 +283,7 @@ class _Held(threading.local):
 
 
 def _fill(buffer: memoryview, value: bytes) -> None:
-    """Fill a buffer, doubling what is filled."""
+    """Fill a buffer with a repeated value, doubling the filled part."""
     done = min(len(value), len(buffer))
     buffer[:done] = value[:done]
     while done < len(buffer):
@@ -281,7 +293,7 @@ def _fill(buffer: memoryview, value: bytes) -> None:
 
 
 def _frame_bytes(encoded: bytearray) -> int | None:
-    """Return how many bytes a zstd frame says it has; None if it is none, or does not say."""
+    """Return the content size in a zstd frame's header; None if absent or not a frame."""
     if len(encoded) < 6 or encoded[:4] != b"\x28\xb5\x2f\xfd":
         return None
     flag, single, dictionary = encoded[4] >> 6, encoded[4] >> 5 & 1, encoded[4] & 3
@@ -298,22 +310,22 @@ def _array(directory: str) -> Any:
 
 
 def _by_zarr(path: str, number: int, unit: Foreign) -> memoryview:
-    """Return what a chunk has of the tensor, in row-major order."""
+    """Return the tensor's part in a chunk, decoded by zarr, in row-major order."""
     import numpy as np
 
-    place = []
+    position = []
     for first, count in zip(reversed(unit.first), reversed(unit.inner), strict=True):
         number, within = divmod(number, count)
-        place.append(first + within)
-    block = part(unit.shape, unit.chunk, tuple(reversed(place)))
-    assert block is not None  # noqa: S101 -- no shard is made of what lies beyond the end
+        position.append(first + within)
+    block = part(unit.shape, unit.chunk, tuple(reversed(position)))
+    assert block is not None  # noqa: S101 -- no shard lies beyond the end
     try:
-        found = np.ascontiguousarray(_array(unit.directory)[block.within(block.whole(unit.shape))])
-    except Exception as error:  # zarr's codecs raise whatever they like
+        content = np.ascontiguousarray(_array(unit.directory)[block.within(block.whole(unit.shape))])
+    except Exception as error:  # zarr's codecs may raise anything
         raise _not_decoded(path, number, error) from error
-    if found.nbytes != block.size * unit.itemsize:
-        raise _not_decoded(path, number, f"zarr gives {found.nbytes} bytes; expected {block.size * unit.itemsize}")
-    return found.reshape(-1).view(np.uint8).data
+    if content.nbytes != block.size * unit.itemsize:
+        raise _not_decoded(path, number, f"zarr gives {content.nbytes} bytes; expected {block.size * unit.itemsize}")
+    return content.reshape(-1).view(np.uint8).data
 
 
 def _not_decoded(path: str, number: int, why: object) -> SourceError:
@@ -335,10 +347,10 @@ class ToCompress:
     """A file of chunks to be written.
 
     Attributes:
-        chunk_bytes: of a chunk, uncompressed.
-        valid: how many of them come, for each chunk that its file has; the rest of a chunk is zeros.
-        places: the number of each chunk in the index of the shard.
-        count: how many chunks the index has; 0 where the file is one chunk, without an index.
+        chunk_bytes: the uncompressed size of a chunk.
+        valid: for each chunk of the file, the number of bytes that will be written; the rest of the chunk is zeros.
+        places: the position of each chunk in the index of the shard.
+        count: the number of chunks in the index; 0 if the file is one chunk, without an index.
     """
 
     chunk_bytes: int
@@ -349,13 +361,13 @@ class ToCompress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoding:
-    """How the files of a zarr store are written.
+    """The compression of the files of a zarr store.
 
     Attributes:
-        units: the files that are compressed, by their paths below the target directory.
-        level: of zstd.
-        held_bytes: how much a thread holds at once of chunks that are not complete.
-        chunk_bytes: the largest of those chunks.
+        units: the compressed files, by path below the target directory.
+        level: the zstd level.
+        held_bytes: the memory of a thread's incomplete chunks.
+        chunk_bytes: the size of the largest chunk.
     """
 
     units: Mapping[str, ToCompress]
@@ -364,28 +376,28 @@ class Encoding:
     chunk_bytes: int
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that writing takes: chunks that are put together, and as much that waits for its turn."""
+        """Return the memory of incomplete chunks, and of an equal amount of waiting data."""
         return threads * (2 * self.held_bytes + self.chunk_bytes) + IMPORTED_BYTES
 
     def of(self, path: str) -> str | None:
-        """Return what says how a file is compressed; None of one that is not."""
+        """Return a description of a file's compression; None if it is not compressed."""
         unit = self.units.get(path)
         return None if unit is None else f"zstd {self.level} {unit}"
 
     def sink(self, path: str, into: Sink) -> Sink:
-        """Return what takes the contents of a file, whose path is below the target, and writes it compressed."""
+        """Return a sink that compresses a file; `path` is below the target directory."""
         return _Compressing(path, self.units[path], self.level, into)
 
 
 @dataclass(slots=True, eq=False)
 class _Compressing:
-    """A sink for the contents of chunks, which compresses each and appends it to a file; see `Sink`.
+    """A sink that compresses each chunk and appends it to a file; see `Sink`.
 
     Attributes:
-        raw: what has come of a chunk that is not complete, and how many bytes.
-        waiting: compressed chunks before whose turn others are.
-        spans: of the chunks that are written: offset and length.
-        size: of the file so far.
+        raw: the incomplete chunks: content so far, and number of bytes received.
+        waiting: compressed chunks that wait for earlier ones.
+        spans: offset and length of each written chunk.
+        size: the size of the file so far.
     """
 
     path: str
@@ -399,7 +411,7 @@ class _Compressing:
     size: int = 0
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Take contents at an offset of what the file seems to be."""
+        """Write bytes at an offset of the uncompressed virtual file."""
         while len(data):
             number, begin = divmod(offset, self.unit.chunk_bytes)
             piece = data[: self.unit.chunk_bytes - begin]
@@ -433,14 +445,14 @@ class _Compressing:
     def _end(self) -> None:
         if self.unit.count:
             spans = [(ABSENT, ABSENT)] * self.unit.count
-            for place, span in zip(self.unit.places, self.spans, strict=True):
-                spans[place] = span
+            for position, span in zip(self.unit.places, self.spans, strict=True):
+                spans[position] = span
             self._append(bytes(shard_index(spans)))
         self.into.finish(durable=False)
         self.ended = True
 
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- it ends with its last chunk
-        """Check that every chunk came: `TargetError`."""
+        """Raise `TargetError` if a chunk is missing."""
         if not self.ended:
             raise TargetError(
                 f"{self.path} is incomplete",
@@ -449,5 +461,5 @@ class _Compressing:
             )
 
     def abort(self) -> None:
-        """Give up."""
+        """Abort the file."""
         self.into.abort()

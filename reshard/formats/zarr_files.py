@@ -1,7 +1,8 @@
-"""What a zarr store has, on a local disk or at a URL: which files, and the metadata in them.
+"""The files of a zarr store, on a local disk or at a URL, and their metadata.
 
-Nothing is believed. Everything is listed at once. Links on a local disk are refused, because they could lead anywhere;
-at a URL all metadata are requested side by side: a request for each would take longer than reading a small store.
+All metadata are validated. All files are listed at once. Links on a local disk are refused, because they could lead
+anywhere; at a URL, all metadata are requested concurrently, because sequential requests would take longer than reading
+a small store.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ _OPTIONS = {
     "crc32c": set(),
     "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
 }
-"""What may be said of each grid, name of a chunk and codec that is understood here; zarr checks its other codecs."""
+"""The options of each chunk grid, chunk key encoding and codec supported here; zarr checks its other codecs."""
 
 V2 = (".zgroup", ".zarray", ".zmetadata")
-"""The files that mark a store of the older format."""
+"""The files that mark a store of zarr v2."""
 
 
 def is_store(root: Place) -> bool:
-    """Return whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
+    """Return whether a directory or URL is a zarr store, even if it is unfinished or zarr v2.
 
     Raises:
-        SourceError: what is at the URL cannot be looked at.
+        SourceError: the URL cannot be accessed.
     """
     return any(map(is_of_store, root.names()))
 
 
 def is_of_store(name: str) -> bool:
-    """Return whether a file, by its name, is one that only a zarr store has."""
+    """Return whether a file's name marks a zarr store."""
     return name in {METADATA, *V2} or stem_of_unfinished(name) == METADATA
 
 
 class StoreFiles:
-    """The files of a store, by their paths, as they are when this is made: all are listed at once.
+    """The files of a store by path, listed once on creation.
 
     Raises:
-        SourceError: on a local disk: a link, or what is neither a file nor a directory; anywhere: it cannot be listed.
+        SourceError: it cannot be listed; or on a local disk, it contains a link, a device or a pipe.
     """
 
     def __init__(self, root: Place) -> None:
@@ -73,20 +74,20 @@ class StoreFiles:
         self._statuses = _listed(self.base) if self.base.can.waits else _walked(str(self.base))
         self._below: dict[str, list[Place]] = {}
         end = f"/{METADATA}"
-        known = {str(self.base)}
+        nodes = {str(self.base)}
         for path in sorted(path.removesuffix(end) for path in self._statuses if path.endswith(end)):
-            parent = path.rpartition("/")[0]  # which comes before what is in it
-            if parent in known:
-                known.add(path)
+            parent = path.rpartition("/")[0]  # sorted before its children
+            if parent in nodes:
+                nodes.add(path)
                 self._below.setdefault(parent, []).append(as_place(path))
-        wanted = []
+        prefetched = []
         if self.base.can.waits:
-            paths = [as_place(path + end) for path in known]
-            wanted = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
-        self._contents = dict(zip(wanted, of_each(lambda path: path.read_bytes(), wanted), strict=True))
+            paths = [as_place(path + end) for path in nodes]
+            prefetched = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
+        self._contents = dict(zip(prefetched, of_each(lambda path: path.read_bytes(), prefetched), strict=True))
 
     def status(self, path: Place) -> Status | None:
-        """Return the state of a file; None where there is none.
+        """Return the state of a file; None if it does not exist.
 
         Raises:
             SourceError: it is a directory.
@@ -104,16 +105,16 @@ class StoreFiles:
             raise read_error(SourceError, path, error) from None
 
     def directories(self, directory: Place) -> list[Place]:
-        """Return the directories in a directory that have metadata, by name."""
+        """Return the subdirectories of a directory that have metadata, sorted."""
         return self._below.get(str(directory), [])
 
 
 def _walked(root: str) -> dict[str, Status | None]:
-    """Return the state of every file below a local directory, by its path; None for a directory.
+    """Return the state of each file below a local directory, by path; None for a directory.
 
-    Nothing is below one that is not there.
+    The result is empty if the directory does not exist.
     """
-    found: dict[str, Status | None] = {}
+    statuses: dict[str, Status | None] = {}
     waiting = [root]
     while waiting:
         directory = waiting.pop()
@@ -126,22 +127,22 @@ def _walked(root: str) -> dict[str, Status | None]:
                         )
                     if entry.is_dir():
                         waiting.append(entry.path)
-                        found[entry.path] = None
+                        statuses[entry.path] = None
                     elif entry.is_file():
-                        found[entry.path] = Status.of(entry.stat())
+                        statuses[entry.path] = Status.of(entry.stat())
                     else:
                         raise _is_other(entry.path)
         except OSError as error:
             if not (isinstance(error, FileNotFoundError) and directory == root):
                 raise read_error(SourceError, directory, error) from None
-    return found
+    return statuses
 
 
 def _listed(base: Place) -> dict[str, Status | None]:
-    """Return the state of every file below a URL, by its own URL."""
+    """Return the state of each file below a URL, by URL."""
     base.refresh()
     files = [*base.files()]
-    # Mostly what was listed; one request each where that is forgotten.
+    # Mostly answered from the listing; one request each if the file system has dropped it.
     return dict(zip(map(str, files), of_each(lambda path: path.status(), files), strict=True))
 
 
@@ -152,10 +153,10 @@ def _is_other(path: object) -> SourceError:
 def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
     """Read a `zarr.json`.
 
-    As the specification has it, what is not known may be left unread only where it says so (`must_understand`).
+    As the specification requires, an unknown key is ignored only if its `must_understand` is false.
 
     Raises:
-        SourceError: it is none, or not there, or has keys that nobody knows.
+        SourceError: it does not exist, is not valid, or has unknown keys.
     """
     status = files.status(path)
     if status is None:
@@ -184,13 +185,13 @@ def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
 
 
 def refuse_unknown(path: object, where: str, keys: Iterable[str], known: Collection[str]) -> None:
-    """Raise `SourceError` if metadata have a key that is not known.
+    """Raise `SourceError` if metadata have an unknown key.
 
     Args:
         path: the file.
-        where: what stands before the keys, for the message.
-        keys: those of the metadata.
-        known: those that there may be.
+        where: a prefix for keys in the message.
+        keys: the keys of the metadata.
+        known: the known keys.
     """
     unknown = sorted(set(keys).difference(known))
     if unknown:
@@ -201,21 +202,26 @@ def refuse_unknown(path: object, where: str, keys: Iterable[str], known: Collect
         )
 
 
-def option(given: Mapping[Any, Any], key: str, default: object) -> Any:
-    """Return an option of a grid, of the names of chunks, or of a codec."""
-    options = given.get("configuration")
+def option(metadata: Mapping[Any, Any], key: str, default: object) -> Any:
+    """Return an option of a chunk grid, a chunk key encoding or a codec."""
+    options = metadata.get("configuration")
     return options.get(key, default) if isinstance(options, dict) else default
 
 
-def check_options(where: str, given: object) -> None:
-    """Check that nothing unknown is said of a grid, of the names of chunks, or of a codec and those within."""
-    if not isinstance(given, dict):
+def check_options(where: str, metadata: object) -> None:
+    """Raise `SourceError` if a chunk grid, chunk key encoding or codec has unknown options.
+
+    Nested codecs are checked, too.
+    """
+    if not isinstance(metadata, dict):
         return
-    name = given.get("name")
-    refuse_unknown(where, "", given, {"name", "configuration", "must_understand"})
-    options = given.get("configuration", {})
+    name = metadata.get("name")
+    refuse_unknown(where, "", metadata, {"name", "configuration", "must_understand"})
+    options = metadata.get("configuration", {})
     if not isinstance(name, str) or not isinstance(options, dict):
-        raise SourceError(f"{where} has {given!r:.60}; expected a name and an object of options", code="bad-metadata")
+        raise SourceError(
+            f"{where} has {metadata!r:.60}; expected a name and an object of options", code="bad-metadata"
+        )
     if name in _OPTIONS:
         refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
     for inner in ("codecs", "index_codecs"):
@@ -224,15 +230,15 @@ def check_options(where: str, given: object) -> None:
 
 
 def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this program noted in the attributes; nothing in a store of another program."""
-    found: dict[str, Any] = metadata.get("attributes", {}).get(ATTRIBUTES, {})
-    return found
+    """Return this program's notes in the attributes; empty in a store of another program."""
+    notes: dict[str, Any] = metadata.get("attributes", {}).get(ATTRIBUTES, {})
+    return notes
 
 
-def strings(given: object, base: Place) -> dict[str, str]:
-    """Return the notes or texts of a store, once it is known that all are strings."""
-    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
+def strings(texts: object, base: Place) -> dict[str, str]:
+    """Return the notes or texts of a store after checking that all are strings."""
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise SourceError(
             f"{base / METADATA} has notes or texts that are not an object of strings", code="bad-metadata"
         )
-    return given
+    return texts

@@ -1,4 +1,4 @@
-"""Axes of a tensor that are taken for several each, and the boxes that its blocks are then."""
+"""Reshape a tensor's axes into finer ones, and a block into boxes of the finer axes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def factors(shape: Shape, space: Shape) -> list[Shape] | None:
-    """Return which axes of a space each axis of a shape is, in row-major order; None where they do not make it.
+    """Return the axes of a finer space that make up each axis of a shape, or None.
+
+    The axes are in row-major order. Without such a split the result is None.
 
     >>> factors((6, 2), (2, 3, 2)), factors((6, 2), (3, 4)), factors((4, 1), (4,))
     ([(2, 3), (2,)], None, [(4,), ()])
     """
-    found: list[Shape] = []
+    factored: list[Shape] = []
     at = 0
     for extent in shape:
         axes: list[int] = []
@@ -29,36 +31,36 @@ def factors(shape: Shape, space: Shape) -> list[Shape] | None:
             at += 1
         if prod(axes) != extent:
             return None
-        found.append(tuple(axes))
+        factored.append(tuple(axes))
     rest = space[at:]
     if prod(rest) != 1:
         return None
-    return [*found[:-1], (*found[-1], *rest)] if found else None if rest else found
+    return [*factored[:-1], (*factored[-1], *rest)] if factored else None if rest else factored
 
 
 def common(shape: Shape, spaces: Iterable[Shape]) -> Shape | None:
-    """Return the coarsest space in which several spaces of a shape have their axes as several; None if there is none.
+    """Return the coarsest common refinement of several reshapings, or None.
 
     No extent is 0: a tensor without elements has no other space than its own.
 
     >>> common((6, 4), [(2, 3, 4), (6, 4)]), common((12,), [(4, 3), (2, 6)]), common((12,), [(4, 3), (3, 4)])
     ((2, 3, 4), (2, 2, 3), None)
     """
-    steps: list[set[int]] = [set() for _ in shape]  # of each dimension: how far apart elements of its axes are
+    steps: list[set[int]] = [set() for _ in shape]  # for each dimension, the strides of its axes
     for space in spaces:
-        for known, sizes in zip(steps, factors(shape, space) or (), strict=False):
-            known.update(row_major(sizes))
-    found: list[int] = []
-    for extent, known in zip(shape, steps, strict=True):
-        chain = sorted({extent, 1, *known}, reverse=True)
+        for strides, sizes in zip(steps, factors(shape, space) or (), strict=False):
+            strides.update(row_major(sizes))
+    extents: list[int] = []
+    for extent, strides in zip(shape, steps, strict=True):
+        chain = sorted({extent, 1, *strides}, reverse=True)
         if any(longer % shorter for longer, shorter in pairwise(chain)):
             return None
-        found += [longer // shorter for longer, shorter in pairwise(chain)] or [1]
-    return tuple(found)
+        extents += [longer // shorter for longer, shorter in pairwise(chain)] or [1]
+    return tuple(extents)
 
 
 def row_major(shape: Shape) -> Shape:
-    """Return the strides of an array whose elements lie in row-major order.
+    """Return the strides of a row-major array, in elements.
 
     >>> row_major((2, 3, 4))
     (12, 4, 1)
@@ -67,7 +69,7 @@ def row_major(shape: Shape) -> Shape:
 
 
 def position(index: Shape, corner: Shape, strides: Shape) -> int:
-    """Return which element something is of what has strides, from the one that is at a corner.
+    """Return the offset of an index from a corner, in elements, given the strides.
 
     >>> position((2, 3), (1, 0), (10, 1))
     13
@@ -76,7 +78,10 @@ def position(index: Shape, corner: Shape, strides: Shape) -> int:
 
 
 def together(shape: Shape, strides: Shape) -> tuple[int, int]:
-    """Return how many axes are in front of those whose elements follow each other, and how many elements these are.
+    """Split axes into outer ones and trailing contiguous ones.
+
+    Returns:
+        the number of outer axes, and the number of elements in the contiguous ones.
 
     >>> together((4, 2, 3), (100, 3, 1)), together((4, 2, 3), (6, 3, 1)), together((4, 5), (1, 4))
     ((1, 6), (0, 24), (2, 1))
@@ -89,7 +94,7 @@ def together(shape: Shape, strides: Shape) -> tuple[int, int]:
 
 
 def refined(block: Block, axes: Sequence[Shape]) -> Iterator[tuple[Block, Block]]:
-    """Yield the boxes that a block is when its axes are taken for several each, and which part of the block each is.
+    """Yield the boxes of a block in finer axes, each with its part of the block.
 
     >>> [(str(box), str(part)) for box, part in refined(Block((1, 0), (4, 2)), [(2, 3), (2,)])]
     [('[0:1, 1:3, 0:2]', '[1:3, 0:2]'), ('[1:2, 0:1, 0:2]', '[3:4, 0:2]')]
@@ -105,15 +110,18 @@ def refined(block: Block, axes: Sequence[Shape]) -> Iterator[tuple[Block, Block]
             boxes.append((box, begin, begin + box.size))
             begin += box.size
         of_axis.append(boxes)
-    for some in product(*of_axis):
+    for combination in product(*of_axis):
         yield (
-            Block(tuple(n for box, _, _ in some for n in box.start), tuple(n for box, _, _ in some for n in box.stop)),
-            Block(tuple(begin for _, begin, _ in some), tuple(end for _, _, end in some)),
+            Block(
+                tuple(n for box, _, _ in combination for n in box.start),
+                tuple(n for box, _, _ in combination for n in box.stop),
+            ),
+            Block(tuple(begin for _, begin, _ in combination), tuple(end for _, _, end in combination)),
         )
 
 
 def split(strides: Shape, axes: Sequence[Shape]) -> Shape:
-    """Return the strides of axes that are taken for several each.
+    """Return the strides of finer axes.
 
     >>> split((10, 1), [(2, 3), (10,)])
     (30, 10, 1)
@@ -122,9 +130,9 @@ def split(strides: Shape, axes: Sequence[Shape]) -> Shape:
 
 
 def boxes(block: Block, axes: Sequence[Shape]) -> Iterator[tuple[Block, int]]:
-    """Yield boxes that a block in row-major order is when its axes are taken for several each, and where each begins.
+    """Yield the contiguous boxes of a row-major block in finer axes, with offsets.
 
-    The elements of each lie one after the other, from that element of the block on.
+    The offset is the index of the box's first element in the block; its other elements follow directly.
 
     >>> [(str(box), begin) for box, begin in boxes(Block((0, 1), (2, 3)), [(2,), (3, 2)])]
     [('[0:1, 0:1, 1:2]', 0), ('[1:2, 0:1, 1:2]', 2), ('[0:1, 1:2, 0:1]', 1), ('[1:2, 1:2, 0:1]', 3)]

@@ -11,8 +11,8 @@ The rules (MindSpore's, checked against MindSpore 2.10 on hundreds of random lay
    means R). The rank holds piece `p mod s` of s equal pieces.
 4. Ranks that hold the same block are replicas of each other.
 
-All functions here are pure. The grid of a layout over a shape is worked out once and remembered, because a model
-of ten thousand tensors has a few dozen distinct pairs of the two.
+All functions here are pure. The grid of a layout over a shape is cached, because a model of ten thousand tensors has
+a few dozen distinct pairs of layout and shape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Axes = tuple[int, ...]
 
 MOST_DEVICES = 1 << 17
-"""The most devices of a stage that are taken for real; a file that says more is corrupt."""
+"""The most devices of a stage that are accepted; a file with more is corrupt."""
 
 _MOST_AXES = 64
 
@@ -47,17 +47,17 @@ _NESTED = re.compile(r"\(([^()]*)\)")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one tensor is cut over the devices of a stage, in the terms of a strategy file.
+    """The layout of one tensor over the devices of a stage, as in a strategy file.
 
     Attributes:
         dev_matrix: the extents of the device axes, outermost first.
-        tensor_map: for each dimension, the tensor-map values of the axes that split it, major first; `()` where
-            it is not split. `Layout.of` takes the flat form with -1 too.
+        tensor_map: for each dimension, the tensor-map values of the axes that split it, major first; `()` if it is
+            not split. `Layout.of` takes the flat form with -1 too.
         opt_weight_shard_size: 0 without optimizer sharding, -1 for all unused devices, else the number of pieces.
         opt_weight_shard_step: as the file gave it; not needed to read (see `shard_step`).
-        param_split_shape: uneven sizes of dimension 0 a slice index; empty where slices are equal.
+        param_split_shape: uneven sizes of dimension 0, one for each slice index; empty if slices are equal.
         indices_offset: kept for the file; it moves no bytes.
-        field: rows interleaved as (field, device, rows); 0 where they are not. Kept, and refused by `grid`.
+        field: rows interleaved as (field, device, rows); 0 if they are not. Kept, and refused by `grid`.
 
     Raises:
         LayoutError: an axis out of range or used twice, an empty or absurd device matrix.
@@ -120,7 +120,7 @@ class Layout:
         indices_offset: Iterable[int] = (),
         field: int = 0,
     ) -> Layout:
-        """Build a layout from the numbers of a strategy file, in which -1 means not split.
+        """Build a layout from a strategy file's numbers, in which -1 means not split.
 
         >>> Layout.of([2, 2, 2], [(1, 0), -1]).tensor_map
         ((1, 0), ())
@@ -144,12 +144,12 @@ class Layout:
 
     @classmethod
     def parse(cls, rule: str, ndim: int, devices: int) -> Layout:
-        """Build a layout from the text of a rule, as `reshard.open` takes it for a tensor in `layouts`.
+        """Parse the text of a rule, as `reshard.open` takes it in `layouts`.
 
         Args:
             rule: `whole` (every rank holds it all), `split:DIM` (evenly over all devices along a dimension), or
-                `DEV_MATRIX:TENSOR_MAP[:OPT_SIZE]` in a strategy file's numbers, nested entries joined by `+`. A layout
-                as it is shown is understood too.
+                `DEV_MATRIX:TENSOR_MAP[:OPT_SIZE]` in a strategy file's numbers, nested entries joined by `+`. The text
+                of `str(layout)` is accepted too.
             ndim: dimensions of the tensor.
             devices: ranks in a stage.
 
@@ -186,7 +186,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """The number of ranks in the stage."""
+        """Return the number of ranks in the stage."""
         return prod(self.dev_matrix)
 
     def axis_extent(self, value: int) -> int:
@@ -195,13 +195,13 @@ class Layout:
 
     @property
     def unused_axes(self) -> Axes:
-        """The indices in `dev_matrix` of the axes that the tensor map leaves unused, outermost first."""
+        """Return the indices in `dev_matrix` of unused axes, outermost first."""
         used = {len(self.dev_matrix) - 1 - value for axes in self.tensor_map for value in axes}
         return tuple(axis for axis in range(len(self.dev_matrix)) if axis not in used)
 
     @property
     def optimizer_shards(self) -> int:
-        """Into how many pieces optimizer sharding cuts a block; 1 where there is none.
+        """Return the number of pieces of a block after optimizer sharding; 1 without it.
 
         Raises:
             LayoutError: the size does not divide the number of replicas.
@@ -220,20 +220,21 @@ class Layout:
 
     @property
     def splits(self) -> Shape:
-        """How many ways each dimension is cut, optimizer sharding included in dimension 0."""
+        """Return the number of parts of each dimension, optimizer sharding included."""
         ways = [prod(self.axis_extent(value) for value in axes) for axes in self.tensor_map]
         if ways:
             ways[0] *= self.optimizer_shards
         return tuple(ways)
 
     def folded(self) -> Layout:
-        """Return a layout without optimizer sharding by which every device holds the same block, as MindSpore has it.
+        """Return an equivalent layout without optimizer sharding, as in MindSpore.
 
-        The unused device axes are added to those of dimension 0; of the first of them, and of a part of one, which is
-        cut in two then, the devices go on sharing a block where there are fewer pieces than devices.
+        Every device holds the same block under both. The unused device axes are added to the axes of dimension 0. If
+        there are fewer pieces than devices, the first unused axes stay unused, so that their devices go on sharing a
+        block; an axis that is needed in part is cut in two.
 
         Raises:
-            LayoutError: the pieces are not such that axes are cut in two.
+            LayoutError: the pieces do not follow from cutting an axis in two.
 
         Source: MindSpore 2.10 `parallel/strategy.py` (`_layout_process`).
 
@@ -253,7 +254,7 @@ class Layout:
                 sharing //= matrix[at]
             elif not matrix[at] % sharing:
                 matrix[at : at + 1] = [sharing, matrix[at] // sharing]
-                axes_of = [[other + (other > at) for other in axes] for axes in axes_of]
+                axes_of = [[number + (number > at) for number in axes] for axes in axes_of]
                 axes_of[0].append(at + 1)
                 sharing = 1
             else:
@@ -268,7 +269,9 @@ class Layout:
         )  # fmt: skip
 
     def shard_step(self) -> int:
-        """Work out the `opt_weight_shard_step` that MindSpore writes: the stride of the ranks that share a block.
+        """Return the `opt_weight_shard_step` that MindSpore writes.
+
+        This is the stride of the ranks that share a block.
 
         It is (last - first) // (n - 1) over the ranks that share the block before optimizer sharding; true of
         all 2,764 such layouts that MindSpore 2.10 compiled for our test data.
@@ -284,7 +287,7 @@ class Layout:
         return last // (count - 1)
 
     def full_shape(self, shard: Shape) -> Shape:
-        """Return the shape of the whole tensor, from the shape that each rank stores.
+        """Return the shape of the whole tensor, given the shape that each rank stores.
 
         Raises:
             LayoutError: the shard has another number of dimensions than the layout.
@@ -309,7 +312,7 @@ class Layout:
         return whole
 
     def grid(self, shape: Shape) -> Grid:
-        """Return every rank's block of a tensor of this shape, ranks counted from 0 in the stage.
+        """Return the blocks of a tensor of this shape, with stage-local ranks from 0.
 
         Raises:
             LayoutError: a size does not divide, or the layout interleaves rows (`field`).
@@ -317,10 +320,10 @@ class Layout:
         return grid(shape, ((self, 0),))
 
     def picture(self, shape: Shape | None = None, target: Layout | None = None) -> Picture:
-        """Draw which rank of the stage holds which block, and next to it the same for another layout.
+        """Draw the block of each rank, optionally next to another layout.
 
         Args:
-            shape: the whole tensor's; by default the least that the layouts divide, in units of blocks.
+            shape: the whole tensor's; by default the smallest that the layouts divide, in units of blocks.
             target: the layout to draw next to it.
 
         Raises:
@@ -344,9 +347,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The distinct blocks of one tensor, in row-major order, and the ranks that hold each.
+    """The distinct blocks of a tensor in row-major order, and the ranks of each.
 
-    Its hash is worked out once: thousands of tensors share a grid of thousands of blocks, and look things up by it.
+    The hash is computed once: thousands of tensors share a grid of thousands of blocks, which is used as a key.
 
     Attributes:
         shape: the whole tensor's shape.
@@ -419,16 +422,16 @@ def _blocks(layout: Layout, shape: Shape) -> Iterator[Block]:
     axes_of = [tuple(depth - value for value in axes) for axes in layout.tensor_map]
     unused = layout.unused_axes
     pieces = layout.optimizer_shards
-    # Equal blocks are one object, so that 4,096 replicas cost one.
-    known: dict[tuple[int, ...], Block] = {}
+    # Equal blocks are one object, so that 4,096 replicas take the memory of one.
+    cache: dict[tuple[int, ...], Block] = {}
     for coordinates in product(*map(range, layout.dev_matrix)):
         index = [_position(coordinates, layout.dev_matrix, axes) for axes in axes_of]
         if pieces > 1:
             index[0] = index[0] * pieces + _position(coordinates, layout.dev_matrix, unused) % pieces
         key = tuple(index)
-        block = known.get(key)
+        block = cache.get(key)
         if block is None:
-            block = known[key] = Block(
+            block = cache[key] = Block(
                 tuple(edge[i] for edge, i in zip(edges, index, strict=True)),
                 tuple(edge[i + 1] for edge, i in zip(edges, index, strict=True)),
             )
@@ -436,7 +439,7 @@ def _blocks(layout: Layout, shape: Shape) -> Iterator[Block]:
 
 
 def _edges(layout: Layout, shape: Shape) -> list[Sequence[int]]:
-    """Return, for each dimension, where its slices begin, and its end."""
+    """Return the slice boundaries of each dimension, from 0 to its extent."""
     edges: list[Sequence[int]] = []
     for dim, (extent, ways) in enumerate(zip(shape, layout.splits, strict=True)):
         if dim == 0 and layout.param_split_shape:
@@ -463,7 +466,7 @@ def _edges(layout: Layout, shape: Shape) -> list[Sequence[int]]:
 
 
 def nearest_divisors(extent: int, ways: int) -> str:
-    """Return the numbers next to one that divide a size, in words.
+    """Return the divisors of an extent nearest to `ways`, as text.
 
     >>> nearest_divisors(12, 5), nearest_divisors(7, 8)
     ('4 or 6', '7')
@@ -474,7 +477,7 @@ def nearest_divisors(extent: int, ways: int) -> str:
 
 
 def _factors(layout: Layout, dim: int) -> str:
-    """Return how many pieces a dimension is cut into, and by what."""
+    """Return the number of pieces of a dimension, as text that says what cuts it."""
     pieces = layout.splits[dim]
     if dim == 0 and layout.optimizer_shards > 1:
         by_optimizer = layout.optimizer_shards
@@ -491,7 +494,7 @@ def _position(coordinates: Sequence[int], extents: Sequence[int], axes: Axes) ->
 
 
 def least_shape(layouts: Sequence[Layout]) -> Shape:
-    """Return the least shape that layouts divide.
+    """Return the smallest shape that all layouts divide evenly.
 
     Raises:
         LayoutError: they have different numbers of dimensions.
@@ -512,11 +515,11 @@ def least_shape(layouts: Sequence[Layout]) -> Shape:
 
 
 def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shape]]:
-    """Return every layout of `ndim` dimensions that an expanded one may stand for, with its shape.
+    """Return the layouts of `ndim` dimensions that an expanded one may represent.
 
-    MindSpore's JSON files write a nested entry expanded: all but its last axis become a dimension of exactly the
-    axis's size, so that `[784, 512]` with entries `[-1, (1, 0)]` appears as shape `[784, 2, 256]`, map `[-1, 1, 0]`.
-    A dimension that looks so may also be one of its own; the caller picks by what else it knows.
+    Each comes with its shape. MindSpore's JSON files write a nested entry expanded: all but its last axis become a
+    dimension of exactly the axis's size, so that `[784, 512]` with entries `[-1, (1, 0)]` appears as shape
+    `[784, 2, 256]`, map `[-1, 1, 0]`. Such a dimension may also be a real one; the caller has to decide.
 
     >>> [(str(folded), shape) for folded, shape in foldings(Layout.of([2, 2, 2], [-1, 1, 0]), (784, 2, 256), 2)]
     [('[2, 2, 2] map [-1, (1, 0)]', (784, 512))]
@@ -534,7 +537,7 @@ def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shap
         raise LayoutError(
             f"an expanded layout of {len(shape)} dimensions can be folded in too many ways", code="too-large"
         )
-    found = []
+    candidates = []
     for chosen in combinations(binds_right, len(shape) - ndim):
         axes: list[Axes] = []
         sizes: list[int] = []
@@ -547,12 +550,12 @@ def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shap
                 axes.append(entry)
                 sizes.append(extent)
             open_group = dim in chosen
-        found.append((replace(layout, tensor_map=tuple(axes)), tuple(sizes)))
-    return found
+        candidates.append((replace(layout, tensor_map=tuple(axes)), tuple(sizes)))
+    return candidates
 
 
 def _as_rule(text: str) -> str:
-    """Return a layout as `str` shows it in the words of a rule; any other text as it is."""
+    """Convert the text of `str(layout)` to a rule; return other text unchanged."""
     match = _SHOWN.fullmatch(text.strip())
     if not match:
         return text

@@ -1,4 +1,4 @@
-"""Meshes: a layout, and which rank each of its devices is."""
+"""Meshes: a layout, and the rank of each of its devices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Mesh(NamedTuple):
-    """How a tensor is cut over some ranks.
+    """A layout over given ranks.
 
     Attributes:
         layout: the layout.
         ranks: the rank of each device, in row-major order of the device matrix.
-        axes: what the axes of the device matrix are called.
+        axes: the names of the axes of the device matrix.
     """
 
     layout: Layout
@@ -38,7 +38,7 @@ class Mesh(NamedTuple):
         return Mesh(layout, tuple(range(first_rank, first_rank + layout.devices)), tuple(names))
 
     def grid(self, shape: Shape) -> Grid:
-        """Return which rank holds which block of a tensor of a shape.
+        """Return the blocks of a tensor of this shape and the ranks that hold them.
 
         Raises:
             LayoutError: sizes do not divide.
@@ -55,6 +55,6 @@ _LETTERS = 26
 
 @lru_cache(maxsize=4096)
 def _grid(mesh: Mesh, shape: Shape) -> Grid:
-    found = grid(shape, ((mesh.layout, 0),))
-    ranks = tuple(tuple(sorted(mesh.ranks[device] for device in some)) for some in found.ranks)
-    return Grid(shape, found.blocks, ranks)
+    local = grid(shape, ((mesh.layout, 0),))
+    ranks = tuple(tuple(sorted(mesh.ranks[device] for device in devices)) for devices in local.ranks)
+    return Grid(shape, local.blocks, ranks)

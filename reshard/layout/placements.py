@@ -1,10 +1,10 @@
-"""Placements of PyTorch's DTensor: what each axis of a mesh does, where a layout has axes for each dimension.
+"""Placements of PyTorch's DTensor: one for each axis of a mesh, while a layout has axes for each dimension.
 
 1. `Shard(d)` cuts dimension d. Several axes that cut one dimension do so one after the other, the first the coarsest.
-2. `_StridedShard(d, split_factor=k)` cuts it after the later axes that do, into k pieces together: so FSDP2 cuts what
-   tensor parallelism has cut.
-3. A dimension of size n that is cut k ways has pieces of ceil(n / k), of which the last are shorter or empty, as
-   `torch.chunk` makes them. A layout has such sizes for dimension 0 alone.
+2. `_StridedShard(d, split_factor=k)` cuts dimension d after the later axes have cut it into k pieces. FSDP2 does so
+   after tensor parallelism.
+3. A dimension of size n that is cut k ways has pieces of ceil(n / k); the last ones are shorter or empty, as with
+   `torch.chunk`. A layout can have such sizes for dimension 0 only.
 
 Source: PyTorch 2.13 `distributed/tensor/placement_types.py`.
 """
@@ -31,18 +31,23 @@ _SHARD = re.compile(
 
 
 class Shard(NamedTuple):
-    """An axis cuts a dimension; into how many pieces later axes have cut it before, or None for none of them."""
+    """A mesh axis cuts a dimension.
+
+    Attributes:
+        dim: the dimension.
+        factor: the number of pieces that later axes have cut it into before; None if they cut it afterwards.
+    """
 
     dim: int
     factor: int | None = None
 
 
 Placement = Shard | None
-"""What an axis does; None: nothing, its devices hold the same."""
+"""The effect of a mesh axis; None if its devices hold replicas."""
 
 
 def is_placement(text: object) -> bool:
-    """Return whether a text is a placement, or looks as if it were to be one.
+    """Return whether a string looks like a placement.
 
     >>> [is_placement(text) for text in ("shard(0)", "Replicate()", "partial(sum)", "tp", None)]
     [True, True, True, False, False]
@@ -51,7 +56,7 @@ def is_placement(text: object) -> bool:
 
 
 def placement(text: str) -> Placement:
-    """Parse a placement, as PyTorch writes it or in small letters.
+    """Parse a placement, as PyTorch writes it or in lower case.
 
     Raises:
         LayoutError: the text is not a placement.
@@ -72,16 +77,16 @@ def placement(text: str) -> Placement:
 
 
 def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Layout:
-    """Return the layout of a tensor.
+    """Return the layout of a tensor with placements on a mesh.
 
     Args:
-        extents: of the axes of the mesh, outermost first.
+        extents: the extents of the axes of the mesh, outermost first.
         placements: one for each axis.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
 
     Raises:
-        LayoutError: there is no such dimension, strided pieces are not those of the later axes, or a dimension that is
-            not the first has pieces of several sizes.
+        LayoutError: there is no such dimension, strided pieces differ from the pieces of the later axes, or a
+            dimension other than the first has pieces of several sizes.
 
     >>> print(placed((2, 4), [Shard(0), Shard(1)], (4, 8)), placed((2, 4), [Shard(0, 4), Shard(0)], (8, 8)))
     [2, 4] map [1, 0] [2, 4] map [(0, 1), -1]
@@ -89,18 +94,18 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
     (2, 2, 2, 2, 2, 0, 0, 0)
     """
     axes_of: list[list[int]] = [[] for _ in shape]
-    for axis, one in reversed(list(enumerate(placements))):
-        if one is None:
+    for axis, shard in reversed(list(enumerate(placements))):
+        if shard is None:
             continue
-        _check_dim(one, shape)
-        axes = axes_of[one.dim]
-        before = prod(extents[other] for other in axes)
-        if one.factor not in {None, before}:
+        _check_dim(shard, shape)
+        axes = axes_of[shard.dim]
+        before = prod(extents[later] for later in axes)
+        if shard.factor not in {None, before}:
             raise LayoutError(
-                f"has the split_factor {one.factor}; later axes cut dimension {one.dim} {before} ways",
+                f"has the split_factor {shard.factor}; later axes cut dimension {shard.dim} {before} ways",
                 code="bad-split-factor",
             )
-        axes.insert(0 if one.factor is None else len(axes), axis)
+        axes.insert(0 if shard.factor is None else len(axes), axis)
     sizes: Shape = ()
     for dim, axes in enumerate(axes_of):
         pieces = [shape[dim]]
@@ -120,20 +125,20 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
     )
 
 
-_MOST_PIECES = 1 << 8  # of a dimension; a rank has as many ranges of it as it was cut into before, or one
+_MOST_PIECES = 1 << 8  # of a dimension before a strided shard; a rank then has one range for each piece
 
 
 def held(extents: Shape, placements: Sequence[Placement], shape: Shape, place: Shape) -> list[list[tuple[int, int]]]:
-    """Return what a device holds of each dimension: ranges, one behind the other in its memory.
+    """Return the ranges of each dimension that a device holds, in memory order.
 
-    Unlike a layout, these have no limits: any dimension can be cut into pieces of several sizes, and strided pieces
-    need not be those of later axes.
+    Unlike a layout, this works for all placements: any dimension can be cut into pieces of several sizes, and strided
+    pieces need not be the pieces of later axes.
 
     Args:
-        extents: as for `placed`, as the next two are.
-        placements: likewise.
-        shape: likewise.
-        place: of the device in the mesh, along each axis.
+        extents: as for `placed`.
+        placements: as for `placed`.
+        shape: as for `placed`.
+        place: the coordinates of the device in the mesh.
 
     Raises:
         LayoutError: there is no such dimension, or it is cut into too many pieces.
@@ -143,31 +148,31 @@ def held(extents: Shape, placements: Sequence[Placement], shape: Shape, place: S
     >>> held((2,), [Shard(0, 3)], (9,), (1,)), held((2, 2), [Shard(0, 2), Shard(0)], (8,), (1, 0))
     ([[(2, 3), (5, 6), (8, 9)]], [[(2, 4)]])
     """
-    found = [[(0, extent)] for extent in shape]
-    for count, one, number in zip(extents, placements, place, strict=True):
-        if one is None:
+    ranges = [[(0, extent)] for extent in shape]
+    for count, shard, number in zip(extents, placements, place, strict=True):
+        if shard is None:
             continue
-        _check_dim(one, shape)
-        some, kept = found[one.dim], list[tuple[int, int]]()
-        size = sum(stop - start for start, stop in some)
-        length = -(-size // (one.factor or 1)) or 1
+        _check_dim(shard, shape)
+        before, after = ranges[shard.dim], list[tuple[int, int]]()
+        size = sum(stop - start for start, stop in before)
+        length = -(-size // (shard.factor or 1)) or 1
         if size > length * _MOST_PIECES:
             raise LayoutError(
-                f"has the split_factor {one.factor}; at most {_MOST_PIECES} are read", code="bad-split-factor"
+                f"has the split_factor {shard.factor}; at most {_MOST_PIECES} are read", code="bad-split-factor"
             )
         for begin in range(0, size, length):
             piece = min(length, size - begin)
             step = -(-piece // count)
             first, last = (begin + min(at * step, piece) for at in (number, number + 1))
-            for start, stop in _within(some, first, last):
-                joined = kept.pop()[0] if kept and kept[-1][1] == start else start
-                kept.append((joined, stop))
-        found[one.dim] = kept
-    return found
+            for start, stop in _within(before, first, last):
+                joined = after.pop()[0] if after and after[-1][1] == start else start
+                after.append((joined, stop))
+        ranges[shard.dim] = after
+    return ranges
 
 
 def _within(ranges: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield what is between two places of ranges that are one behind the other."""
+    """Yield the parts of consecutive ranges between two positions."""
     position = 0
     for start, stop in ranges:
         first, last = max(begin - position, 0) + start, min(end - position + start, stop)
@@ -176,13 +181,13 @@ def _within(ranges: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator
         position += stop - start
 
 
-def _check_dim(one: Shard, shape: Shape) -> None:
-    if not -len(shape) <= one.dim < len(shape):
-        raise LayoutError(f"shards dimension {one.dim} of a tensor of {len(shape)} dimensions", code="out-of-range")
+def _check_dim(shard: Shard, shape: Shape) -> None:
+    if not -len(shape) <= shard.dim < len(shape):
+        raise LayoutError(f"shards dimension {shard.dim} of a tensor of {len(shape)} dimensions", code="out-of-range")
 
 
 def _chunks(extent: int, count: int) -> list[int]:
-    """Return the sizes of pieces as `torch.chunk` makes them, and of those that it leaves out.
+    """Return the sizes of the pieces of `torch.chunk`, 0 for pieces that it omits.
 
     >>> _chunks(10, 8), _chunks(9, 2)
     ([2, 2, 2, 2, 2, 0, 0, 0], [5, 4])

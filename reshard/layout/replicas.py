@@ -1,16 +1,16 @@
-"""Who stores a replica, when every replica is stored once.
+"""Choose the rank that stores each block, if every replica is stored once.
 
-Ranks that hold the same block are replicas of each other: a group. Stored once, a block lies in the file of one rank
-of its group, and a reader finds it there because it knows the layout. Two ways to share the blocks out, both the same
-on every machine:
+Ranks that hold the same block are replicas of each other: a group. Stored once, a block is in the file of one rank
+of its group, and a reader finds it there because it knows the layout. There are two ways to distribute the blocks, both
+deterministic:
 
-* **by turns**, as MindSpore does: each group counts its tensors in the order of their names, and the n-th one goes to
-  rank `n mod size` of the group. Even in the number of tensors, not in bytes: where weights and biases alternate, one
-  rank of two gets all the weights.
-* **by size**: the largest block first, each to the rank of its group that has the fewest bytes so far. Small groups
-  go before large ones, because these can still even out what those left uneven.
+* **by turns** (round robin), as MindSpore does: each group counts its tensors in the order of their names, and the n-th
+  one goes to rank `n mod size` of the group. Even in the number of tensors, not in bytes: if weights and biases
+  alternate, one rank of two gets all the weights.
+* **by size** (balanced): the largest block first, each to the rank of its group that has the fewest bytes so far. Small
+  groups go before large ones, because large ones can still even out the difference.
 
-A tensor that lives in several pipeline stages is stored once in each: MindSpore gathers it within a stage only.
+A tensor in several pipeline stages is stored once in each: MindSpore gathers it within a stage only.
 
 Source: MindSpore 2.10 `train/_utils.py` (`get_parameter_redundancy`, `remove_param_redundancy`).
 """
@@ -35,7 +35,7 @@ Group = tuple[int, ...]
 
 @lru_cache(maxsize=4096)
 def replica_groups(layout: Layout, first_rank: int = 0) -> tuple[Group, ...]:
-    """Return the ranks of a stage in groups that hold the same block, whatever the tensor's shape is.
+    """Return the ranks of a stage, grouped by block, for a tensor of any shape.
 
     The groups come in MindSpore's order: by the coordinate on the last split device axis, then on the one before it,
     and so on; the pieces of the optimizer, which divide a group, come last.
@@ -66,11 +66,11 @@ def replica_groups(layout: Layout, first_rank: int = 0) -> tuple[Group, ...]:
 
 
 def by_turns(groups: Mapping[str, Iterable[Group]], *, copies: int = 1) -> dict[str, list[Group]]:
-    """Choose which ranks of each group store a tensor's block, each group's ranks taking turns.
+    """Choose the ranks that store each block, round robin within each group.
 
     Args:
         groups: for each tensor, the groups that hold its blocks. Turns are taken in this order of the tensors.
-        copies: how many ranks of each group store it; all, where the group has fewer.
+        copies: the number of ranks of each group that store it; all, if the group has fewer.
 
     Returns:
         For each tensor and group, the ranks that store its block.
@@ -80,9 +80,9 @@ def by_turns(groups: Mapping[str, Iterable[Group]], *, copies: int = 1) -> dict[
     """
     turns: dict[Group, int] = defaultdict(int)
     chosen: dict[str, list[Group]] = {}
-    for name, held in groups.items():
+    for name, block_groups in groups.items():
         chosen[name] = []
-        for group in held:
+        for group in block_groups:
             turn = turns[group]
             turns[group] = turn + 1
             chosen[name].append(tuple(group[(turn + copy) % len(group)] for copy in range(min(copies, len(group)))))
@@ -90,7 +90,7 @@ def by_turns(groups: Mapping[str, Iterable[Group]], *, copies: int = 1) -> dict[
 
 
 def by_size(groups: Mapping[str, Sequence[tuple[Group, int]]]) -> dict[str, list[Group]]:
-    """Choose which rank of each group stores a tensor's block, so that all ranks store about as many bytes.
+    """Choose the rank that stores each block, so that bytes are balanced over ranks.
 
     Args:
         groups: for each tensor, the groups that hold its blocks, and the size of each block in bytes.
@@ -103,10 +103,10 @@ def by_size(groups: Mapping[str, Sequence[tuple[Group, int]]]) -> dict[str, list
     """
     stored: dict[int, int] = defaultdict(int)
     of_group: dict[Group, list[tuple[int, str, int]]] = defaultdict(list)
-    for name, held in groups.items():
-        for number, (group, nbytes) in enumerate(held):
+    for name, blocks in groups.items():
+        for number, (group, nbytes) in enumerate(blocks):
             of_group[group].append((-nbytes, name, number))
-    chosen: dict[str, list[Group]] = {name: [()] * len(held) for name, held in groups.items()}
+    chosen: dict[str, list[Group]] = {name: [()] * len(blocks) for name, blocks in groups.items()}
     for group in sorted(of_group, key=lambda group: (len(group), group)):
         heap = [(stored[rank], rank) for rank in group]
         heapify(heap)
@@ -121,16 +121,16 @@ def by_size(groups: Mapping[str, Sequence[tuple[Group, int]]]) -> dict[str, list
 def stored_once(
     grids: Mapping[str, Grid], *, devices: int, itemsizes: Mapping[str, int] | None = None
 ) -> dict[str, Grid]:
-    """Return the grids of some tensors with only those ranks that store a block when every replica is stored once.
+    """Return grids with one storing rank for each replicated block.
 
     Args:
         grids: each tensor's grid over the global ranks (`Strategy.grid`).
         devices: ranks in a pipeline stage; a block that several stages hold is stored once in each.
-        itemsizes: bytes an element of each tensor, to share the blocks out by size; without it by turns, exactly as
-            MindSpore does.
+        itemsizes: bytes per element of each tensor, to balance the blocks by size; without it they are distributed by
+            turns, exactly as MindSpore does.
 
     Returns:
-        For each tensor a grid of the same shape and blocks; equal ones are one object, as far as `grids` shares them.
+        For each tensor a grid of the same shape and blocks; equal results of one grid are one object.
 
     >>> from reshard.layout.layout import Layout
     >>> every = Layout.of([4], [-1, -1]).grid((8, 8))
@@ -142,36 +142,36 @@ def stored_once(
     for grid in grids.values():
         if grid not in split:
             split[grid] = [_by_stage(ranks, devices) for ranks in grid.ranks]
-    shared = [name for name in sorted(grids) if any(len(g) > 1 for held in split[grids[name]] for g in held)]
+    shared = [name for name in sorted(grids) if any(len(g) > 1 for held_by in split[grids[name]] for g in held_by)]
     if itemsizes is None:
-        chosen = by_turns({name: [g for held in split[grids[name]] for g in held] for name in shared})
+        chosen = by_turns({name: [g for held_by in split[grids[name]] for g in held_by] for name in shared})
     else:
         chosen = by_size(
             {
                 name: [
                     (group, block.size * itemsizes[name])
-                    for block, held in zip(grids[name].blocks, split[grids[name]], strict=True)
-                    for group in held
+                    for block, held_by in zip(grids[name].blocks, split[grids[name]], strict=True)
+                    for group in held_by
                 ]
                 for name in sorted(grids)
             }
         )
-    made: dict[tuple[Grid, tuple[Group, ...]], Grid] = {}
-    found = {}
+    cache: dict[tuple[Grid, tuple[Group, ...]], Grid] = {}
+    results = {}
     for name, grid in grids.items():
         if name not in chosen:
-            found[name] = grid
+            results[name] = grid
             continue
         keepers = iter(chosen[name])
-        ranks = tuple(tuple(rank for _ in held for rank in next(keepers)) for held in split[grid])
-        if (grid, ranks) not in made:
-            made[grid, ranks] = grid if ranks == grid.ranks else replace(grid, ranks=ranks)
-        found[name] = made[grid, ranks]
-    return found
+        ranks = tuple(tuple(rank for _ in held_by for rank in next(keepers)) for held_by in split[grid])
+        if (grid, ranks) not in cache:
+            cache[grid, ranks] = grid if ranks == grid.ranks else replace(grid, ranks=ranks)
+        results[name] = cache[grid, ranks]
+    return results
 
 
 def _by_stage(ranks: Group, devices: int) -> list[Group]:
-    """Divide ranks, which ascend, by pipeline stage.
+    """Group ascending ranks by pipeline stage.
 
     >>> _by_stage((0, 2, 5, 6), 4)
     [(0, 2), (5, 6)]

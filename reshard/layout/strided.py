@@ -1,9 +1,9 @@
-"""Reading elements that lie apart from each other: what is between them is jumped over, or read and left.
+"""Read strided elements: gaps between them are skipped, or read and discarded.
 
-Gaps of up to 64 KiB are read through, because one longer read costs less than two; at most 2 MiB are read at once
-besides the result, and a tile of that is held. Where elements lie in another order than they are wanted in, neighbours
-in the file are far apart in the result, and any few rows of this would take all of the file; so `Ahead` reads for the
-rows that come next, too, as far as it has memory.
+Gaps of up to 64 KiB are read through, because one longer read costs less than two. At most 2 MiB are read at once in
+addition to the result, and one tile is buffered. If the elements are in another order than in the result, neighbours in
+the file are far apart in the result, and any few rows of it would take all of the file. So `Ahead` also reads the rows
+that come next, if it has memory for them.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
 
 GAP = 64 << 10
-"""Bytes between two wanted ranges that are read rather than jumped over: they take about the time of a call."""
+"""The longest gap, in bytes, that is read rather than skipped: it takes about the time of a call."""
 
 SCRATCH = 2 << 20
-"""The most bytes read at once where not all of them are wanted."""
+"""The most bytes read at once if some of them are discarded."""
 
 _TILE = 512
-"""The most rows and columns that are transposed at once, between buffers that caches hold."""
+"""The most rows and columns of a tile that is transposed at once, so that it fits into a cache."""
 
 TILE_BYTES = 1 << 20
-"""The most bytes of these."""
+"""The most bytes of a tile."""
 
 _PADDING = 64
-"""Bytes between the rows of a tile: those at steps of 4 KiB would fall on the same lines of a cache."""
+"""Bytes between the rows of a tile: rows at steps of 4 KiB would share the same lines of a cache."""
 
 _ALIGNED = 16
-"""Bytes that elements of every dtype may begin at a multiple of."""
+"""The alignment in bytes that suits elements of every dtype."""
 
 Take = Callable[[int], "np.ndarray[Any, Any]"]
-"""Returns memory of so many bytes, which is free again when it is asked for the next time."""
+"""Returns a buffer of a number of bytes, which is valid until the next call."""
 
 
 def _new(nbytes: int) -> np.ndarray[Any, Any]:
@@ -55,14 +55,14 @@ def read_strided(
     out: np.ndarray[Any, Any],
     take: Take = _new,
 ) -> None:
-    """Fill an array with elements that lie in steps.
+    """Fill an array with strided elements.
 
     Args:
-        read: fills a buffer with contents from a byte on.
-        begin: where the first element is.
-        pitch: how many bytes it is from one element to the next along each dimension.
-        out: the array, in any order of memory; not empty.
-        take: gives memory for what is read where not all of it is wanted.
+        read: fills a buffer with contents from a byte offset on.
+        begin: the byte offset of the first element.
+        pitch: the stride in bytes along each dimension.
+        out: the array, in any memory order; not empty.
+        take: returns a buffer for reads that include gaps.
     """
     import numpy as np
 
@@ -70,13 +70,13 @@ def read_strided(
     out = out.squeeze()
     order = _order(pitch)
     out, pitch, dims = out.transpose(order), tuple(pitch[dim] for dim in order), out.ndim
-    span = [out.itemsize] * (dims + 1)  # from the first to the end of the last
+    span = [out.itemsize] * (dims + 1)  # bytes from the first element to the end of the last one
     for dim in reversed(range(dims)):
         span[dim] = (out.shape[dim] - 1) * pitch[dim] + span[dim + 1]
-    dense = dims  # from it on, elements follow each other: neither apart, nor one of them several times
+    dense = dims  # from this dimension on, elements are contiguous: without gaps and without repeats
     while dense and pitch[dense - 1] == span[dense]:
         dense -= 1
-    depth = dims  # the dimensions before it are jumped through, those from it on read through
+    depth = dims  # gaps in the dimensions before it are skipped; from it on they are read
     while depth:
         dim = depth - 1
         gap = pitch[dim] - span[depth]
@@ -92,14 +92,14 @@ def read_strided(
             continue
         rows = 1 + (SCRATCH - span[depth + 1]) // max(pitch[depth], 1)
         for row in range(0, len(target), rows):
-            put = target[row : row + rows]
-            scratch = take((len(put) - 1) * pitch[depth] + span[depth + 1])
+            part = target[row : row + rows]
+            scratch = take((len(part) - 1) * pitch[depth] + span[depth + 1])
             read(first + row * pitch[depth], scratch.data)
-            _copy(put, np.ndarray(put.shape, out.dtype, scratch, strides=tuple(pitch[depth:])))
+            _copy(part, np.ndarray(part.shape, out.dtype, scratch, strides=tuple(pitch[depth:])))
 
 
 def _order(pitch: Shape) -> list[int]:
-    """Return the dimensions from the longest steps to the shortest.
+    """Return the dimensions, ordered from the longest stride to the shortest.
 
     >>> _order((8, 2, 24))
     [2, 0, 1]
@@ -107,59 +107,59 @@ def _order(pitch: Shape) -> list[int]:
     return sorted(range(len(pitch)), key=lambda dim: -pitch[dim])
 
 
-def _copy(put: np.ndarray[Any, Any], taken: np.ndarray[Any, Any]) -> None:
-    """Copy an array; one that is transposed, tile by tile."""
+def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+    """Copy an array, tile by tile if it is transposed."""
     import numpy as np
 
-    if put.ndim < 2 or taken.strides[-1] != put.itemsize or put.strides[-1] <= put.strides[-2]:
-        put[...] = taken
+    if target.ndim < 2 or source.strides[-1] != target.itemsize or target.strides[-1] <= target.strides[-2]:
+        target[...] = source
         return
-    columns = min(_TILE, put.shape[-1])
-    padded = columns + _PADDING // put.itemsize
-    rows = min(_TILE, put.shape[-2], TILE_BYTES // (padded * put.itemsize))
-    tile = np.empty((rows, padded), put.dtype)
-    for outer in np.ndindex(put.shape[:-2]):
-        for row in range(0, put.shape[-2], rows):
-            for column in range(0, put.shape[-1], columns):
-                part = (*outer, slice(row, row + rows), slice(column, column + columns))
-                found = taken[part]
-                held = tile[: found.shape[0], : found.shape[1]]
-                held[...] = found
-                put[part] = held
+    columns = min(_TILE, target.shape[-1])
+    padded = columns + _PADDING // target.itemsize
+    rows = min(_TILE, target.shape[-2], TILE_BYTES // (padded * target.itemsize))
+    tile = np.empty((rows, padded), target.dtype)
+    for outer in np.ndindex(target.shape[:-2]):
+        for row in range(0, target.shape[-2], rows):
+            for column in range(0, target.shape[-1], columns):
+                index = (*outer, slice(row, row + rows), slice(column, column + columns))
+                piece = source[index]
+                buffer = tile[: piece.shape[0], : piece.shape[1]]
+                buffer[...] = piece
+                target[index] = buffer
 
 
 class Ahead:
-    """Reads boxes of blocks, of which one after the other is wanted along the block's first dimensions.
+    """Reads consecutive boxes of blocks with read-ahead, along the first dimensions.
 
-    What is read for boxes to come is held as it lies in the file, in memory that stays from block to block.
+    Data for later boxes is kept in file order, in memory that is reused from block to block.
 
     Args:
-        allocate: returns memory of so many bytes.
+        allocate: returns memory of a number of bytes.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
         self._allocate = allocate
         self._memory = self._scratch = memoryview(b"")
-        self._of: object = None
-        self._room = 0
-        self._held: dict[int, tuple[Block, np.ndarray[Any, Any]]] = {}
+        self._key: object = None
+        self._block_bytes = 0
+        self._windows: dict[int, tuple[Block, np.ndarray[Any, Any]]] = {}
 
     def share(self, of: object, blocks: int, nbytes: int) -> None:
-        """Share memory out to blocks that are read side by side.
+        """Divide memory among blocks that are read concurrently.
 
         Args:
-            of: what tells them from all others, of other runs too.
-            blocks: how many they are.
-            nbytes: how much they have together.
+            of: a key that identifies the blocks across runs.
+            blocks: the number of blocks.
+            nbytes: the memory of all blocks together.
         """
-        if of != self._of:
-            self._of, self._room = of, nbytes // blocks // _ALIGNED * _ALIGNED
-            self._held.clear()
+        if of != self._key:
+            self._key, self._block_bytes = of, nbytes // blocks // _ALIGNED * _ALIGNED
+            self._windows.clear()
             if len(self._memory) < nbytes:
                 self._memory = self._allocate(nbytes)
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """Return memory for what is read where not all of it is wanted."""
+        """Return a buffer for reads that include gaps."""
         import numpy as np
 
         if len(self._scratch) < nbytes:
@@ -175,14 +175,14 @@ class Ahead:
         first: int,
         out: np.ndarray[Any, Any],
     ) -> None:
-        """Fill a flat array with elements of a block in row-major order, from one of them on.
+        """Fill a flat array with elements of a block in row-major order.
 
         Args:
-            number: which it is of the blocks that share the memory.
-            read: fills a buffer with what holds the block, from a byte on.
-            shape: of the block.
-            strides: how many elements of what holds it is from one of its elements to the next, along each dimension.
-            first: the element of the block that the array begins with.
+            number: the index of the block among the blocks that share the memory.
+            read: fills a buffer with the contents that hold the block, from a byte offset on.
+            shape: the shape of the block.
+            strides: the strides of the block in these contents, in elements.
+            first: the row-major index of the first element to read.
             out: the array.
         """
         done = 0
@@ -190,35 +190,35 @@ class Ahead:
         for box in flat_boxes(shape, first, first + len(out)):
             part = out[done : done + box.size].reshape(box.shape)
             done += box.size
-            if not _is_turned(shape, pitch) or part.nbytes > self._room:
+            if not _is_turned(shape, pitch) or part.nbytes > self._block_bytes:
                 read_strided(read, sum(map(mul, box.start, pitch)), pitch, part, self.take)
                 continue
-            held = self._held.get(number)
-            if held is None or held[0] & box != box:
-                self._held.pop(number, None)  # its memory is overwritten, even if reading fails
-                longer = _longer(box, shape, self._room // out.itemsize)
-                held = self._held[number] = longer, self._read(number, read, longer, pitch, out.dtype)
-            put, taken = part.squeeze(), held[1][box.within(held[0])].squeeze()
-            order = _order(taken.strides)
-            _copy(put.transpose(order), taken.transpose(order))
+            window = self._windows.get(number)
+            if window is None or window[0] & box != box:
+                self._windows.pop(number, None)  # its memory is overwritten, even if reading fails
+                extended = _longer(box, shape, self._block_bytes // out.itemsize)
+                window = self._windows[number] = extended, self._read(number, read, extended, pitch, out.dtype)
+            target, source = part.squeeze(), window[1][box.within(window[0])].squeeze()
+            order = _order(source.strides)
+            _copy(target.transpose(order), source.transpose(order))
 
     def _read(
         self, number: int, read: Callable[[int, memoryview], None], box: Block, pitch: Shape, dtype: np.dtype[Any]
     ) -> np.ndarray[Any, Any]:
-        """Return the elements of a box, which lie in the order of the file."""
+        """Return the elements of a box, in the memory order of the file."""
         import numpy as np
 
         order = _order(pitch)
-        flat = np.frombuffer(self._memory, dtype, box.size, number * self._room)
-        held = flat.reshape([box.shape[dim] for dim in order]).transpose(
+        flat = np.frombuffer(self._memory, dtype, box.size, number * self._block_bytes)
+        window = flat.reshape([box.shape[dim] for dim in order]).transpose(
             [order.index(dim) for dim in range(len(order))]
         )
-        read_strided(read, sum(map(mul, box.start, pitch)), pitch, held, self.take)
-        return held
+        read_strided(read, sum(map(mul, box.start, pitch)), pitch, window, self.take)
+        return window
 
 
 def _is_turned(shape: Shape, pitch: Shape) -> bool:
-    """Return whether elements lie in another order than row-major.
+    """Return whether elements are in another order than row-major.
 
     >>> _is_turned((2, 1, 3), (3, 9, 1)), _is_turned((2, 3), (1, 2))
     (False, True)
@@ -228,9 +228,10 @@ def _is_turned(shape: Shape, pitch: Shape) -> bool:
 
 
 def _longer(box: Block, shape: Shape, most: int) -> Block:
-    """Return a box with what follows it in a block, as far as there is room: whole rows, and then more of these.
+    """Extend a box with the elements that follow it in a block, up to `most`.
 
-    Of what is left along the dimension that cuts it, it has one of several equal parts.
+    It grows to whole rows first, then to more rows. Along the dimension that ends it, the rest of the block is
+    divided into equal parts, and the box gets one.
 
     >>> str(_longer(Block((0, 0), (10, 4)), (100, 4), 150)), str(_longer(Block((1, 7), (2, 9)), (3, 10), 9))
     ('[0:34, 0:4]', '[1:2, 7:10]')
@@ -241,11 +242,11 @@ def _longer(box: Block, shape: Shape, most: int) -> Block:
     row = 1
     for axis in reversed(range(len(shape))):
         extent, count = shape[axis], stop[axis] - start[axis]
-        more = any(end < whole for end, whole in zip(stop[:axis], shape, strict=False))
-        if count < extent and not (more and 2 * row * extent <= most):
-            left = extent - start[axis]
-            parts = -(-left // max(count, most // row))
-            stop[axis] = start[axis] + max(count, -(-left // parts))
+        has_more = any(end < whole for end, whole in zip(stop[:axis], shape, strict=False))
+        if count < extent and not (has_more and 2 * row * extent <= most):
+            remaining = extent - start[axis]
+            parts = -(-remaining // max(count, most // row))
+            stop[axis] = start[axis] + max(count, -(-remaining // parts))
             break
         start[axis], stop[axis] = 0, extent
         row *= extent

@@ -1,10 +1,10 @@
 """MindSpore's checkpoint functions under its own names: `import reshard.mindspore as ms`.
 
-The functions take MindSpore 2.10's arguments with MindSpore's meaning; MindSpore itself is not needed. Where it fails
-or is silently wrong, these work: each function's docstring says so. Arguments that only make sense on a device are
-accepted and explained.
+The functions take MindSpore 2.10's arguments with MindSpore's meaning; MindSpore itself is not needed. Some work where
+MindSpore's fail or are silently wrong; their docstrings say so. Arguments that only make sense on a device are accepted
+and explained.
 
-With MindSpore installed, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and
+If MindSpore is installed, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and
 lists of them, Cells, dtypes, layouts. They return ours, which MindSpore does not take; `load_param_into_net` here loads
 them into a Cell, and `mindspore.Parameter(mindspore.Tensor(p.asnumpy()), name=p.name)` converts one, bfloat16
 included (of Int4, `mindspore.Tensor(p.asnumpy(), dtype=mindspore.qint4x2)`).
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
-# The home of each public name. They are imported on first use, so that a script that only merges strategies does
+# The module of each public name. Modules are imported on first use, so that a script that only merges strategies does
 # not wait for dask.
 _HOMES = {
     "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
@@ -56,7 +56,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)  # noqa: PLE0605 -- one list of names, above
 
-# MindSpore's own modules: each has some of the names.
+# MindSpore's own modules, with the names of each.
 _MODULES = {
     "communication": ("get_group_size", "get_rank", "init"),
     "context": (
@@ -70,32 +70,32 @@ _MODULES = {
 }  # fmt: skip
 
 
-def _getter(module: str, here: Sequence[str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a module that has these names."""
+def _getter(module: str, public: Sequence[str]) -> Callable[[str], object]:
+    """Return the `__getattr__` of a module with these public names."""
 
     def get(name: str) -> object:
-        if name in here:
+        if name in public:
             value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
             setattr(sys.modules[module], name, value)
             return value
-        from reshard.mindspore.launch import missing  # an error's words
+        from reshard.mindspore.launch import missing
 
-        raise missing(module, name, here)
+        raise missing(module, name, public)
 
     return get
 
 
-def _module(name: str, here: Sequence[str]) -> ModuleType:
-    """Make one of MindSpore's modules, so that it can be imported."""
+def _module(name: str, public: Sequence[str]) -> ModuleType:
+    """Create one of MindSpore's modules, so that it can be imported."""
     full_name = f"{__name__}.{name}"
-    made = sys.modules[full_name] = module_from_spec(ModuleSpec(full_name, None))
-    made.__doc__ = f"MindSpore's `mindspore.{name}`, as far as checkpoint scripts use it."
-    vars(made).update(__all__=sorted(here), __getattr__=_getter(full_name, here))
-    return made
+    module = sys.modules[full_name] = module_from_spec(ModuleSpec(full_name, None))
+    module.__doc__ = f"The part of MindSpore's `mindspore.{name}` that checkpoint scripts use."
+    vars(module).update(__all__=sorted(public), __getattr__=_getter(full_name, public))
+    return module
 
 
 __getattr__ = _getter(__name__, __all__)
-globals().update({name: _module(name, here) for name, here in _MODULES.items()})
+globals().update({name: _module(name, public) for name, public in _MODULES.items()})
 
 
 def __dir__() -> list[str]:

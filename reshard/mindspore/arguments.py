@@ -1,8 +1,8 @@
-"""What MindSpore's functions on whole checkpoints have in common.
+"""The common parts of MindSpore's functions on whole checkpoints.
 
-1. Arguments as they take them: strategies in all their forms, paths, numbers, formats.
-2. A source opened as they open one, and what is refused of it.
-3. A plan carried out, with what it leaves out or lacks in the log.
+1. Check and convert arguments: strategies in all their forms, paths, numbers, formats.
+2. Open a source, and refuse unsuitable ones.
+3. Run a plan; the log names tensors that it leaves out or lacks.
 """
 
 from __future__ import annotations
@@ -58,163 +58,136 @@ WORDS: Words = {
     "strategy": ("src_strategy_file",),
     "suffix": ("file_suffix",),
 }
-"""How options are written for callers of MindSpore's functions; what these do not take is Python's."""
+"""How messages spell options for callers of MindSpore's functions; other options are spelled as in Python."""
 
 
 class DirectoryError(SourceError, NotADirectoryError):
-    """What should be a directory is none; NotADirectoryError is what MindSpore raises."""
+    """A path is not a directory. Also a NotADirectoryError, as in MindSpore."""
 
 
-def _refuse_strategies(planned: Plan, target: Path, given: Iterable[StrategyLike | None]) -> None:
-    """Raise `TargetError` where a file that is to be written is a strategy file that was given."""
-    paths = [as_place(strategy) for strategy in given if isinstance(strategy, str | os.PathLike)]
-    some = [strategy_files(path) if path.is_dir() else [path] for path in paths]
-    written = [target / file.path for file in planned.files]
-    refuse_inputs(written, [file for files in some for file in files], "one of the strategy files")
-
-
-def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
-    """Return a strategy given in any of the ways that MindSpore's functions take one.
+def strategy_of(argument: str, value: StrategyLike | None) -> Strategy | None:
+    """Return a strategy from any form that MindSpore's functions take.
 
     Args:
         argument: its name, for messages.
-        given: a file, a directory of the files of a pipeline's ranks, a `Strategy`, or a dict of layouts by name as
+        value: a file, a directory of the files of a pipeline's ranks, a `Strategy`, or a dict of layouts by name as
             `build_searched_strategy` or MindSpore's `infer_predict_layout` return it.
 
     Raises:
         TypeError: it is none of these.
         StrategyError: it cannot be read, or contradicts itself.
     """
-    if given is None or isinstance(given, Strategy):
-        return given
-    if isinstance(given, str | os.PathLike):
-        path = path_of(argument, given)
+    if value is None or isinstance(value, Strategy):
+        return value
+    if isinstance(value, str | os.PathLike):
+        path = path_of(argument, value)
         if not path.exists():
             raise StrategyError(f"{argument} {path} does not exist; expected a strategy file", code="not-found")
         return read_strategy(path)
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{argument} is a {type(given).__name__}; expected the name of a strategy file")
-    if not given:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{argument} is a {type(value).__name__}; expected the name of a strategy file")
+    if not value:
         raise StrategyError(f"{argument} names no parameter", code="no-tensors")
-    staged = merged_names(given)
+    return _strategy_of_layouts(value)
+
+
+def _strategy_of_layouts(layouts_by_name: Mapping[str, Any]) -> Strategy:
+    staged = merged_names(layouts_by_name)
     layouts: dict[str, dict[int, Layout]] = {}
     shapes: dict[str, Shape] = {}
-    for name, value in given.items():
+    for name, value in layouts_by_name.items():
         stage, own_name = staged.get(name, (0, name))
         layouts.setdefault(own_name, {})[stage] = any_layout(value)
         shape = None if isinstance(value, list | tuple) else layout_of(value)[1]
         if shape is not None:
             shapes[own_name] = shape
     strategy = Strategy.of(layouts, shapes=shapes)
-    tensors = {  # a shape may be expanded, as JSON files have it
+    tensors = {  # a shape may be expanded, as in JSON files
         name: tuple(placed._replace(expanded=placed.shape is not None) for placed in places)
         for name, places in strategy.tensors.items()
     }
     return replace(strategy, tensors=tensors, merged=bool(staged))
 
 
-def thread_count(argument: str, given: object) -> int:
-    """Return how many threads a number of processes means here: no more than there are processors.
-
-    Raises:
-        TypeError: it is not a number.
-        UsageError: it is below 1.
-    """
-    count = whole_number(argument, given)
+def thread_count(argument: str, value: object) -> int:
+    """Return the number of threads for a number of processes, at most one a processor; `UsageError` below 1."""
+    count = whole_number(argument, value)
     if count < 1:
-        raise UsageError(f"{argument} is {given}; expected at least 1", code="out-of-range")
+        raise UsageError(f"{argument} is {value}; expected at least 1", code="out-of-range")
     return min(count, len(os.sched_getaffinity(0)))
 
 
-def whole_number(argument: str, given: object) -> int:
-    """Return an argument that is a whole number.
-
-    Raises:
-        TypeError: it is not one.
-    """
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected an int")
-    return given
+def whole_number(argument: str, value: object) -> int:
+    """Return an argument that must be an int, else raise TypeError."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{argument} is {value!r:.60} ({type(value).__name__}); expected an int")
+    return value
 
 
-def check_rank(argument: str, given: object) -> None:
-    """Refuse what is not the number of a rank.
-
-    Raises:
-        TypeError: it is not a whole number.
-        UsageError: it is below 0.
-    """
-    if whole_number(argument, given) < 0:
-        raise UsageError(f"{argument} is {given}; expected 0 or more", code="out-of-range")
+def check_rank(argument: str, value: object) -> None:
+    """Refuse an argument that is not a whole number (TypeError), or below 0 (`UsageError`)."""
+    if whole_number(argument, value) < 0:
+        raise UsageError(f"{argument} is {value}; expected 0 or more", code="out-of-range")
 
 
 def check_order(argument: str, files: Mapping[int, Path]) -> None:
-    """Refuse files that are given in another order than their paths say: slices would be put in wrong places.
+    """Refuse files in another order than the ranks in their paths: slices would be put in wrong places.
 
-    Only paths that all have a number after `rank`, each another one, say so. Their numbers may begin anywhere, as those
-    of a stage do. The file of a replica may stand in for one that is lost, so paths of the same rank say nothing.
+    Paths are checked only if each has a number after `rank`, all different. The numbers may begin anywhere, as those of
+    a stage do. The file of a replica may replace a lost one, so paths of the same rank are not checked.
 
     Raises:
-        UsageError: their numbers do not ascend.
+        UsageError: the numbers do not ascend.
 
     >>> check_order("files", {0: Path("rank_8/a.ckpt"), 1: Path("rank_9/a.ckpt"), 2: Path("rank_10/a.ckpt")})
     """
     matches = {rank: _RANK_IN_PATH.findall(os.fspath(file)) for rank, file in files.items()}
     if not all(matches.values()):
         return
-    said = {rank: int(found[-1]) for rank, found in sorted(matches.items())}
-    wanted = sorted(said.values())
-    wrong = [rank for rank, number in zip(said, wanted, strict=True) if said[rank] != number]
-    if wrong and len(set(wanted)) == len(wanted):
+    path_ranks = {rank: int(numbers[-1]) for rank, numbers in sorted(matches.items())}
+    ascending = sorted(path_ranks.values())
+    wrong = [rank for rank, number in zip(path_ranks, ascending, strict=True) if path_ranks[rank] != number]
+    if wrong and len(set(ascending)) == len(ascending):
         rank = wrong[0]
         raise UsageError(
-            f"{argument}[{rank}] is {files[rank]}, by its path of rank {said[rank]}",
+            f"{argument}[{rank}] is {files[rank]}, by its path of rank {path_ranks[rank]}",
             code="wrong-rank",
             facts=["expected the files in the order of their ranks"],
             hint="sort by number: as text rank_10 comes before rank_2",
         )
 
 
-def check_format(argument: str, given: object) -> None:
-    """Refuse what is not a name of a format.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if given not in FORMATS:
-        raise UsageError(f"{argument} is {given!r}; expected 'ckpt' or 'safetensors'", code="unknown-format")
+def check_format(argument: str, value: object) -> None:
+    """Refuse an unknown name of a format with `UsageError`."""
+    if value not in FORMATS:
+        raise UsageError(f"{argument} is {value!r}; expected 'ckpt' or 'safetensors'", code="unknown-format")
 
 
-def target_directory(argument: str, given: object) -> Path:
-    """Return a directory to write to, which need not be there yet.
-
-    Raises:
-        TypeError: it is not a path.
-        NotADirectoryError: it is a file.
-    """
-    path = path_of(argument, given)
+def target_directory(argument: str, value: object) -> Path:
+    """Return the path of a directory to write to, which need not exist; `DirectoryError` if it is a file."""
+    path = path_of(argument, value)
     if path.exists() and not path.is_dir():
         raise DirectoryError(f"{argument} {path} is a file; expected a directory", code="not-a-directory")
     return path
 
 
-def path_of(argument: str, given: object) -> Path:
-    """Return an argument that is a path.
+def path_of(argument: str, value: object) -> Path:
+    """Return an argument that must be a path.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a path.
         UsageError: it is empty, which would be the current directory.
     """
-    if not isinstance(given, str | os.PathLike):
-        raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected a path")
-    if not os.fspath(given):
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{argument} is {value!r:.60} ({type(value).__name__}); expected a path")
+    if not os.fspath(value):
         raise UsageError(f"{argument} is empty; expected a path", code="empty-value")
-    return Path(given)
+    return Path(value)
 
 
 @contextmanager
 def own_words() -> Iterator[None]:
-    """Raise errors of the core in the words of MindSpore's functions."""
+    """Spell options in errors of the core as MindSpore's functions do."""
     try:
         yield
     except SourceError as error:
@@ -222,7 +195,7 @@ def own_words() -> Iterator[None]:
 
 
 _MOST_NAMED = 20
-_MOST_TARGET_RANKS = 64  # of more, an error does not say what each lacks
+_MOST_TARGET_RANKS = 64  # the most target ranks for which an error says what each lacks
 
 
 def open_ranks(
@@ -235,7 +208,7 @@ def open_ranks(
 ) -> Checkpoint:
     """Open a directory of rank directories; the error for missing ranks names the target ranks that need them.
 
-    As in MindSpore, ranks may be missing whose blocks others have.
+    As in MindSpore, a rank may be missing if other ranks have its blocks.
 
     Raises:
         SourceError: no files, both formats, a rank that is needed is missing, headers that contradict the strategy.
@@ -248,7 +221,7 @@ def open_ranks(
             return open_source(path, strategy=before, stage=stage, suffix=suffix)
     except SourceError as error:
         if isinstance(error.__cause__, OSError):
-            raise  # a directory that cannot be read is none without files
+            raise  # an unreadable directory is not one without files
         source = before if stage == "own" else before.of_stage(stage)
         present = present_ranks(path)
         absent = set(source.ranks) - present
@@ -275,26 +248,22 @@ def open_ranks(
 
 
 def check_all_stages(path: Path, source: Checkpoint) -> None:
-    """Refuse a strategy of one stage of a pipeline where the files of others are there: their tensors would be lost.
-
-    Raises:
-        StrategyError: it is one.
-    """
-    if source.part is not None and present_ranks(path) - set(source.ranks):
+    """Refuse a strategy of one pipeline stage if files of other stages exist, whose tensors would be lost."""
+    if source.opening.stage is not None and present_ranks(path) - set(source.ranks):
         raise StrategyError(
-            f"src_strategy_file covers stage {source.part} of a pipeline only, and {path} has files of others",
+            f"src_strategy_file covers stage {source.opening.stage} of a pipeline only, and {path} has files of others",
             code="one-stage",
             hint="use the strategy of all stages, which merge_pipeline_strategys makes",
         )
 
 
 def check_target_stages(argument: str, source: Checkpoint, after: Strategy | None) -> None:
-    """Refuse a target strategy of one stage of a pipeline for a whole model: the weights of other stages would be lost.
+    """Refuse a target strategy of one pipeline stage for a whole model: weights of other stages would be lost.
 
     Raises:
         StrategyError: it is one, and does not name weights of the source.
     """
-    if after is None or not after.others or source.part is not None:
+    if after is None or not after.others or source.opening.stage is not None:
         return
     states = all_states(source, after)
     lost = [n for n, t in source.tensors.items() if not (n in after.tensors or n in states or is_training_state(n, t))]
@@ -308,16 +277,12 @@ def check_target_stages(argument: str, source: Checkpoint, after: Strategy | Non
 
 
 def own_stage(after: Strategy | None) -> int | None:
-    """Return the stage that a target strategy is known to be of, where a pipeline has others."""
+    """Return the stage of a target strategy that is known to cover one of several, else None."""
     return after.stages.start if after is not None and after.others else None
 
 
 def check_model(source: Checkpoint, after: Strategy | None) -> None:
-    """Refuse strategies that name nothing of a checkpoint: they are of another model.
-
-    Raises:
-        StrategyError: one is; some names of both sides are listed.
-    """
+    """Refuse strategies that name no tensor of a checkpoint: they are of another model."""
     before = source.strategy
     for strategy, which in ((before, "source"), (after, "target")):
         if strategy is not None and source.tensors and not any(name in strategy.tensors for name in source.tensors):
@@ -338,32 +303,30 @@ def carry_out(
     rank: int | None = None,
     threads: int | None = None,
 ) -> None:
-    """Write the files of a plan; those that exist are replaced.
+    """Write the files of a plan; existing ones are replaced.
 
     Args:
         planned: the plan.
         target: the directory of its files.
         after: the target strategy.
-        strategies: the strategies as they were given; a target file may not be one of their files.
-        rank: the target rank that is written, if it is one.
-        threads: how many work.
+        strategies: the strategies as the caller passed them; a target file may not be one of their files.
+        rank: the target rank that is written, if it is only one.
+        threads: the number of threads.
 
     Raises:
-        SourceError: something may be lost of what a de-duplicated source keeps on a rank whose file is not there.
+        SourceError: the source is de-duplicated, and missing tensors may be in the missing file of a rank.
         TargetError: a target file would be one of the source files, or of the strategy files.
     """
     _check_complete(planned, after, rank)
     warn_of(planned, after, rank)
-    _refuse_strategies(planned, target, strategies)
+    paths = [as_place(strategy) for strategy in strategies if isinstance(strategy, str | os.PathLike)]
+    files = [file for path in paths for file in (strategy_files(path) if path.is_dir() else [path])]
+    refuse_inputs([target / file.path for file in planned.files], files, "one of the strategy files")
     run(planned, target, threads=threads, overwrite=True, ledger=False)
 
 
-def _check_complete(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
-    """Refuse to lose what a de-duplicated source keeps on a rank whose file is not there.
-
-    Raises:
-        SourceError: something may be there.
-    """
+def _check_complete(planned: Plan, after: Strategy | None, rank: int | None) -> None:
+    """Refuse to lose tensors that a de-duplicated source may have in the missing file of a rank."""
     source = planned.source
     if source.strategy is None:
         return
@@ -381,17 +344,17 @@ def _check_complete(planned: Plan, after: Strategy | None, rank: int | None = No
 
 
 def _is_deduplicated(source: Checkpoint, strategy: Strategy) -> bool:
-    """Return whether a source stores replicas once: by its mark or, as `.ckpt` has none, by what is not everywhere."""
+    """Return whether a source stores replicas once: by its mark or, as `.ckpt` has none, by tensors that ranks lack."""
     for name in source.tensors:
         stages = strategy.stages_of(name)[:1]
-        here = [n for n, rank in enumerate(source.ranks) if strategy.stage_of(rank) in stages]
-        if 0 < sum(name in source.files[n].index.entries for n in here) < len(here):
+        files = [source.files[n] for n, rank in enumerate(source.ranks) if strategy.stage_of(rank) in stages]
+        if 0 < sum(name in file.index.entries for file in files) < len(files):
             return True
     return is_deduplicated(source)
 
 
 def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
-    """Log what a plan leaves out or lacks, and what else was noticed."""
+    """Log a plan's warnings, and the tensors that it leaves out or lacks."""
     for warning in planned.warnings:
         _log.warning("%s: %s", planned.source.root, spelled(warning, WORDS))
     dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
@@ -411,7 +374,7 @@ def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> N
 
 
 def warn_of_others(path: Path, ranks: range) -> None:
-    """Log which files in a target directory are of ranks that the target does not have."""
+    """Warn of files in a target directory that are of other ranks than the target's."""
     others = sorted(present_ranks(path) - set(ranks))
     if others:
         _log.warning(
@@ -422,19 +385,19 @@ def warn_of_others(path: Path, ranks: range) -> None:
 
 
 def checked_format(path: Path) -> str | None:
-    """Return the format of the files in rank directories by their names; None where there are none.
+    """Return the format of the files in rank directories, by their names; None if there are no files.
 
     Raises:
-        SourceError: there are both.
+        SourceError: there are files of both formats.
     """
-    found = {file.suffix.removeprefix(".") for file in _rank_files(path)}
-    if len(found) > 1:
+    formats = {file.suffix.removeprefix(".") for file in _rank_files(path)}
+    if len(formats) > 1:
         raise SourceError(
             f"rank directories of {path} hold both .ckpt and .safetensors files",
             code="mixed-formats",
             hint="move one kind away",
         )
-    return found.pop() if found else None
+    return formats.pop() if formats else None
 
 
 def present_ranks(path: Path) -> set[int]:
@@ -443,7 +406,7 @@ def present_ranks(path: Path) -> set[int]:
 
 
 def _rank_files(path: Path) -> list[Path]:
-    """Return the checkpoint files in the rank directories, whatever they are."""
+    """Return the checkpoint files in the rank directories, by their names."""
     return [
         file
         for file in path.glob("rank_[0-9]*/*")
@@ -471,26 +434,26 @@ def open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Ch
 
 
 def _missing(planned: Plan, after: Strategy | None, rank: int | None) -> list[str]:
-    """Return what a plan lacks, of one target rank or of all; what other stages of the source have is none."""
+    """Return the tensors that a plan lacks, for one target rank or all, but for those of other source stages."""
     source = planned.source
-    own = None if source.part is None or source.strategy is None else source.strategy.tensors
+    own = None if source.opening.stage is None or source.strategy is None else source.strategy.tensors
     missing = [name for name in planned.missing if own is None or name in own]
     if after is None or rank is None:
         return missing
     return [name for name in missing if after.stage_of(rank) in after.stages_of(name)]
 
 
-def _counted(some: Collection[str]) -> str:
-    """Write how many tensors, and which.
+def _counted(tensors: Collection[str]) -> str:
+    """Format a count of tensors with some of their names.
 
     >>> _counted(["a"]), _counted(["a", "b", "c", "d"])
     ('1 tensor: a', '4 tensors: a, b, c and 1 more')
     """
-    return f"{len(some)} tensor{'s' * (len(some) != 1)}: {names(some, most=3)}"
+    return f"{len(tensors)} tensor{'s' * (len(tensors) != 1)}: {names(tensors, most=3)}"
 
 
 def needed_text(needing: Collection[str], by: Collection[int]) -> str:
-    """Write what a source rank is needed for.
+    """Format the target ranks and tensors for which a source rank is needed.
 
     >>> needed_text(["w", "b"], [0, 1])
     'it is needed for target ranks 0-1 (2 tensors: w, b)'

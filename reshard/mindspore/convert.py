@@ -1,7 +1,7 @@
-"""`ckpt_to_safetensors` and `safetensors_to_ckpt`: the same tensors in the other format, rank by rank.
+"""`ckpt_to_safetensors` and `safetensors_to_ckpt`: write the same tensors in the other format, rank by rank.
 
-It is one run: files get their names when all are complete. Contents are copied a few MB at a time, so that a file may
-be larger than memory; MindSpore loads each whole.
+A conversion is one run: files get their names when all are complete. Contents are copied a few MB at a time, so that a
+file may be larger than memory; MindSpore loads each whole.
 
 Source: MindSpore 2.10 `train/serialization.py` (`_convert_checkpoint_file`, `_gather_all_tasks`).
 """
@@ -19,7 +19,7 @@ from reshard.errors import SourceError, UsageError, names
 from reshard.plan.make import plan_files
 from reshard.plan.select import Selection
 from reshard.run.run import run
-from reshard.source.checkpoint import Checkpoint
+from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.headers import indexed
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
@@ -44,23 +44,23 @@ def ckpt_to_safetensors(
 ) -> None:
     """Convert `.ckpt` files to safetensors.
 
-    Unlike MindSpore's, it takes encrypted files with their key, and keeps text entries (in the metadata, from where
-    `safetensors_to_ckpt` and `load_checkpoint` take them back). As MindSpore's, it drops the CRC of a file.
+    Unlike MindSpore's, it takes encrypted files with their key, and keeps text entries (in the metadata, from which
+    `safetensors_to_ckpt` and `load_checkpoint` restore them). Like MindSpore's, it drops the CRC of a file.
 
     Args:
         file_path: a `.ckpt` file, or a directory whose `rank*` directories hold some.
-        save_path: the directory for the results; by default they are put next to the sources. From a directory, the
-            rank directories are made below it.
-        name_map: old name to new name; those of other tensors stay. All apply at once, so two may be swapped. (That of
+        save_path: the directory for the results; by default they are written next to the sources. If the source is a
+            directory, the rank directories are created below it.
+        name_map: old name to new name; other tensors keep theirs. All apply at once, so two may be swapped. (The map of
             `load_distributed_checkpoint` goes from the network's name to the file's.)
-        file_name_regex: convert only files in whose names it is found.
+        file_name_regex: convert only files whose names contain a match.
         processes_num: the number of threads (MindSpore: processes).
         dec_key: the key of encrypted files, with the `crypto` extra; not in MindSpore.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
 
     Raises:
         ValueError: no such file or directory, nothing in it to convert, `save_path` is not a directory, the name map
-            gives one name to two tensors, a file is corrupt, encrypted, or not with this key.
+            gives one name to two tensors, a file is corrupt, encrypted, or encrypted with another key.
     """
     cipher = None if dec_key is None else Cipher(dec_mode, dec_key)
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "safetensors", cipher)
@@ -78,7 +78,7 @@ def safetensors_to_ckpt(
     Arguments and errors are those of `ckpt_to_safetensors`. A `.ckpt` file has no place for metadata.
 
     Raises:
-        ValueError: as `ckpt_to_safetensors`; and where a tensor is of a dtype that MindSpore does not have.
+        ValueError: as `ckpt_to_safetensors`; and if a tensor is of a dtype that MindSpore does not have.
     """
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "ckpt", None)
 
@@ -101,7 +101,7 @@ def _convert(
             f"file_name_regex {file_name_regex!r} is not a regular expression", code="bad-pattern", facts=[str(error)]
         ) from None
     if source.is_dir():
-        places = _places(source, Path(save_path or source), pattern, extension, f".{format}")
+        files_by_directory = _rank_files(source, Path(save_path or source), pattern, extension, f".{format}")
     else:
         if source.suffix != extension:
             raise UsageError(f"{source} does not end with {extension}", code="wrong-extension")
@@ -109,37 +109,37 @@ def _convert(
             raise UsageError(
                 f"the name of {source} does not match file_name_regex {file_name_regex!r}", code="no-match"
             )
-        places = {Path(save_path or source.parent): {f"{source.stem}.{format}": source}}
-    found: set[str] = set()
-    for directory, sources in places.items():
+        files_by_directory = {Path(save_path or source.parent): {f"{source.stem}.{format}": source}}
+    tensors: set[str] = set()
+    for directory, sources in files_by_directory.items():
         files, ranks = indexed(dict(enumerate([as_place(path)] for path in sources.values())), cipher)
         files = tuple(_in_order(file) for file in files)
         for file in files:
-            found.update(file.index.entries)
+            tensors.update(file.index.entries)
             for name, reason in file.index.unreadable:
                 _log.warning("%s: %r %s; it is left out", file.path, name, reason)
         planned = plan_files(
-            Checkpoint(str(source), {}, files, ranks, cipher=cipher, by_file=True),
+            Checkpoint(str(source), {}, files, ranks, coding=cipher, opening=Opening(by_file=True)),
             list(sources),
             format,
             selections=[_selection(file, name_map or {}) for file in files],
             threads=processes_num,
         )
         run(planned, directory, threads=processes_num, overwrite=True, ledger=False)
-    unused = [old for old in name_map or {} if old not in found]
+    unused = [old for old in name_map or {} if old not in tensors]
     if unused:
         _log.warning("name_map: no file has %s", names(map(repr, unused)))
 
 
 def _in_order(file: SourceFile) -> SourceFile:
-    """Return a file with its tensors in MindSpore's order: in a safetensors file they are in that of their names."""
+    """Return a file with its tensors in MindSpore's order, which sorts those of a safetensors file by name."""
     if file.index.format == "ckpt":
         return file
     return replace(file, index=file.index._replace(entries=dict(sorted(file.index.entries.items()))))
 
 
 def _selection(file: SourceFile, name_map: Mapping[str, str]) -> Selection:
-    """Return everything in a file, under new names; the map names each, as optimizer states do not follow weights."""
+    """Select everything in a file, under new names; the map lists all, as optimizer states do not follow weights."""
     new_names = {old: name_map.get(old, old) for old in file.index.entries} if name_map else {}
     return Selection(name_map=new_names, drop=("*",))
 
@@ -167,10 +167,12 @@ def _check(source: Path, save_path: object, name_map: object, processes_num: obj
         raise UsageError(f"processes_num is {processes_num!r}; expected a number from 1 on", code="out-of-range")
 
 
-def _places(source: Path, target: Path, pattern: re.Pattern[str], old: str, new: str) -> dict[Path, dict[str, Path]]:
-    """Return the files of the rank directories that are to be converted: directory, what a file becomes there, file.
+def _rank_files(
+    source: Path, target: Path, pattern: re.Pattern[str], old: str, new: str
+) -> dict[Path, dict[str, Path]]:
+    """Return the files of rank directories to convert, by target directory and by the target's path below it.
 
-    A rank directory may be a link to another place, and what is written there is below another directory.
+    A target rank directory may be a link to another place; its files are then below another directory.
     """
     ranks = sorted(path for path in source.iterdir() if path.name.startswith("rank") and path.is_dir())
     if not ranks:
@@ -179,13 +181,13 @@ def _places(source: Path, target: Path, pattern: re.Pattern[str], old: str, new:
             code="no-checkpoint",
             facts=["expected rank_0 and so on"],
         )
-    found: dict[Path, dict[str, Path]] = {}
+    files: dict[Path, dict[str, Path]] = {}
     for rank in ranks:
-        place = (target / rank.name).resolve()
+        directory = (target / rank.name).resolve()
         for path in sorted(rank.iterdir()):
             if path.suffix == old and pattern.search(path.name):
-                found.setdefault(place.parent, {})[f"{place.name}/{path.stem}{new}"] = path
-    if not found:
+                files.setdefault(directory.parent, {})[f"{directory.name}/{path.stem}{new}"] = path
+    if not files:
         raise SourceError(
             f"the {len(ranks)} rank directories of {source} have no file to convert",
             code="no-checkpoint",
@@ -193,4 +195,4 @@ def _places(source: Path, target: Path, pattern: re.Pattern[str], old: str, new:
                 f"expected names that end with {old}" + (f" and contain {pattern.pattern!r}" if pattern.pattern else "")
             ],
         )
-    return found
+    return files

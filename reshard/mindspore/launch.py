@@ -1,13 +1,12 @@
-"""What a script has besides checkpoints: which process it is, set-up lines, names that only MindSpore has.
+"""The other lines of a checkpoint script: rank and group size, set-up lines, names that only MindSpore has.
 
-Nothing communicates here: a conversion whose processes each write their own target ranks needs to know which process it
-is, no more. `mpirun -n 4 python convert.py`, `srun -n 4 python convert.py` and MindSpore's own launchers all say it in
-the environment.
+Nothing communicates here: if the processes of a conversion each write their own target ranks, a process only needs its
+rank. `mpirun -n 4 python convert.py`, `srun -n 4 python convert.py` and MindSpore's own launchers set it in the
+environment.
 
-What belongs to training is not here, and the error says where to import it from. Python asks a module for a name in two
-ways. `ms.Model` wants an AttributeError, so that `hasattr` works. `from reshard.mindspore import Model` first asks
-whether the name is there, and then says nothing but "cannot import name", whatever the AttributeError said; so it gets
-an ImportError at once, with the same sentence.
+Names that belong to training are missing, and the error says where to import them from. Python asks a module for a name
+in two ways. `ms.Model` needs an AttributeError, so that `hasattr` works. `from reshard.mindspore import Model` replaces
+an AttributeError by "cannot import name"; so it gets an ImportError at once, with the same message.
 
 Source of the names: `mindspore.__all__` and the public names of the module, MindSpore 2.10.
 """
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-# Rank and number of processes, the more telling launcher first: under Slurm, mpirun's children inherit SLURM_PROCID 0.
+# Rank and number of processes, the more specific launcher first: under Slurm, mpirun's children have SLURM_PROCID 0.
 _LAUNCHERS = (
     ("RANK_ID", "RANK_SIZE"),  # MindSpore's scripts and msrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
@@ -39,11 +38,11 @@ _WORLD = "hccl_world_group"
 
 GRAPH_MODE = 0
 PYNATIVE_MODE = 1
-"""What a script's set-up lines give as `mode`."""
+"""Values of `mode` in a script's set-up lines."""
 
 
 class ParallelMode:
-    """What a script's set-up lines give as `parallel_mode`."""
+    """Values of `parallel_mode` in a script's set-up lines."""
 
     STAND_ALONE = "stand_alone"
     DATA_PARALLEL = "data_parallel"
@@ -53,7 +52,7 @@ class ParallelMode:
 
 
 def init(backend_name: str | None = None) -> None:
-    """Do nothing, at the place where MindSpore connects the processes.
+    """Accept the set-up line of a script; MindSpore connects the processes here.
 
     Args:
         backend_name: `hccl`, `nccl` or `mccl`; accepted, there is no device to connect.
@@ -89,7 +88,7 @@ def set_seed(seed: int) -> None:
 
 
 def get_rank(group: str = _WORLD) -> int:  # noqa: ARG001 -- MindSpore's signature
-    """Return the number of this process among those that the launcher started; 0 without a launcher.
+    """Return the rank of this process, as the launcher set it; 0 without a launcher.
 
     Args:
         group: accepted; there is one group, of all processes.
@@ -101,7 +100,7 @@ def get_rank(group: str = _WORLD) -> int:  # noqa: ARG001 -- MindSpore's signatu
 
 
 def get_group_size(group: str = _WORLD) -> int:  # noqa: ARG001 -- MindSpore's signature
-    """Return how many processes the launcher started; 1 without a launcher, or where it does not say.
+    """Return the number of processes, as the launcher set it; 1 without a launcher, or if it does not set it.
 
     Args:
         group: accepted; there is one group, of all processes.
@@ -113,8 +112,8 @@ def get_group_size(group: str = _WORLD) -> int:  # noqa: ARG001 -- MindSpore's s
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """Return rank and size from one launcher: a rank of one and a size of another would not go together."""
-    for needed in (0, 1):  # a launcher that gives the rank; failing that, one that gives at least the size
+    """Return rank and size from one launcher: a rank of one and a size of another would not match."""
+    for needed in (0, 1):  # a launcher that sets the rank; if there is none, one that sets the size
         for pair in _LAUNCHERS:
             if pair[needed] in os.environ:
                 rank = _number(pair[0], 0)
@@ -189,12 +188,12 @@ sync_pipeline_shared_parameters
 
 
 def missing(module: str, name: str, here: Iterable[str]) -> AttributeError | ImportError:
-    """Return the error for a name that a module does not have.
+    """Return the error for a name that a module lacks.
 
     Args:
         module: the module, `reshard.mindspore` or one in it.
         name: the name.
-        here: what the module has.
+        here: the names that the module has.
 
     >>> missing("reshard.mindspore", "Model", [])
     AttributeError("reshard.mindspore has no 'Model': it belongs to training; import it from mindspore")

@@ -1,7 +1,7 @@
-"""`load_param_into_net`: giving parameters to whatever has named parameters, of whatever framework.
+"""`load_param_into_net`: load parameters into a network of any framework.
 
-A network is anything with `parameters_and_names()` (a class of one's own, a MindSpore `Cell`), a `torch.nn.Module`, or
-a mapping of names to parameters or arrays. No framework is imported: one that a network is of is there already.
+A network is anything with `parameters_and_names()` (any class, a MindSpore `Cell`), a `torch.nn.Module`, or a mapping
+of names to parameters or arrays. No framework is imported: the network's own is imported already.
 
 Source: MindSpore 2.10 `train/serialization.py` (`load_param_into_net`, `_update_param`,
 `_load_dismatch_prefix_params`).
@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.dtypes import INT4, DType
 from reshard.errors import ReshardError, UsageError, names
-from reshard.mindspore.parameter import Parameter, Tensor, as_mindspore, as_tensor, as_torch, kind_of, qint4x2
+from reshard.mindspore.parameter import Parameter, Tensor, as_mindspore, as_tensor, as_torch, dtype_of, kind_of
+
+if TYPE_CHECKING:
+    from reshard.dtypes import DType
 
 _log = logging.getLogger("reshard.mindspore")
 
@@ -27,26 +29,26 @@ _FAMILIES = ({"float16", "float32", "float64", "bfloat16"}, {"int4", "int8", "in
 
 
 class NetworkError(ReshardError, RuntimeError):
-    """A parameter does not fit its place in the network; RuntimeError is what MindSpore raises."""
+    """A parameter does not fit the network. Also a RuntimeError, as in MindSpore."""
 
 
 def load_param_into_net(
     net: Any, parameter_dict: Mapping[str, Any], strict_load: bool = False, remove_redundancy: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Give the parameters of a checkpoint to a network, by name.
+    """Load the parameters of a checkpoint into a network, by name.
 
-    Without `strict_load` a network's parameter that is not there takes one whose name ends with its own (`weight` that
-    of `net.weight`), if there is one such, and floats are converted to floats, integers to integers. Shapes must
-    agree; `(12, 2048, 1, 1)` also goes to `(12, 2048)`.
+    Without `strict_load`, a network's parameter that the checkpoint lacks takes the one whose name ends with its own
+    (`weight` takes `net.weight`) unless that is ambiguous; floats are converted to floats, integers to integers. Shapes
+    must agree; `(12, 2048, 1, 1)` also goes to `(12, 2048)`.
 
-    Unlike MindSpore's, all parameters are checked before the first is set; and what was loaded under a longer name is
-    not listed as unused.
+    Unlike MindSpore's, all parameters are checked before the first is set, and a parameter that was loaded under a
+    longer name is not listed as unused.
 
     Args:
         net: anything with `parameters_and_names()`, a MindSpore `Cell`, a `torch.nn.Module` (its buffers included), or
             a mapping of names to Parameters (here or MindSpore's) or arrays, which are written in place.
-        parameter_dict: what `load_checkpoint`, here or MindSpore's, returned; arrays and tensors are taken too.
-        strict_load: convert nothing, and take only equal names.
+        parameter_dict: the result of `load_checkpoint`, here or MindSpore's; values may be arrays and tensors too.
+        strict_load: convert nothing, and match only equal names.
         remove_redundancy: accepted. MindSpore fetches the parameters that a de-duplicated file lacks from the other
             devices; there are none here, and they are listed as not loaded.
 
@@ -65,22 +67,22 @@ def load_param_into_net(
     [[1.0, 2.0]]
     """
     _check_arguments(parameter_dict, strict_load, remove_redundancy)
-    places = parameters_of(net, "net")
+    targets = parameters_of(net, "net")
     values = {name: value for name, value in parameter_dict.items() if not isinstance(value, str | list)}
-    taken = {name: name for name in places if name in values}
-    missing = [name for name in places if name not in values and not name.startswith("accu_grads")]
+    matches = {name: name for name in targets if name in values}
+    missing = [name for name in targets if name not in values and not name.startswith("accu_grads")]
     if not strict_load:
-        taken |= _by_suffix(missing, values)
-    fitted = {name: _fitted(name, places[name], values[other], strict_load) for name, other in taken.items()}
+        matches |= _by_suffix(missing, values)
+    fitted = {name: _fitted(name, targets[name], values[other], strict_load) for name, other in matches.items()}
     if _is_cell(net):
-        not_loaded = _set_in_cell(net, fitted, taken, parameter_dict)
+        not_loaded = _set_in_cell(net, fitted, matches, parameter_dict)
     else:
         for name, tensor in fitted.items():
-            _set(places[name], tensor)
-        not_loaded = [name for name in missing if name not in taken]
+            _set(targets[name], tensor)
+        not_loaded = [name for name in missing if name not in matches]
     if not_loaded:
         _log.warning("%d parameters of the network are not loaded: %s", len(not_loaded), names(not_loaded))
-    used = set(taken.values())
+    used = set(matches.values())
     return not_loaded, [name for name in parameter_dict if name not in used]
 
 
@@ -120,13 +122,13 @@ def _check_arguments(parameter_dict: object, strict_load: object, remove_redunda
 
 
 def _by_suffix(missing: list[str], values: Mapping[str, Any]) -> dict[str, str]:
-    """Find the parameters that are there under a longer name: a prefix is found by some names, then tried on all.
+    """Match missing names with longer ones of the checkpoint; return the checkpoint's name of each.
 
-    Of several prefixes that one counts which most names have, and of these the one that the others end with: `net.`
-    before `moment1.net.`. Where that does not tell, MindSpore takes the first in the file; here a name that may be two
-    parameters is none.
+    Of several prefixes, the one with the most names wins; of equals, the one that the others end with: `net.` before
+    `moment1.net.`. If that does not decide, MindSpore takes the first in the file; here a name that could be two
+    parameters is not matched.
     """
-    found: dict[str, str] = {}
+    matches: dict[str, str] = {}
     left = set(missing)
     while prefixes := _prefixes(left, values):
         most = max(map(len, prefixes.values()))
@@ -141,38 +143,39 @@ def _by_suffix(missing: list[str], values: Mapping[str, Any]) -> dict[str, str]:
                 break
         else:
             _log.warning("names without their prefix %r are taken", prefix)
-            found |= {name: prefix + name for name in prefixes[prefix]}
+            matches |= {name: prefix + name for name in prefixes[prefix]}
             left -= prefixes[prefix]
-    return found
+    return matches
 
 
-def _prefixes(wanted: set[str], values: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return what stands before names that are wanted, and which do so; up to a dot, if there is any such."""
-    found: dict[str, set[str]] = {}
+def _prefixes(missing: set[str], values: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the prefixes of missing names in the checkpoint, with their names; those that end in a dot, if any do."""
+    prefixes: dict[str, set[str]] = {}
     for other in values:
-        place = other.find(".") + 1
-        while place:
-            if other[place:] in wanted:
-                found.setdefault(other[:place], set()).add(other[place:])
-            place = other.find(".", place) + 1
-    if not found:
-        for name in wanted:
+        start = other.find(".") + 1
+        while start:
+            if other[start:] in missing:
+                prefixes.setdefault(other[:start], set()).add(other[start:])
+            start = other.find(".", start) + 1
+    if not prefixes:
+        for name in missing:
             for other in values:
                 if other.endswith(name) and other != name:
-                    found.setdefault(other.removesuffix(name), set()).add(name)
-    return found
+                    prefixes.setdefault(other.removesuffix(name), set()).add(name)
+    return prefixes
 
 
-def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
-    """Return a value in the shape and dtype of its place.
-
-    Raises:
-        NetworkError: it does not fit.
-    """
+def _fitted(name: str, target: Any, value: Any, strict_load: bool) -> Tensor:
+    """Return a value in the shape and dtype of the network's parameter; raise `NetworkError` if it does not fit."""
     tensor = as_tensor(value, name)
-    if isinstance(place, Parameter) and not isinstance(value, Tensor):
+    if isinstance(target, Parameter) and not isinstance(value, Tensor):
         tensor = Tensor(tensor)  # the network keeps it: not the memory of another library
-    shape, kind = tuple(place.shape), _kind(name, place)
+    shape, kind = tuple(target.shape), target.kind if isinstance(target, Tensor) else kind_of(target.dtype)
+    if kind is None:
+        raise NetworkError(
+            f"parameter {name!r} is {target.dtype} in the network; no checkpoint holds such elements",
+            code="unsupported-dtype",
+        )
     if tensor.shape != shape:
         extra = len(tensor.shape) - len(shape)
         if extra <= 0 or tensor.shape != (*shape, *(1,) * extra):
@@ -198,10 +201,10 @@ def _converted(name: str, tensor: Tensor, kind: DType) -> Tensor:
     """Return a tensor in another kind of its family.
 
     Raises:
-        NetworkError: an integer is too large for it, which MindSpore makes another number of.
+        NetworkError: an integer is too large for the kind; MindSpore makes another number of it.
     """
     with np.errstate(over="ignore"):
-        converted = tensor.astype(qint4x2 if kind is INT4 else kind.numpy())
+        converted = tensor.astype(dtype_of(kind))
     if converted.array.dtype.kind == "i":
         if not np.array_equal(converted.array, tensor.array):
             raise NetworkError(
@@ -213,36 +216,23 @@ def _converted(name: str, tensor: Tensor, kind: DType) -> Tensor:
     return converted
 
 
-def _kind(name: str, place: Any) -> DType:
-    """Return the kind of a network's parameter."""
-    if isinstance(place, Tensor):
-        return place.kind
-    kind = kind_of(place.dtype)
-    if kind is None:
-        raise NetworkError(
-            f"parameter {name!r} is {place.dtype} in the network; no checkpoint holds such elements",
-            code="unsupported-dtype",
-        )
-    return kind
-
-
-def _set(place: Any, tensor: Tensor) -> None:
-    """Give a parameter its value."""
-    if isinstance(place, Parameter):
-        place.set_data(tensor, place.sliced)
-    elif isinstance(place, Tensor):
-        place.array[...] = tensor.array
-    elif isinstance(place, np.ndarray):  # of a void dtype: the same kind, or MindSpore's own bfloat16
-        place[...] = tensor.array.view(place.dtype) if place.dtype.kind == "V" else tensor.array
-    elif _is_mindspores(place):
-        if hasattr(place, "set_data"):
-            place.set_data(as_mindspore(tensor), place.sliced)
+def _set(target: Any, tensor: Tensor) -> None:
+    """Set the value of a network's parameter."""
+    if isinstance(target, Parameter):
+        target.set_data(tensor, target.sliced)
+    elif isinstance(target, Tensor):
+        target.array[...] = tensor.array
+    elif isinstance(target, np.ndarray):  # of a void dtype: the same kind, or MindSpore's own bfloat16
+        target[...] = tensor.array.view(target.dtype) if target.dtype.kind == "V" else tensor.array
+    elif _is_mindspores(target):
+        if hasattr(target, "set_data"):
+            target.set_data(as_mindspore(tensor), target.sliced)
         else:
-            place.assign_value(as_mindspore(tensor))
-    elif hasattr(place, "copy_"):
-        place.detach().copy_(as_torch(tensor))
+            target.assign_value(as_mindspore(tensor))
+    elif hasattr(target, "copy_"):
+        target.detach().copy_(as_torch(tensor))
     else:
-        place.set_data(tensor)
+        target.set_data(tensor)
 
 
 def _is_cell(net: Any) -> bool:
@@ -258,15 +248,15 @@ def _is_mindspores(value: object) -> bool:
 
 
 def _set_in_cell(
-    cell: Any, fitted: Mapping[str, Tensor], taken: Mapping[str, str], parameter_dict: Mapping[str, Any]
+    cell: Any, fitted: Mapping[str, Tensor], matches: Mapping[str, str], parameter_dict: Mapping[str, Any]
 ) -> list[str]:
-    """Have MindSpore give a Cell of its own its values, which fit; return what it finds not loaded."""
+    """Have MindSpore load values that fit into a Cell; return the names that it reports as not loaded."""
     mindspore: Any = sys.modules["mindspore"]
     own = {name: value for name, value in parameter_dict.items() if isinstance(value, str | list)}
     for name, tensor in fitted.items():
-        given = parameter_dict[taken[name]]
-        is_whole = isinstance(given, mindspore.Parameter) and kind_of(given.dtype) is tensor.kind
-        fits = is_whole and tuple(given.shape) == tensor.shape
-        own[name] = given if fits else mindspore.Parameter(as_mindspore(tensor), name=name)
+        value = parameter_dict[matches[name]]
+        is_same_kind = isinstance(value, mindspore.Parameter) and kind_of(value.dtype) is tensor.kind
+        fits = is_same_kind and tuple(value.shape) == tensor.shape
+        own[name] = value if fits else mindspore.Parameter(as_mindspore(tensor), name=name)
     not_loaded: list[str] = mindspore.load_param_into_net(cell, own, strict_load=True)[0]
     return not_loaded

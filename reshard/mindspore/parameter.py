@@ -1,16 +1,16 @@
-"""`Tensor` and `Parameter`: numpy arrays in MindSpore's clothes; and the border to other libraries' tensors.
+"""`Tensor` and `Parameter`: numpy arrays with MindSpore's methods; and conversion from and to other libraries' tensors.
 
-A checkpoint script handles parameters by `name`, `data`, `asnumpy()` and `set_data()`; that is all there is here.
-They compute nothing: what a script wants to compute, it computes with `asnumpy()`.
+A checkpoint script handles parameters by `name`, `data`, `asnumpy()` and `set_data()`; these classes have no more.
+They compute nothing: a script computes with `asnumpy()`.
 
 Dtypes are numpy's (bfloat16 and float8 those of ml_dtypes), also under MindSpore's names: `float32`, `bfloat16`,
 `bool_` and so on are numpy dtypes. Two things follow: a bfloat16 tensor goes to numpy and back as it is, and
 `str(tensor.dtype)` is `float32`, where MindSpore prints `Float32`.
 
-At the border tensors and dtypes of MindSpore, torch and numpy become numpy's, and ours become theirs. No framework is
-imported: what is given is of one that is there already. Two things a framework's own way to numpy loses, so its dtype
-is asked for, and counts: MindSpore's `Int4` comes as int8; its bfloat16 and float8 come as dtypes of its own, which
-neither ml_dtypes nor numpy's casts know.
+Tensors and dtypes of MindSpore and torch become numpy's, and ours become theirs. No framework is imported: a tensor
+belongs to one that is imported already. The dtype of a framework's tensor is read from the tensor, not from its numpy
+array, since two kinds are lost there: MindSpore's `Int4` comes as int8; its bfloat16 and float8 come as dtypes of its
+own, which neither ml_dtypes nor numpy's casts know.
 
 Source: MindSpore 2.10 `common/tensor.py` (`asnumpy`), `common/parameter.py`, `common/dtype.py`.
 """
@@ -64,15 +64,15 @@ class Tensor:
     Args:
         input_data: an array, a Tensor (ours, MindSpore's or torch's), a number, or nested lists of numbers. Arrays
             are copied, as MindSpore does.
-        dtype: the dtype to convert to: one of this module, of MindSpore, or anything that numpy takes for one. By
-            default that of the array; without one, int64 for integers and float32 for floats, as MindSpore has it.
+        dtype: the dtype to convert to: one of this module, of MindSpore, or anything that numpy accepts as one. By
+            default the array's; for plain numbers int64 for integers and float32 for floats, as in MindSpore.
 
     Attributes:
         array: the elements, row-major in the machine's byte order; int8 where they are Int4.
-        kind: their entry in `reshard`'s dtype table, which knows their name in each file format.
+        kind: their entry in `reshard`'s dtype table, which has their name in each file format.
 
     Raises:
-        TypeError: the data is not an array of numbers, or of a kind that no checkpoint holds.
+        TypeError: the data is not an array of numbers, or of a kind that a checkpoint cannot hold.
 
     >>> tensor = Tensor(np.array([[1, 2], [3, 4]], np.float16))
     >>> tensor.shape, tensor.dtype == float16, tensor.asnumpy()[1].tolist()
@@ -89,23 +89,23 @@ class Tensor:
     def __init__(self, input_data: Any, dtype: Any = None) -> None:
         if isinstance(input_data, str | bytes):
             raise TypeError(f"a Tensor is made of numbers; got {type(input_data).__name__} {input_data[:20]!r}")
-        wanted = None if dtype is None else numpy_dtype(dtype)
+        target = None if dtype is None else numpy_dtype(dtype)
         if isinstance(input_data, Tensor):
             self.array, self.kind = input_data.array.copy(), input_data.kind
-            if wanted is not None and wanted != self.dtype:
-                self.array, self.kind = _converted(self.array, wanted)
+            if target is not None and target != self.dtype:
+                self.array, self.kind = _converted(self.array, target)
             return
         array = np.array(array_of(input_data) if is_array(input_data) else input_data, order="C")
-        if wanted is None and array.dtype == float64 and not hasattr(input_data, "dtype"):
-            wanted = float32  # Python's floats, as MindSpore takes them
-        self.array, self.kind = _converted(array, array.dtype if wanted is None else wanted)
+        if target is None and array.dtype == float64 and not hasattr(input_data, "dtype"):
+            target = float32  # Python's floats, as in MindSpore
+        self.array, self.kind = _converted(array, array.dtype if target is None else target)
 
     @classmethod
     def from_numpy(cls, array: Array) -> Tensor:
         """Return a tensor over an array, which is not copied unless it is strided or in foreign byte order.
 
         Raises:
-            TypeError: it is not an array, or of a kind that no checkpoint holds.
+            TypeError: it is not an array, or of a kind that a checkpoint cannot hold.
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(f"from_numpy takes a numpy array; got {type(array).__name__}")
@@ -121,7 +121,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extent of each dimension."""
+        """The length of each dimension."""
         return tuple(self.array.shape)
 
     @property
@@ -145,7 +145,7 @@ class Tensor:
         return self.array.nbytes
 
     def asnumpy(self) -> Array:
-        """Return the array itself: what is written into it is in the tensor."""
+        """Return the array itself, not a copy."""
         return self.array
 
     numpy = asnumpy
@@ -156,13 +156,13 @@ class Tensor:
 
     @property
     def data(self) -> Tensor:
-        """The tensor itself; of a Parameter, the tensor without its name."""
+        """The tensor itself; for a Parameter, the tensor without its name."""
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if dtype is not None and np.dtype(dtype) != self.array.dtype:
             if copy is False:
-                raise ValueError(f"{self.dtype} cannot be seen as {np.dtype(dtype)} without a copy")
+                raise ValueError(f"{self.dtype} cannot become {np.dtype(dtype)} without a copy")
             return self.array.astype(dtype)
         return self.array.copy() if copy else self.array
 
@@ -175,7 +175,7 @@ class Tensor:
         return Tensor.of_kind(np.asarray(self.array[index], order="C"), self.kind)
 
     def __eq__(self, other: object) -> Any:
-        """Compare element by element, as arrays do; a numpy array of bool."""
+        """Compare element by element, as arrays do; return a numpy array of bool."""
         return self.array == _operand(other)
 
     def __ne__(self, other: object) -> Any:
@@ -199,7 +199,7 @@ class Tensor:
 
 
 class Parameter(Tensor):
-    """A tensor with a name: what a checkpoint is made of.
+    """A tensor with a name, as checkpoints hold it.
 
     Args:
         default_input: the value, as for `Tensor`. An integer becomes int32 here, as in MindSpore.
@@ -271,13 +271,13 @@ class Parameter(Tensor):
         return self.data
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
-        """Give this parameter another value, converted to the parameter's dtype.
+        """Set another value, converted to the parameter's dtype.
 
-        The shape may be another one, whatever `slice_shape` is: MindSpore's page says that shapes are compared unless
-        `slice_shape` is true, MindSpore 2.10 does not compare them, and scripts that run there shall run here.
+        The shape may change, whatever `slice_shape` is: MindSpore's page says that shapes are compared unless
+        `slice_shape` is true, but MindSpore 2.10 does not compare them, and its scripts must run here.
 
         Args:
-            data: the value. A Tensor's array is shared where its dtype is the parameter's; MindSpore's own Tensor or
+            data: the value. A Tensor's array is shared if its dtype is the parameter's; MindSpore's own Tensor or
                 Parameter is copied.
             slice_shape: the value is one device's slice; kept as `sliced`.
 
@@ -309,14 +309,14 @@ class Parameter(Tensor):
 
 
 def _operand(other: object) -> Any:
-    """Return what numpy compares a tensor with."""
+    """Return the other side of a comparison as numpy takes it."""
     if isinstance(other, Tensor):
         return other.array
     return array_of(other) if is_array(other) else other
 
 
 def _converted(array: Array, dtype: np.dtype[Any]) -> tuple[Array, DType]:
-    """Return an array in another dtype, in the machine's byte order, and that dtype's entry in the table."""
+    """Return an array in another dtype and the machine's byte order, and that dtype's entry in the table."""
     if dtype == qint4x2:
         return array.view(np.int8) if array.dtype == qint4x2 else array.astype(np.int8), INT4
     kind = BY_NAME.get(dtype.name)
@@ -335,15 +335,10 @@ def _shown(kind: DType) -> str:
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """Return a parameter, tensor or array of any library as a Tensor, over the same memory where that can be.
-
-    Args:
-        value: a Tensor or Parameter, a numpy array, a `torch.Tensor`, a MindSpore Tensor, or anything that numpy takes
-            for an array by its `__array__`.
-        name: its name, for the message.
+    """Return a Tensor or Parameter, or an array that `array_of` takes, as a Tensor, if possible without a copy.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is none of these; the message begins with the name.
     """
     if isinstance(value, Tensor):
         return value.data
@@ -356,12 +351,8 @@ def as_tensor(value: Any, name: str) -> Tensor:
 def as_parameter(value: Any, where: str) -> Parameter:
     """Return a Parameter as it is, and MindSpore's own as one of ours, over the same memory.
 
-    Args:
-        value: either of them: what has a name and `asnumpy()`.
-        where: its place among the arguments, for the message.
-
     Raises:
-        TypeError: it is neither.
+        TypeError: it has no name and `asnumpy()`; the message begins with `where`.
     """
     if isinstance(value, Parameter):
         return value
@@ -380,7 +371,7 @@ _BY_PLAIN_NAME = {name.replace("_", ""): kind for name, kind in BY_NAME.items()}
 
 
 def kind_of(dtype: Any) -> DType | None:
-    """Return the table's entry for a dtype of numpy, MindSpore or torch; None for what no checkpoint holds.
+    """Return the table's entry for a dtype of numpy, MindSpore or torch, or None.
 
     >>> kind_of(np.dtype(">f4")).name, kind_of("Float8E4M3FN").name, kind_of("torch.bool").name, kind_of("object")
     ('float32', 'float8_e4m3fn', 'bool', None)
@@ -393,31 +384,30 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
     """Return a dtype of any of these libraries as numpy's; Int4 as that of ml_dtypes.
 
     Raises:
-        TypeError: it is not a dtype, or one that no checkpoint holds.
+        TypeError: it is not a dtype, or one that a checkpoint cannot hold.
     """
     try:
-        found: np.dtype[Any] = np.dtype(dtype)
+        result: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
         kind = kind_of(dtype)
         if kind is None:
             raise
-        found = _wanted(kind)
-    return found
+        result = dtype_of(kind)
+    return result
 
 
 def is_array(value: Any) -> bool:
     """Return whether a value is an array or tensor of any library, not a number or a list of them."""
     return isinstance(value, np.ndarray | np.generic) or any(
-        hasattr(value, way) for way in ("asnumpy", "detach", "__array__")
+        hasattr(value, method) for method in ("asnumpy", "detach", "__array__")
     )
 
 
 def array_of(value: Any) -> Array:
-    """Return the elements of an array of any library, over the same memory where that can be.
+    """Return the elements of an array of any library, if possible without a copy.
 
     Args:
-        value: a numpy array, a MindSpore Tensor or Parameter, a `torch.Tensor`, or anything that numpy takes for an
-            array by its `__array__`.
+        value: a numpy array, a MindSpore Tensor or Parameter, a `torch.Tensor`, or anything with `__array__`.
 
     Raises:
         TypeError: it is none of these, or a MindSpore `MapParameter`, whose values are in a table on the device.
@@ -439,7 +429,7 @@ def array_of(value: Any) -> Array:
         return array
     if array.dtype.itemsize != kind.itemsize or (array.dtype.kind != "V" and kind is not INT4):
         raise TypeError(f"its dtype is {kind}, but its elements are {array.dtype}")
-    return array.view(_wanted(kind))
+    return array.view(dtype_of(kind))
 
 
 def as_mindspore(tensor: Tensor) -> Any:
@@ -469,9 +459,10 @@ def _of_torch(tensor: Any) -> Array:
         torch: Any = sys.modules["torch"]
         bits: Array = tensor.view(torch.int8 if kind.itemsize == 1 else torch.int16).numpy()
         return bits.view(kind.numpy())
-    found: Array = tensor.numpy()
-    return found
+    elements: Array = tensor.numpy()
+    return elements
 
 
-def _wanted(kind: DType) -> np.dtype[Any]:
+def dtype_of(kind: DType) -> np.dtype[Any]:
+    """Return the numpy dtype of a kind; `qint4x2` for Int4."""
     return qint4x2 if kind is INT4 else kind.numpy()

@@ -1,7 +1,7 @@
-"""`load_checkpoint` and `save_checkpoint`: one file, whole, in memory; both formats, with CRC and encryption.
+"""`load_checkpoint` and `save_checkpoint`: read and write one file in memory, in both formats, with CRC and encryption.
 
-Sources: MindSpore 2.10 `train/serialization.py`, whose checks and kinds of errors these are; the bytes written are
-the same, save where a function says otherwise.
+Source: MindSpore 2.10 `train/serialization.py`. Checks and kinds of errors are MindSpore's, and so are the bytes
+written, unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from io import BytesIO
 from operator import itemgetter
@@ -18,30 +18,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.dtypes import INT4, STR
+from reshard.dtypes import STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats import by_name, index_file
-from reshard.formats.entries import Content
+from reshard.formats.ckpt import TRAILER, TRAILER_BYTES
+from reshard.formats.entries import Content, wants
 from reshard.mindspore.network import load_param_into_net, parameters_of
-from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array, qint4x2
+from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array
 from reshard.storage.cipher import Cipher
 from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from concurrent.futures import Future
 
+    from reshard.dtypes import DType
     from reshard.formats.entries import Entry, FileIndex, FileLayout, Runs
+    from reshard.layout.block import Shape
     from reshard.storage.base import Readable
 
 _log = logging.getLogger("reshard.mindspore")
 
-_FORMATS = ("ckpt", "safetensors")
-_TRAILER_BYTES = 17
 _MOST_ZEROS = 1 << 32
 
 PIECE_BYTES = 4 << 20
-"""How much of a file is held at once to sum it up."""
+"""How much of a file is in memory at once while its CRC is computed."""
 
 
 def load_checkpoint(
@@ -59,22 +59,22 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load one checkpoint file into memory.
 
-    Unlike MindSpore's, it reads only the tensors that are asked for, never the file as one message; applies the
-    prefixes to safetensors too; gives the parameters of a safetensors file their names; and gives back the text
-    entries of a safetensors file that was written here.
+    Unlike MindSpore's, it reads only the tensors that are loaded, never the file as one message; applies the prefixes
+    to safetensors too; gives the parameters of a safetensors file their names; and returns the text entries of a
+    safetensors file that was written here.
 
     Args:
         ckpt_file_name: the file, whose name must end with the format; or a BytesIO (safetensors only).
         net: what to load the parameters into, as `load_param_into_net` does.
         strict_load: as for `load_param_into_net`.
-        filter_prefix: leave out the names that begin with this; `choice_func` is not asked where a prefix is given.
+        filter_prefix: skip the names that begin with this. `choice_func` is not called if a prefix is given.
         dec_key: the key of an encrypted `.ckpt` file, with the `crypto` extra.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
         specify_prefix: load only the names that begin with this.
         choice_func: called with a name; returns whether to load it.
-        crc_check: compare the CRC-32 that the file carries; a file without one is reported in the log.
-        remove_redundancy: accepted. MindSpore fetches what a de-duplicated file lacks from the other devices; here
-            those parameters stay unloaded and are listed. Convert the whole set to have every rank's file complete.
+        crc_check: compare the CRC-32 that the file carries; the log reports a file without one.
+        remove_redundancy: accepted. MindSpore fetches the parameters that a de-duplicated file lacks from the other
+            devices; here they stay unloaded and are listed. Convert the whole set to complete every rank's file.
         format: `ckpt` or `safetensors`.
 
     Returns:
@@ -83,7 +83,7 @@ def load_checkpoint(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: no such file, a name that does not end with the format, nothing left to load, a file that is
-            corrupt, encrypted, or not with this key, a CRC that differs.
+            corrupt, encrypted, or encrypted with another key, a CRC that differs.
     """
     is_wanted = _choice(specify_prefix, filter_prefix, choice_func)
     cipher = _cipher(dec_key, dec_mode, format, "dec")
@@ -116,17 +116,17 @@ def load_parts(
     specify_prefix: str | list[str] | tuple[str, ...] | None = None,
     choice_func: Callable[[str], bool] | None = None,
 ) -> dict[str, Any]:
-    """Load the files that a rank's parameters are spread over, of either format.
+    """Load the files that together hold a rank's parameters, of either format.
 
-    A file may have nothing that is wanted, or nothing at all. Arguments and errors are those of `load_checkpoint`.
+    A file may hold no matching entry, or be empty. Arguments and errors are those of `load_checkpoint`.
 
     Raises:
-        SourceError: two files have different contents of one name; they are two checkpoints, not parts of one.
+        SourceError: two files have different contents under one name; they are two checkpoints, not parts of one.
     """
     is_wanted = _choice(specify_prefix, filter_prefix, choice_func)
     store = _source_store(_cipher(dec_key, dec_mode, "ckpt", "dec"))
     loaded: dict[str, Any] = {}
-    found_in: dict[str, str] = {}
+    paths_by_name: dict[str, str] = {}
     for path in [os.fspath(path) for path in paths]:
         if Path(path).stat().st_size:
             index = index_file(path, store=store)
@@ -134,21 +134,21 @@ def load_parts(
             for name in part:
                 if name in loaded and not _are_same(loaded[name], part[name]):
                     raise SourceError(
-                        f"{name!r} in {path} differs from that in {found_in[name]}",
+                        f"{name!r} in {path} differs from that in {paths_by_name[name]}",
                         code="files-disagree",
                         facts=["expected parts of one checkpoint"],
                         hint="move away files of others, or choose with specify_prefix, filter_prefix or choice_func",
                     )
             loaded |= part
-            found_in |= dict.fromkeys(part, path)
+            paths_by_name |= dict.fromkeys(part, path)
     return loaded
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def _are_same(first: Any, second: Any) -> bool:
     """Return whether two entries, text or parameters, are equal bit for bit."""
-    if isinstance(one, str) or isinstance(other, str):
-        return bool(type(one) is type(other) and one == other)
-    return (one.kind, one.shape) == (other.kind, other.shape) and one.array.tobytes() == other.array.tobytes()
+    if isinstance(first, str) or isinstance(second, str):
+        return bool(type(first) is type(second) and first == second)
+    return (first.kind, first.shape) == (second.kind, second.shape) and first.array.tobytes() == second.array.tobytes()
 
 
 def load_checkpoint_async(
@@ -160,11 +160,11 @@ def load_checkpoint_async(
     dec_mode: str = "AES-GCM",
     specify_prefix: str | list[str] | tuple[str, ...] | None = None,
     choice_func: Callable[[str], bool] | None = None,
-) -> ParamDictFuture:
-    """Load one checkpoint file in a thread; its `result()` waits and returns what `load_checkpoint` returns.
+) -> Future[dict[str, Any]]:
+    """Load one checkpoint file in a thread and return a future, whose `result()` is that of `load_checkpoint`.
 
-    The end of the name says the format. Arguments and errors are those of `load_checkpoint`; errors come from
-    `result()`.
+    The file's extension says the format. Arguments and errors are those of `load_checkpoint`; `result()` raises the
+    errors.
     """
     format = "safetensors" if os.fspath(ckpt_file_name).endswith(".safetensors") else "ckpt"  # noqa: A001 -- as above
     executor = ThreadPoolExecutor(1, thread_name_prefix="reshard-load")
@@ -173,18 +173,7 @@ def load_checkpoint_async(
         choice_func, format=format,
     )  # fmt: skip
     executor.shutdown(wait=False)  # the thread ends with its work
-    return ParamDictFuture(future)
-
-
-class ParamDictFuture:
-    """A checkpoint that is being loaded."""
-
-    def __init__(self, future: Future[dict[str, Any]]) -> None:
-        self._future = future
-
-    def result(self) -> dict[str, Any]:
-        """Wait, and return the parameters by name; raise what `load_checkpoint` raises."""
-        return self._future.result()
+    return future
 
 
 def save_checkpoint(
@@ -200,11 +189,11 @@ def save_checkpoint(
     format: str = "ckpt",  # noqa: A002 -- MindSpore's signature
     **kwargs: Any,
 ) -> None:
-    """Save parameters to one file, which gets its name when it is complete and replaces one of that name.
+    """Save parameters to one file, which gets its name once it is complete and replaces an existing one.
 
-    Unlike MindSpore's: text entries can be saved to safetensors too; a CRC of an encrypted file is inside the
-    encryption, where MindSpore finds it when it loads (its own is behind it, and it cannot read that); a tensor
-    without elements is kept; directories are made where they are missing.
+    Unlike MindSpore's: text entries can be saved to safetensors too; the CRC of an encrypted file is inside the
+    encryption, where MindSpore finds it when it loads (MindSpore writes it after the encrypted blocks, and cannot read
+    that); a tensor without elements is kept; missing directories are created.
 
     Args:
         save_obj: a dict of name to Parameter, Tensor, array or text (what `load_checkpoint` returns); a list of
@@ -212,7 +201,7 @@ def save_checkpoint(
             `torch.nn.Module`. Parameters and Tensors may be MindSpore's own.
         ckpt_file_name: the file; `.ckpt` or `.safetensors` is appended unless the name ends with the format.
         integrated_save: accepted; MindSpore gathers the slices of a parameter from the devices, here each is whole.
-        async_save: accepted (a bool, `thread` or `process`); the file is there when this returns.
+        async_save: accepted (a bool, `thread` or `process`); the file is written when this returns.
         append_dict: more entries: numbers, bools, text, Parameters, Tensors or arrays by name.
         enc_key: encrypt the file with this key (`ckpt` only), with the `crypto` extra.
         enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
@@ -220,10 +209,10 @@ def save_checkpoint(
         crc_check: store the CRC-32 of the contents in the file.
         format: `ckpt` or `safetensors`.
         kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; `incremental` and
-            `global_step_num` are accepted, they are for map parameters and a store that only devices have.
+            `global_step_num` are accepted; they are for map parameters and a store that only devices have.
 
     Raises:
-        TypeError: an argument of the wrong type, or a value that no checkpoint holds.
+        TypeError: an argument of the wrong type, or a value that a checkpoint cannot hold.
         ValueError: an unknown format or mode, a key of the wrong length, a key for safetensors.
         IsADirectoryError: the file is a directory.
     """
@@ -255,20 +244,19 @@ def save_checkpoint(
         metadata["remove_redundancy"] = str(remove_redundancy)
     raw = {name: tensor.array.reshape(-1).view("u1").data for name, tensor in tensors.items()}
     if crc_check and format == "safetensors":
-        listed = [(content, [raw[content.name]]) for content in contents if content.text is None]
-        metadata["crc_num"] = str(_named_crc(listed))
+        metadata["crc_num"] = str(_named_crc((name, t.kind, t.shape, [raw[name]]) for name, t in tensors.items()))
     layout = by_name(format).lay_out(contents, metadata)
     _write(path, layout, raw, crc=crc_check and format == "ckpt", cipher=cipher)
 
 
 def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc: bool, cipher: Cipher | None) -> None:
-    """Write a file from its first byte to its last, as a CRC and a cipher need it; a failure leaves nothing.
+    """Write a file in the order of its bytes, as a CRC and a cipher need it; a failure leaves nothing behind.
 
     Args:
-        path: the file, which gets its name when it is on the disk, and is replaced if it is there.
-        layout: where everything goes.
+        path: the file, which gets its name when it is on the disk, and is replaced if it exists.
+        layout: the file's literal bytes and the places of the contents.
         raw: the contents of the tensors.
-        crc: end the file with the CRC-32 of all before it, as `.ckpt` files may (inside the encryption).
+        crc: end the file with the CRC-32 of everything before it, as `.ckpt` files may (inside the encryption).
         cipher: encrypts the file.
 
     Raises:
@@ -277,26 +265,20 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
     """
     parts: list[tuple[int, bytes | memoryview]] = list(layout.literals)
     for content in layout.contents:
-        begin = 0
-        for offset, nbytes in content.runs:
-            parts.append((offset, raw[content.name][begin : begin + nbytes]))
-            begin += nbytes
-    pieces: Iterable[bytes | memoryview] = [part for _, part in sorted(parts, key=itemgetter(0))]
-    size = layout.size
+        if content.text is None:
+            parts += [(offset, piece) for _, offset, piece in wants(path, content.runs, 0, raw[content.name])]
+    parts.sort(key=itemgetter(0))
     if crc:
-        pieces = _with_trailer(pieces)
-        size += _TRAILER_BYTES
-    if cipher is not None:
-        pieces = cipher.encrypt(pieces)
-        size = cipher.encrypted_size(size)
+        parts.append((layout.size, TRAILER + _crc(part for _, part in parts).to_bytes(10, "big")))
+    size = layout.size + crc * TRAILER_BYTES
     store = local_store()
     unfinished = store.unfinished(path, sha256(path.encode(errors="surrogateescape")).hexdigest())  # no other program's
-    sink = store.create(unfinished, size)
+    sink = store.create(unfinished, size if cipher is None else cipher.encrypted_size(size))
     try:
-        position = 0
-        for piece in pieces:
-            sink.write_at(position, piece)
-            position += len(piece)
+        if cipher is not None:
+            sink = cipher.sink(sink)
+        for offset, part in parts:
+            sink.write_at(offset, part)
         sink.finish(durable=True)
         store.publish(unfinished, path, durable=True)
     except BaseException:
@@ -304,16 +286,8 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
         raise
 
 
-def _with_trailer(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    crc = 0
-    for piece in pieces:
-        crc = zlib.crc32(piece, crc)
-        yield piece
-    yield b"crc_num" + crc.to_bytes(10, "big")
-
-
 def _pieces(path: str, runs: Runs, store: Readable) -> Iterator[memoryview]:
-    """Yield some bytes of a file, a few MB at a time; a piece is good until the next one is asked for."""
+    """Yield bytes of a file, a few MB at a time; a piece is valid until the next one."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     for offset, nbytes in runs:
         for start in range(0, nbytes, PIECE_BYTES):
@@ -322,45 +296,57 @@ def _pieces(path: str, runs: Runs, store: Readable) -> Iterator[memoryview]:
             yield view
 
 
-def _named_crc(tensors: Iterable[tuple[Content, Iterable[memoryview]]], *, as_mindspore: bool = True) -> int:
+def _crc(pieces: Iterable[bytes | memoryview], crc: int = 0) -> int:
+    """Return the CRC-32 of bytes in pieces, continuing that of the bytes before."""
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _named_crc(
+    tensors: Iterable[tuple[str, DType, Shape, Iterable[bytes | memoryview]]], *, as_mindspore: bool = True
+) -> int:
     """Return the CRC-32 over names and contents in name order, which safetensors files carry in their metadata.
 
-    MindSpore has Python make bytes of every array. Of an integer array without dimensions that makes as many zeros as
-    the number says (`bytes(np.array(5))` is five zeros), so that is what its CRC covers; and as it compares the same
-    wrong thing when it loads, so must a file that it shall load.
+    MindSpore has Python make bytes of every array. An integer array without dimensions becomes as many zeros as its
+    value says (`bytes(np.array(5))` is five zeros), and MindSpore's CRC covers those. MindSpore compares the same
+    bytes when it loads, so a file for MindSpore must carry this CRC.
 
     Args:
-        tensors: the tensors, each with its contents in pieces.
-        as_mindspore: take integers without dimensions as MindSpore does; else by their bytes, like all others.
+        tensors: name, dtype, shape and contents of each.
+        as_mindspore: treat integers without dimensions as MindSpore does; else by their bytes, like all others.
     """
     crc = 0
-    for tensor, contents in sorted(tensors, key=lambda one: one[0].name):
-        crc = zlib.crc32(tensor.name.encode(), crc)
-        pieces = contents
-        if as_mindspore and not tensor.shape and tensor.dtype.name.startswith(("int", "uint")):
-            number = b"".join(contents)
-            zeros = int.from_bytes(number, "little", signed=tensor.dtype.name.startswith("int"))
-            if 0 <= zeros <= _MOST_ZEROS:  # of others MindSpore cannot make bytes
-                pieces = (memoryview(bytes(min(PIECE_BYTES, zeros - n))) for n in range(0, zeros, PIECE_BYTES))
-            else:
-                pieces = [memoryview(number)]
-        for piece in pieces:
-            crc = zlib.crc32(piece, crc)
+    for name, dtype, shape, pieces in sorted(tensors, key=itemgetter(0)):
+        contents = pieces
+        if as_mindspore and not shape and dtype.name.startswith(("int", "uint")):
+            number = b"".join(map(bytes, pieces))
+            zeros = int.from_bytes(number, "little", signed=dtype.name.startswith("int"))
+            if 0 <= zeros <= _MOST_ZEROS:
+                contents = (bytes(min(PIECE_BYTES, zeros - n)) for n in range(0, zeros, PIECE_BYTES))
+            else:  # MindSpore cannot make bytes of these
+                contents = [number]
+        crc = _crc(contents, zlib.crc32(name.encode(), crc))
     return crc
 
 
 def _source_store(cipher: Cipher | None) -> Readable:
-    """Return what reads a file: as it is, or decrypted."""
+    """Return a store that reads files as they are, or decrypts them."""
     return local_store() if cipher is None else cipher.store()
 
 
+def _check_format(function: str, value: object) -> None:
+    if value not in ("ckpt", "safetensors"):
+        raise UsageError(f"{function}: format is {value!r}; expected 'ckpt' or 'safetensors'", code="unknown-format")
+
+
 class _InMemory:
-    """The one file that a BytesIO is."""
+    """A store of one file, a BytesIO."""
 
     def __init__(self, content: BytesIO) -> None:
         self._content = content.getbuffer()
 
-    def size(self, path: str) -> int:  # noqa: ARG002 -- there is one
+    def size(self, path: str) -> int:  # noqa: ARG002 -- as `Readable` has it
         return len(self._content)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -373,11 +359,8 @@ class _InMemory:
 
 
 def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Readable]:  # noqa: A002 -- as above
-    """Check the file's name, and return it with what reads it."""
-    if format not in _FORMATS:
-        raise UsageError(
-            f"load_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'", code="unknown-format"
-        )
+    """Check the file's name, and return it with a store that reads it."""
+    _check_format("load_checkpoint", format)
     if isinstance(file, BytesIO):
         if format == "ckpt":
             raise TypeError("load_checkpoint: a BytesIO can be loaded with format='safetensors' only")
@@ -397,26 +380,22 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Read
 
 
 def _loaded(path: str, index: FileIndex, store: Readable, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Read the entries that are wanted: Parameters, and text."""
+    """Read the matching entries: Parameters and text."""
     for name, reason in index.unreadable:
         _log.warning("%s: %r %s; it is left out", path, name, reason)
+    order = index.entries if index.format == "ckpt" else sorted(index.entries)
+    entries = {name: index.entries[name] for name in order if is_wanted(name)}
     return {
-        name: entry.text if entry.text is not None else Parameter.over(_tensor(path, entry, store), name)
-        for name in (index.entries if index.format == "ckpt" else sorted(index.entries))
-        if is_wanted(name)
-        for entry in [index.entries[name]]
+        name: Parameter.over(_tensor(path, entry, store), name) if entry.text is None else entry.text
+        for name, entry in entries.items()
     }
 
 
 def _tensor(path: str, entry: Entry, store: Readable) -> Tensor:
-    """Read a tensor."""
     raw = np.empty(entry.nbytes, np.uint8)
-    position = 0
-    for offset, nbytes in entry.runs:
-        store.read_into(path, offset, raw[position : position + nbytes].data)
-        position += nbytes
-    dtype = qint4x2 if entry.dtype is INT4 else entry.dtype.numpy()
-    return Tensor.from_numpy(raw.view(dtype).reshape(entry.shape))
+    for want in wants(path, entry.runs, 0, raw.data):
+        store.read_into(*want)
+    return Tensor.of_kind(raw.view(entry.dtype.numpy()).reshape(entry.shape), entry.dtype)
 
 
 def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
@@ -425,22 +404,17 @@ def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
         _log.warning("%s: carries no CRC to check", path)
         return
     if index.format == "ckpt":
-        found = 0
-        for piece in _pieces(path, ((0, store.size(path) - _TRAILER_BYTES),), store):
-            found = zlib.crc32(piece, found)
-        is_right = found == index.crc
+        summed = ((0, store.size(path) - TRAILER_BYTES),)
+        is_right = _crc(_pieces(path, summed, store)) == index.crc
     else:
+        tensors = [(name, entry) for name, entry in index.entries.items() if entry.text is None]
         is_right = any(
             index.crc
             == _named_crc(
-                (
-                    (Content(name, entry.dtype, entry.shape), _pieces(path, entry.runs, store))
-                    for name, entry in index.entries.items()
-                    if entry.text is None
-                ),
-                as_mindspore=way,
+                ((name, entry.dtype, entry.shape, _pieces(path, entry.runs, store)) for name, entry in tensors),
+                as_mindspore=as_mindspore,
             )
-            for way in (True, False)
+            for as_mindspore in (True, False)
         )
     if not is_right:
         raise SourceError(
@@ -448,12 +422,12 @@ def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
         )
 
 
-def _prefixes(given: object, argument: str) -> tuple[str, ...] | None:
-    if given is None:
+def _prefixes(value: object, argument: str) -> tuple[str, ...] | None:
+    if value is None:
         return None
-    if not isinstance(given, str | list | tuple):
-        raise TypeError(f"load_checkpoint: {argument} is a {type(given).__name__}; expected strings")
-    prefixes = (given,) if isinstance(given, str) else tuple(given)
+    if not isinstance(value, str | list | tuple):
+        raise TypeError(f"load_checkpoint: {argument} is a {type(value).__name__}; expected strings")
+    prefixes = (value,) if isinstance(value, str) else tuple(value)
     for prefix in prefixes:
         if not isinstance(prefix, str):
             raise TypeError(f"load_checkpoint: {argument} holds a {type(prefix).__name__}; expected strings")
@@ -468,7 +442,7 @@ def _prefixes(given: object, argument: str) -> tuple[str, ...] | None:
 def _choice(
     specify_prefix: object, filter_prefix: object, choice_func: Callable[[str], bool] | None
 ) -> Callable[[str], bool]:
-    """Return what says of a name whether it is loaded; `choice_func` is not asked where a prefix is given."""
+    """Return a predicate on names; a prefix takes precedence over `choice_func`."""
     specified, filtered = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
     if specified is None and filtered is None:
         return choice_func or (lambda _: True)
@@ -490,15 +464,12 @@ def _cipher(key: object, mode: object, format: str, which: str) -> Cipher | None
 def _expect(argument: str, value: object, kinds: type | tuple[type, ...], error: type[Exception] = UsageError) -> None:
     """Check an argument's type; MindSpore raises ValueError for most, TypeError for some."""
     if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise error(f"{argument} is a {type(value).__name__}; expected {wanted}")
+        expected = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise error(f"{argument} is a {type(value).__name__}; expected {expected}")
 
 
 def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str:  # noqa: A002 -- as above
-    if format not in _FORMATS:
-        raise UsageError(
-            f"save_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'", code="unknown-format"
-        )
+    _check_format("save_checkpoint", format)
     if isinstance(save_obj, str | bytes | int | float | None):
         raise TypeError(
             f"save_checkpoint: save_obj is a {type(save_obj).__name__}; expected a dict, a list or a network"
@@ -512,12 +483,12 @@ def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str: 
 
 
 def _named(save_obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of what is to be saved."""
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(save_obj, list | tuple):
-        items = [_item(number, item) for number, item in enumerate(save_obj)]
-    else:
-        items = parameters_of(save_obj, "save_obj").items()
+    """Yield the names and values to save."""
+    items: Iterable[tuple[Any, Any]] = (
+        [_item(number, item) for number, item in enumerate(save_obj)]
+        if isinstance(save_obj, list | tuple)
+        else parameters_of(save_obj, "save_obj").items()
+    )
     for name, value in items:
         if not isinstance(name, str):
             raise TypeError(f"save_checkpoint: a name is a {type(name).__name__} ({name!r}); expected a string")
@@ -534,18 +505,18 @@ def _item(number: int, item: Any) -> tuple[Any, Any]:
 
 
 def _appended(append_dict: Any) -> dict[str, Any]:
-    """Return the entries of `append_dict` as what is saved."""
+    """Return the entries of `append_dict` as they are saved."""
     if append_dict is None:
         return {}
     if not isinstance(append_dict, dict):
         raise TypeError(f"save_checkpoint: append_dict is a {type(append_dict).__name__}; expected a dict")
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in append_dict.items():
         if not isinstance(name, str) or not (isinstance(value, int | float | str) or is_array(value)):
             raise TypeError(
                 f"save_checkpoint: append_dict[{name!r}] is a {type(value).__name__}; expected names as strings and "
                 "numbers, bools, strings, Parameters or Tensors"
             )
-        if name != "__exception_save__":  # MindSpore's own sign between its parts
-            found[name] = value if isinstance(value, str) else Tensor(value)
-    return found
+        if name != "__exception_save__":  # MindSpore's own marker between its parts
+            entries[name] = value if isinstance(value, str) else Tensor(value)
+    return entries

@@ -1,20 +1,20 @@
-"""`merge_sliced_parameter`: the slices of one parameter, a rank's each, put together by hand (the r1.5 flow).
+"""`merge_sliced_parameter`: join the slices of one parameter, one of each rank, by hand (the r1.5 flow).
 
-The steps, once the slices and the layout are found to belong together:
+The steps, once the slices and the layout are known to belong together:
 
 1. The layout says which block of the whole each rank holds, optimizer sharding and nested entries included
    (`reshard.layout`); ranks that hold the same block must hold the same bits.
-2. Uneven rows (`param_split_shape`) are sizes a slice; slices next to each other have the same.
-3. Interleaved rows (`field`): every device holds some rows of each field, one field after the other. Put together
-   they lie as (device, field, rows) and are turned to (field, device, rows).
+2. Uneven rows (`param_split_shape`) have one size a slice; slices next to each other have the same.
+3. Interleaved rows (`field`): every device holds rows of each field, one field after the other. Joined, they are in the
+   order (device, field, rows), and are reordered to (field, device, rows).
 
-What differs from MindSpore 2.10, which returns wrong values for most of these without a word:
+Differences from MindSpore 2.10, which silently returns wrong values for most of these:
 
 * optimizer sharding is undone (MindSpore takes one piece of several for the whole block);
 * nested tensor maps are read whole (MindSpore reads the first entry), those of JSON files too;
 * bfloat16 stays bfloat16, bit for bit (MindSpore returns float32);
 * slices that the layout calls replicas and that differ are refused (MindSpore takes the last rank's);
-* under `field`, ranks that the tensor map makes replicas count once, and columns are joined as columns (MindSpore
+* under `field`, ranks that are replicas by the tensor map count once, and columns are joined as columns (MindSpore
   takes every device for a slice of rows); tensors need not have two dimensions.
 
 Source: MindSpore 2.10 `parallel/checkpoint_transform.py` (`merge_sliced_parameter`), `parallel/_tensor.py`.
@@ -95,30 +95,30 @@ def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, 
     return whole
 
 
-def _checked(given: object) -> list[Parameter]:
-    """Return the slices as Parameters, having checked that all are slices of one."""
-    if not isinstance(given, list):
-        raise TypeError(f"sliced_parameters is {type(given).__name__}; expected a list of Parameters")
-    if not given:
+def _checked(slices: object) -> list[Parameter]:
+    """Return the slices as Parameters; check that all belong to one."""
+    if not isinstance(slices, list):
+        raise TypeError(f"sliced_parameters is {type(slices).__name__}; expected a list of Parameters")
+    if not slices:
         raise ValueError("sliced_parameters is empty; expected the slice of every rank")
-    parameters = [as_parameter(value, f"sliced_parameters[{place}]") for place, value in enumerate(given)]
+    parameters = [as_parameter(value, f"sliced_parameters[{number}]") for number, value in enumerate(slices)]
     first = parameters[0]
-    for place, parameter in enumerate(parameters):
+    for number, parameter in enumerate(parameters):
         if parameter.name != first.name:
             raise ValueError(
-                f"sliced_parameters[{place}] is a slice of {parameter.name!r}; expected one of {first.name!r}, as the "
+                f"sliced_parameters[{number}] is a slice of {parameter.name!r}; expected one of {first.name!r}, as the "
                 "first"
             )
         if parameter.dtype != first.dtype or parameter.ndim != first.ndim or parameter.shape[1:] != first.shape[1:]:
             raise ValueError(
-                f"parameter {first.name!r}: slice {place} is {parameter.dtype} {shape_text(parameter.shape)}, the "
+                f"parameter {first.name!r}: slice {number} is {parameter.dtype} {shape_text(parameter.shape)}, the "
                 f"first {first.dtype} {shape_text(first.shape)}; they may differ in dimension 0 only"
             )
     return parameters
 
 
 def _merged(slices: Sequence[Array], layout: Layout) -> Array:
-    """Put the slices of all ranks together by a layout."""
+    """Join the slices of all ranks by a layout."""
     if len(slices) != layout.devices:
         raise LayoutError(
             f"{len(slices)} slices are given; its layout {layout} is for {layout.devices} devices", code="wrong-count"
@@ -155,7 +155,7 @@ def _merged(slices: Sequence[Array], layout: Layout) -> Array:
 
 
 def _folded(layout: Layout, expanded: Shape | None, part: Shape) -> Layout:
-    """Return a layout with as many dimensions as the slices have; JSON writes nested entries expanded.
+    """Return a layout with as many dimensions as the slices; JSON has nested entries expanded.
 
     >>> print(_folded(Layout.of([2, 2], [1, 0]), (2, 4), (2,)))
     [2, 2] map [(1, 0)]
@@ -170,23 +170,23 @@ def _folded(layout: Layout, expanded: Shape | None, part: Shape) -> Layout:
                 code="wrong-shape",
             )
         return layout
-    found = {
+    candidates = {
         whole: folded for folded, whole in foldings(layout, expanded, len(part)) if folded.full_shape(part) == whole
     }
-    if len(found) != 1:
+    if len(candidates) != 1:
         raise LayoutError(
-            f"its JSON layout {layout} of expanded shape {shape_text(expanded)} stands for {len(found)} layouts whose "
-            f"slices are {shape_text(part)}; expected one",
-            code="ambiguous-layout" if found else "strategy-mismatch",
+            f"its JSON layout {layout} of expanded shape {shape_text(expanded)} stands for {len(candidates)} layouts "
+            f"whose slices are {shape_text(part)}; expected one",
+            code="ambiguous-layout" if candidates else "strategy-mismatch",
             hint="read the protobuf strategy file instead",
         )
-    return next(iter(found.values()))
+    return next(iter(candidates.values()))
 
 
 def _with_row_sizes(layout: Layout) -> Layout:
-    """Return a layout whose `param_split_shape` has one size a slice of dimension 0.
+    """Return a layout whose `param_split_shape` has one size for each slice of dimension 0.
 
-    MindSpore lists a size for every slice, row-major, those next to each other too.
+    MindSpore lists a size for every slice, row-major, also for slices next to each other.
 
     >>> _with_row_sizes(Layout.of([2, 2], [1, 0], param_split_shape=[3, 3, 1, 1])).param_split_shape
     (3, 1)
@@ -197,19 +197,19 @@ def _with_row_sizes(layout: Layout) -> Layout:
             code="unsupported-layout",
             facts=["expected one of the two"],
         )
-    rows, beside = layout.splits[0] if layout.splits else 1, prod(layout.splits[1:])
+    rows, columns = layout.splits[0] if layout.splits else 1, prod(layout.splits[1:])
     sizes = layout.param_split_shape
-    if len(sizes) != rows * beside or any(sizes[i] != sizes[i - i % beside] for i in range(len(sizes))):
+    if len(sizes) != rows * columns or any(sizes[i] != sizes[i - i % columns] for i in range(len(sizes))):
         raise LayoutError(
-            f"param_split_shape is {shape_text(sizes)}; expected {rows * beside} sizes, a row size for each slice"
-            + (f" and the same for the {beside} next to each other" if beside > 1 else ""),
+            f"param_split_shape is {shape_text(sizes)}; expected {rows * columns} sizes, a row size for each slice"
+            + (f" and the same for the {columns} next to each other" if columns > 1 else ""),
             code="wrong-sizes",
         )
-    return replace(layout, param_split_shape=sizes[::beside], opt_weight_shard_size=0)
+    return replace(layout, param_split_shape=sizes[::columns], opt_weight_shard_size=0)
 
 
 def _interleaved(slices: Sequence[Array], layout: Layout) -> Array:
-    """Put slices together whose rows are (field, rows) of a whole of (field, device, rows)."""
+    """Join slices with rows of (field, rows) to a whole with rows of (field, device, rows)."""
     if layout.param_split_shape or not layout.tensor_map or layout.field < 0:
         raise LayoutError(
             f"field is {layout.field} and param_split_shape {shape_text(layout.param_split_shape)}; expected a tensor "
@@ -219,7 +219,7 @@ def _interleaved(slices: Sequence[Array], layout: Layout) -> Array:
     plain = replace(layout, field=0)
     groups = plain.grid(plain.full_shape(slices[0].shape)).ranks
     if any(not np.array_equal(_bits(slices[ranks[0]]), _bits(slices[rank])) for ranks in groups for rank in ranks):
-        # No replicas, whatever the map says: each device has rows of its own, as MindSpore takes it.
+        # No replicas, whatever the map says: each device has rows of its own, as in MindSpore.
         plain = Layout.of([layout.devices], [0, *[-1] * (len(layout.tensor_map) - 1)])
     merged = _merged(slices, plain)
     devices = plain.splits[0] // plain.optimizer_shards
@@ -233,5 +233,5 @@ def _interleaved(slices: Sequence[Array], layout: Layout) -> Array:
 
 
 def _bits(array: Array) -> Array:
-    """Return an array's bits, in which NaN is equal to itself."""
+    """Return an array's bytes, in which NaN equals itself."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,12 +1,12 @@
-"""MindSpore's functions on strategy files: merging them, reading them, and what they say about replicas.
+"""MindSpore's functions on strategy files: merge and read them, and list replicas by them.
 
-What differs from MindSpore 2.10, besides the errors' texts:
+Differences from MindSpore 2.10, besides the errors' texts:
 
 * JSON files work everywhere, their nested layouts included; the content decides the format, not the name.
-* `get_parameter_redundancy` sees every entry of a nested tensor map (MindSpore reads the first and takes different
+* `get_parameter_redundancy` reads every entry of a nested tensor map (MindSpore reads the first and takes different
   blocks for replicas), keeps the groups of tensors that the optimizer shards over fewer ranks than a stage has
   (MindSpore leaves some out, and with them the tensor), takes merged files and directories, and scalars.
-* `get_ckpt_path_with_strategy` compares with every parameter, and passes over files that are truncated.
+* `get_ckpt_path_with_strategy` compares every parameter, and skips truncated files.
 
 Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/_parallel_serialization.py`, `train/_utils.py`,
 `train/serialization.py`; the functions' pages at https://www.mindspore.cn/docs/en/r2.10.0/api_python.
@@ -44,7 +44,7 @@ _RANK = re.compile(r"rank_\d+")
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Some integers of a layout, readable as MindSpore's messages are: `layout.dev_matrix[0].dim`."""
+    """Integers of a layout, with the attribute of MindSpore's messages: `layout.dev_matrix[0].dim`."""
 
     dim: tuple[int, ...]
 
@@ -55,13 +55,13 @@ class ParallelLayouts:
 
     Attributes:
         dev_matrix: one element, the extents of the device axes.
-        tensor_map: one element, or one a dimension where an entry names several axes.
-        param_split_shape: one element, uneven sizes of dimension 0 a slice; empty where slices are equal.
+        tensor_map: one element, or one a dimension if an entry names several axes.
+        param_split_shape: one element, uneven sizes of dimension 0 a slice; empty if slices are equal.
         indices_offset: one element.
-        field: rows interleaved as (field, device, rows); 0 where they are not.
+        field: rows interleaved as (field, device, rows); 0 if they are not.
         opt_weight_shard_step: stride of the ranks that share the block; 0 without optimizer sharding.
         opt_weight_shard_size: pieces that the optimizer cuts the block into; -1 for one a rank, 0 for none.
-        tensor_shape: the whole shape where the file has it (JSON, in which nested entries stand expanded). MindSpore's
+        tensor_shape: the whole shape if the file has it (JSON, in which nested entries are expanded). MindSpore's
             message has no such field, which is why it cannot read its own nested JSON.
     """
 
@@ -76,7 +76,7 @@ class ParallelLayouts:
 
     @classmethod
     def of(cls, placed: Placed) -> ParallelLayouts:
-        """Return a layout of the core as MindSpore's message would have it."""
+        """Return a layout of the core in the fields of MindSpore's message."""
         layout = placed.layout
         return cls(
             (Dims(layout.dev_matrix),),
@@ -90,11 +90,11 @@ class ParallelLayouts:
         )
 
 
-def layout_of(given: Any) -> tuple[Layout, Shape | None]:
-    """Return the core's layout for one in MindSpore's terms, and the whole shape where that is known.
+def layout_of(value: Any) -> tuple[Layout, Shape | None]:
+    """Return the core's layout for one in MindSpore's terms, and the whole shape if known.
 
     Args:
-        given: a value of `build_searched_strategy`, MindSpore's own message, or the core's `Layout`.
+        value: a value of `build_searched_strategy`, MindSpore's own message, or the core's `Layout`.
 
     Raises:
         ValueError: it is none of these, or contradicts itself.
@@ -104,30 +104,30 @@ def layout_of(given: Any) -> tuple[Layout, Shape | None]:
     >>> [part.dim for part in message.tensor_map], str(layout_of(message)[0])
     ([(1, 0), ()], '[2, 2] map [(1, 0)]')
     """
-    if isinstance(given, Layout):
-        return given, None
+    if isinstance(value, Layout):
+        return value, None
     try:
-        layout = layout_of_message(given)
+        layout = layout_of_message(value)
     except (AttributeError, TypeError) as error:
         raise StrategyError(
-            f"a layout is {type(given).__name__} {given!r:.60}, which lacks what a value of "
+            f"a layout is {type(value).__name__} {value!r:.60}, which lacks what a value of "
             f"build_searched_strategy has ({error})",
             code="wrong-type",
         ) from None
-    shape = getattr(given, "tensor_shape", None)
+    shape = getattr(value, "tensor_shape", None)
     return layout, None if shape is None else tuple(shape)
 
 
 def merge_pipeline_strategys(src_strategy_dirs: PathLike, dst_strategy_file: PathLike) -> None:
     """Merge the strategy files of all stages of a pipeline into one file.
 
-    Every stage from 0 on must be there, once or from several ranks that agree (MindSpore takes whatever comes first).
-    The names get their stage, `<stage>-<name>`, also where there is only one. The file is JSON if its name ends with
+    Every stage from 0 on must be there, once or from several ranks that agree (MindSpore takes the first it finds).
+    The names get their stage, `<stage>-<name>`, even if there is only one. The file is JSON if its name ends with
     `.json`, else protobuf (MindSpore writes the format of the sources whatever the name, and does not read it back).
 
     Args:
         src_strategy_dirs: the directory of strategy files, at least one of each stage.
-        dst_strategy_file: the file to write; its directory is made.
+        dst_strategy_file: the file to write; its directory is created.
 
     Raises:
         NotADirectoryError: `src_strategy_dirs` is not a directory.
@@ -150,7 +150,7 @@ def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, Par
 
     Raises:
         ValueError: the file is missing, empty, not a strategy file, or names no parameter (for which MindSpore returns
-            an empty dict, and merges slices as if they were not laid out at all).
+            an empty dict, and then merges slices as if they had no layout).
         TypeError: `strategy_filename` is not a path.
 
     >>> import reshard, tempfile
@@ -169,7 +169,7 @@ def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, Par
 def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     """Return the ranks whose checkpoints have the same contents as the rank's that saved a group info file.
 
-    MindSpore writes such a file where the environment variable GROUP_INFO_FILE says.
+    MindSpore writes such a file to the path in the environment variable GROUP_INFO_FILE.
 
     Args:
         group_info_file_name: the file.
@@ -210,13 +210,13 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
 
     Args:
         layout_obj: a strategy file, protobuf or JSON, or a directory of those of a pipeline's ranks; a dict by name of
-            what `build_searched_strategy` returns, of `Layout`, or of MindSpore's `parameter_layout_dict` (a parameter
+            the values of `build_searched_strategy`, of `Layout`, or of MindSpore's `parameter_layout_dict` (a parameter
             with an optimizer group needs its slice shape and full shape there, which give the number of pieces); or
-            a network (anything with `parameters_and_names`): by its `parameter_layout_dict`, if it was compiled in
-            parallel; every process has whole what that does not name (MindSpore takes all for whole).
-        initial_rank: the rank from which a stage's ranks are counted. By default that of this process's stage. Of
-            a merged file it is that of stage 0, by default 0, and every stage has its own ranks (MindSpore puts all
-            stages on the same).
+            a network (anything with `parameters_and_names`), whose `parameter_layout_dict` is read if it was compiled
+            in parallel; every process has other parameters whole (MindSpore takes all for whole).
+        initial_rank: the first rank of the stage. By default the first of this process's stage. For a merged file it is
+            the first rank of stage 0, by default 0, and every stage has its own ranks (MindSpore puts all stages on the
+            same).
 
     Returns:
         The groups of each parameter, sorted by its name; `<stage>-<name>` of a merged file.
@@ -242,7 +242,7 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
             "network"
         )
     staged = merged_names(layout_obj)
-    found = {}
+    groups_by_name = {}
     for name in sorted(layout_obj):
         try:
             layout = any_layout(layout_obj[name])
@@ -252,10 +252,10 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
                 first_rank = get_rank() // layout.devices * layout.devices
             else:
                 first_rank = initial_rank
-            found[name] = replica_groups(layout, first_rank)
+            groups_by_name[name] = replica_groups(layout, first_rank)
         except LayoutError as error:
             raise error.about(f"parameter {name!r}") from None
-    return found
+    return groups_by_name
 
 
 def remove_param_redundancy(
@@ -268,7 +268,7 @@ def remove_param_redundancy(
         keep_redundancy: how many replicas of each block are stored.
 
     Returns:
-        The parameters that each rank stores; a rank that stores none is not there.
+        The parameters that each rank stores; a rank that stores none is left out.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -289,7 +289,7 @@ def remove_param_redundancy(
             f"keep_redundancy is {keep_redundancy}; expected the number of replicas to store", code="out-of-range"
         )
     stored: dict[int, set[str]] = defaultdict(set)
-    groups = {name: [tuple(group) for group in held] for name, held in param_redundancy_dict.items()}
+    groups = {name: [tuple(group) for group in ranks] for name, ranks in param_redundancy_dict.items()}
     for name, chosen in by_turns(groups, copies=keep_redundancy).items():
         for ranks in chosen:
             for rank in ranks:
@@ -298,15 +298,15 @@ def remove_param_redundancy(
 
 
 def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: PathLike) -> str | None:
-    """Find a checkpoint file for this process's rank: its own, or that of a rank which holds the very same blocks.
+    """Find a checkpoint file for this process's rank: its own, or that of a rank with exactly the same blocks.
 
-    The path has `rank_<r>` somewhere, in which the other ranks' numbers are tried, ascending; a path that does not
-    is returned itself if it exists. The rank is this process's (`get_rank`).
+    The numbers of other ranks replace `rank_<r>` in the path, ascending; a path without it is returned itself if it
+    exists. The rank is this process's (`get_rank`).
 
-    MindSpore takes any file that exists, and `rank_12` for `rank_1`. Here a file that is truncated, as a failed node
-    leaves it, is passed over with a warning; only contents are not looked at. And a rank counts as holding the same
-    only if it does for every parameter but `accu_grads*` and `inputs*`, whatever the groups are; MindSpore gives up
-    where no group is within all others, and overlooks parameters whose groups it lost (`get_parameter_redundancy`).
+    MindSpore takes any file that exists, and `rank_12` for `rank_1`. Here a truncated file, as a failed node leaves it,
+    is skipped with a warning; contents are not checked. A rank counts as equal only if it has the same block of every
+    parameter but `accu_grads*` and `inputs*`, whatever the groups are; MindSpore gives up if no group is within all
+    others, and overlooks parameters whose groups it lost (`get_parameter_redundancy`).
 
     Args:
         cur_ckpt_path: the file that this rank needs.
@@ -332,26 +332,26 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
             if rank in group:
                 alike = set(group) if alike is None else alike & set(group)
     replicas = [_RANK.sub(f"rank_{other}", path) for other in sorted(alike or {rank})]
-    return next((found for found in replicas if found != own and _is_complete(found)), None)
+    return next((replica for replica in replicas if replica != own and _is_complete(replica)), None)
 
 
-def any_layout(given: Any) -> Layout:
-    """Return a layout of any of the kinds that `get_parameter_redundancy` takes."""
-    if isinstance(given, Placed) or not isinstance(given, list | tuple):
-        return layout_of(given)[0]
-    if len(given) < 2:
+def any_layout(value: Any) -> Layout:
+    """Return a layout from any form that `get_parameter_redundancy` takes."""
+    if isinstance(value, Placed) or not isinstance(value, list | tuple):
+        return layout_of(value)[0]
+    if len(value) < 2:
         raise LayoutError(
-            f"its layout is {given!r:.60}; expected (dev_matrix, tensor_map, slice_shape, …)", code="bad-value"
+            f"its layout is {value!r:.60}; expected (dev_matrix, tensor_map, slice_shape, …)", code="bad-value"
         )
-    layout = Layout.of(given[0], given[1])
-    group = given[5] if len(given) > 5 else ""
+    layout = Layout.of(value[0], value[1])
+    group = value[5] if len(value) > 5 else ""
     if not group:
         return layout
-    sizes = [prod(shape) for shape in (given[2], given[6] if len(given) > 6 else ())]
+    sizes = [prod(shape) for shape in (value[2], value[6] if len(value) > 6 else ())]
     pieces, rest = divmod(sizes[1], sizes[0] * prod(layout.splits)) if all(sizes) else (0, 0)
     if pieces < 2 or rest:
         raise LayoutError(
-            f"its layout names the optimizer's group {group!r}, and slice shape {shape_text(given[2])} does not tell "
+            f"its layout names the optimizer's group {group!r}, and slice shape {shape_text(value[2])} does not tell "
             "into how many pieces that cuts it",
             code="unknown-count",
             hint="give the strategy file instead",
@@ -360,7 +360,7 @@ def any_layout(given: Any) -> Layout:
 
 
 def _is_complete(path: str) -> bool:
-    """Return whether a checkpoint file is there, and whole as far as its header tells."""
+    """Return whether a checkpoint file exists and is complete by its header; warn if it is not complete."""
     if not Path(path).is_file():
         return False
     try:
@@ -368,15 +368,15 @@ def _is_complete(path: str) -> bool:
     except SourceError as error:
         with Path(path).open("rb") as file:
             if int.from_bytes(file.read(4), "little") in MAGICS:
-                return True  # what is inside shows only with the key
+                return True  # encrypted: the contents cannot be read without the key
         reason = "; ".join([error.message, *error.facts])
         warnings.warn(f"passed over: {reason}", stacklevel=3)
         return False
     return True
 
 
-def _path(given: object, argument: str) -> str:
-    """Return an argument that is a path as text."""
-    if not isinstance(given, str | os.PathLike):
-        raise TypeError(f"{argument} is {type(given).__name__} {given!r:.60}; expected the path of a file")
-    return os.fspath(given)
+def _path(value: object, argument: str) -> str:
+    """Return the text of an argument that must be a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{argument} is {type(value).__name__} {value!r:.60}; expected the path of a file")
+    return os.fspath(value)

@@ -1,14 +1,14 @@
-"""`transform_checkpoints` and what belongs to it: a checkpoint from one sharding strategy to another.
+"""`transform_checkpoints` and related functions: transform a checkpoint from one sharding strategy to another.
 
-What differs from MindSpore 2.10, besides the errors' texts:
+Differences from MindSpore 2.10, besides the errors' texts:
 
-* Bytes are moved a few MB at a time (`reshard.plan`), so that neither a rank's file nor a tensor is ever in memory.
-* Every target rank gets its slices, whatever the layouts and the numbers of devices; a tensor that only the source
-  strategy names is left out, and one that only the target strategy names is missing: both are warnings in the log
-  `reshard.mindspore`. MindSpore copies the slice of some source rank.
-* Strategy arguments may be directories of the files of a pipeline's ranks, a `reshard.Strategy`, or what
-  `build_searched_strategy` returns.
-* Replicas that the strategy says are there may be missing, as long as no block is.
+* Bytes are moved a few MB at a time (`reshard.plan`); no rank's file and no tensor is in memory as a whole.
+* Every target rank gets its slices, whatever the layouts and the numbers of devices. A tensor that only the source
+  strategy names is left out, and one that only the target strategy names is missing; the log `reshard.mindspore` warns
+  of both. MindSpore copies the slice of some source rank.
+* Strategy arguments may be directories of the files of a pipeline's ranks, a `reshard.Strategy`, or the result of
+  `build_searched_strategy`.
+* Replicas in the strategy may be missing, as long as one of each block exists.
 
 Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/transform_safetensors.py`.
 """
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 
-_STATES = ("accu_grads", "adam_m", "adam_v")  # what MindSpore leaves out when it compares the names of two strategies
+_STATES = ("accu_grads", "adam_m", "adam_v")  # MindSpore ignores these when it compares the names of two strategies
 
 
 def transform_checkpoints(
@@ -72,30 +72,32 @@ def transform_checkpoints(
 ) -> None:
     """Transform a checkpoint from a source sharding strategy to a target sharding strategy.
 
-    Target files are `rank_<r>/<ckpt_prefix><r>.<ext>`; ones that exist are replaced. Where the source is one stage of a
-    pipeline they are `rank_<r>/<ckpt_prefix><r>_part<stage>.<ext>`, so that stage after stage goes to one target, which
-    `load_segmented_checkpoints` reads. It is one if its strategy file says so (stage 1 and higher), if the directory
-    has the ranks of further stages, or, as MindSpore has it for `.ckpt` files, if both strategies have one stage and
-    the source's names (but for accu_grads, adam_m and adam_v) are only some of the target's.
+    Target files are `rank_<r>/<ckpt_prefix><r>.<ext>`; existing ones are replaced. If the source is one stage of a
+    pipeline they are `rank_<r>/<ckpt_prefix><r>_part<stage>.<ext>`, so that all stages can go to one target, one after
+    the other, which `load_segmented_checkpoints` reads. The source is one stage if its strategy file says so (stage 1
+    and higher), if the directory has the ranks of further stages, or, by MindSpore's rule for `.ckpt` files, if both
+    strategies have one stage and the source's names (but for accu_grads, adam_m and adam_v) are only some of the
+    target's.
 
-    Unlike MindSpore's it also makes safetensors of ckpt; takes a unified set or a single file as the source; and does
-    sub-networks of safetensors, to whole tensors and to pipelines too. De-duplicated sources are read like full ones.
+    Unlike MindSpore's it also writes safetensors from ckpt, takes a unified set or a single file as the source, and
+    converts sub-networks of safetensors, to whole tensors and to pipelines too. De-duplicated sources are read like
+    full ones.
 
     Args:
         src_checkpoints_dir: the directory, with files such as `rank_0/a.ckpt` in it, of one format. Of several files
-            in a rank directory the newest step that every rank has is taken; several that could be meant are an error.
-        dst_checkpoints_dir: the directory for the results; it is made.
-        ckpt_prefix: what the names of the target files begin with.
+            in a rank directory, those of the newest step that every rank has are read; an ambiguous choice is an error.
+        dst_checkpoints_dir: the directory for the results; it is created.
+        ckpt_prefix: the beginning of the target files' names.
         src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
         dst_strategy_file: the strategy wanted; None for one rank of whole tensors.
         process_num: how many threads (MindSpore: processes) work, no more than there are processors. Each needs
             about 10 MB of memory.
         output_format: `ckpt` or `safetensors`.
-        file_suffix: take the files whose names end with this, where a rank has several; not in MindSpore.
+        file_suffix: read the files whose names end with this, if a rank has several; not in MindSpore.
 
     Raises:
         TypeError: an argument of the wrong type.
-        NotADirectoryError: a directory is a file, or the source is not there.
+        NotADirectoryError: a directory is a file, or the source does not exist.
         ValueError: an empty directory, both formats in it, a missing rank that is needed, files that contradict the
             strategy, a strategy that cannot be read, is of another model, or, for the target of a whole model, of one
             stage of a pipeline.
@@ -142,24 +144,24 @@ def transform_checkpoint_by_rank(
     src_strategy_file: StrategyLike | None = None,
     dst_strategy_file: StrategyLike | None = None,
 ) -> None:
-    """Transform a checkpoint for one target rank, to a file of any name.
+    """Transform a checkpoint for one target rank, into a file of any name.
 
-    Processes that write different files may share a directory, which may be that of the source, too.
+    Processes that write different files may share a directory, even the source's.
 
     Args:
         rank_id: the target rank.
         checkpoint_files_map: the files of the source ranks that are needed, by rank: see `rank_list_for_transform`. Of
             a de-duplicated source give all.
-        save_checkpoint_file_name: the file to write, whose directory is made. Its format goes by its name: `.ckpt` or
-            `.safetensors` (MindSpore writes `.ckpt` only). One that exists is replaced.
+        save_checkpoint_file_name: the file to write, whose directory is created. Its name says the format: `.ckpt` or
+            `.safetensors` (MindSpore writes `.ckpt` only). An existing file is replaced.
         src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
         dst_strategy_file: the strategy wanted; None for whole tensors, whatever the rank.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a file is missing, the file name has another extension, the target has no such rank, a source rank
-            that is needed is not given, one is given that the strategy does not have, files whose paths are of other
-            ranks than their keys, files that contradict the strategy, a strategy that is of another model.
+        ValueError: a file is missing, the file name has another extension, the target has no such rank, the map lacks
+            a source rank that is needed, or has one that the strategy does not have, files whose paths are of other
+            ranks than their keys, files that contradict the strategy, a strategy of another model.
         TargetError: the file to write is one of the source files, or of the strategy files.
     """
     if not isinstance(checkpoint_files_map, Mapping):
@@ -266,20 +268,12 @@ def load_segmented_checkpoints(
     specify_prefix: str | list[str] | tuple[str, ...] | None = None,
     choice_func: Callable[[str], bool] | None = None,
 ) -> dict[str, Any]:
-    """Load all checkpoint files of a directory as one: what sub-network conversion put there, part by part.
+    """Load all checkpoint files of a directory as one: the parts that sub-network conversion wrote.
 
     Unlike MindSpore's it takes safetensors too, reads the parts in the order of their names, and loads them into the
     network together, so that the parameters of other parts are not reported as missing.
 
-    Args:
-        ckpt_file_dir: the directory of one rank.
-        net: what to load the parameters into, as `load_param_into_net` does.
-        strict_load: as for `load_param_into_net`.
-        filter_prefix: leave out the names that begin with this; `choice_func` is not asked where a prefix is given.
-        dec_key: the key of encrypted `.ckpt` files, with the `crypto` extra.
-        dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        specify_prefix: load only the names that begin with this.
-        choice_func: called with a name; returns whether to load it.
+    `ckpt_file_dir` is the directory of one rank; the other arguments are those of `load_checkpoint`.
 
     Returns:
         The parameters by name; text entries are `str`.
@@ -287,7 +281,7 @@ def load_segmented_checkpoints(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: no such directory, no files in it, both formats, nothing left to load, a file that is corrupt,
-            files that have different contents of one name (MindSpore takes that of any).
+            files with different contents under one name (MindSpore takes any of them).
     """
     directory = path_of("ckpt_file_dir", ckpt_file_dir)
     if not directory.is_dir():
@@ -297,15 +291,15 @@ def load_segmented_checkpoints(
         raise SourceError(
             f"{directory} holds both .ckpt and .safetensors files", code="mixed-formats", hint="move one kind away"
         )
-    found = parts["ckpt"] or parts["safetensors"]
-    if not found:
+    files = parts["ckpt"] or parts["safetensors"]
+    if not files:
         raise SourceError(
             f"{directory} holds no checkpoint file; expected names that end with .ckpt", code="no-checkpoint"
         )
-    loaded = load_parts(found, filter_prefix, dec_key, dec_mode, specify_prefix, choice_func)
+    loaded = load_parts(files, filter_prefix, dec_key, dec_mode, specify_prefix, choice_func)
     if not loaded:
         raise UsageError(
-            f"nothing is left to load of the {len(found)} files of {directory}",
+            f"nothing is left to load of the {len(files)} files of {directory}",
             code="no-tensors",
             hint="check filter_prefix, specify_prefix and choice_func",
         )
@@ -315,6 +309,8 @@ def load_segmented_checkpoints(
 
 
 def _is_sub_network(before: Strategy, after: Strategy) -> bool:
-    """Return whether MindSpore's rule for a source that is one stage of a pipeline holds."""
-    own, wanted = ({name for name in strategy.tensors if not name.startswith(_STATES)} for strategy in (before, after))
-    return len(before.stages) == len(after.stages) == 1 and own < wanted
+    """Return whether the source is one stage of a pipeline by MindSpore's rule."""
+    source, target = (
+        {name for name in strategy.tensors if not name.startswith(_STATES)} for strategy in (before, after)
+    )
+    return len(before.stages) == len(after.stages) == 1 and source < target

@@ -1,12 +1,12 @@
-"""`unified_safetensors` and `load_distributed_checkpoint`: whole tensors in a few files, and slices of them.
+"""`unified_safetensors` and `load_distributed_checkpoint`: write whole tensors into a few files, and slice them again.
 
-What differs from MindSpore 2.10, besides the errors' texts:
+Differences from MindSpore 2.10, besides the errors' texts:
 
-* Whole tensors are written in streams; one larger than memory is not a problem.
-* `hyper_param` has what no strategy names from all source ranks, where MindSpore takes that of rank 0; and it has no
-  slices of what `choice_func` or MindSpore's own rule (`accu_grads`) leaves out, which MindSpore puts there.
+* Whole tensors are written in streams, so a tensor may be larger than memory.
+* `hyper_param` has the tensors that no strategy names from all source ranks, while MindSpore takes those of rank 0. It
+  has no slices of tensors that `choice_func` or MindSpore's own rule (`accu_grads`) leaves out; MindSpore's has.
 * Either kind of unified directory is read, MindSpore's or Hugging Face's, or one of a single file.
-* Strategy arguments may be what `transform_checkpoints` takes, in every form.
+* Strategy arguments may have every form that `transform_checkpoints` takes.
 
 Source: MindSpore 2.10 `parallel/transform_safetensors.py`, `parallel/checkpoint_transform.py`.
 """
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.dtypes import INT4
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.formats.entries import NamedFile, Stored
 from reshard.formats.sets import MindSporeSet, read_index, share_of
@@ -48,13 +47,14 @@ from reshard.mindspore.arguments import (
 )
 from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
-from reshard.mindspore.parameter import Parameter, Tensor, qint4x2
+from reshard.mindspore.parameter import Parameter, Tensor
 from reshard.plan.budget import THREADS
 from reshard.plan.make import plan
 from reshard.plan.select import Selection
 from reshard.readers.open import open as open_source
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
+from reshard.view.arrays import RankArrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("reshard.mindspore")
 
 PART_BYTES = 3 << 30
-"""How large MindSpore lets a part of a unified set be: 3 GiB."""
+"""The most bytes of a part of a unified set, as in MindSpore: 3 GiB."""
 
 _HYPER_PARAMETERS = "hyper_param"
 
@@ -82,11 +82,11 @@ def unified_safetensors(
     choice_func: Callable[[str], bool | str] | None = None,
     split_dst_file: Sequence[int] = (),
 ) -> None:
-    """Make whole tensors of a sharded checkpoint: `part<k>.safetensors`, `hyper_param.safetensors`, and a map of them.
+    """Write a sharded checkpoint as whole tensors: `part<k>.safetensors`, `hyper_param.safetensors`, and a map of them.
 
-    What the strategy names goes to the parts, which are as many as MindSpore makes (one for each begun 3 GiB) and
-    filled evenly; `accu_grads*` is left out, as in MindSpore. What it does not name goes to `hyper_param.safetensors`.
-    `param_name_map.json`, which is written last, says which part a tensor is in. Files that exist are replaced.
+    Tensors that the strategy names go to the parts, which are as many as MindSpore's (one for each begun 3 GiB) and
+    filled evenly; `accu_grads*` is left out, as in MindSpore. Other tensors go to `hyper_param.safetensors`.
+    `param_name_map.json`, which is written last, says which part has a tensor. Existing files are replaced.
 
     Unlike MindSpore's it takes `.ckpt` files too.
 
@@ -94,19 +94,18 @@ def unified_safetensors(
         src_dir: the directory of rank directories, of one format.
         src_strategy_file: the source's strategy, of a pipeline merged or a directory; None means that every source
             rank holds whole tensors.
-        dst_dir: the directory for the results; it is made.
-        merge_with_redundancy: accepted. MindSpore asks whether every replica is stored; here the files say
-            what each has.
-        file_suffix: take the files whose names end with this, where a rank has several.
-        max_process_num: the most threads (MindSpore: processes) that work; four are taken at most, as more would
-            wait for the same disk.
-        choice_func: is asked about every name of the strategy but `accu_grads*`: True keeps the tensor, False leaves
-            it out, a string is its new name.
+        dst_dir: the directory for the results; it is created.
+        merge_with_redundancy: accepted. It tells MindSpore whether every replica is stored; here the files tell.
+        file_suffix: read the files whose names end with this, if a rank has several.
+        max_process_num: the most threads (MindSpore: processes) that work; at most four are used, as more would wait
+            for the same disk.
+        choice_func: called with every name of the strategy but `accu_grads*`: True keeps the tensor, False leaves it
+            out, a string is its new name.
         split_dst_file: `(n, count)` for the n-th, from 1, of `count` processes that share the work: it writes its
             parts only, the first one also the map and `hyper_param`. The set is complete when all are done.
 
     Raises:
-        TypeError: an argument of the wrong type, or `choice_func` answers something else.
+        TypeError: an argument of the wrong type, or `choice_func` returns one.
         NotADirectoryError: `dst_dir` is a file.
         ValueError: no files or both formats, `src_dir` is a file, a rank that is needed is missing, files that
             contradict the strategy, `choice_func` gives two tensors one name or keeps none.
@@ -171,25 +170,25 @@ def load_distributed_checkpoint(
     max_process_num: int = 64,
     return_param_dict: bool = False,
 ) -> bool | tuple[list[str], list[str]] | dict[str, Any]:
-    """Cut whole tensors, or those of other ranks, for the ranks of a strategy: into files or into a network.
+    """Slice whole tensors, or those of other ranks, for the ranks of a strategy: into files or into a network.
 
     With `format="safetensors"` the source is a unified directory:
 
-    * without a network, files `rank_<r>/net.<output_format>` are written, for one rank or for all; ones that exist are
+    * without a network, files `rank_<r>/net.<output_format>` are written, for one rank or for all; existing ones are
       replaced;
     * with a network, the slices of this process's rank (`get_rank`) are loaded into it.
 
     With `format="ckpt"` the source is the files of all ranks of `train_strategy_filename`, and a network is needed.
 
-    Tensors of the parts that `predict_strategy` does not name are left out, and named in the log; hyper-parameters are
-    copied to every rank.
+    Tensors of the parts that `predict_strategy` does not name are left out and logged; hyper-parameters are copied to
+    every rank.
 
     Args:
         network: whatever `load_param_into_net` takes, or None to write files.
         checkpoint_filenames: the files in rank order (format `ckpt`).
         predict_strategy: the strategy wanted; None for whole tensors. A file, or what `infer_predict_layout` returns.
-        train_strategy_filename: the strategy of `checkpoint_filenames`. MindSpore asks the network's context for it
-            where it is None; here that means one file of whole tensors.
+        train_strategy_filename: the strategy of `checkpoint_filenames`. If it is None, MindSpore asks the network's
+            context; here None means one file of whole tensors.
         strict_load: as for `load_param_into_net` (format `ckpt`).
         dec_key: the key of encrypted files (format `ckpt`), with the `crypto` extra.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
@@ -200,7 +199,7 @@ def load_distributed_checkpoint(
         output_format: `ckpt` or `safetensors`, of the files that are written.
         name_map: name in the network (and in `predict_strategy`) to name in the files: the other way round than that
             of `ckpt_to_safetensors`. All apply at once; optimizer states follow their weights.
-        max_process_num: the most threads (MindSpore: processes) that work; four are taken at most.
+        max_process_num: the most threads (MindSpore: processes) that work; at most four are used.
         return_param_dict: with a network, return the parameters by name, and load nothing.
 
     Returns:
@@ -209,9 +208,9 @@ def load_distributed_checkpoint(
 
     Raises:
         TypeError: an argument of the wrong type; no network with format `ckpt`.
-        ValueError: arguments that do not go together, files that are not there or contradict the strategy, a number of
-            files that is not that of the strategy's ranks, files whose paths say that they are in another order, two
-            names for one tensor, a name map of which no file has a name, a rank that the strategy does not have, a
+        ValueError: arguments that do not go together, files that are missing or contradict the strategy, a number of
+            files that is not that of the strategy's ranks, files in another order than the ranks in their paths, two
+            names for one tensor, a name map none of whose names is in a file, a rank that the strategy does not have, a
             wrong key.
         TargetError: a target file would be one of the source files, or of the strategy files.
         RuntimeError: a parameter does not fit the network.
@@ -234,7 +233,7 @@ def load_distributed_checkpoint(
         source = _opened_ranks(checkpoint_filenames, train_strategy_filename, cipher)
     elif any(only_ckpt.values()):
         raise UsageError(
-            f"format='safetensors' does not take {names(n for n, given in only_ckpt.items() if given)}",
+            f"format='safetensors' does not take {names(n for n, is_set in only_ckpt.items() if is_set)}",
             code="option-of-another-format",
             hint="leave it out",
         )
@@ -244,7 +243,12 @@ def load_distributed_checkpoint(
     if after is not None:
         new_names = _named(source, after, new_names)
     if network is None:
-        name, ranks = _target(after, rank_id, output_format)
+        if rank_id is not None:
+            check_rank("rank_id", rank_id)
+        files = NamedFile(f"rank_{'{rank}' if rank_id is None else rank_id}/net.{output_format}")
+        ranks = (
+            None if rank_id is None or after is None else [rank_id]
+        )  # whole tensors have one rank, whatever its number
         if dst_safetensors_dir is None:
             raise UsageError(
                 "dst_safetensors_dir is None; without a network it is where the files go", code="missing-option"
@@ -252,7 +256,7 @@ def load_distributed_checkpoint(
         target_dir = target_directory("dst_safetensors_dir", dst_safetensors_dir)
         if ranks is None:
             check_target_stages("predict_strategy", source, after)
-        planned = _planned(source, after, new_names, format=output_format, files=NamedFile(name), ranks=ranks)
+        planned = _planned(source, after, new_names, format=output_format, files=files, ranks=ranks)
         carry_out(planned, target_dir, after, [predict_strategy], rank=rank_id, threads=threads)
         if after is not None:
             warn_of_others(target_dir, after.ranks)
@@ -271,7 +275,7 @@ def load_distributed_checkpoint(
 
 
 def _opened_set(unified_safetensors_dir: PathLike | None) -> Checkpoint:
-    """Open whole tensors."""
+    """Open a directory of whole tensors."""
     if unified_safetensors_dir is None:
         raise UsageError(
             "unified_safetensors_dir is None; with format='safetensors' it is the source", code="missing-option"
@@ -287,7 +291,7 @@ def _opened_set(unified_safetensors_dir: PathLike | None) -> Checkpoint:
 
 
 def _share(split_dst_file: object) -> tuple[int, int]:
-    """Return which of how many processes this is."""
+    """Return the number of this process, and the count of processes."""
     if not isinstance(split_dst_file, tuple | list):
         raise TypeError(f"split_dst_file is a {type(split_dst_file).__name__}; expected (number, count)")
     if not split_dst_file:
@@ -306,11 +310,11 @@ def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None)
     """Return the tensors of a unified set, with their new names."""
     if choice_func is not None and not callable(choice_func):
         raise TypeError(f"choice_func is a {type(choice_func).__name__}; expected a function of a name")
-    found: dict[str, str] = {}
+    kept: dict[str, str] = {}
     accumulated = []
     for name, tensor in source.tensors.items():
         if source.strategy is not None and not tensor.listed:
-            found[name] = name
+            kept[name] = name
             continue
         if name.startswith("accu_grads"):
             accumulated.append(name)
@@ -319,18 +323,18 @@ def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None)
         if not isinstance(answer, bool | str):
             raise TypeError(f"choice_func({name!r}) is a {type(answer).__name__}; expected a bool or a new name")
         if answer is not False:
-            found[name] = answer if isinstance(answer, str) else name
+            kept[name] = answer if isinstance(answer, str) else name
     if accumulated:
         _log.info("%s: accumulated gradients are left out: %s", source.root, names(accumulated))
-    if not found:
+    if not kept:
         raise UsageError(
             f"choice_func keeps none of the {len(source.tensors)} tensors of {source.root}", code="no-tensors"
         )
-    return Selection(name_map=found).renamed(list(found))
+    return Selection(name_map=kept).renamed(list(kept))
 
 
 def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
-    """Return the name in the network of every tensor."""
+    """Return the network's name of every tensor."""
     if name_map is None:
         return {name: name for name in source.tensors}
     if not isinstance(name_map, Mapping) or not all(isinstance(n, str) for item in name_map.items() for n in item):
@@ -339,9 +343,10 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
     for new, old in name_map.items():
         in_network.setdefault(old, []).append(new)
     faults = Faults("name_map")
-    for old, found in in_network.items():
-        if len(found) > 1:
-            faults.add(f"name {old!r} in the files", f"is given to {names(found)}; expected one", code="duplicate-name")
+    for old, new_names in in_network.items():
+        if len(new_names) > 1:
+            problem = f"is given to {names(new_names)}; expected one"
+            faults.add(f"name {old!r} in the files", problem, code="duplicate-name")
     faults.raise_if_any(UsageError)
     unknown = [old for old in in_network if old not in source.tensors]
     if unknown and len(unknown) == len(in_network):
@@ -355,12 +360,12 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
         )
     if unknown:
         _log.warning("name_map: no file has %s", names(map(repr, unknown)))
-    known = {old: found[0] for old, found in in_network.items() if old in source.tensors}
+    known = {old: new_names[0] for old, new_names in in_network.items() if old in source.tensors}
     return Selection(name_map=known).renamed(list(source.tensors))
 
 
 def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) -> dict[str, str]:
-    """Leave out the weights of a unified set that a strategy does not name; of other sources the plan leaves them."""
+    """Drop the weights of a unified set that a strategy does not name; for other sources the plan does so."""
     kept = {
         name: new
         for name, new in new_names.items()
@@ -380,34 +385,34 @@ def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) ->
 
 
 def _is_hyper_parameter(source: Checkpoint, name: str) -> bool:
-    """Return whether a tensor was copied, not cut, where it came from; its file says so."""
+    """Return whether a tensor is in the file of a unified set for hyper-parameters, which are copied, not sliced."""
     replicas = source.tensors[name].sharding.replicas[0]
     return all(Path(source.files[at.file].path).stem == _HYPER_PARAMETERS for at in replicas)
 
 
 def _with_place(new_names: Mapping[str, str], network: Any) -> dict[str, str]:
-    """Return the tensors that a network may have a place for: its names may be the ends of those in the files."""
+    """Return the tensors that a network may take: its names may be the ends of those in the files."""
     places = set(parameters_of(network, "network"))
     unfilled = tuple(places.difference(new_names.values()))
     return {old: new for old, new in new_names.items() if new in places or (unfilled and new.endswith(unfilled))}
 
 
 def _planned(source: Checkpoint, after: Strategy | None, new_names: Mapping[str, str], **options: Any) -> Plan:
-    """Plan some tensors of a source, under new names; what was left out on purpose is not missing."""
+    """Plan tensors of a source under new names; ones that were left out on purpose are not missing."""
     if not new_names:
         raise SourceError(
             f"the network has no place for any tensor of {source.root}",
             code="different-model",
             facts=[f"it has {names(source.tensors)}"],
         )
-    some = replace(source, tensors={name: source.tensors[name] for name in new_names})
+    part = replace(source, tensors={name: source.tensors[name] for name in new_names})
     selection = Selection(name_map=new_names, drop=("*",), allow_missing=("*",))
-    planned = plan(some, after, stage=own_stage(after), selection=selection, **options)
+    planned = plan(part, after, stage=own_stage(after), selection=selection, **options)
     return replace(planned, missing=tuple(name for name in planned.missing if name not in source.tensors))
 
 
 def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher: Cipher | None) -> Checkpoint:
-    """Open the files of all ranks, given in their order."""
+    """Open the files of all ranks, listed in rank order."""
     if not isinstance(filenames, list | tuple):
         raise TypeError(f"checkpoint_filenames is a {type(filenames).__name__}; expected a list of files in rank order")
     files = [path_of(f"checkpoint_filenames[{number}]", name) for number, name in enumerate(filenames)]
@@ -429,19 +434,12 @@ def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher
         return open_source(dict(zip(ranks, files, strict=True)), strategy=before, stage="own", cipher=cipher)
 
 
-def _target(after: Strategy | None, rank: int | None, extension: str) -> tuple[str, list[int] | None]:
-    """Return the name of the files to write, and the ranks; whole tensors have one rank, whatever its number."""
-    if rank is None:
-        return f"rank_{{rank}}/net.{extension}", None
-    check_rank("rank_id", rank)
-    return f"rank_{rank}/net.{extension}", None if after is None else [rank]
-
-
 def _parameters(planned: Plan, rank: int, threads: int) -> dict[str, Any]:
-    """Read what a rank gets into memory: Parameters, and text."""
-    found: dict[str, Any] = dict(planned.texts)
-    arrays = planned.rank(rank)
-    for name, held in planned.blocks(rank).items():
-        array = np.asarray(arrays[name].compute(num_workers=threads))
-        found[name] = Parameter.over(Tensor.from_numpy(array.view(qint4x2) if held.dtype is INT4 else array), name)
-    return found
+    """Read a rank's Parameters and text entries into memory."""
+    parameters: dict[str, Any] = dict(planned.texts)
+    blocks = planned.blocks(rank)
+    arrays = RankArrays(planned.source, blocks, planned.texts)
+    for name, block in blocks.items():
+        array = np.asarray(arrays[name].compute(num_workers=threads), order="C")
+        parameters[name] = Parameter.over(Tensor.of_kind(array, block.dtype), name)
+    return parameters

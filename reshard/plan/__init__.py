@@ -1,1 +1,1 @@
-"""Which bytes go where, known before anything is read or written; pure integers."""
+"""Plan all byte transfers before anything is read or written; pure integers."""

@@ -1,15 +1,15 @@
-"""Row bands: how a tensor's bytes get from its source blocks to its target blocks.
+"""Row bands: move a tensor's bytes from its source blocks to its target blocks.
 
 A band is the rows [a, b) of the whole tensor, cut at every edge of a source or target block. In row-major files each
-source block's part of a band is then one contiguous run, and so is each target block's part, whatever the two splits
-are. So a band is moved by one read a source block, one copy of columns, one write a target block:
+source block's part of a band is then one contiguous run, and so is each target block's part, for any two splits. So a
+band is moved with one read per source block, a copy of columns, and one write per target block:
 
 1. Take the first axis along which one row of the whole tensor is small enough; its "rows" are numbered through all
    the axes before it.
-2. Sweep over the rows; at every block edge the set of blocks that are met changes: a `Segment`.
-3. In a segment the columns are the same for all its rows, so who gives what to whom is worked out once: `Columns`.
+2. Sweep over the rows; at every block edge the set of blocks that the rows meet changes, and a new `Segment` begins.
+3. In a segment all rows have the same columns, so the mapping of source to target columns is computed once: `Columns`.
 
-Everything here is integers. A model of ten thousand tensors has a few dozen distinct recipes.
+All values are integers. A model of ten thousand tensors has a few dozen distinct recipes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 VIEWS = 0.25
-"""What a thread may keep of bands that it has worked out, with views of its buffers: so much of the bytes of a band."""
+"""Memory of a thread's cached bands, with views of its buffers, as a fraction of the bytes of a band."""
 
 AHEAD = 12
-"""How many bands a thread may hold of elements that are wanted in another order than they lie in."""
+"""How many bands a thread may read ahead if elements are needed in another order than they are stored."""
 
 _ROWS = slice(None)  # all rows of a band
 
 
 class Part(NamedTuple):
-    """Columns that one source block gives to one target block.
+    """Columns copied from one source block to one target block.
 
     Attributes:
         read: position of the source block among `Columns.sources`.
-        taken: where the columns are in the rows of the source block; empty where they are all of the target's.
-        put: where they go in the rows of the target block.
+        taken: slices of the columns in the rows of the source block; empty if source and target columns are equal.
+        put: slices of the columns in the rows of the target block; empty if they are equal.
     """
 
     read: int
@@ -52,15 +52,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """What happens in every row of a segment; equal only to itself, since segments share it.
+    """The column mapping that all rows of a segment share. Compared by identity.
 
     Attributes:
         sources: the source blocks that are read, by number in the recipe.
-        source_shapes: the shape of one row of each.
+        source_shapes: the shape of one row of each source block.
         targets: the target blocks that are written, by number in the recipe.
-        target_shapes: the shape of one row of each.
-        parts: for each target block, where its columns come from; a single part without slices where they are
-            exactly those of one source block, so that nothing is copied.
+        target_shapes: the shape of one row of each target block.
+        parts: the origins of the columns of each target block; a single part without slices if one source block has
+            exactly the same columns, so that no copy is needed.
     """
 
     sources: tuple[int, ...]
@@ -71,7 +71,7 @@ class Columns:
 
     @property
     def row_elements(self) -> int:
-        """Elements that are read in each row."""
+        """Number of elements that are read in each row."""
         return sum(map(prod, self.source_shapes))
 
 
@@ -80,8 +80,8 @@ class Segment(NamedTuple):
 
     Attributes:
         start, stop: the rows, numbered through all axes up to the banding axis.
-        columns: what happens in each of them.
-        source_offsets: where in each source block the first row begins, in elements.
+        columns: the column mapping of these rows.
+        source_offsets: the offset of the first row in each source block, in elements.
         target_offsets: the same for each target block.
     """
 
@@ -94,10 +94,10 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How the blocks of one grid are made from those of another, for one shape; equal only to itself.
+    """The mapping of source to target blocks of one shape. Compared by identity.
 
     Attributes:
-        shape: the whole tensor's; `(1,)` for a scalar.
+        shape: the shape of the whole tensor; `(1,)` for a scalar.
         sources: disjoint blocks that cover the tensor.
         targets: the blocks to be made.
 
@@ -112,14 +112,14 @@ class Recipe:
 
     @classmethod
     def of(cls, shape: Shape, sources: Sequence[Block], targets: Sequence[Block]) -> Recipe:
-        """Build a recipe; a scalar is taken as a tensor of one element."""
+        """Build a recipe; a scalar is treated as a tensor of one element."""
         if shape:
             return cls(shape, tuple(sources), tuple(targets))
-        one = Block((0,), (1,))
-        return cls((1,), (one,) * len(sources), (one,) * len(targets))
+        element = Block((0,), (1,))
+        return cls((1,), (element,) * len(sources), (element,) * len(targets))
 
     def axis(self, most_elements: int) -> int:
-        """Return the first axis along which one row of the tensor has at most so many elements."""
+        """Return the first axis along which a row has at most `most_elements` elements."""
         for axis in range(len(self.shape)):
             if prod(self.shape[axis + 1 :]) <= most_elements:
                 return axis
@@ -149,7 +149,7 @@ class Recipe:
         return count
 
     def segments(self, axis: int, start: int, stop: int) -> Iterator[Segment]:
-        """Yield the segments of the rows from `start` to `stop`, in order; rows that no target needs are left out."""
+        """Yield the segments of rows `start` to `stop`, without rows that no target needs."""
         extent = self.shape[axis]
         if start >= stop:
             return
@@ -171,14 +171,16 @@ class Recipe:
                     )
 
     def elements_read(self, axis: int) -> int:
-        """Return how many elements are read to make the targets; each source block's rows are read whole."""
+        """Return the number of elements read; rows of source blocks are read whole."""
         if is_grid(self.shape, self.targets):
-            return prod(self.shape)  # everything once
+            return prod(self.shape)  # every element once
         return sum((s.stop - s.start) * s.columns.row_elements for s in self.segments(axis, 0, self.rows(axis)))
 
 
 def is_grid(shape: Shape, blocks: Sequence[Block]) -> bool:
-    """Return whether blocks are the product of intervals that divide every axis, and so cover a tensor exactly once.
+    """Return whether blocks form a grid that covers a tensor exactly once.
+
+    They do if they are the product of intervals that divide every axis.
 
     >>> is_grid((4,), [Block((0,), (1,)), Block((1,), (4,))]), is_grid((4,), [Block((0,), (2,)), Block((1,), (3,))])
     (True, False)
@@ -194,7 +196,7 @@ def is_grid(shape: Shape, blocks: Sequence[Block]) -> bool:
 
 
 def _met(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[int]:
-    """Return the blocks that hold any of the rows from `first` to `last` at these leading indices."""
+    """Return the blocks with rows from `first` to `last` at leading indices `prefix`."""
     axis = len(prefix)
     return [
         number
@@ -207,7 +209,7 @@ def _met(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[
 def _sweep(
     recipe: Recipe, axis: int, first: int, last: int, sources: list[int], targets: list[int]
 ) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield runs of rows with the blocks met in each, in order."""
+    """Yield runs of rows in order, with the source and target blocks in each run."""
     begins: dict[int, list[tuple[bool, int]]] = {}
     ends: dict[int, list[tuple[bool, int]]] = {}
     for is_target, blocks, numbers in ((False, recipe.sources, sources), (True, recipe.targets, targets)):
@@ -227,34 +229,34 @@ def _sweep(
 
 @lru_cache(maxsize=1024)
 def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> Columns:
-    """Work out which source columns go to which target columns; sources that give nothing are left out."""
-    given = [_inner(recipe.sources[number], axis) for number in sources]
-    wanted = [(number, _inner(recipe.targets[number], axis)) for number in targets]
-    found = [
+    """Map source columns to target columns, without the sources that are not used."""
+    source_columns = [_inner(recipe.sources[number], axis) for number in sources]
+    target_columns = [(number, _inner(recipe.targets[number], axis)) for number in targets]
+    overlaps = [
         (
             number,
             target,
-            [(i, common) for i, source in enumerate(given) if (common := source & target) is not None],
+            [(i, common) for i, source in enumerate(source_columns) if (common := source & target) is not None],
         )
-        for number, target in wanted
+        for number, target in target_columns
     ]
-    found = [item for item in found if item[1].size]
-    used = sorted({i for _, _, pieces in found for i, _ in pieces})
-    place = {i: read for read, i in enumerate(used)}
+    overlaps = [overlap for overlap in overlaps if overlap[1].size]
+    used = sorted({i for _, _, pieces in overlaps for i, _ in pieces})
+    position_of = {i: read for read, i in enumerate(used)}
     parts = tuple(
         tuple(
-            Part(place[i], (), ())
-            if given[i] == target
-            else Part(place[i], (_ROWS, *common.within(given[i])), (_ROWS, *common.within(target)))
+            Part(position_of[i], (), ())
+            if source_columns[i] == target
+            else Part(position_of[i], (_ROWS, *common.within(source_columns[i])), (_ROWS, *common.within(target)))
             for i, common in pieces
         )
-        for _, target, pieces in found
+        for _, target, pieces in overlaps
     )
     return Columns(
         tuple(sources[i] for i in used),
-        tuple(given[i].shape for i in used),
-        tuple(number for number, _, _ in found),
-        tuple(target.shape for _, target, _ in found),
+        tuple(source_columns[i].shape for i in used),
+        tuple(number for number, _, _ in overlaps),
+        tuple(target.shape for _, target, _ in overlaps),
         parts,
     )
 
@@ -264,7 +266,7 @@ def _inner(block: Block, axis: int) -> Block:
 
 
 def _offset(block: Block, prefix: Shape, row: int) -> int:
-    """Return where a row begins in a block, in elements from the block's first."""
+    """Return the offset of a row in a block, in elements."""
     position = 0
     for index, start, stop in zip((*prefix, row), block.start, block.stop, strict=False):
         position = position * (stop - start) + index - start

@@ -1,7 +1,7 @@
-"""How much memory a run takes: what a prediction consists of, and how many threads and bytes in a band keep a limit.
+"""Predict a run's memory, and choose threads and band size to fit a limit.
 
-The constants are resident memory, measured on CPython 3.11 with numpy; `tests/run/test_memory.py` holds predictions
-against runs.
+The constants are resident memory, measured on CPython 3.11 with numpy; `tests/run/test_memory.py` compares predictions
+with runs.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ if TYPE_CHECKING:
     from reshard.targets.destination import Destination, Item
 
 BAND_BYTES = 4 << 20
-"""The most bytes of a tensor that a thread reads at once; measured best between 1 and 16 MB."""
+"""Maximum bytes of a tensor that a thread reads at once; the fastest of 1 to 16 MB, as measured."""
 
 STRIDED_BAND_BYTES, STRIDED_THREADS = 2 << 20, 2
-"""The same, and how many threads there are at most, where elements lie in strides: what is put together of them stays
-in a processor's own cache, and each thread holds `AHEAD` times as much of what is read."""
+"""The same, and the maximum number of threads, for strided elements: a gathered band stays in a core's own cache, and
+each thread buffers `AHEAD` times as many bytes read."""
 
 LEAST_BAND_BYTES = 64 << 10
-"""The least; below it a run is mostly calls."""
+"""Minimum band size; below it a run spends most of its time in calls."""
 
 THREADS = 4
-"""How many threads a run has at most, unless another number is asked for."""
+"""Default maximum number of threads of a run."""
 
 TASK_BYTES = 64 << 20
-"""How much a task moves, at least: few, fat tasks, because a scheduler takes 25 µs to 1.5 ms for each."""
+"""Minimum bytes that a task moves: tasks are few and large, because a scheduler takes 25 µs to 1.5 ms for each."""
 
 MOST_TASKS = 4096
 
-IMPORTED_BYTES = 53 << 20
-"""The interpreter with everything that a run imports; dask imports jinja2 where it is installed: 2 MiB of it."""
+IMPORTED_BYTES = 55 << 20
+"""The interpreter with all imports of a run, with 2 MiB for jinja2, which dask imports if it is installed, and 2 MiB for
+modules that Python compiles in the process, as it does if it may not write bytecode."""
 
 CAST_BYTES = 4 << 20
-"""What the import of ml_dtypes adds, which only a cast needs."""
+"""The import of ml_dtypes, which only a cast needs."""
 
 TENSOR_BYTES = 1750
-"""A tensor in a checkpoint and in a plan, with a name of 35 letters; so are the next two."""
+"""A tensor in a checkpoint and in a plan, for a name of 35 letters, as for the next two constants."""
 
 ENTRY_BYTES = 700
 """A tensor's entry in an index of a source file, or in a layout of a target file."""
@@ -57,35 +58,35 @@ TASK_MEMORY = 4000
 """A task in a plan, in the graph and in the scheduler."""
 
 CHUNK_BYTES = 650
-"""A chunk of a zarr store that is read."""
+"""A chunk of a zarr store, when the store is read."""
 
 PLACE_BYTES = 100
-"""A place of a block in the metadata of a Checkpoint 2.0, when they are read."""
+"""A storage entry of a block in the metadata of a Checkpoint 2.0, when they are read."""
 
 DCP_ITEM_BYTES = 800
-"""An item of a distributed checkpoint, when the metadata are read as PyTorch's own pickler wrote them."""
+"""An item of a distributed checkpoint, when metadata written by PyTorch's own pickler are read."""
 
 Share = tuple[str, int]
-"""A part of a prediction: what it is for, and its bytes."""
+"""A part of a prediction: its purpose and its bytes."""
 
 
 class Coder(Protocol):
-    """What decrypts, decodes or compresses."""
+    """Anything that decrypts, decodes or compresses."""
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take for it."""
+        """Return the memory that it needs with a number of threads."""
 
 
 class Budget(NamedTuple):
-    """What a run's memory consists of.
+    """The parts of a run's memory.
 
     Attributes:
-        fixed: what is taken whatever the threads.
-        coders: what else takes memory by the thread.
-        buffers: how many bands a thread holds: as read, as put together or as they are compared with it, and cast.
-        remote: files that are read are at URLs.
-        threads: how many there are at most.
-        band_bytes: the most bytes of a tensor that one of them reads at once.
+        fixed: memory that does not depend on the number of threads.
+        coders: coders that need memory for each thread.
+        buffers: how many bands a thread buffers: as read, as gathered or compared with, and as cast.
+        remote: some files that are read are at URLs.
+        threads: maximum number of threads.
+        band_bytes: maximum bytes of a tensor that a thread reads at once.
     """
 
     fixed: tuple[Share, ...]
@@ -96,38 +97,38 @@ class Budget(NamedTuple):
     band_bytes: int
 
     def coding_bytes(self, threads: int) -> int:
-        """Return the memory that so many threads take to decrypt, decode and compress, and to read at URLs."""
+        """Return the memory that threads need to decrypt, decode, compress and fetch."""
         fetched = fetched_bytes(threads, BAND_BYTES) if self.remote else 0
         return sum(coder.nbytes(threads) for coder in self.coders) + fetched
 
     def within(self, memory: int | None, what: str, band_of: str) -> Budget:
-        """Return the budget with as many threads, and bytes in a band, as keep it within so much memory.
+        """Return the budget with the threads and band size reduced to fit in `memory`.
 
         Args:
-            memory: the most that may be taken; None for no limit.
-            what: what memory is taken for whatever the threads, for the message.
-            band_of: what a band is of, likewise.
+            memory: maximum memory in bytes; None for no limit.
+            what: the purpose of the fixed memory, for the message.
+            band_of: the thing that bands are read from, for the message.
 
         Raises:
-            BudgetError: it is too little; the least that works is in the error.
+            BudgetError: `memory` is too little; the error names the minimum.
         """
         if memory is None:
             return self
         plain = sum(nbytes for _, nbytes in self.fixed)
-        for fewer in range(self.threads, 0, -1):
-            taken = plain + self.coding_bytes(fewer)
-            band = min(self.band_bytes, int((memory - taken) / ((self.buffers + VIEWS) * fewer)))
-            if band >= (self.band_bytes if fewer > 1 else LEAST_BAND_BYTES):
-                return self._replace(threads=fewer, band_bytes=band)
-        megabytes = ceil((taken + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
+        for threads in range(self.threads, 0, -1):
+            fixed = plain + self.coding_bytes(threads)
+            band = min(self.band_bytes, int((memory - fixed) / ((self.buffers + VIEWS) * threads)))
+            if band >= (self.band_bytes if threads > 1 else LEAST_BAND_BYTES):
+                return self._replace(threads=threads, band_bytes=band)
+        megabytes = ceil((fixed + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
             f"{bytes_text(memory)} of memory is not enough", code="not-enough-memory",
-            facts=[f"{bytes_text(taken)} is for {what}, the rest for a band of {band_of}"],
+            facts=[f"{bytes_text(fixed)} is for {what}, the rest for a band of {band_of}"],
             hint=Text("the least that works is ", Option("memory", megabytes * 1_000_000, f"{megabytes}MB")),
         )  # fmt: skip
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
-        """Return what a run of so many tasks takes, whose largest band has so many bytes."""
+        """Return the parts of a run's memory, for `tasks` tasks and bands up to `band` bytes."""
         threads = min(self.threads, tasks)
         return (
             *self.fixed,
@@ -137,32 +138,32 @@ class Budget(NamedTuple):
 
 
 def thread_bytes(band: int, buffers: int) -> int:
-    """Return the memory that a thread takes for bands of so many bytes: its buffers, and what it keeps of bands."""
+    """Return the memory of a thread's buffers and views, for bands of `band` bytes."""
     return ceil((buffers + VIEWS) * band)
 
 
 def band_buffers(*, casts: bool, strided: bool) -> int:
-    """Return how many bands a thread holds of a run: as read, as put together, as cast, and as elements lie apart."""
+    """Return how many bands a thread buffers: read, gathered, cast and read ahead."""
     return 2 + casts + (AHEAD if strided else 0)
 
 
-def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, more: Sequence[Share]) -> tuple[Share, ...]:
-    """Return what is taken whatever the threads: the program, the source's indexes, the plan.
+def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, extra: Sequence[Share]) -> tuple[Share, ...]:
+    """Return the memory of the program, the source's indexes and the plan.
 
     Args:
         source: the checkpoint.
-        items: what is planned of it.
+        items: the planned tensors.
         ranks: how many ranks the target has.
-        more: what the destination adds.
+        extra: the parts that the destination adds.
     """
     nbytes = sum(item.tensor.spec.nbytes for item in items)
-    tasks = min(MOST_TASKS, nbytes * ranks // TASK_BYTES)  # at most: where all ranks get everything
+    tasks = min(MOST_TASKS, nbytes * ranks // TASK_BYTES)  # an upper bound: every rank gets every tensor
     return (
         _program(casts=_casts(items)),
         ("checkpoint", _checkpoint_bytes(source, [item.tensor for item in items])),
-        ("layouts", (ENTRY_BYTES + 13 * ranks) * len(items)),  # and which tensors are in which file
+        ("layouts", (ENTRY_BYTES + 13 * ranks) * len(items)),  # and the numbers of the tensors in each file
         ("tasks", TASK_MEMORY * tasks),
-        *more,
+        *extra,
     )
 
 
@@ -174,67 +175,69 @@ def budget(
     memory: int | None = None,
     threads: int | None = None,
 ) -> Budget:
-    """Return how many threads, and bytes in a band, keep a run within so much memory.
+    """Return the budget of a run: threads and band size that fit in `memory`.
 
     Args:
         source: the checkpoint that is read.
-        items: what is planned of it.
-        destination: where it goes.
-        memory: the most that a run may take; None for no limit.
-        threads: how many are wanted.
+        items: the planned tensors.
+        destination: lays out the target files.
+        memory: maximum memory of a run in bytes; None for no limit.
+        threads: maximum number of threads.
 
     Raises:
-        BudgetError: it is too little; the least that works is in the error.
+        BudgetError: `memory` is too little; the error names the minimum.
     """
     strided = _is_strided(item.tensor for item in items)
     coders = (source.coding, destination.coding, destination.cipher, *[_Strided()] * strided)
-    every = tuple(coder for coder in coders if coder is not None)
+    used_coders = tuple(coder for coder in coders if coder is not None)
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
     remote = any(can(file.path).waits for file in source.files)
     buffers = band_buffers(casts=_casts(items), strided=strided)
     most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
-    found = Budget(fixed, every, buffers, remote, threads or most, band)
+    limits = Budget(fixed, used_coders, buffers, remote, threads or most, band)
     largest = max(((t.spec.nbytes, t.spec.name) for t in source.tensors.values()), default=(0, ""))[1]
-    what = f"the program and its plan of {len(source.tensors)} tensors"
-    return found.within(memory, what, f"tensor {largest!r}")
+    purpose = f"the program and its plan of {len(source.tensors)} tensors"
+    return limits.within(memory, purpose, f"tensor {largest!r}")
 
 
 def comparison_budget(
     sides: Sequence[Checkpoint], *, casts: bool, memory: int | None = None, threads: int = THREADS
 ) -> Budget:
-    """Return how many threads, and bytes in a band, keep a comparison within so much memory.
+    """Return the budget of a comparison: threads and band size that fit in `memory`.
 
     Args:
         sides: the checkpoints that are compared.
-        casts: elements are cast before they are.
-        memory: the most that it may take; None for no limit.
-        threads: how many are wanted.
+        casts: elements are cast before they are compared.
+        memory: maximum memory of the comparison in bytes; None for no limit.
+        threads: maximum number of threads.
 
     Raises:
-        BudgetError: it is too little; the least that works is in the error.
+        BudgetError: `memory` is too little; the error names the minimum.
     """
-    held = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
-    held += sum(TENSOR_BYTES * len(file.index.entries) for side in sides if not side.tensors for file in side.files)
+    checkpoint_bytes = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
+    checkpoint_bytes += sum(
+        TENSOR_BYTES * len(file.index.entries) for side in sides if not side.tensors for file in side.files
+    )
     strided = sum(_is_strided(side.tensors.values()) for side in sides)
     coders = tuple(coder for coder in (*(side.coding for side in sides), *[_Strided()] * strided) if coder is not None)
     remote = any(can(file.path).waits for side in sides for file in side.files)
-    # What a copy has, and which elements differ; and either side may be read ahead.
+    # One more band for the mask of differing elements; either side may be read ahead.
     buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * strided
     most, band = (min(threads, STRIDED_THREADS), STRIDED_BAND_BYTES) if strided else (threads, BAND_BYTES)
-    found = Budget((_program(casts=casts), ("checkpoints", held)), coders, buffers, remote, most, band)
-    return found.within(memory, "the program and what the headers say", "either side")
+    limits = Budget((_program(casts=casts), ("checkpoints", checkpoint_bytes)), coders, buffers, remote, most, band)
+    return limits.within(memory, "the program and what the headers say", "either side")
 
 
 class _Strided(NamedTuple):
-    """What reads elements that lie in strides."""
+    """The reader of strided elements."""
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take to read what is between them, too, and to transpose."""
+        """Return the memory that threads need to read through gaps and to transpose."""
         return threads * (SCRATCH + TILE_BYTES)
 
 
 def _is_strided(tensors: Iterable[Tensor]) -> bool:
-    """Return whether blocks of some tensors lie in strides."""
+    """Return whether any tensor has strided blocks."""
     return any(sharding.is_strided for sharding in {tensor.sharding for tensor in tensors})
 
 
@@ -243,12 +246,12 @@ def _program(*, casts: bool) -> Share:
 
 
 def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
-    """Return the memory of some tensors of a checkpoint, and of the indexes of all its files."""
+    """Return the memory of a checkpoint's tensors and of the indexes of all its files."""
     indexes = {file.index.header: len(file.index.entries) for file in checkpoint.files}
     chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
-    listed = [tensor.sharding for tensor in tensors] if checkpoint.holders else []
-    sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(listed)}
-    places = PLACE_BYTES * sum(sizes[sharding] for sharding in listed)
+    shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.holders else []
+    sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(shardings)}
+    places = PLACE_BYTES * sum(sizes[sharding] for sharding in shardings)
     entry = ENTRY_BYTES + (DCP_ITEM_BYTES if checkpoint.format == DCP_ITEMS else 0)
     return TENSOR_BYTES * len(tensors) + entry * sum(indexes.values()) + CHUNK_BYTES * chunks + places
 

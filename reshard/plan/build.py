@@ -1,13 +1,13 @@
-"""Making a plan: from tensors on their way to a destination, to files, moves and tasks.
+"""Build a plan of files, moves and tasks from tensors and a destination.
 
-1. For every tensor the destination says which blocks are wanted, and in which of its files (`Wanted`).
-2. Source shards and wanted blocks make a recipe (`bands`), with a replica to read of each shard: a *route*.
-3. The destination lays its files out, which now know their contents.
-4. Routes become ways, with the numbers of runs in source and target files; each tensor is one move on its way.
-5. Rows are shared out into tasks of about equal weight (`partition`).
+1. The destination returns the target blocks of every tensor, and the files that they go into (`Wanted`).
+2. Source shards and target blocks make a recipe (`bands`), with a replica to read for each shard: a *route*.
+3. The destination lays out its files, now that their contents are known.
+4. Routes become ways, with the numbers of runs in source and target files; each tensor becomes one move with a way.
+5. Rows are divided into tasks of about equal weight (`partition`).
 
-Tensors with the same sharding and wanted blocks have one route. Such things are looked up by what they are, not by what
-they hold: to hash a grid of 4,096 blocks for every tensor would cost more than the plan.
+Tensors with the same sharding and target blocks share one route. Shared objects are looked up by identity, not by
+content: to hash a grid of 4,096 blocks for every tensor would cost more than the plan.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """What tensors of one sharding have in common that are wanted alike.
+    """The transfer shared by tensors with equal shardings and target blocks.
 
     Attributes:
         recipe: see `Way`.
-        reads: likewise.
+        reads: see `Way`.
         wanted: the target blocks and their files.
-        pieces: where the recipe's targets are parts of these blocks: of each which block it is of, the element of that
-            which it begins with, and how many it has, one after the other.
+        pieces: if the recipe's targets are parts of these blocks, for each target: the number of its block, its first
+            element in that block, and its number of consecutive elements.
         written: elements to be written, replicas included.
         shapes: the distinct shapes of target blocks, with all files that get a block of that shape.
     """
@@ -61,17 +61,17 @@ Routed = tuple[Item, Route]
 
 
 def build(source: Checkpoint, items: Sequence[Item], destination: Destination, budget: Budget, faults: Faults) -> Plan:
-    """Make a plan.
+    """Build a plan.
 
     Args:
         source: the checkpoint that is read.
-        items: what is planned, in the order of the target files.
-        destination: says where it goes.
-        budget: the memory that a run may take.
-        faults: where the destination puts what it finds wrong.
+        items: the planned tensors, in the order of the target files.
+        destination: lays out the target files.
+        budget: the memory that a run may use.
+        faults: collects the faults that the destination finds.
 
     Raises:
-        SourceError: a block that is wanted is in no file, or the destination found faults; all at once.
+        SourceError: a block that a target needs is in no file, or the destination found faults; all at once.
     """
     routes = _Routes(source, faults)
     texts: list[Item] = []
@@ -98,14 +98,16 @@ def build(source: Checkpoint, items: Sequence[Item], destination: Destination, b
     moves = _moves(routed, files, budget.band_bytes)
     weights = [max(prod(route.recipe.shape), route.written) * item.tensor.spec.dtype.itemsize for item, route in routed]
     tasks = share_out(moves, weights, budget.band_bytes, whole_files=destination.coding is not None)
-    labels: dict[Label, Label] = {}  # a name of many files is held once
-    every = tuple(labels.setdefault(label, label) for label in (Label(i.name, i.tensor.spec.name) for i, _ in routed))
+    labels: dict[Label, Label] = {}  # a name in many files is stored once
+    move_labels = tuple(
+        labels.setdefault(label, label) for label in (Label(i.name, i.tensor.spec.name) for i, _ in routed)
+    )
     stats, memory = _stats(files, moves, routed, budget, len(tasks))
-    made = Plan(
+    result = Plan(
         source,
         files,
         moves,
-        every,
+        move_labels,
         tasks,
         stats,
         destination.format,
@@ -118,19 +120,22 @@ def build(source: Checkpoint, items: Sequence[Item], destination: Destination, b
         exclusive=destination.exclusive,
         memory=memory,
     )
-    size = sum(made.size_of(file) for file in files if file.link is None)
-    return replace(made, stats=stats._replace(target_bytes=size))
+    size = sum(result.size_of(file) for file in files if file.link is None)
+    return replace(result, stats=stats._replace(target_bytes=size))
 
 
 class _Routes:
-    """Finds the routes of tensors; what is worked out for one is remembered here for the next alike."""
+    """Finds the routes of tensors, and caches them for similar tensors."""
 
     def __init__(self, source: Checkpoint, faults: Faults) -> None:
         self._source, self._faults = source, faults
         self._known: dict[tuple[Sharding, Wanted, Where | None, Shape | None], Route | None] = {}
 
     def to(self, tensor: Tensor, wanted: Wanted, *, only: Where | None = None) -> Route | None:
-        """Return the route to wanted blocks, from one replica where copies differ; None where a block is in no file."""
+        """Return the route to target blocks, or None if a block is in no file.
+
+        If `only` is given, read this replica, because copies differ.
+        """
         key = (tensor.sharding, wanted, only, tensor.space)
         if key not in self._known:
             self._known[key] = _route(tensor, wanted, only)
@@ -140,7 +145,7 @@ class _Routes:
         return route
 
     def _report_absent(self, tensor: Tensor, wanted: Wanted) -> None:
-        """Report which ranks of the source are needed for a tensor and not there."""
+        """Report the source ranks that are needed for a tensor but missing."""
         spec, strategy = tensor.spec, self._source.strategy
         for source, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True):
             if not replicas and any(source & block for block in wanted.blocks):
@@ -154,19 +159,22 @@ class _Routes:
 
 
 def _route(tensor: Tensor, wanted: Wanted, only: Where | None) -> Route | None:
-    """Return the route from a tensor's shards to wanted blocks; None where a shard that is needed is in no file."""
+    """Return the route from shards to target blocks, or None if a shard is missing."""
     shape, sharding = tensor.space or tensor.spec.shape, tensor.sharding
     shards = list(zip(sharding.blocks, sharding.replicas, strict=True))
     if only is not None:
         shards = [(block, (only,)) for block, _ in shards]
     targets, pieces = wanted.blocks, tuple[tuple[int, int, int], ...]()
     if tensor.space is not None:
-        found = [(box, n, at) for n, block in enumerate(targets) for box, at in boxes(block, tensor.axes)]
-        found.sort(key=lambda piece: piece[1:])  # as they are written where files are made from first byte to last
-        targets, pieces = tuple(box for box, _, _ in found), tuple((n, at, box.size) for box, n, at in found)
-    # Of some ranks only, or with blocks that are empty: take the shards that are needed.
+        boxes_in_blocks = [(box, n, at) for n, block in enumerate(targets) for box, at in boxes(block, tensor.axes)]
+        boxes_in_blocks.sort(key=lambda piece: piece[1:])  # in the order of sequential writes
+        targets, pieces = (
+            tuple(box for box, _, _ in boxes_in_blocks),
+            tuple((n, at, box.size) for box, n, at in boxes_in_blocks),
+        )
+    # If the target or the source is incomplete, or has empty blocks, take only the shards that are needed.
     if not (is_grid(shape, targets) and tensor.is_complete):
-        shards = [(source, some) for source, some in shards if any(source & block for block in targets)]
+        shards = [(source, copies) for source, copies in shards if any(source & block for block in targets)]
     if not all(replicas for _, replicas in shards):
         return None
     recipe = Recipe.of(shape, [block for block, _ in shards], targets)
@@ -186,41 +194,41 @@ def _route(tensor: Tensor, wanted: Wanted, only: Where | None) -> Route | None:
 
 
 def _files_read(routes: Iterable[Route]) -> dict[int, set[int]]:
-    """Return, for each target file, the source files that are read for it."""
-    found: dict[int, set[int]] = {}
+    """Return the source files that are read for each target file."""
+    read_for_file: dict[int, set[int]] = {}
     for route in routes:
         for target, files in zip(route.recipe.targets, _files_of(route), strict=True):
             read = {at.file for block, at in zip(route.recipe.sources, route.reads, strict=True) if block & target}
             for file in files:
-                found.setdefault(file, set()).update(read)
-    return found
+                read_for_file.setdefault(file, set()).update(read)
+    return read_for_file
 
 
 def _files_of(route: Route) -> Sequence[tuple[int, ...]]:
-    """Return the files that get each target of a route's recipe."""
+    """Return the files that each target of a route's recipe goes into."""
     return [route.wanted.files[number] for number, _, _ in route.pieces] if route.pieces else route.wanted.files
 
 
 def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: int) -> tuple[Move, ...]:
-    """Return one move for each tensor, on ways that it shares with others."""
-    writes: dict[Route, tuple[tuple[tuple[Where, ...], ...], list[_Laid]]] = {}
+    """Return one move for each tensor; similar tensors share their ways."""
+    writes: dict[Route, tuple[tuple[tuple[Where, ...], ...], list[_BlockRuns]]] = {}
     ways: dict[tuple[Route, int], Way] = {}
     runs: dict[FileLayout, dict[str, list[Runs]]] = {}
     moves = []
     for item, route in routed:
         if route not in writes:
             writes[route] = _writes(route, files)
-        places, laid_out = writes[route]
+        extents, block_runs = writes[route]
         dtype = item.tensor.spec.dtype
         axis = route.recipe.axis(band_bytes // max(dtype.itemsize, item.dtype.itemsize))
         way = ways.get((route, axis))
         if way is None:
             row = prod(route.recipe.shape[1 : axis + 1])
             multiple = row * route.wanted.unit_rows or 1
-            held = tuple(route.wanted.blocks[number] for number, _, _ in route.pieces)
-            way = ways[route, axis] = Way(route.recipe, axis, route.reads, places, multiple, held)
+            blocks = tuple(route.wanted.blocks[number] for number, _, _ in route.pieces)
+            way = ways[route, axis] = Way(route.recipe, axis, route.reads, extents, multiple, blocks)
         write_runs = []
-        for layout, number, piece in laid_out:
+        for layout, number, piece in block_runs:
             if layout not in runs:
                 runs[layout] = _runs_of(layout)
             whole = runs[layout][item.name][number]
@@ -230,40 +238,40 @@ def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: in
     return tuple(moves)
 
 
-_Laid = tuple["FileLayout", int, tuple[int, int] | None]
-"""Runs in a file: its layout, the number of a tensor's block in it, and the first element and count of a part of it."""
+_BlockRuns = tuple["FileLayout", int, tuple[int, int] | None]
+"""Runs in a file: its layout, the number of a tensor's block in it, and the first element and count of a part."""
 
 
-def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Where, ...], ...], list[_Laid]]:
-    """Return where each target of a recipe goes; and what has the runs of each number."""
-    count: dict[int, int] = {}  # of the tensor's blocks in a file, so far
+def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Where, ...], ...], list[_BlockRuns]]:
+    """Return the extents of each target of a recipe, and the blocks they refer to."""
+    count: dict[int, int] = {}  # the tensor's blocks in each file, so far
     blocks = []
-    for some in route.wanted.files:
-        blocks.append([(file, count.get(file, 0)) for file in some])
-        for file in some:
+    for files_of_block in route.wanted.files:
+        blocks.append([(file, count.get(file, 0)) for file in files_of_block])
+        for file in files_of_block:
             count[file] = count.get(file, 0) + 1
-    every = route.pieces or [(number, 0, 0) for number in range(len(blocks))]
-    numbers: dict[_Laid, int] = {}
-    places = []
-    for block, begin, elements in every:
+    parts = route.pieces or [(number, 0, 0) for number in range(len(blocks))]
+    numbers: dict[_BlockRuns, int] = {}
+    extents = []
+    for block, begin, elements in parts:
         piece = (begin, elements) if route.pieces else None
-        laid = [(file, (files[file].layout, number, piece)) for file, number in blocks[block]]
-        places.append(tuple(Where(file, numbers.setdefault(key, len(numbers))) for file, key in laid))
-    return tuple(places), list(numbers)
+        keys = [(file, (files[file].layout, number, piece)) for file, number in blocks[block]]
+        extents.append(tuple(Where(file, numbers.setdefault(key, len(numbers))) for file, key in keys))
+    return tuple(extents), list(numbers)
 
 
 def _runs_of(layout: FileLayout) -> dict[str, list[Runs]]:
-    """Return the runs of each tensor's blocks in a file, by name and in the file's order."""
-    found: dict[str, list[Runs]] = {}
+    """Return the runs of each tensor's blocks in a file, by name, in the file's order."""
+    result: dict[str, list[Runs]] = {}
     for content in layout.contents:
-        found.setdefault(content.name, []).append(content.runs)
-    return found
+        result.setdefault(content.name, []).append(content.runs)
+    return result
 
 
 def _stats(
     files: Sequence[TargetFile], moves: Sequence[Move], routed: Sequence[Routed], budget: Budget, tasks: int
 ) -> tuple[Stats, tuple[tuple[str, int], ...]]:
-    """Add up what a plan costs, and what its memory consists of."""
+    """Return the costs of a plan, and the parts of its memory."""
     costs: dict[Way, tuple[int, int]] = {}
     needed = read = band = 0
     for move in moves:

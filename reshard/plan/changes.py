@@ -1,4 +1,4 @@
-"""What a conversion changes of its source's tensors, in words: for plans, reports and verifications alike."""
+"""Describe how a conversion changes tensors, in plans, reports and verifications."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """One thing in which a target is not its source.
+    """One difference between a target and its source.
 
     Attributes:
-        kind: what changed values (`lora`, `rules`, `cast`) or names (`rules`, `names`), or left out tensors.
+        kind: the cause: values were changed (`lora`, `rules`, `cast`), names were changed (`rules`, `names`), or
+            tensors were left out (`selection`).
         text: the change, in words.
-        tensors: how many tensors of the target it is of.
+        tensors: how many tensors of the target it affects.
         detail: the directory of the adapter, the rules file, or the cast, as `float32=bfloat16`.
     """
 
@@ -34,18 +35,18 @@ class Change(NamedTuple):
 
 
 def changes(source: Checkpoint, selection: Selection, pairs: Iterable[tuple[str, str]]) -> tuple[Change, ...]:
-    """Return what became of a source's tensors.
+    """Return the changes between a source's tensors and the target's.
 
     Args:
         source: the source, with its adapter and rules (`select.derived`).
-        selection: what was selected.
+        selection: the selection that was applied.
         pairs: the source name and the target name of each tensor.
     """
     return tuple(_changes(source, selection, dict(pairs)))
 
 
 def changes_of(plan: Plan) -> tuple[Change, ...]:
-    """Return what a plan makes of its source's tensors; nothing of one that is put together from others."""
+    """Return the changes of a plan; empty if it was combined from other plans."""
     if plan.request is None:
         return ()
     pairs = [(label.source_name, label.name) for label in plan.labels]
@@ -53,18 +54,18 @@ def changes_of(plan: Plan) -> tuple[Change, ...]:
 
 
 def described(found: Iterable[Change]) -> str:
-    """Return in words what became of values and names; nothing if they stay what they were.
+    """Return the changes of values and names as text; empty if there are none.
 
     >>> described([Change("cast", "cast to bfloat16", 6), Change("selection", "weights only", 6)])
     'cast to bfloat16'
     """
-    return ", ".join(one.text for one in found if one.kind != "selection")
+    return ", ".join(change.text for change in found if change.kind != "selection")
 
 
 def _changes(source: Checkpoint, selection: Selection, new_names: dict[str, str]) -> Iterator[Change]:
     tensors = {old: source.tensors[old] for old in new_names if old in source.tensors}
     pairs = {old: new for old, new in new_names.items() if old in tensors and tensors[old].text is None}
-    origin, every = source.origin, len(pairs)
+    origin, total = source.origin, len(pairs)
     if origin is not None and origin.lora is not None:
         merged = len(origin.merged if origin.rules else origin.merged & pairs.keys())
         if merged:
@@ -72,21 +73,21 @@ def _changes(source: Checkpoint, selection: Selection, new_names: dict[str, str]
             name = root.rstrip("/").rpartition("/")[2]
             yield Change("lora", f'LoRA adapter "{name}" merged into {_count(merged, "weight")}', merged, root)
     if origin is not None and origin.rules is not None:
-        yield Change("rules", f"in the names and shapes of {origin.side}", every, origin.rules.root)
+        yield Change("rules", f"in the names and shapes of {origin.side}", total, origin.rules.root)
     renamed = sum(old != new for old, new in pairs.items())
     if renamed:
         yield Change("names", f"{_count(renamed, 'tensor')} renamed", renamed)
     dtypes = Counter((tensors[old].spec.dtype, selection.target_dtype(source, old)) for old in pairs)
     for (before, after), count in dtypes.items():
         if before is not after:
-            some = "" if count == every else f"{count:,} of {_count(every, 'tensor')} "
-            yield Change("cast", f"{some}cast to {after}", count, f"{before}={after}")
+            share = "" if count == total else f"{count:,} of {_count(total, 'tensor')} "
+            yield Change("cast", f"{share}cast to {after}", count, f"{before}={after}")
     if selection.weights_only:
-        yield Change("selection", "weights only", every)
+        yield Change("selection", "weights only", total)
     if selection.include or selection.exclude or source.left_out:
-        of = sum(tensor.text is None for tensor in source.tensors.values()) + len(source.left_out)
-        if every < of:
-            yield Change("selection", f"{_count(of - every, 'other')} left out", every)
+        source_total = sum(tensor.text is None for tensor in source.tensors.values()) + len(source.left_out)
+        if total < source_total:
+            yield Change("selection", f"{_count(source_total - total, 'other')} left out", total)
 
 
 def _count(number: int, noun: str) -> str:
@@ -94,7 +95,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def cast_advice(target: str, source: str, count: int) -> Text | None:
-    """Return how to compare tensors of two dtypes; None if neither can be cast to the other.
+    """Return how to compare tensors of two dtypes, or None if neither can be cast.
 
     >>> str(cast_advice("bfloat16", "float32", 6)).partition("; ")[0]
     '6 tensors are bfloat16 in the target, float32 in the source'
@@ -102,10 +103,10 @@ def cast_advice(target: str, source: str, count: int) -> Text | None:
     "to compare with a cast exchange the two and give cast={'float32': 'bfloat16'}"
     """
     after, before = by_name(target, UsageError), by_name(source, UsageError)
-    ways = [(before, after, ""), (after, before, "exchange the two and ")]
-    legal = [way for way in ways if not cast_fault(*way[:2])]
+    directions = [(before, after, ""), (after, before, "exchange the two and ")]
+    legal = [direction for direction in directions if not cast_fault(*direction[:2])]
     if not legal:
         return None
-    old, new, how = min(legal, key=lambda way: way[1].itemsize)  # what is cast is seldom widened
+    old, new, first = min(legal, key=lambda direction: direction[1].itemsize)  # casts usually narrow
     tensors = f"{_count(count, 'tensor')} {'is' if count == 1 else 'are'} {after} in the target, {before} in the source"
-    return Text(f"{tensors}; to compare with a cast {how}give ", Option("cast", old.name, new.name))
+    return Text(f"{tensors}; to compare with a cast {first}give ", Option("cast", old.name, new.name))

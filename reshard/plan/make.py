@@ -1,4 +1,4 @@
-"""`reshard.plan`: a plan from a checkpoint, a target strategy and what else is asked for."""
+"""`reshard.plan`: make a plan from a checkpoint, a target strategy and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.plan.select import Selection, derived, globs, select, select_listed
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers, self_described
 from reshard.source.assemble import assemble_whole
-from reshard.source.checkpoint import Checkpoint
+from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.reshape import with_shapes
 from reshard.source.strategies import strategy_of
 from reshard.storage.cipher import MODE
@@ -60,37 +60,38 @@ def plan(
     threads: int | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Plan how a checkpoint becomes that of another strategy.
+    """Plan the conversion of a checkpoint to another strategy.
 
     Args:
         source: the checkpoint to convert.
-        target: which rank is to hold which block; None for one rank of whole tensors. For a Checkpoint 2.0 also what
-            `reshard.read_layouts` says of another.
-        format: `safetensors` or `ckpt`; by default the source's, and safetensors where that is mixed or zarr. `zarr`
+        target: the blocks that each rank will hold; None for one rank of whole tensors. For a Checkpoint 2.0 also the
+            result of `reshard.read_layouts`.
+        format: `safetensors` or `ckpt`; by default the source's, or safetensors if that is mixed or zarr. `zarr`
             for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch.
-        prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
-            is one stage of a pipeline.
+        prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` after the rank if the source is one
+            stage of a pipeline.
         files: another way to lay out the target's files (see `targets.kinds.AnyFiles`), such as a unified set or a
             `ZarrGroup`.
         ranks: only these ranks of the target; by default all.
-        stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it,
-            where it, or the files that were next to it, show that there are others; what it does not name is dropped.
+        stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it if
+            the strategy, or the files next to it, show that there are other stages; tensors that the strategy does not
+            name are dropped.
         selection: which tensors, under which names, as which dtypes.
         drop: globs of weights that the target may lack though the source has them; added to the selection's.
-        allow_missing: globs of weights that the source may lack though the target has them; likewise.
+        allow_missing: globs of weights that the source may lack though the target has them; added to the selection's.
         remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
-        link_replicas: make target files that are equal in every byte links to one file: copies that share their
-            blocks where the file system has them, else hard links.
-        memory: resident memory in bytes that a run may use at its peak; by default about 100 MB are enough, and some
-            kB a tensor.
-        threads: the most threads that a run may have, fewer where `memory` is for fewer; by default 4.
+        link_replicas: make target files that are equal in every byte links to one file: copies that share blocks if
+            the file system supports them, else hard links.
+        memory: resident memory in bytes that a run may use at its peak; by default about 100 MB and a few kB per tensor
+            are enough.
+        threads: maximum number of threads of a run, reduced to fit in `memory`; by default 4.
         target_cipher: encrypts the target files, of format `ckpt`, as MindSpore does; needs the `crypto` extra.
 
     Raises:
         SourceError: weights are missing or would be dropped; all at once.
             Also a target layout that does not fit a tensor's shape, or a source that seems to be one rank of several.
         StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
-        BudgetError: `memory` is too little; the error names the least that works.
+        BudgetError: `memory` is too little; the error names the minimum.
         UsageError: an unknown format or rank, an invalid prefix, or a format that is not encrypted.
     """
     if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
@@ -109,24 +110,24 @@ def plan(
     source.require_whole()
     selection = selection or Selection()
     source = derived(source, selection)
-    lacks = selection.allow_missing + globs(allow_missing)
-    selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=lacks)
+    may_lack = selection.allow_missing + globs(allow_missing)
+    selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=may_lack)
     ranks = None if ranks is None else tuple(ranks)
-    part = "" if source.part is None else f"_part{source.part}"
+    part = "" if source.opening.stage is None else f"_part{source.opening.stage}"
     files = files or (OF_FORMATS[format]() if format in OF_FORMATS else RankFiles(prefix, part))
-    kind = destination_of(files)
-    written = _format_of(source, files, kind.format, format)
+    destination_class = destination_of(files)
+    written = _format_of(source, files, destination_class.format, format)
     request = Request(
-        target, written, files, ranks, _asked(source, selection), remove_redundancy, link_replicas, memory, stage,
-        _to_write(target_cipher, written),
+        target, written, files, ranks, _full_selection(source, selection), remove_redundancy, link_replicas, memory,
+        stage, _encrypting(target_cipher, written),
     )  # fmt: skip
-    request = kind.settled(request, source)
-    if kind.links:
-        return _linked(source, request, kind)
-    asked, wanted = _of_stage(target, stage, ranks)
-    request = replace(request, target=asked)
-    source = source if kind.carries else source.unbound()
-    selected = select(source, asked, selection, carries=kind.carries)
+    request = destination_class.settled(request, source)
+    if destination_class.links:
+        return _linked(source, request, destination_class)
+    strategy, stage_ranks = _restrict_to_stage(target, stage, ranks)
+    request = replace(request, target=strategy)
+    source = source if destination_class.carries else source.unbound()
+    selected = select(source, strategy, selection, carries=destination_class.carries)
     restacked: tuple[str, ...] = ()
     if isinstance(target, Pattern):
         source, restacked = with_shapes(
@@ -135,25 +136,27 @@ def plan(
     tensors = source.tensors
     items = [Item(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
-    held = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.bound}
-    idle = [f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in held]
-    destination = kind(source, replace(request, ranks=wanted), items, dict(selected.objects), faults)
-    limit = budget(source, items, destination, memory=memory, threads=threads)
-    made = build(source, items, destination, limit, faults)
-    others = (*(name for name, _ in selected.objects), *source.beside)
+    dtypes = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.extras.bound}
+    unused_casts = [
+        f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in dtypes
+    ]
+    destination = destination_class(source, replace(request, ranks=stage_ranks), items, dict(selected.objects), faults)
+    limits = budget(source, items, destination, memory=memory, threads=threads)
+    result = build(source, items, destination, limits, faults)
+    source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
     return replace(
-        made,
-        dropped=(*selected.dropped, *(name for name in others if name not in destination.carried)),
+        result,
+        dropped=(*selected.dropped, *(name for name in source_objects if name not in destination.carried)),
         missing=selected.missing,
         left_out=selected.left_out,
-        warnings=(*source.warnings, *selected.warnings, *restacked, *destination.warnings(), *idle),
+        warnings=(*source.warnings, *selected.warnings, *restacked, *destination.warnings(), *unused_casts),
         request=request,
         alone=isinstance(files, NamedFile) and "{rank}" not in files.name,
     )
 
 
-def _asked(source: Checkpoint, selection: Selection) -> Selection:
-    """Return what is selected of a source as it was opened: by what made it what it is, and of that some."""
+def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
+    """Return the selection relative to the source as opened, with rules and adapter."""
     if source.origin is None:
         return selection
     left_out = source.left_out - source.origin.left_out - source.origin.checkpoint.left_out
@@ -162,44 +165,45 @@ def _asked(source: Checkpoint, selection: Selection) -> Selection:
 
 
 def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Plan:
-    """Plan a target of links to the files of another."""
+    """Plan a target whose files are links to the source's files."""
     renamed, left_out = select_listed(source, request.selection)
-    made = kind(source, request, (), renamed, Faults(source.root))
-    files = made.files((), ())
-    memory = (("program", IMPORTED_BYTES), *made.memory)
+    destination = kind(source, request, (), renamed, Faults(source.root))
+    files = destination.files((), ())
+    memory = (("program", IMPORTED_BYTES), *destination.memory)
     stats = Stats(
-        tensors=len(source.tensors.keys() & renamed.keys() - set(made.dropped)),
+        tensors=len(source.tensors.keys() & renamed.keys() - set(destination.dropped)),
         bytes_needed=0, bytes_read=0, bytes_written=0,
         target_bytes=sum(file.layout.size for file in files if not file.link),
         source_files=sum(file.link is not None for file in files), target_files=len(files), tasks=0,
         peak_memory=sum(nbytes for _, nbytes in memory),
     )  # fmt: skip
-    # A link changes the time of change of its file, which is then no sign that somebody else wrote into it.
+    # A link changes the change time of its file, which then does not show whether the file was modified.
     lasting = replace(source, files=tuple(replace(file, change=(0, 0)) for file in source.files))
     return Plan(
-        lasting, files, (), (), (), stats, made.format, made.ranks, 0, 1, dropped=made.dropped, left_out=left_out,
-        warnings=(*source.warnings, *made.warnings()), memory=memory, request=request,
+        lasting, files, (), (), (), stats, destination.format, destination.ranks, 0, 1,
+        dropped=destination.dropped, left_out=left_out, warnings=(*source.warnings, *destination.warnings()),
+        memory=memory, request=request,
     )  # fmt: skip
 
 
-def _format_of(source: Checkpoint, files: AnyFiles, own: str, asked: str | None) -> str:
-    """Return the format of a target's files: their own, the only one, or the one asked for, or the source's."""
-    if asked not in {None, own} and (own or asked in OF_FORMATS):
-        raise UsageError(f"{type(files).__name__} does not write format {asked}", code="wrong-format")
-    before = source.format if source.format in {known.NAME for known in formats()} else "safetensors"
-    return own or by_name(asked or str(before)).NAME
+def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | None) -> str:
+    """Return the format of target files: the only, the requested or the source's."""
+    if requested not in {None, only} and (only or requested in OF_FORMATS):
+        raise UsageError(f"{type(files).__name__} does not write format {requested}", code="wrong-format")
+    default = source.format if source.format in {module.NAME for module in formats()} else "safetensors"
+    return only or by_name(requested or str(default)).NAME
 
 
-def _of_stage(
+def _restrict_to_stage(
     target: Strategy | Pattern | None, stage: int | None, ranks: Iterable[int] | None
 ) -> tuple[Strategy | Pattern | None, tuple[int, ...] | None]:
-    """Return the strategy and the ranks of a target, of which only one stage may be asked for.
+    """Restrict a target's strategy and ranks to `stage`, if it is given.
 
     Raises:
-        StrategyError: the strategy is that of one stage and none is asked for, or does not have the one that is.
-        UsageError: ranks of other stages are asked for, or there is no strategy.
+        StrategyError: the strategy covers a single stage and `stage` is None, or it does not have the requested stage.
+        UsageError: ranks of other stages are requested, or there is no strategy.
     """
-    wanted = None if ranks is None else tuple(ranks)
+    requested = None if ranks is None else tuple(ranks)
     if stage is None:
         if isinstance(target, Strategy) and target.others:
             number = target.stages.start
@@ -207,22 +211,24 @@ def _of_stage(
                 f"the target strategy covers only stage {number} of a pipeline", code="one-stage",
                 hint=Text(f"give {ALL_STAGES}, or ", Option("target_stage", number), " to write only its ranks"),
             )  # fmt: skip
-        return target, wanted
+        return target, requested
     if not isinstance(target, Strategy):
         raise UsageError(
             f"no target strategy says which ranks stage {stage} has", code="missing-strategy",
             hint=Text("give ", Option("target_strategy")),
         )  # fmt: skip
     part = target.of_stage(stage)
-    outside = set(wanted or ()).difference(part.ranks)
+    outside = set(requested or ()).difference(part.ranks)
     if outside:
         raise UsageError(
             f"{ranks_text(outside)} {'is' if len(outside) == 1 else 'are'} not in stage {stage} of the target",
             code="no-such-rank", facts=[f"stage {stage} has {ranks_text(part.ranks)}"],
         )  # fmt: skip
     if len(target.stages) == 1:
-        return part, wanted
-    return target, tuple(part.ranks) if wanted is None else wanted  # all of it says which tensors other stages have
+        return part, requested
+    return target, tuple(
+        part.ranks
+    ) if requested is None else requested  # the whole strategy names the tensors of other stages
 
 
 def plan_convert(
@@ -238,29 +244,29 @@ def plan_convert(
     target_cipher: Cipher | None = None,
     rules: Rules | None = None,
 ) -> Plan:
-    """Plan how every file of a checkpoint is written again in another format.
+    """Plan the conversion of every file of a checkpoint to another format.
 
-    A file keeps its place below the directory and its name, but for the extension. The files of a checkpoint that says
-    itself which rank holds which block mean nothing without what says so: it becomes rank files of the same blocks.
+    A file keeps its path below the directory, except for the extension. If the checkpoint's own metadata say which
+    rank holds which block, its files mean nothing without the metadata; it becomes rank files of the same blocks.
 
     Args:
         path: a directory of rank directories, or one file.
         format: `safetensors` or `ckpt`.
-        name: what the target file is called, where the source is one file.
-        rank_pattern: where a rank's files are below the directory.
-        suffix: take the files whose names end so, where a rank has several.
+        name: the name of the target file, if the source is one file.
+        rank_pattern: the path of a rank's files below the directory.
+        suffix: take the files whose names end with it, if a rank has several.
         drop: globs of entries to leave out because they cannot be converted.
-        threads: the most threads that a run may have.
+        threads: maximum number of threads of a run.
         cipher: decrypts the files.
         target_cipher: as for `plan`.
-        rules: between the names and shapes of its tensors and those of the target's, which is one file then.
+        rules: map the names and shapes of its tensors to the target's; source and target are one file then.
 
     Returns:
-        a plan to be run. It has no arrays of ranks: which tensors are parts of one is not known.
+        a plan to be run. It has no arrays of ranks, because it is unknown which tensors are parts of one array.
 
     Raises:
         SourceError: no files, or files that are not valid.
-        UsageError: a unified set, whose index goes by the names of its files.
+        UsageError: a unified set, whose index refers to its files by name.
     """
     path = as_place(path)
     if rules is not None:
@@ -277,7 +283,7 @@ def plan_convert(
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind is None and self_described(path):
         opened = open_checkpoint(path, cipher=cipher)
-        if opened.holders:
+        if opened.extras.holders:
             dropped = globs(drop)
             target = strategy_of(opened, drop=dropped)
             return plan(opened, target, format=format, drop=dropped, threads=threads, target_cipher=target_cipher)
@@ -289,17 +295,17 @@ def plan_convert(
         )  # fmt: skip
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     if name is not None:
-        NamedFile(name).shard_files([], "")  # refuses what is not a name
+        NamedFile(name).shard_files([], "")  # refuses an invalid name
     extension = by_name(format).EXTENSION
-    made = plan_files(
-        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), cipher=cipher, step=step),
+    result = plan_files(
+        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), coding=cipher, opening=Opening(step=step)),
         [name or f"{_below(path, file)}{extension}" for file in files],
         format,
         selections=[Selection(drop=globs(drop))] * len(files),
         threads=threads,
         target_cipher=target_cipher,
     )
-    return replace(made, alone=name is not None)
+    return replace(result, alone=name is not None)
 
 
 def plan_files(
@@ -311,37 +317,37 @@ def plan_files(
     threads: int | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Plan how each of some files is written again in another format, as one of whole tensors wherever it lies.
+    """Plan the conversion of files to another format, each as a file of whole tensors.
 
     Args:
         source: the files; it needs no tensors.
-        paths: what each becomes, below the target directory.
+        paths: the path of each target file below the target directory.
         format: `safetensors` or `ckpt`.
-        selections: which tensors of each, and under which names.
-        threads: the most threads that a run may have.
+        selections: for each file, which tensors, and under which names.
+        threads: maximum number of threads of a run.
         target_cipher: as for `plan`.
 
     Raises:
-        SourceError: entries cannot be converted that a selection does not drop.
+        SourceError: entries cannot be converted, and no selection drops them.
         UsageError: two tensors of a file would have one name, or a dtype does not exist in the format.
     """
     items: list[list[Item]] = []
     dropped: dict[str, None] = {}
     for number, (file, selection) in enumerate(zip(source.files, selections, strict=True)):
         tensors = assemble_whole(file.path, source.files, source.ranks, [number])
-        one = Checkpoint(file.path, tensors, (file,), (0,), unreadable=dict(file.index.unreadable))
-        selected = select(one, None, selection)
+        checkpoint = Checkpoint(file.path, tensors, (file,), (0,), unreadable=dict(file.index.unreadable))
+        selected = select(checkpoint, None, selection)
         items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
         dropped.update(dict.fromkeys(selected.dropped))
-    destination = SameFiles(source, items, paths, by_name(format), _to_write(target_cipher, format))
-    every = [item for some in items for item in some]
-    limit = budget(source, every, destination, threads=threads)
-    made = build(source, every, destination, limit, Faults(source.root))
-    return replace(made, dropped=tuple(dropped), warnings=source.warnings)
+    destination = SameFiles(source, items, paths, by_name(format), _encrypting(target_cipher, format))
+    all_items = [item for file_items in items for item in file_items]
+    limits = budget(source, all_items, destination, threads=threads)
+    result = build(source, all_items, destination, limits, Faults(source.root))
+    return replace(result, dropped=tuple(dropped), warnings=source.warnings)
 
 
-def _to_write(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A002 -- as above
-    """Return what encrypts target files, in its mode; raise `UsageError` if their format has no encryption."""
+def _encrypting(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A002 -- as above
+    """Return the cipher for target files; raise `UsageError` if unsupported."""
     if cipher is not None and format != "ckpt":
         raise UsageError(
             f"{format} files cannot be encrypted", code="not-encryptable",
@@ -351,7 +357,7 @@ def _to_write(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A00
 
 
 def _below(path: Place, file: SourceFile) -> str:
-    """Return a file's place below the directory, without the extension."""
-    place = file.path.removeprefix(f"{path.absolute()}/")
-    stem, dot, extension = place.rpartition(".")
-    return stem if dot and "/" not in extension else place
+    """Return a file's path below the directory, without the extension."""
+    path_below = file.path.removeprefix(f"{path.absolute()}/")
+    stem, dot, extension = path_below.rpartition(".")
+    return stem if dot and "/" not in extension else path_below

@@ -1,19 +1,19 @@
-"""Who writes a target file: tasks that each write a few tensors into all files, or one task a file.
+"""Partition a plan into tasks, by tensor or by file.
 
-*By tensor*, every source byte is read once, and files are written at many places at a time. *By file*, a task writes
-a few files side by side, each from its first byte to its last: the way of object stores, and of file systems to which
-writing in order matters. What is split in another way than the files are is then read once for every group of files
-that needs it. So files are put together that read the same bytes:
+*By tensor*, every task writes a few tensors into all files: every source byte is read once, and files are written at
+many offsets at a time. *By file*, a task writes a few files side by side, each from its first byte to its last, for
+object stores and file systems that need sequential writes. Tensors that are split differently than the files are then
+read once for every group of files that needs them. So files that read the same bytes are grouped:
 
 1. In each segment of each recipe (`bands`), the rows of a source block are read for a set of files: `_readers`.
-2. Sets are taken in the order of what reading once saves, and their files put together, as many as may be open at
-   once; until less than a sixteenth of the bytes would be read twice.
-3. What is then still read several times is counted in the plan's statistics.
+2. Take the sets in the order of the bytes saved by reading once, and group their files, up to the number of files that
+   may be open at once; stop when less than a sixteenth of the bytes would be read twice.
+3. Count the bytes that are still read several times in the plan's statistics.
 
-A zarr store at a URL is written by file too, each task from the rows that its files of chunks have: these are never
-read twice, because chunks cut tensors along rows first.
+A zarr store at a URL is written by file too, each task from the rows of its chunk files: these are never read twice,
+because chunks cut tensors along rows first.
 
-All of it is integers.
+All values are integers.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ if TYPE_CHECKING:
 PARTITIONS = ("tensor", "file")
 
 FILES_AT_ONCE = 64
-"""The most local files that a task writes side by side."""
+"""Maximum number of local files that a task writes side by side."""
 
 STREAMS_AT_ONCE = 16
-"""The most files at URLs: each holds a part, and a copy of it while it is sent."""
+"""The same for files at URLs: each buffers a part, and a copy of the part while it is uploaded."""
 
 
 def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
-    """Return the plan as it is carried out in a directory: by tensor, or by file.
+    """Return the plan with tasks by tensor or by file, to suit a directory.
 
     Args:
         plan: a plan by tensor.
-        partition: `tensor` or `file`; None for what suits: by file at URLs and if files are encrypted, else by tensor.
-        directory: where the target files go.
+        partition: `tensor` or `file`; by default `file` at URLs or if files are encrypted, else `tensor`.
+        directory: the target directory.
 
     Raises:
-        UsageError: an unknown partition, or one that the storage has no way for.
+        UsageError: the partition is unknown, or the storage does not support it.
     """
     if partition not in {None, *PARTITIONS}:
         raise UsageError(
@@ -93,42 +93,43 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
     readers = _readers(plan.moves)
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     groups = _groups(readers, numbers, FILES_AT_ONCE if can(directory).positioned else STREAMS_AT_ONCE)
-    of = {number: group for group, some in enumerate(groups) for number in some}
-    memory = (("sending", _held(plan, groups, directory)), ("more bands", _more_bands(plan, len(groups))))
+    group_of = {number: index for index, group in enumerate(groups) for number in group}
+    memory = (("sending", _write_buffers(plan, groups, directory)), ("more bands", _extra_bands(plan, len(groups))))
     stats = plan.stats._replace(
-        bytes_read=sum(nbytes * len({of[number] for number in files}) for files, nbytes in readers.items()),
+        bytes_read=sum(nbytes * len({group_of[number] for number in files}) for files, nbytes in readers.items()),
         tasks=len(groups),
         peak_memory=plan.stats.peak_memory + sum(nbytes for _, nbytes in memory),
     )
-    tasks = tuple(Task(files=some) for some in groups)
+    tasks = tuple(Task(files=group) for group in groups)
     return replace(plan, tasks=tasks, stats=stats, memory=(*plan.memory, *memory))
 
 
 def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
-    """Return what a task that writes whole files moves, in the order of each file, and the plan that has the moves.
+    """Return a plan of the moves of a task that writes whole files, and its pieces.
 
-    Of a plan by tensor and rank that is one of these files alone; tasks of a store have their pieces.
+    Pieces are in the order of each file. A task of a zarr store has its pieces already; for others, the plan is
+    restricted to the task's files.
     """
     if task.pieces:
         return plan, task.pieces
-    wanted = frozenset(task.files)
-    known: dict[Way, tuple[Way, dict[tuple[FileLayout, int], None]] | None] = {}
+    chosen_files = frozenset(task.files)
+    shares: dict[Way, tuple[Way, dict[tuple[FileLayout, int], None]] | None] = {}
     moves: list[tuple[int, Move]] = []
-    begins: dict[FileLayout, list[tuple[int, int]]] = {}  # of contents in files alike: offset and move
+    begins: dict[FileLayout, list[tuple[int, int]]] = {}  # offset and move of each content, by layout
     for number, move in enumerate(plan.moves):
-        if move.way not in known:
-            known[move.way] = _share(plan, move.way, wanted)
-        if share := known[move.way]:
+        if move.way not in shares:
+            shares[move.way] = _restrict(plan, move.way, chosen_files)
+        if share := shares[move.way]:
             for layout, runs in share[1]:
                 if any(nbytes for _, nbytes in move.write_runs[runs]):
                     begins.setdefault(layout, []).append((move.write_runs[runs][0][0], len(moves)))
             moves.append((number, move._replace(way=share[0])))
     sorter: TopologicalSorter[int] = TopologicalSorter()
-    for stored in begins.values():
-        stored.sort()
-        for _, number in stored:
+    for places in begins.values():
+        places.sort()
+        for _, number in places:
             sorter.add(number)
-        for (_, before), (_, number) in pairwise(stored):
+        for (_, before), (_, number) in pairwise(places):
             if number != before:  # several pieces of a block
                 sorter.add(number, before)
     ordered = [moves[number] for number in sorter.static_order()]
@@ -137,28 +138,32 @@ def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
     return replace(plan, moves=tuple(move for _, move in ordered), labels=labels), pieces
 
 
-def _share(plan: Plan, way: Way, wanted: frozenset[int]) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
-    """Return the part of a way that makes the blocks of some files, with the layouts of these and the numbers of runs.
+def _restrict(
+    plan: Plan, way: Way, chosen_files: frozenset[int]
+) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
+    """Restrict a way to the blocks of some files, and return it with their runs.
 
-    None where it makes nothing of them.
+    The runs are given by the layouts of the files and the numbers of runs.
+
+    Return None if the way writes no block of these files.
     """
     kept = [
-        (block, some)
+        (block, chosen_writes)
         for block, written in zip(way.recipe.targets, way.writes, strict=True)
-        if (some := tuple(at for at in written if at.file in wanted))
+        if (chosen_writes := tuple(at for at in written if at.file in chosen_files))
     ]
     if not kept:
         return None
     blocks = tuple(block for block, _ in kept)
-    given = [n for n, source in enumerate(way.recipe.sources) if any(source & block for block in blocks)]
-    recipe = Recipe(way.recipe.shape, tuple(way.recipe.sources[n] for n in given), blocks)
-    writes = tuple(some for _, some in kept)
-    share = Way(recipe, way.axis, tuple(way.reads[n] for n in given), writes, way.row_multiple)
-    return share, {(plan.files[at.file].layout, at.runs): None for some in writes for at in some}
+    source_numbers = [n for n, source in enumerate(way.recipe.sources) if any(source & block for block in blocks)]
+    recipe = Recipe(way.recipe.shape, tuple(way.recipe.sources[n] for n in source_numbers), blocks)
+    writes = tuple(chosen_writes for _, chosen_writes in kept)
+    share = Way(recipe, way.axis, tuple(way.reads[n] for n in source_numbers), writes, way.row_multiple)
+    return share, {(plan.files[at.file].layout, at.runs): None for chosen_writes in writes for at in chosen_writes}
 
 
-def _more_bands(plan: Plan, tasks: int) -> int:
-    """Return what the bands of threads take that have something to do only now that there are so many tasks."""
+def _extra_bands(plan: Plan, tasks: int) -> int:
+    """Return the memory for bands of the threads that become busy with more tasks."""
     threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
     casts = any(move.dtype != move.target_dtype for move in plan.moves)
     strided = any(way.is_strided for way in {move.way for move in plan.moves})
@@ -166,36 +171,36 @@ def _more_bands(plan: Plan, tasks: int) -> int:
 
 
 def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
-    """Return the plan of a zarr store of which each task writes whole files: as by tensor, but cut where files are."""
+    """Return the plan of a zarr store with tasks that are cut at file boundaries."""
     moves = plan.moves
     weights = [prod(move.recipe.shape) * max(move.dtype.itemsize, move.target_dtype.itemsize) for move in moves]
     tasks = share_out(moves, weights, plan.band_bytes, whole_files=True)
     groups: list[dict[int, None]] = [{} for _ in tasks]
-    pieces: list[list[tuple[int, int]]] = [[] for _ in moves]  # of each move: first row and task
+    pieces: list[list[tuple[int, int]]] = [[] for _ in moves]  # for each move: first row and task
     for number, task in enumerate(tasks):
         for piece in task.pieces:
             pieces[piece.move].append((piece.start, number))
-    sent = held = 0
-    for move, some in zip(moves, pieces, strict=True):
+    sending = waiting = 0
+    for move, starts in zip(moves, pieces, strict=True):
         row = prod(move.recipe.shape[1 : move.axis + 1])
         for block, (at,) in zip(move.recipe.targets, move.way.writes, strict=True):
             first = block.start[0] * row if block.start else 0
-            groups[some[bisect_right(some, first, key=itemgetter(0)) - 1][1]][at.file] = None
-        one_sent, one_held = _at_once(plan, move)
-        sent, held = max(sent, one_sent), max(held, one_held)
-    more = 2 * plan.band_bytes  # a part is sent when a band has made it longer than it need be
-    memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sent + held + more)
+            groups[starts[bisect_right(starts, first, key=itemgetter(0)) - 1][1]][at.file] = None
+        array_sent, array_waiting = _array_buffers(plan, move)
+        sending, waiting = max(sending, array_sent), max(waiting, array_waiting)
+    overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
+    memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))
     tasks = tuple(Task(task.pieces, tuple(files)) for task, files in zip(tasks, groups, strict=True))
     return replace(plan, tasks=tasks, stats=stats, memory=shares)
 
 
-def _at_once(plan: Plan, move: Move) -> tuple[int, int]:
-    """Return how many bytes of an array are held for being sent, and for being sent later.
+def _array_buffers(plan: Plan, move: Move) -> tuple[int, int]:
+    """Return how many bytes of an array are buffered for sending, and how many wait.
 
-    Files that some rows meet are open side by side, and each begins and ends with the same rows. In a shard of several
-    plain chunks, those of the same rows wait for the first.
+    Files that share rows are open side by side, and each begins and ends with the same rows. In a shard of several
+    plain chunks, the chunks of the same rows wait for the first.
     """
     files: dict[int, tuple[int, ...]] = {}
     chunks: Counter[tuple[int, ...]] = Counter()
@@ -218,44 +223,44 @@ def _first_cut(blocks: Sequence[Block]) -> int:
 
 
 def _readers(moves: Iterable[Move]) -> Counter[frozenset[int]]:
-    """Return how many bytes are read for each set of files: whatever is read for one of its files serves all."""
-    found: Counter[frozenset[int]] = Counter()
-    known: dict[Way, Counter[frozenset[int]]] = {}
+    """Return how many bytes are read for each set of files that share them."""
+    nbytes_by_files: Counter[frozenset[int]] = Counter()
+    by_way: dict[Way, Counter[frozenset[int]]] = {}
     for move in moves:
-        if move.way not in known:
-            known[move.way] = _elements(move.way)
-        for files, elements in known[move.way].items():
-            found[files] += elements * move.dtype.itemsize
-    return found
+        if move.way not in by_way:
+            by_way[move.way] = _elements(move.way)
+        for files, elements in by_way[move.way].items():
+            nbytes_by_files[files] += elements * move.dtype.itemsize
+    return nbytes_by_files
 
 
 def _elements(way: Way) -> Counter[frozenset[int]]:
-    recipe, found = way.recipe, Counter[frozenset[int]]()
-    known: dict[Columns, list[tuple[frozenset[int], int]]] = {}
+    recipe, elements_by_files = way.recipe, Counter[frozenset[int]]()
+    by_columns: dict[Columns, list[tuple[frozenset[int], int]]] = {}
     for segment in recipe.segments(way.axis, 0, recipe.rows(way.axis)):
         columns = segment.columns
-        if columns not in known:
+        if columns not in by_columns:
             files: list[set[int]] = [set() for _ in columns.sources]
             for target, parts in zip(columns.targets, columns.parts, strict=True):
                 for part in parts:
                     files[part.read].update(at.file for at in way.writes[target])
-            known[columns] = [
-                (frozenset(some), prod(shape)) for some, shape in zip(files, columns.source_shapes, strict=True)
+            by_columns[columns] = [
+                (frozenset(readers), prod(shape)) for readers, shape in zip(files, columns.source_shapes, strict=True)
             ]
-        for some, elements in known[columns]:
-            found[some] += elements * (segment.stop - segment.start)
-    return found
+        for readers, elements in by_columns[columns]:
+            elements_by_files[readers] += elements * (segment.stop - segment.start)
+    return elements_by_files
 
 
 def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *, whole_files: bool) -> tuple[Task, ...]:
     """Share the rows of moves out into tasks of about equal weight.
 
     Args:
-        moves: what is moved.
-        weights: the bytes of each.
-        band_bytes: the most of a tensor that is read at once. Strided tensors are cut where reading ahead ends, after
-            about `AHEAD` times as much.
-        whole_files: a task does whole files (`Way.row_multiple`).
+        moves: the moves.
+        weights: the bytes of each move.
+        band_bytes: maximum bytes of a tensor that are read at once. Strided tensors are cut at the end of a read-ahead
+            of about `AHEAD` times as many bytes.
+        whole_files: cut tasks at file boundaries (`Way.row_multiple`).
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
     strided = {way for way in {move.way for move in moves} if way.is_strided}
@@ -282,92 +287,97 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *,
 
 
 def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int) -> tuple[tuple[int, ...], ...]:
-    """Put files together that read the same bytes, at most so many.
+    """Group files that read the same bytes, with at most `most` files in a group.
 
     >>> _groups(Counter({frozenset({0, 1}): 50, frozenset({2, 3}): 50, frozenset({0, 1, 2, 3}): 1}), range(4), 4)
     ((0, 1), (2, 3))
     """
-    of = {number: [number] for number in numbers}
+    group_of = {number: [number] for number in numbers}
     saved = sorted(((nbytes * (len(files) - 1), sorted(files)) for files, nbytes in readers.items()), reverse=True)
-    left, enough = sum(nbytes for nbytes, _ in saved), sum(readers.values()) // 16
+    remaining_bytes, enough = sum(nbytes for nbytes, _ in saved), sum(readers.values()) // 16
     for nbytes, files in saved:
-        if left <= enough:
+        if remaining_bytes <= enough:
             break
-        left -= nbytes
-        group = of[files[0]]
+        remaining_bytes -= nbytes
+        group = group_of[files[0]]
         for number in files[1:]:
-            other = of[number]
-            if other is group:
+            other_group = group_of[number]
+            if other_group is group:
                 continue
-            if len(group) + len(other) <= most:
-                group += other
-                of.update(dict.fromkeys(other, group))
+            if len(group) + len(other_group) <= most:
+                group += other_group
+                group_of.update(dict.fromkeys(other_group, group))
             else:
-                group = other
-    return tuple(tuple(sorted(group)) for number, group in of.items() if number == min(group))
+                group = other_group
+    return tuple(tuple(sorted(group)) for number, group in group_of.items() if number == min(group))
 
 
-def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
-    """Return how many bytes a run holds to write at URLs: a library, and in each thread what it is to send."""
+def _write_buffers(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
+    """Return the memory of uploads: the client library and buffers of each thread."""
     if can(directory).positioned:
         return 0
-    block = BLOCK_BYTES if plan.cipher else 0  # it waits for its head
-    sizes = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
-    sent = max((sum(2 * min(part_bytes(size), size) + min(block, size) for size in some) for some in sizes), default=0)
+    block = BLOCK_BYTES if plan.cipher else 0  # buffered until its header is known
+    sizes_by_group = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
+    sent = max(
+        (sum(2 * min(part_bytes(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
+        default=0,
+    )
     return _library_bytes(plan, directory) + min(plan.threads, max(len(groups), 1)) * sent
 
 
 def _library_bytes(plan: Plan, directory: str) -> int:
-    """Return what the library takes that writes the target; where sources have one too, the plan has it already."""
+    """Return the memory of the target's client library, unless sources need it too."""
     return 0 if any(can(file.path).library_bytes for file in plan.source.files) else can(directory).library_bytes
 
 
 Spans = list[tuple[int, int]]
-"""Begins and ends of byte ranges of a file, ascending, which do not touch."""
+"""Ascending byte ranges of a file, as begins and ends, that do not touch."""
 
 
 def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], complete: Iterable[int] = ()) -> Plan:
-    """Return a plan without what is done; files keep their numbers.
+    """Return the unfinished remainder of a plan; files keep their numbers.
 
     Args:
         plan: the whole plan.
         finished: the numbers of finished files.
-        written: for unfinished files, the byte ranges that are written.
-        complete: the numbers of unfinished files that, written in order, have all their bytes.
+        written: the byte ranges that are written, for unfinished files.
+        complete: the numbers of unfinished files that were written in order and have all their bytes.
     """
     done = frozenset(finished)
     if not done and not written:
         return plan
     files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
     ways: dict[Way, Way] = {}
-    moves = tuple(move._replace(way=_without(move.way, done, ways)) for move in plan.moves) if done else plan.moves
+    moves = (
+        tuple(move._replace(way=_without_finished(move.way, done, ways)) for move in plan.moves) if done else plan.moves
+    )
     plan = replace(plan, files=files, moves=moves)
-    made = done.union(complete)
-    left = (_left(plan, task, done, made, written) for task in plan.tasks)
-    return replace(plan, tasks=tuple(task for task in left if task))
+    written_whole = done.union(complete)
+    tasks = (_remaining_task(plan, task, done, written_whole, written) for task in plan.tasks)
+    return replace(plan, tasks=tuple(task for task in tasks if task))
 
 
-def _left(
-    plan: Plan, task: Task, done: frozenset[int], made: frozenset[int], written: Mapping[int, Spans]
+def _remaining_task(
+    plan: Plan, task: Task, done: frozenset[int], written_whole: frozenset[int], written: Mapping[int, Spans]
 ) -> Task | None:
-    """Return what is left of a task when some files are done, and some more have all their bytes."""
+    """Return the unfinished remainder of a task, or None."""
     if not task.files:
-        pieces = tuple(piece for piece in task.pieces if _is_left(plan, piece, written))
+        pieces = tuple(piece for piece in task.pieces if _is_incomplete(plan, piece, written))
         return Task(pieces) if pieces else None
     files = tuple(file for file in task.files if file not in done)
-    return None if made.issuperset(files) else task._replace(files=files)
+    return None if written_whole.issuperset(files) else task._replace(files=files)
 
 
-def _without(way: Way, done: frozenset[int], known: dict[Way, Way]) -> Way:
-    """Return a way that writes nothing into files that are done."""
-    if way not in known:
-        writes = tuple(tuple(at for at in some if at.file not in done) for some in way.writes)
-        known[way] = replace(way, writes=writes)
-    return known[way]
+def _without_finished(way: Way, done: frozenset[int], ways: dict[Way, Way]) -> Way:
+    """Return a way without its writes into files that are done."""
+    if way not in ways:
+        writes = tuple(tuple(at for at in extents if at.file not in done) for extents in way.writes)
+        ways[way] = replace(way, writes=writes)
+    return ways[way]
 
 
-def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
-    """Return whether some bytes of a piece are not in all their files."""
+def _is_incomplete(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
+    """Return whether any byte of a piece is missing in one of its files."""
     move = plan.moves[piece.move]
     width = move.target_dtype.itemsize
     for number, extents in enumerate(move.writes):
@@ -392,25 +402,25 @@ def bytes_left(plan: Plan) -> int:
 
 
 def covers(spans: Spans, begin: int, end: int) -> bool:
-    """Return whether one of some spans holds a range.
+    """Return whether a single span covers a range.
 
-    >>> [covers([(0, 4), (6, 9)], *some) for some in ((0, 4), (3, 7), (6, 6), (9, 10))]
+    >>> [covers([(0, 4), (6, 9)], *span) for span in ((0, 4), (3, 7), (6, 6), (9, 10))]
     [True, False, True, False]
     """
-    place = bisect_right(spans, begin, key=lambda span: span[0]) - 1
-    return begin == end or (place >= 0 and end <= spans[place][1])
+    index = bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    return begin == end or (index >= 0 and end <= spans[index][1])
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return begins and ends, those joined that touch or overlap.
+    """Return ranges, with touching or overlapping ones joined.
 
     >>> merged([(4, 6), (0, 2), (2, 3), (5, 9)])
     [(0, 3), (4, 9)]
     """
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            result.append((begin, end))
+    return result

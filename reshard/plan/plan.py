@@ -1,59 +1,49 @@
-"""Plans: which bytes go where, known before anything is read or written.
+"""Plans: all byte transfers, known before anything is read or written.
 
 `plan` is pure: it opens no file, reads no clock and knows no scheduler. A plan is small (a few bytes a tensor and
-rank), because everything that tensors have in common is worked out once and shared: their ways, and the layouts of
-target files with equal contents. A move knows extents alone; names are for people, and in the files.
+rank), because tensors share everything they have in common: their ways, and the layouts of target files with equal
+contents. A move holds extents only; names are in `Plan.labels`, for messages and file headers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, names
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block
 from reshard.source.headers import index_digests
 from reshard.source.records import digest
-from reshard.strategy.names import ranges_text
-from reshard.upward import upward
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.formats.entries import FileLayout, Runs, Where
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
     from reshard.plan.select import Selection
-    from reshard.run.graph import Graph
-    from reshard.run.run import Progress, Report
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
     from reshard.targets.pattern import Pattern
-    from reshard.view.arrays import RankArrays
-    from reshard.view.svg import Picture
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """How bytes get from source files to target files, for all tensors that are alike in that; equal only to itself.
+    """The transfer pattern that similar tensors share. Compared by identity.
 
     Attributes:
         recipe: which rows and columns go where.
         axis: the axis along which bands are cut.
-        reads: for each source block of the recipe, where it is read.
-        writes: for each target block of the recipe, where it is written: replicas of one another.
-        row_multiple: how many rows whole files have; tasks are cut at multiples of it where they write whole files.
-        held: for each target block of the recipe the block of the tensor that it is a part of; none where it is that.
+        reads: the extent to read, for each source block of the recipe.
+        writes: the extents to write, for each target block of the recipe: replicas of one another.
+        row_multiple: how many rows whole files have; tasks that write whole files are cut at multiples of it.
+        held: the block of the tensor that each target block of the recipe is a part of; empty if they are equal.
     """
 
     recipe: Recipe
@@ -65,19 +55,19 @@ class Way:
 
     @property
     def is_strided(self) -> bool:
-        """Whether a block lies in strides; of a comparison, one of those that are compared, too."""
-        return any(at.strides for some in (self.reads, *self.writes) for at in some)
+        """True if any block is strided, on either side in a comparison."""
+        return any(at.strides for extents in (self.reads, *self.writes) for at in extents)
 
 
 class Move(NamedTuple):
-    """One tensor on its way; what it is called is in `Plan.labels`.
+    """The transfer of one tensor. Its name is in `Plan.labels`.
 
     Attributes:
-        way: what it has in common with others.
-        dtype: kind of the elements in the source; they travel as bits.
-        target_dtype: kind of the elements in the target, the same unless they are cast.
-        read_runs: the byte ranges of its blocks in source files; `Way.reads` has numbers of them.
-        write_runs: likewise in target files, for `Way.writes`.
+        way: the transfer pattern that it shares with similar tensors.
+        dtype: dtype of the elements in the source; they are moved as bits.
+        target_dtype: dtype of the elements in the target, the same unless they are cast.
+        read_runs: the byte ranges of its blocks in source files, indexed by `Way.reads`.
+        write_runs: the byte ranges of its blocks in target files, indexed by `Way.writes`.
     """
 
     way: Way
@@ -93,42 +83,42 @@ class Move(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """The axis along which bands are cut."""
+        """Axis along which bands are cut."""
         return self.way.axis
 
     @property
     def rows(self) -> int:
-        """How many rows there are along that axis and all before it."""
+        """Number of rows along `axis` and all axes before it."""
         return self.way.recipe.rows(self.way.axis)
 
     @property
     def reads(self) -> tuple[Extent, ...]:
-        """For each source block, the extent to read."""
+        """Extent to read, for each source block."""
         return tuple(Extent(at.file, self.read_runs[at.runs], at.strides) for at in self.way.reads)
 
     @property
     def writes(self) -> tuple[tuple[Extent, ...], ...]:
-        """For each target block, the extents to write."""
+        """Extents to write, for each target block."""
         return tuple(
-            tuple(Extent(at.file, self.write_runs[at.runs], at.strides) for at in some) for some in self.way.writes
+            tuple(Extent(at.file, self.write_runs[at.runs], at.strides) for at in block) for block in self.way.writes
         )
 
 
 class Label(NamedTuple):
-    """What the tensor of a move is called in the target files, and in the source files."""
+    """The names of the tensor of a move, in the target files and in the source files."""
 
     name: str
     source_name: str
 
 
 class Held(NamedTuple):
-    """What a target rank will hold of a tensor.
+    """The block of a tensor that a target rank will hold.
 
     Attributes:
         source_name: the tensor's name in the source.
-        block: the part of it.
-        dtype: kind of the elements in the target.
-        replica: the source file that it comes from, where copies differ; else None.
+        block: the block.
+        dtype: dtype of the elements in the target.
+        replica: the source file that it comes from, if copies differ; else None.
     """
 
     source_name: str
@@ -138,7 +128,7 @@ class Held(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some rows of one move."""
+    """A range of rows of one move."""
 
     move: int
     start: int
@@ -146,11 +136,11 @@ class Piece(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A part of the work; one thread does it from beginning to end.
+    """A unit of work that one thread does from beginning to end.
 
     Attributes:
-        pieces: the rows that it moves; where it writes whole files of ranks, `partition.whole_files` knows which.
-        files: the numbers of the files that it writes from first byte to last, side by side; none where tasks write
+        pieces: the rows that it moves; empty if it writes whole files of ranks (see `partition.whole_files`).
+        files: the numbers of the files that it writes from first byte to last, side by side; empty if tasks write
             parts of all files.
     """
 
@@ -159,12 +149,12 @@ class Task(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What a plan costs. Sizes are in bytes.
+    """The costs of a plan. Sizes are in bytes.
 
     Attributes:
         tensors: how many distinct tensors are moved.
         bytes_needed: distinct bytes of source tensors that the targets hold.
-        bytes_read: bytes of contents to be read; more than is needed only where some ranks of a target are wanted.
+        bytes_read: bytes of contents to be read; more than needed only if a part of the target's ranks is written.
         bytes_written: bytes of contents to be written, replicas included.
         target_bytes: size of all target files, headers included.
         source_files, target_files: how many files are read and written.
@@ -190,7 +180,7 @@ class Stats(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a plan was asked for; with its source, all that it is made from. See `make`."""
+    """The options of a plan, which is made from them and its source. See `make`."""
 
     target: Strategy | Pattern | None
     format: str
@@ -205,12 +195,12 @@ class Request:
 
     @property
     def of_some(self) -> bool:
-        """Some ranks, or those of a stage, are asked for."""
+        """Only a part of the ranks is requested, directly or by stage."""
         return bool(self.ranks) or self.stage is not None
 
     @property
     def once(self) -> bool:
-        """Replicas are to be stored once, or linked."""
+        """Replicas are stored once, or linked."""
         return self.remove_redundancy or self.link_replicas
 
 
@@ -222,9 +212,9 @@ class Plan:
         source: the checkpoint that is read.
         files: the files to be written.
         moves: one for each tensor (several for a copy whose source differs from rank to rank).
-        labels: what the tensors of the moves are called.
-        tasks: how the work is shared out (see `partition`).
-        stats: what it costs.
+        labels: the names of the tensors of the moves.
+        tasks: the units of work (see `partition`).
+        stats: its costs.
         format: name of the target files' format.
         ranks: the ranks of the target that are written.
         band_bytes: the most bytes of a tensor that a thread reads at once.
@@ -234,14 +224,14 @@ class Plan:
         left_out: names in the source that the selection does not choose.
         texts: target name to value of the `str` entries, which every rank gets.
         warnings: warnings for the user.
-        request: what was asked for; None where the plan was put together from others.
-        coding: how the target files are encoded; None where their contents are plain.
-        cipher: encrypts the target files; None where they are plain.
+        request: the options of the plan; None if it was combined from other plans.
+        coding: how the target files are encoded; None if their contents are plain.
+        cipher: encrypts the target files; None if they are plain.
         exclusive: the target directory may have nothing else in it.
-        alone: the target is one file; the directory is another's, so that nothing else is left there.
-        memory: what the prediction of memory consists of (see `budget`).
-        digests: what distinguishes the making of each file from that of others, for its name until it is finished:
-            where that is resumed, of all that makes its bytes (`file_digests`). Only runs need them.
+        alone: the target is one file in a directory that belongs to others, so no other file is left there.
+        memory: the parts of the predicted memory (see `budget`).
+        digests: a digest for each file, used in its temporary name: if the file can be resumed, a digest of everything
+            that determines its bytes (`file_digests`). Only runs need them.
     """
 
     source: Checkpoint
@@ -269,36 +259,39 @@ class Plan:
 
     @property
     def by_file(self) -> bool:
-        """Whether each task writes whole files."""
+        """True if each task writes whole files."""
         return any(task.files for task in self.tasks)
 
     @property
     def has_crcs(self) -> bool:
-        """Whether target files have sums of their own contents."""
+        """True if target files store checksums of their own contents."""
         return any(file.layout.crcs for file in self.files)
 
     @property
     def linked(self) -> set[str]:
-        """The paths of the source files that target files are links to."""
+        """Paths of the source files that target files link to."""
         return {file.link for file in self.files if file.link}.intersection(file.path for file in self.source.files)
 
     @property
     def replicas(self) -> int:
-        """How many blocks are written for one more rank, beyond the first that gets them; linked files write none."""
+        """Number of copies written beyond the first of each block, without linked files."""
         ways = Counter(move.way for move in self.moves)
         return sum(count * sum(max(len(files) - 1, 0) for files in way.writes) for way, count in ways.items())
 
     def explain_memory(self) -> dict[str, int]:
-        """Return what the predicted peak of memory consists of, in bytes; the sum is `Stats.peak_memory`."""
+        """Return the parts of the predicted peak memory in bytes.
+
+        Their sum is `Stats.peak_memory`.
+        """
         return dict(self.memory)
 
     def encoded(self, file: TargetFile) -> tuple[str, ...]:
-        """Return what says how a target file is encoded; nothing for one whose contents are plain."""
-        found = self.coding and self.coding.of(file.path)
-        return (found,) if found else ()
+        """Return the encoding of a target file in a tuple; empty if it is plain."""
+        encoding = self.coding and self.coding.of(file.path)
+        return (encoding,) if encoding else ()
 
     def size_of(self, file: TargetFile) -> int:
-        """Return the size of a target file; before compression, where there is any."""
+        """Return the size of a target file, before any compression."""
         return self.cipher.encrypted_size(file.layout.size) if self.cipher else file.layout.size
 
     def source_ranks(self) -> tuple[int, ...]:
@@ -312,100 +305,19 @@ class Plan:
         return sorted(read.union(number for number, file in enumerate(self.source.files) if file.path in linked))
 
     def blocks(self, rank: int) -> dict[str, Held]:
-        """Return what a target rank will hold, by target name; text is not among it (see `texts`)."""
+        """Return the blocks that a target rank will hold, by target name, without texts."""
         numbers = {number for number, file in enumerate(self.files) if file.rank == rank}
-        found = {}
+        result = {}
         for move, label in zip(self.moves, self.labels, strict=True):
             tensor = self.source.tensors[label.source_name]
-            held = dict(zip(move.way.held, move.way.writes, strict=True)) if move.way.held else {}
-            for block, written in held.items() or zip(move.recipe.targets, move.way.writes, strict=True):
+            writes_by_block = dict(zip(move.way.held, move.way.writes, strict=True)) if move.way.held else {}
+            for block, written in writes_by_block.items() or zip(move.recipe.targets, move.way.writes, strict=True):
                 if any(at.file in numbers for at in written):
                     replica = move.way.reads[0].file if tensor.varies else None
-                    several = label.name in found or not tensor.spec.shape  # the chunks of a zarr array
+                    several = label.name in result or not tensor.spec.shape  # the chunks of a zarr array
                     whole_or_part = Block.whole(tensor.spec.shape) if several else block
-                    found[label.name] = Held(label.source_name, whole_or_part, move.target_dtype, replica)
-        return found
-
-    def rank(self, rank: int) -> RankArrays:
-        """Return what a target rank will hold, as a mapping of names to lazy dask arrays.
-
-        Raises:
-            UsageError: the plan does not write this rank.
-        """
-        if rank not in self.ranks:
-            raise UsageError(
-                f"this plan does not write rank {rank}", code="no-such-rank",
-                facts=[f"it writes ranks {ranges_text(self.ranks)}"],
-            )  # fmt: skip
-        arrays: RankArrays = upward("RankArrays")(self.source, self.blocks(rank), self.texts)
-        return arrays
-
-    def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
-        """Return the one dask graph that writes the target files below a directory, as a dask collection."""
-        made: Graph = upward("graph")(self, str(directory), fsync=fsync, partition=partition)
-        return made
-
-    def picture(self, name: str | None = None) -> Picture:
-        """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
-
-        Args:
-            name: the tensor, by its name in the target or the source; all by default.
-
-        Raises:
-            UsageError: the plan does not move such a tensor.
-        """
-        if name is not None and not any(name in label for label in self.labels):
-            alike = get_close_matches(name, (label.name for label in self.labels), n=3)
-            raise UsageError(
-                f"the plan moves no tensor {name!r}", code="no-match",
-                hint=f"did you mean {names(alike)}?" if alike else "",
-            )  # fmt: skip
-        drawn: Picture = upward("picture")(self, name)
-        return drawn
-
-    def run(
-        self,
-        directory: AnyName,
-        *,
-        client: Any = None,
-        scheduler: str | Callable[..., Any] | None = None,
-        threads: int | None = None,
-        fsync: bool = True,
-        drop_cache: bool | None = None,
-        overwrite: bool = False,
-        restart: bool = False,
-        checksums: bool | None = None,
-        ledger: bool = True,
-        partition: str | None = None,
-        progress: Callable[[Progress], None] | bool | None = None,
-    ) -> Report:
-        """Write the target files below a directory: see `reshard.run.run` for options and errors.
-
-        `progress=True` shows a bar, in a notebook or on a terminal.
-        """
-        report: Report = upward("run")(
-            self,
-            directory,
-            client=client,
-            scheduler=scheduler,
-            threads=threads,
-            fsync=fsync,
-            drop_cache=drop_cache,
-            overwrite=overwrite,
-            restart=restart,
-            checksums=checksums,
-            ledger=ledger,
-            partition=partition,
-            progress=progress,
-        )
-        return report
-
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a plan file, which `reshard.read_plan` and `reshard run` read: `reshard.plan.planfile.save`."""
-        upward("save")(self, path, overwrite=overwrite)
-
-    def _repr_html_(self) -> str:
-        return str(upward("html")(self))
+                    result[label.name] = Held(label.source_name, whole_or_part, move.target_dtype, replica)
+        return result
 
     def __repr__(self) -> str:
         stats = self.stats
@@ -416,9 +328,10 @@ class Plan:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the digest of all that a plan writes: files, their headers, and which bytes of which file go there.
+    """Return a digest of everything that a plan writes.
 
-    How the work is shared out (tasks, bands, threads), and where the source is, is not in it.
+    It covers the target files, their headers, and the source bytes that go into them. It does not cover how the work
+    is divided (tasks, bands, threads), nor the location of the source.
     """
     sources = [b"%d" % number for number in range(len(plan.source.files))]
     whole = [plan.format, plan.ranks, plan.dropped, plan.missing, dict(plan.texts)]
@@ -427,11 +340,11 @@ def plan_digest(plan: Plan) -> str:
 
 
 def file_digests(plan: Plan) -> list[str]:
-    """Return, for each target file of a plan, a digest of all that makes its bytes.
+    """Return a digest of everything that determines the bytes of each target file.
 
-    That is its layout and literal bytes, the key that encrypts it, and for each block in it the dtypes, the extents
-    that it is made of, and path, size, time and header of their files. What else the plan writes is not in it: other
-    ranks of the same target may be written by other plans.
+    It covers the file's layout and literal bytes, the key that encrypts it, and for each of its blocks the dtypes, the
+    source extents, and path, size, time and header of the source files. It does not cover the plan's other files:
+    other ranks of the same target may be written by other plans.
     """
     headers = index_digests([file.index for file in plan.source.files])
     return _file_digests(
@@ -440,68 +353,68 @@ def file_digests(plan: Plan) -> list[str]:
             repr((file.path, file.nbytes, file.mtime_ns, header)).encode()
             for file, header in zip(plan.source.files, headers, strict=True)
         ],
-        # Or a directory would have files of two keys. It says no more of the key than an encrypted file next to it.
+        # Otherwise a directory could get files of two keys. The digest reveals no more of the key than the files do.
         plan.cipher and (plan.cipher.mode, sha256(plan.cipher.key).digest()),
     )
 
 
 def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> list[str]:
-    """Return a digest for each target file, in which these bytes stand for the source files."""
+    """Return a digest for each target file; `sources` identify the source files."""
     lora = plan.source.lora
-    more = tuple(one for one in (encryption, lora and lora.digest) if one)
+    options = tuple(option for option in (encryption, lora and lora.digest) if option)
     literals: dict[FileLayout, bytes] = {}
     for layout in {file.layout for file in plan.files}:
-        found = sha256()
+        content_hash = sha256()
         for offset, content in layout.literals:
-            found.update(b"%d %d:" % (offset, len(content)))
-            found.update(content)
-        literals[layout] = found.digest()
-    made = dict(zip((file.path for file in plan.source.files), sources, strict=True))
+            content_hash.update(b"%d %d:" % (offset, len(content)))
+            content_hash.update(content)
+        literals[layout] = content_hash.digest()
+    digest_of_path = dict(zip((file.path for file in plan.source.files), sources, strict=True))
     hashes = []
     for file in plan.files:
-        link = None if file.link in made else file.link
-        own = repr((file.path, file.layout.size, link, *plan.encoded(file), *more)).encode()
-        hashes.append(sha256(own + literals[file.layout]))
-    known: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, what the block is made of
+        link = None if file.link in digest_of_path else file.link
+        header = repr((file.path, file.layout.size, link, *plan.encoded(file), *options)).encode()
+        hashes.append(sha256(header + literals[file.layout]))
+    blocks_by_way: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, block digest
     for move in plan.moves:
         way = move.way
-        if way not in known:
-            made_of = zip(_made_of(way, sources), way.writes, strict=True)
-            known[way] = [(at.file, at.runs, block) for block, written in made_of for at in written]
-        own = repr((move.dtype.name, move.target_dtype.name, move.read_runs)).encode()
-        in_files = [sha256(own + repr(runs).encode()).digest() for runs in move.write_runs]
-        for number, runs, block in known[way]:
+        if way not in blocks_by_way:
+            block_digests = zip(_made_of(way, sources), way.writes, strict=True)
+            blocks_by_way[way] = [(at.file, at.runs, block) for block, written in block_digests for at in written]
+        header = repr((move.dtype.name, move.target_dtype.name, move.read_runs)).encode()
+        in_files = [sha256(header + repr(runs).encode()).digest() for runs in move.write_runs]
+        for number, runs, block in blocks_by_way[way]:
             hashes[number].update(in_files[runs] + block)
-    # Of a link no block is written: what makes its bytes is what makes the file that it links to.
-    made |= {file.path: found.digest() for file, found in zip(plan.files, hashes, strict=True)}
-    for file, found in zip(plan.files, hashes, strict=True):
+    # No block is written for a link: its bytes are determined by the file that it links to.
+    digest_of_path |= {file.path: content_hash.digest() for file, content_hash in zip(plan.files, hashes, strict=True)}
+    for file, content_hash in zip(plan.files, hashes, strict=True):
         if file.link is not None:
-            found.update(made[file.link])
-    return [found.hexdigest() for found in hashes]
+            content_hash.update(digest_of_path[file.link])
+    return [content_hash.hexdigest() for content_hash in hashes]
 
 
 def _made_of(way: Way, sources: Sequence[bytes]) -> list[bytes]:
-    """Return, for each target block, a digest of it and of all that it is made of."""
+    """Return a digest of each target block and of its source extents."""
     recipe = way.recipe
-    rows: dict[tuple[int, int], list[int]] = {}  # source blocks by their first axis, so that few are looked at
+    rows: dict[tuple[int, int], list[int]] = {}  # numbers of source blocks by first axis, to check few
     for number, source in enumerate(recipe.sources):
         rows.setdefault((source.start[0], source.stop[0]), []).append(number)
-    made_of = []
+    digests = []
     for block in recipe.targets:
-        near = [some for (start, stop), some in rows.items() if start < block.stop[0] and stop > block.start[0]]
-        given = [number for some in near for number in some if recipe.sources[number] & block]
-        read = [(recipe.sources[number], *way.reads[number][1:]) for number in given]
-        found = sha256(repr((recipe.shape, block, read)).encode())
-        for number in given:
-            found.update(sources[way.reads[number].file])
-        made_of.append(found.digest())
-    return made_of
+        near = [numbers for (start, stop), numbers in rows.items() if start < block.stop[0] and stop > block.start[0]]
+        overlapping = [number for numbers in near for number in numbers if recipe.sources[number] & block]
+        read = [(recipe.sources[number], *way.reads[number][1:]) for number in overlapping]
+        block_hash = sha256(repr((recipe.shape, block, read)).encode())
+        for number in overlapping:
+            block_hash.update(sources[way.reads[number].file])
+        digests.append(block_hash.digest())
+    return digests
 
 
 def changes_digest(plan: Plan) -> str:
-    """Return a digest of when anything of each source file last changed; empty where that is not known of all.
+    """Return a digest of all source files' change times; empty if one is unknown.
 
-    Not of the numbers of their inodes, which some network file systems give again.
+    Inode numbers are not used, because some network file systems reuse them.
     """
     changes = [(file.path, file.change[0]) for file in plan.source.files]
     return digest(changes) if all(changed for _, changed in changes) else ""

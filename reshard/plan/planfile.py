@@ -1,19 +1,19 @@
-"""Plan files: a plan that is made on one machine and run on another.
+"""Plan files: plans that are made on one machine and run on another.
 
-A plan file holds what a plan was made *from*: the source's files and the strategy that joins them, the target's
-strategy and all options. Whoever reads it opens the same files again and plans again. That is small, takes no longer
-(headers must be read to be compared anyway), and is safe: no offset, no path of a target file and no byte of a header
-is taken from the plan file, so it can neither write outside the target nor read what is not below the source. It
-holds no key and nothing of the weights.
+A plan file holds the *inputs* of a plan: the source's files and the strategy that joins them, the target's strategy
+and all options. The reader opens the same files and plans again. The file is small, reading it takes no longer (headers
+must be read for the comparison anyway), and it is safe: no offset, no path of a target file and no byte of a header is
+taken from the plan file, so it cannot write outside the target, nor read outside the source. It holds no key and no
+weights.
 
-What was planned is what is run, or nothing is. These are compared:
+The run is refused if it differs from the plan. These are compared:
 
-1. of each source file its size, a digest of all that its header says, and one of some pages of it, because checkpoints
-   of two steps have equal headers; times are not, because a copy has others;
-2. a digest of the plan made again with that of the plan that was saved: target files, headers, blocks (`plan_digest`).
+1. the size of each source file, a digest of its header, and a digest of a few of its pages, because checkpoints of two
+   steps have equal headers; times are not compared, because a copy has other times;
+2. the digest of the new plan with the digest of the saved plan: target files, headers, blocks (`plan_digest`).
 
-The file is JSON of a numbered version. It is checked whole before anything of it is used (`schema`). Layouts, and the
-places that tensors alike have, are listed once; the same plan gives the same bytes.
+The file is JSON with a numbered version. It is validated as a whole before any of it is used (`schema`). Layouts, and
+the storage entries of similar tensors, are listed once; the same plan gives the same bytes.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ VERSION = 1
 _LARGEST_FILE = 1 << 28
 _MOST_STARS = 8
 
-# Each way to lay out the target's files: its name in a plan file, its class, and the kinds of the class's fields.
-_WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
+# Classes that lay out the target's files: name in a plan file, class, and kinds of the class's fields.
+_FILES_CLASSES: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "rank_files": (RankFiles, (TEXT, TEXT)),
     "named_file": (NamedFile, (INNER_PATH,)),
     "mindspore_set": (MindSporeSet, (COUNT,)),
@@ -125,12 +125,12 @@ _PLAN = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanFile:
-    """A plan file that was read and is valid in itself; its source was not looked at yet.
+    """A plan file that was read and is valid; its source was not opened yet.
 
     Attributes:
         path: the plan file.
-        source: the directory or file that the source was where it was planned.
-        directory: where the target goes unless another directory is named: a path below the current one.
+        source: the directory or file of the source on the machine where it was planned.
+        directory: the default target directory: a path below the current directory.
     """
 
     path: str
@@ -149,15 +149,15 @@ class PlanFile:
         """Open the source and make the plan again.
 
         Args:
-            source: where the source is, if it is not where it was planned; the directory of a run serves, too.
+            source: the path of the source, if it was moved since; may also be a run directory.
             cipher: decrypts the source's files.
             target_cipher: encrypts the target's files, in the mode that was planned.
-            threads: the most threads that a run may have here, as for `reshard.plan`.
+            threads: maximum number of threads of a run, as for `reshard.plan`.
 
         Raises:
-            SourceError: files of the source are not there, or not valid.
-            TargetError: they are not those that were planned with.
-            PlanError: the plan made of them is not the one that was saved.
+            SourceError: files of the source are missing, or not valid.
+            TargetError: the source files differ from the planned ones.
+            PlanError: the new plan differs from the saved one.
             UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
         """
         content = self._content
@@ -176,9 +176,9 @@ class PlanFile:
         iteration = Path(self.source).name
         if is_iteration(iteration) and (root / iteration).is_dir():
             root /= iteration
-        checkpoint = self._opened(root, cipher)
+        checkpoint = self._open_source(root, cipher)
         request = _request(content)
-        made = make_plan(
+        result = make_plan(
             checkpoint,
             request.target,
             format=request.format,
@@ -192,7 +192,7 @@ class PlanFile:
             threads=threads,
             target_cipher=target_cipher and replace(target_cipher, mode=mode),
         )
-        if plan_digest(made) != content["digest"]:
+        if plan_digest(result) != content["digest"]:
             from reshard import __version__
 
             raise PlanError(
@@ -202,43 +202,46 @@ class PlanFile:
                 ],
                 hint="plan again",
             )  # fmt: skip
-        return made
+        return result
 
-    def _opened(self, root: Path, cipher: Cipher | None) -> Checkpoint:
-        given = self._content["source"]
-        if given["encrypted"] and cipher is None:
+    def _open_source(self, root: Path, cipher: Cipher | None) -> Checkpoint:
+        planned = self._content["source"]
+        if planned["encrypted"] and cipher is None:
             raise UsageError(
                 f"the source that {self.path} plans with is encrypted", code="no-key",
                 facts=["a plan file holds no key"], hint=Text("give it: ", Option("key")),
             )  # fmt: skip
         self._check_sizes(root)
         paths: dict[int, list[Place]] = {}
-        for rank, path, *_ in given["files"]:
+        for rank, path, *_ in planned["files"]:
             paths.setdefault(rank, []).append(as_place(root / path))
-        if given["described_by"]:
+        if planned["described_by"]:
             checkpoint = open_checkpoint(as_place(root), contents=False)
-            if checkpoint.described_by != given["described_by"]:
+            if checkpoint.extras.described_by != planned["described_by"]:
                 raise TargetError(
-                    f"{root} has no {given['described_by']}, unlike when it was planned", code="source-changed",
+                    f"{root} has no {planned['described_by']}, unlike when it was planned", code="source-changed",
                     hint=_OTHER_FILES,
                 )  # fmt: skip
-            tensors = with_varying(checkpoint.tensors, set(given["varying"]))
+            tensors = with_varying(checkpoint.tensors, set(planned["varying"]))
             checkpoint = replace(checkpoint, tensors=tensors)
         else:
             checkpoint = reopen(
                 str(root),
                 paths,
-                strategy=read_small_strategy(given["strategy"]),
-                part=given["stage"],
-                partial=given["partial"],
-                varying=set(given["varying"]),
-                elsewhere=given["elsewhere"],
-                warnings=given["warnings"],
+                strategy=read_small_strategy(planned["strategy"]),
+                part=planned["stage"],
+                partial=planned["partial"],
+                varying=set(planned["varying"]),
+                elsewhere=planned["elsewhere"],
+                warnings=planned["warnings"],
                 cipher=cipher,
             )
         self._check_contents(checkpoint)
-        looked = given["looked"] and Looked(*given["looked"])  # when it was planned
-        return replace(checkpoint.without(set(given["left_out"])), looked=looked, by_file=given["by_file"])
+        sampling = planned["looked"] and Looked(*planned["looked"])  # from planning time
+        return replace(
+            checkpoint.without(set(planned["left_out"])),
+            opening=replace(checkpoint.opening, looked=sampling, by_file=planned["by_file"]),
+        )
 
     def _check_sizes(self, root: Path) -> None:
         missing, changed = Faults(str(root)), Faults(str(root))
@@ -248,7 +251,7 @@ class PlanFile:
             except OSError as error:
                 missing.add(path, f"cannot be found ({error.strerror})", code="not-found")
                 continue
-            if not S_ISREG(status.st_mode):  # to open a pipe would wait for ever
+            if not S_ISREG(status.st_mode):  # opening a pipe would block
                 missing.add(path, "is not a regular file", code="not-a-file")
             elif status.st_size != nbytes:
                 sizes = f"has {status.st_size} bytes; it had {nbytes} when it was planned"
@@ -258,16 +261,16 @@ class PlanFile:
 
     def _check_contents(self, checkpoint: Checkpoint) -> None:
         changed = Faults(checkpoint.root)
-        given = self._content["source"]
-        files = {file.path: file for file in _listed(checkpoint)}
-        planned = {path for _, path, *_ in given["files"]}
-        for path in files.keys() ^ planned:  # of a store, which lists its own
+        planned_source = self._content["source"]
+        files = {file.path: file for file in _source_files(checkpoint)}
+        planned = {path for _, path, *_ in planned_source["files"]}
+        for path in files.keys() ^ planned:  # of a zarr store, which lists its own files
             problem = "is gone since it was planned" if path in planned else "is new since it was planned"
             changed.add(path, problem, code="files-gone" if path in planned else "files-added")
-        for _, path, _, header, pages in given["files"]:
+        for _, path, _, header, pages in planned_source["files"]:
             if path not in files:
                 continue
-            if files[path].header != given["headers"][header]:
+            if files[path].header != planned_source["headers"][header]:
                 changed.add(path, "has another header than when it was planned", code="header-changed")
             elif pages_digest(files[path].place) != pages:
                 changed.add(path, "has other contents than when it was planned", code="source-changed")
@@ -284,42 +287,42 @@ def read_plan(
     cipher: Cipher | None = None,
     target_cipher: Cipher | None = None,
 ) -> Plan:
-    """Read a plan file that `Plan.save` wrote, here or on another machine, and open its source.
+    """Read a plan file that `Plan.save` wrote on any machine, and open its source.
 
     Args:
         path: the plan file.
-        source: where the source is, if it is not where it was planned: a directory with the same files below it.
+        source: the path of the source, if it was moved since: a directory with the same files below it.
         cipher: decrypts the source's files; a plan file holds no key.
         target_cipher: encrypts the target's files, in the mode that was planned.
 
     Raises:
-        PlanError: the file is not valid, or this version would do something else than was planned.
-        SourceError, TargetError: the source is not there, or is not the one that was planned with.
+        PlanError: the file is not valid, or this version would make another plan.
+        SourceError, TargetError: the source is missing, or differs from the planned one.
         UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
     """
     return read(path).plan(source, cipher=cipher, target_cipher=target_cipher)
 
 
 def read(path: str | os.PathLike[str]) -> PlanFile:
-    """Read a plan file; the source is not looked at.
+    """Read a plan file without opening its source.
 
     Raises:
-        PlanError: it cannot be read, is of another version, or is not valid; the message says where.
+        PlanError: it cannot be read, has another version, or is not valid; the message says where.
     """
     return _checked(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
 
 
 def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = None, overwrite: bool = False) -> None:
-    """Write a plan file, which appears under its name only when it is complete.
+    """Write a plan file; it gets its name only when it is complete.
 
     Args:
         plan: a plan that `plan` made.
         path: where to write it.
         directory: as `PlanFile.directory`.
-        overwrite: replace a file that is there.
+        overwrite: replace an existing file.
 
     Raises:
-        UsageError: the plan cannot be saved: it was put together from others, or its source is in several directories.
+        UsageError: the plan cannot be saved: it was combined from others, or its source is in several directories.
         SourceError: a source file cannot be read.
         TargetError: the file exists, cannot be written, or is one of the sources.
     """
@@ -361,14 +364,14 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
             "link_replicas": request.link_replicas,
             "encryption": plan.cipher and plan.cipher.mode,
         },
-        "files": _way_data(request.files),
+        "files": _files_data(request.files),
         "selection": selection_data(request.selection),
         "directory": directory,
     }
 
 
 def read_selection(content: Json) -> Selection:
-    """Return the selection that `selection_data` wrote, or raise `ValueError` where it is not valid."""
+    """Read the selection that `selection_data` wrote; raise `ValueError` if invalid."""
     check(content, SELECTION)
     _check_names(content["names"])
     return _selection(content)
@@ -382,19 +385,19 @@ def _source_data(source: Checkpoint) -> Json:
     root = Path(source.root).absolute()
     headers: dict[str, int] = {}
     files = []
-    for file in _listed(source):
+    for file in _source_files(source):
         number = headers.setdefault(file.header, len(headers))
         files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
     return {
         "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
-        "described_by": source.described_by,
+        "described_by": source.extras.described_by,
         "strategy": small_strategy(source.strategy),
-        "stage": source.part,
-        "partial": source.partial,
-        "by_file": source.by_file,
+        "stage": source.opening.stage,
+        "partial": source.opening.partial,
+        "by_file": source.opening.by_file,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
-        "elsewhere": sorted(source.elsewhere),
-        "looked": source.looked,
+        "elsewhere": sorted(source.opening.elsewhere),
+        "looked": source.opening.looked,
         "left_out": sorted(source.left_out),
         "warnings": source.warnings,
         "encrypted": source.cipher is not None,
@@ -404,9 +407,11 @@ def _source_data(source: Checkpoint) -> Json:
 
 
 class _Listed(NamedTuple):
-    """A source file as a plan file has it: rank, path below the source's root, size, digest of the header; and where.
+    """A source file as in a plan file, with its full path.
 
-    The files of a zarr store are of rank 0, each there once, with the metadata of its arrays, and the group's at last.
+    `path` is below the source's root, `header` is a digest, and `place` is the full path.
+
+    The files of a zarr store have rank 0, each once, with the metadata of its arrays, and the group's last.
     """
 
     rank: int
@@ -416,44 +421,47 @@ class _Listed(NamedTuple):
     place: str
 
 
-def _listed(source: Checkpoint) -> list[_Listed]:
+def _source_files(source: Checkpoint) -> list[_Listed]:
     """Return the files of a source, in its order."""
     root = Path(source.root).absolute()
     digests = index_digests([file.index for file in source.files])
-    parts = {
+    headers = {
         (rank, file.path, file.nbytes): header
         for rank, file, header in zip(source.ranks, source.files, digests, strict=True)
     }
     if source.format == ZARR:
         root = root.resolve()
-        above = {
-            directory for _, path, _ in parts for directory in Path(path).parents if directory.is_relative_to(root)
+        parents = {
+            directory
+            for _, file_path, _ in headers
+            for directory in Path(file_path).parents
+            if directory.is_relative_to(root)
         }
-        metadata = sorted(path for directory in above - {root} if (path := directory / METADATA).is_file())
-        *chunks, last = parts.items()
-        described = {(0, str(path), path.stat().st_size): "" for path in metadata}
-        parts = {**described, **dict(chunks), last[0]: last[1]}
-    found = []
-    for (rank, place, nbytes), header in parts.items():
-        if not Path(place).is_relative_to(root):
+        metadata = sorted(file_path for directory in parents - {root} if (file_path := directory / METADATA).is_file())
+        *chunks, last = headers.items()
+        metadata_files = {(0, str(file_path), file_path.stat().st_size): "" for file_path in metadata}
+        headers = {**metadata_files, **dict(chunks), last[0]: last[1]}
+    result = []
+    for (rank, path, nbytes), header in headers.items():
+        if not Path(path).is_relative_to(root):
             raise UsageError(
-                f"{place} is not below {root}", code="not-savable",
+                f"{path} is not below {root}", code="not-savable",
                 facts=["a plan can be saved only if all files of its source are in one directory"],
             )  # fmt: skip
-        below = Path(place).relative_to(root).as_posix()
-        found.append(_Listed(rank, below, nbytes, header, place))
-    return found
+        relative = Path(path).relative_to(root).as_posix()
+        result.append(_Listed(rank, relative, nbytes, header, path))
+    return result
 
 
-def _way_data(files: AnyFiles) -> Json:
-    fields: Any = files  # each of the classes below is a tuple or a dataclass
+def _files_data(files: AnyFiles) -> Json:
+    fields: Any = files  # each of the classes in `_FILES_CLASSES` is a tuple or a dataclass
     if isinstance(files, ZarrGroup) and files.times:
         raise UsageError(
             "a plan of a zarr store with the times of its source files cannot be saved", code="not-savable",
             hint="leave the times out",
         )  # fmt: skip
-    for name, (way, _) in _WAYS.items():
-        if type(files) is way:
+    for name, (kind, _) in _FILES_CLASSES.items():
+        if type(files) is kind:
             return {"way": name, "fields": fields if isinstance(fields, tuple) else astuple(fields)}
     raise UsageError(f"a plan with files of {type(files).__name__} cannot be saved", code="not-savable")
 
@@ -462,38 +470,38 @@ def _way_data(files: AnyFiles) -> Json:
 
 
 def _checked(content: bytes, path: str) -> PlanFile:
-    """Check a plan file; what it says of its source is compared later, when that is opened."""
+    """Validate a plan file; its source is compared later, when it is opened."""
     try:
-        found = parse(content)
-        _check_version(found)
-        check(found, _PLAN)
-        _check_way(**found["files"])
-        _check_files(found["source"])
-        _check_names(found["selection"]["names"])
-        read_small_strategy(found["source"]["strategy"])
-        _request(found)
+        parsed = parse(content)
+        _check_version(parsed)
+        check(parsed, _PLAN)
+        _check_way(**parsed["files"])
+        _check_files(parsed["source"])
+        _check_names(parsed["selection"]["names"])
+        read_small_strategy(parsed["source"]["strategy"])
+        _request(parsed)
     except (ValueError, ReshardError) as error:
         raise PlanError(
             f"{path} is not a valid plan file",
             code="not-a-plan",
             facts=[line.strip() for line in str(error).splitlines()],
         ) from None
-    return PlanFile(path, found["source"]["root"], found["directory"], found)
+    return PlanFile(path, parsed["source"]["root"], parsed["directory"], parsed)
 
 
-def _check_version(found: object) -> None:
-    if not isinstance(found, dict) or "reshard_plan" not in found:
+def _check_version(parsed: object) -> None:
+    if not isinstance(parsed, dict) or "reshard_plan" not in parsed:
         raise ValueError("it has no key 'reshard_plan'; expected what `reshard plan -o FILE` writes")
-    if found["reshard_plan"] != VERSION:
+    if parsed["reshard_plan"] != VERSION:
         raise ValueError(
-            f"it is of version {found['reshard_plan']!r:.60}; this reshard reads version {VERSION}; plan again"
+            f"it is of version {parsed['reshard_plan']!r:.60}; this reshard reads version {VERSION}; plan again"
         )
 
 
 def _check_way(way: str, fields: object) -> None:
-    if way not in _WAYS:
-        raise ValueError(f"$.files.way is {way!r:.60}; known are {', '.join(_WAYS)}")
-    check(fields, _WAYS[way][1], "$.files.fields")
+    if way not in _FILES_CLASSES:
+        raise ValueError(f"$.files.way is {way!r:.60}; known are {', '.join(_FILES_CLASSES)}")
+    check(fields, _FILES_CLASSES[way][1], "$.files.fields")
 
 
 def _check_files(source: Json) -> None:
@@ -508,7 +516,7 @@ def _check_files(source: Json) -> None:
 
 
 def _check_names(names: Json) -> None:
-    """Refuse what takes a regular expression for ever."""
+    """Refuse globs whose regular expressions could take forever."""
     for old in names:
         if old.count("*") > _MOST_STARS or "**" in old:
             raise ValueError(
@@ -524,7 +532,7 @@ def _request(content: Json) -> Request:
     return Request(
         read_small_strategy(target["strategy"]) if pattern is None else read_pattern(pattern),
         target["format"],
-        _WAYS[files["way"]][0](*files["fields"]),
+        _FILES_CLASSES[files["way"]][0](*files["fields"]),
         target["ranks"],
         _selection(content["selection"]),
         target["remove_redundancy"],
@@ -535,7 +543,9 @@ def _request(content: Json) -> Request:
 
 
 def check_directory(directory: str) -> None:
-    """Refuse a target directory that a plan file may not name: who reads one from elsewhere must not be led astray.
+    """Refuse a target directory that a plan file may not name.
+
+    A plan file from another machine must not redirect the output.
 
     Raises:
         UsageError: it is not below the current directory.

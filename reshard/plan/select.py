@@ -1,4 +1,4 @@
-"""Which tensors a target gets, under which names and dtypes.
+"""Select the tensors that a target gets, with their names and dtypes.
 
 | in the files | source strategy | target strategy | a target rank gets |
 |---|---|---|---|
@@ -7,14 +7,14 @@
 | yes | does not | does not | a copy |
 | no | any | names it | nothing: missing; a weight must be covered by a pattern |
 
-What one stage of a pipeline does not have, others do: where one was asked for, as the source or as the target, such a
-weight is dropped or missing without a pattern.
+A weight that one pipeline stage lacks is in another stage: if a single stage was requested, as the source or as the
+target, such a weight is dropped or missing without a pattern.
 
-Optimizer states that are dropped or missing are reported and no error. Without a source strategy the source is one
+Optimizer states that are dropped or missing are reported, but are no error. Without a source strategy the source is one
 rank of whole tensors; without a target strategy the target is.
 
-A `Selection` is what a user asks for besides that: less than all tensors, other names, other dtypes. The target
-strategy goes by the new names.
+A `Selection` holds the user's further options: fewer tensors, other names, other dtypes. The target strategy refers to
+the new names.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ class Selection:
     exactly 32 tensors. Every pattern must match at least one.
 
     Attributes:
-        include: only tensors that one of these matches; all where there is none.
-        exclude: no tensors that one of these matches.
-        weights_only: no optimizer states, nor what else only training needs (`global_step`, `learning_rate`, text).
+        include: only tensors that match one of these patterns; all tensors if it is empty.
+        exclude: no tensors that match one of these patterns.
+        weights_only: no optimizer states or other training state (`global_step`, `learning_rate`, text).
         name_map: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
-            stars stand in the new name too, in order; the first that matches counts, exact names before globs.
+            stars appear in the new name too, in order; the first match counts, exact names before globs.
             Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
-        cast: source dtype to target dtype, by name (`bfloat16` or `bf16`), as numpy's and ml_dtypes' `astype`: to
-            nearest, ties to even.
+        cast: source dtype to target dtype, as names (`bfloat16` or `bf16`). Rounds like numpy's and ml_dtypes'
+            `astype`: to nearest, ties to even.
         drop: globs of weights that the target strategy may lack.
         allow_missing: globs of weights that the source may lack.
-        rules: between the source's names and shapes and those of another program; they come before all else, so that
-            the names above are those that they make. Also what `Rules.data` returns.
-        lora: an adapter that is merged into the source's weights, before the rules. Also its fields by name. Weights
-            of 16 bits are not cast then, which would round them twice.
+        rules: map the source's names and shapes to another program's; applied first, so that the names above are the
+            new ones. Also the result of `Rules.data`.
+        lora: an adapter that is merged into the source's weights, before the rules. Also its fields as a mapping.
+            Weights of 16 bits cannot be cast then, because that would round them twice.
 
     Raises:
-        UsageError: an unknown dtype, a cast or a map of names that contradicts itself; all at once.
+        UsageError: an unknown dtype, a cast or a name map that contradicts itself; all at once.
 
     >>> Selection(name_map={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
     {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}
@@ -108,19 +108,19 @@ class Selection:
         lora: LoRA | Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(rules, Mapping):
-            from reshard.rules.rules import Rules  # seldom
+            from reshard.rules.rules import Rules  # rarely needed
 
             rules = Rules.of(rules)
         if isinstance(lora, Mapping):
-            from reshard.rules.lora import LoRA  # likewise
+            from reshard.rules.lora import LoRA  # rarely needed
 
             lora = LoRA(**lora)
-        given = {
+        values = {
             "include": globs(include), "exclude": globs(exclude), "weights_only": weights_only,
             "name_map": dict(name_map), "drop": globs(drop), "allow_missing": globs(allow_missing), "rules": rules,
             "lora": lora,
         }  # fmt: skip
-        for name, value in given.items():
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         faults = Faults("selection")
         casts: dict[str, str] = {}
@@ -134,30 +134,30 @@ class Selection:
         object.__setattr__(self, "cast", casts)
         for old, new in self.name_map.items():
             if new.count("*") > old.count("*"):
-                more = f"becomes {new!r}, which has more stars than the old name"
-                faults.add(f"name {old!r}", more, code="bad-pattern")
+                problem = f"becomes {new!r}, which has more stars than the old name"
+                faults.add(f"name {old!r}", problem, code="bad-pattern")
             if not old or not new:
                 faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty", code="bad-name")
         faults.raise_if_any(UsageError)
 
     def target_dtype(self, source: Checkpoint, name: str) -> DType:
-        """Return what the elements of a tensor of a source become; those of one that is bound stay what they are."""
+        """Return the target dtype of a tensor; tensors bound to their format are not cast."""
         dtype = source.tensors[name].spec.dtype
-        cast = dtype.name in self.cast and name not in source.bound
+        cast = dtype.name in self.cast and name not in source.extras.bound
         return by_name(self.cast[dtype.name], UsageError) if cast else dtype
 
     def renamed(
         self, chosen: Collection[str], known: Collection[str] | None = None, before: Collection[str] = ()
     ) -> dict[str, str]:
-        """Return the new name of every chosen tensor, or object.
+        """Return the new name of every chosen tensor or object.
 
         Args:
-            chosen: their names; one that a tensor and an object both have is there twice.
-            known: names of all tensors of the source, if more are there than are chosen.
-            before: the names that they had before rules, for messages.
+            chosen: their names; a name of both a tensor and an object occurs twice.
+            known: names of all tensors of the source, if only a part of them is chosen.
+            before: the names before rules, for messages.
 
         Raises:
-            UsageError: two tensors would have one name, or an old name is not there; all at once.
+            UsageError: two tensors would have the same name, or an old name does not exist; all at once.
         """
         rename = _Renaming(self.name_map, set(known or chosen))
         pairs = [(name, rename(name)) for name in chosen]
@@ -176,10 +176,10 @@ class Selection:
 
 
 def selection_data(selection: Selection) -> dict[str, object]:
-    """Return a selection as JSON has it; `planfile.read_selection` reads it."""
+    """Return a selection as JSON data, for `planfile.read_selection`."""
     pairs = ((field.name, getattr(selection, field.name)) for field in fields(selection))
     values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in pairs}
-    values["names"] = values.pop("name_map")  # as ledgers and plan files have it
+    values["names"] = values.pop("name_map")  # the key in ledgers and plan files
     return {
         **values,
         "rules": selection.rules and selection.rules.data(),
@@ -188,15 +188,16 @@ def selection_data(selection: Selection) -> dict[str, object]:
 
 
 def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
-    """Return a source as a selection has it: an adapter merged, and then in other names and shapes.
+    """Return a source with the selection's adapter merged, and then its rules applied.
 
     Raises:
-        SourceError, UsageError: as `Checkpoint.merge_lora` and `derive`; or merged weights would be rounded twice.
+        SourceError, UsageError: as `reshard.Checkpoint.merge_lora` and `derive`, or merged weights would be rounded
+            twice.
     """
     if selection.lora:
-        source = source.merge_lora(selection.lora)
+        source = selection.lora.merged(source)
     if selection.rules:
-        source = source.derive(selection.rules)
+        source = selection.rules.derived(source).checkpoint
     twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]
     if source.lora and twice:
         raise UsageError(
@@ -206,13 +207,13 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
     return source
 
 
-def globs(some: str | Iterable[str]) -> tuple[str, ...]:
-    """Return globs; a string is one, not the many that its characters would be."""
-    return (some,) if isinstance(some, str) else tuple(some)
+def globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """Return globs as a tuple; a string is a single glob."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 class _Renaming:
-    """Gives names by a map of exact names and globs; the states of an optimizer follow their weights."""
+    """Renames by exact names and globs; optimizer states follow their weights."""
 
     def __init__(self, new_names: Mapping[str, str], known: set[str]) -> None:
         self.new_names, self.known = new_names, known
@@ -226,14 +227,14 @@ class _Renaming:
             return self.new_names[name]
         state = self.states.get(name)
         if state is not None:
-            own = self._by_glob(name, state.before)  # `adam_m.*` is about states, `*.wq` is not
+            direct = self._by_glob(name, state.before)  # `adam_m.*` is about states, `*.wq` is not
             followed = self(state.weight)
-            if own is not None or followed != state.weight:
-                return own or state.of(followed)
+            if direct is not None or followed != state.weight:
+                return direct or state.of(followed)
         return self._by_glob(name) or name
 
     def _by_glob(self, name: str, beginning: str = "") -> str | None:
-        """Return the name that the first glob gives which matches, of those that begin so."""
+        """Rename by the first matching glob that starts with `beginning`, or return None."""
         for old, regex in self.globs.items():
             if old.startswith(beginning) and (match := regex.fullmatch(name)):
                 pieces = self.new_names[old].split("*")
@@ -250,28 +251,28 @@ class _Renaming:
 
 
 def cast_fault(old: DType, new: DType) -> str | None:
-    """Return why elements of a dtype cannot become those of another."""
+    """Return why a dtype cannot be cast to another, or None."""
     if "str" in {old.name, new.name}:
         return "text is not a number"
     if new is INT4:
         return "int4 is four bits of a byte, of which nobody says how they would be rounded"
     kinds = ("bool", "int", "float", "complex")
-    ranks = [next((place for place, kind in enumerate(kinds) if kind in d.name), 1) for d in (old, new)]
+    ranks = [next((rank for rank, kind in enumerate(kinds) if kind in d.name), 1) for d in (old, new)]
     if ranks[0] > ranks[1]:
         return f"{kinds[ranks[1]]} cannot hold what {kinds[ranks[0]]} can; only the other way round is cast"
     return None
 
 
 class Selected(NamedTuple):
-    """Which tensors go to a target.
+    """The tensors that go to a target.
 
     Attributes:
         kept: source name and target name of the tensors that are converted or copied, in the order of the files.
-        objects: likewise of the objects that are chosen; their own names where the target cannot hold such.
+        objects: source name and target name of the chosen objects; equal if the target cannot hold objects.
         dropped: source names that the target does not get.
         missing: target names that the source does not have.
         left_out: source names that the selection does not choose.
-        warnings: what a user should know of the choice though it is not an error.
+        warnings: warnings about the selection for the user.
     """
 
     kept: tuple[tuple[str, str], ...]
@@ -289,26 +290,26 @@ def select(
 
     Args:
         source: the checkpoint to convert.
-        target: names the tensors wanted; None for all of them, whole.
-        selection: what the user asks for.
+        target: names the target tensors; None for all tensors, whole.
+        selection: the user's selection.
         carries: the target can hold objects.
 
     Raises:
         SourceError: weights would be dropped or are missing, and no pattern covers them; all at once.
-        UsageError: a pattern matches nothing, or not as many tensors as it says; names collide.
+        UsageError: a pattern matches no tensor, or not its number of tensors; names collide.
     """
     strategy = source.strategy
-    wanted = target.tensors if target else {}
+    expected_tensors = target.tensors if target else {}
     states = all_states(source, target)
     chosen = _chosen(source, selection, states)
-    held = (*source.tensors, *(source.objects if carries else ()))
-    every = selection.renamed([name for name in held if name in chosen], source.every, _before_rules(source))
-    renamed = {name: every[name] for name in source.tensors if name in chosen}
-    objects = {name: every.get(name, name) for name in source.objects if name in chosen}
+    names_held = (*source.tensors, *(source.extras.objects if carries else ()))
+    new_names = selection.renamed([name for name in names_held if name in chosen], source.every, _before_rules(source))
+    renamed = {name: new_names[name] for name in source.tensors if name in chosen}
+    objects = {name: new_names.get(name, name) for name in source.extras.objects if name in chosen}
     faults = Faults(source.root)
     dropped = []
     for name, new in renamed.items():
-        if target is not None and new not in wanted and has_no_place(source, target, name):
+        if target is not None and new not in expected_tensors and has_no_place(source, target, name):
             dropped.append(name)
             if not (name in states or target.others or matches(name, selection.drop)):
                 hint = Text("to leave it out, give ", Option("drop", name))
@@ -322,34 +323,47 @@ def select(
     if target is not None:
         rename = _Renaming(selection.name_map, set(source.every))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
-        had = {*renamed.values(), *(rename(name) for name in unchosen)}
+        available = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
-        had = {*source.tensors, *source.left_out}
-    expected = wanted if target else [*(strategy.tensors if strategy else ()), *sorted(source.elsewhere)]
-    no_weights = {*states, *(name for name in wanted if target and _counts_steps(target, name))}
-    absent = [name for name in expected if name not in had and _may_be_asked_for(name, selection, no_weights)]
+        available = {*source.tensors, *source.left_out}
+    expected = (
+        expected_tensors if target else [*(strategy.tensors if strategy else ()), *sorted(source.opening.elsewhere)]
+    )
+    # A source may lack step counters. Strategy files of MindSpore have no shapes.
+    no_weights = {
+        *states,
+        *(name for name in expected_tensors if target and is_step(name, target.shape_of(name) or ())),
+    }
+    absent = [name for name in expected if name not in available and _would_be_chosen(name, selection, no_weights)]
     missing = _missing(source, absent, no_weights, selection, faults)
     faults.raise_if_any(SourceError, advice=_advice(target, set(renamed.values()), states))
-    without = set(dropped)
+    dropped_names = set(dropped)
     kept = [
         (name, renamed[name])
-        for name in _in_message_order(source, {old for old, new in renamed.items() if new in wanted})
-        if name in renamed and name not in without
+        for name in _in_message_order(source, {old for old, new in renamed.items() if new in expected_tensors})
+        if name in renamed and name not in dropped_names
     ]
     if chosen and not kept:
         raise UsageError("every chosen tensor is dropped; the target would be empty", code="no-tensors")
-    taken = [name for name in source.tensors if selection.weights_only and name in states and name not in chosen]
+    omitted_states = [
+        name for name in source.tensors if selection.weights_only and name in states and name not in chosen
+    ]
     left_out = tuple(name for name in source.every if name not in chosen)
     return Selected(
-        tuple(kept), tuple(objects.items()), tuple(dropped), tuple(missing), left_out, _of_states(taken, states)
+        tuple(kept),
+        tuple(objects.items()),
+        tuple(dropped),
+        tuple(missing),
+        left_out,
+        _states_warning(omitted_states, states),
     )
 
 
 def select_listed(source: Checkpoint, selection: Selection) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the new names of all that a selection chooses, be it a tensor or not, and what it does not choose.
+    """Return the new names of the chosen tensors and objects, and the names left out.
 
     Raises:
-        UsageError: a pattern matches nothing, or not as many as it says; names collide.
+        UsageError: a pattern matches nothing, or not its number of names; names collide.
     """
     chosen = _chosen(source, selection, all_states(source, None))
     renamed = selection.renamed([name for name in source.every if name in chosen], source.every)
@@ -357,7 +371,7 @@ def select_listed(source: Checkpoint, selection: Selection) -> tuple[dict[str, s
 
 
 def _advice(target: Strategy | Pattern | None, known: Collection[str], states: Collection[str]) -> str:
-    """Return what to think of where weights would be dropped or are missing."""
+    """Return advice for dropped or missing weights, or an empty string."""
     if target is None:
         return ""
     if not any(name in target.tensors for name in known):
@@ -365,9 +379,9 @@ def _advice(target: Strategy | Pattern | None, known: Collection[str], states: C
     return one_stage_advice(target, known, states) if isinstance(target, Strategy) else ""
 
 
-def _of_states(taken: Collection[str], states: Mapping[str, State]) -> tuple[str, ...]:
-    """Return a warning of what was left out by an unusual prefix, which is all that shows it to be a state."""
-    kinds = Counter(states[name].kind for name in taken)
+def _states_warning(omitted: Collection[str], states: Mapping[str, State]) -> tuple[str, ...]:
+    """Warn of tensors left out as optimizer states because of an unusual prefix alone."""
+    kinds = Counter(states[name].kind for name in omitted)
     unusual = {kind: count for kind, count in kinds.items() if kind.partition(".")[0] not in USUAL_STATES}
     if not unusual:
         return ()
@@ -376,71 +390,73 @@ def _of_states(taken: Collection[str], states: Mapping[str, State]) -> tuple[str
 
 
 def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> bool:
-    """Return whether a tensor that the target strategy does not name is dropped, not copied whole to every rank.
+    """Return whether an unlisted tensor is dropped rather than replicated.
 
-    Of whole tensors nothing says which are split in training. But of those that the file of one stage does not name,
-    the weights are most likely other stages', and a training whose metadata do not list a weight does not load it.
+    Nothing tells which whole tensors are split in training. But weights that the strategy of a single stage does not
+    name are most likely of other stages, and a training does not load a weight that its metadata do not list.
     """
     tensor = source.tensors[name]
     one_stage = target.others and len(target.stages) == 1 and source.strategy is None
-    every = not isinstance(target, Strategy)
-    listed = tensor.listed and name not in source.bound
-    return listed or ((one_stage or every) and not is_training_state(name, tensor))
+    is_pattern = not isinstance(target, Strategy)
+    is_sharded = tensor.listed and name not in source.extras.bound
+    return is_sharded or ((one_stage or is_pattern) and not is_training_state(name, tensor))
 
 
 def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:
-    """Return the names that the user asks for, having checked the patterns."""
+    """Check the patterns, and return the names that the selection chooses."""
     faults = Faults("selection")
-    every, before = source.every, _before_rules(source)
-    included = _matched(every, selection.include, Option("include"), faults, before) if selection.include else {*every}
-    excluded = _matched(every, selection.exclude, Option("exclude"), faults, before)
+    source_names, before = source.every, _before_rules(source)
+    included = (
+        _matched(source_names, selection.include, Option("include"), faults, before)
+        if selection.include
+        else {*source_names}
+    )
+    excluded = _matched(source_names, selection.exclude, Option("exclude"), faults, before)
     faults.raise_if_any(UsageError)
     chosen = included - excluded
     if selection.weights_only:
-        no_weights = {*states, *source.objects}
+        no_weights = {*states, *source.extras.objects}
         chosen = {n for n in chosen if n not in no_weights and not is_training_state(n, source.tensors.get(n))}
-    if every and not chosen:
+    if source_names and not chosen:
         raise UsageError("the selection leaves no tensor of the source", code="no-tensors")
     return chosen
 
 
 def _before_rules(source: Checkpoint) -> Collection[str]:
-    """Return the names that a source had before rules; none if there are no rules."""
+    """Return the names that a source had before rules; empty if there are no rules."""
     return source.origin.checkpoint.every if source.origin and source.origin.rules else ()
 
 
-def _no_match(pattern: str, every: Collection[str], before: Collection[str]) -> str:
-    """Return what to say of a pattern that matches no name, or only names before rules."""
+def _no_match(pattern: str, source_names: Collection[str], before: Collection[str]) -> str:
+    """Return the message for a pattern without matches, or with matches before rules."""
     hint = "; it is of names before the rules: give names that the rules make" if matching(pattern, before) else ""
-    return f"{no_match(pattern, every)}{hint}"
+    return f"{no_match(pattern, source_names)}{hint}"
 
 
 def _matched(
-    every: Collection[str], patterns: Iterable[str], option: Option, faults: Faults, before: Collection[str]
+    source_names: Collection[str], patterns: Iterable[str], option: Option, faults: Faults, before: Collection[str]
 ) -> set[str]:
     matched: set[str] = set()
     for pattern in patterns:
-        counted = None if pattern in every else _COUNTED.match(pattern)  # a name may end so
+        counted = None if pattern in source_names else _COUNTED.match(pattern)  # a name may end with @ and digits
         glob = counted["glob"] if counted else pattern
-        of_pattern = matching(glob, every)
-        where = Text(option._replace(value=pattern))
+        of_pattern = matching(glob, source_names)
+        option_text = Text(option._replace(value=pattern))
         if not of_pattern:
-            faults.add(where, partial(_no_match, glob, every, before), code="no-match")
+            faults.add(option_text, partial(_no_match, glob, source_names, before), code="no-match")
         elif counted and len(of_pattern) != int(counted["count"]):
-            faults.add(where, f"matches {len(of_pattern)} tensors; expected {counted['count']}", code="wrong-count")
+            faults.add(
+                option_text, f"matches {len(of_pattern)} tensors; expected {counted['count']}", code="wrong-count"
+            )
         matched.update(of_pattern)
     return matched
 
 
-def _counts_steps(target: Strategy | Pattern, name: str) -> bool:
-    """Return whether a target has a name for a single number of the training's state, which no source need have."""
-    return is_step(name, target.shape_of(name) or ())  # strategy files of MindSpore have no shapes
-
-
-def _may_be_asked_for(name: str, selection: Selection, states: Collection[str]) -> bool:
-    """Return whether a tensor that the source does not have would be taken if it did."""
+def _would_be_chosen(name: str, selection: Selection, states: Collection[str]) -> bool:
+    """Return whether the selection would choose a tensor that the source lacks."""
     include, exclude = (
-        [_COUNTED.sub(r"\g<glob>", pattern) for pattern in some] for some in (selection.include, selection.exclude)
+        [_COUNTED.sub(r"\g<glob>", pattern) for pattern in patterns]
+        for patterns in (selection.include, selection.exclude)
     )
     included = not include or matches(name, include)
     return included and not matches(name, exclude) and not (selection.weights_only and name in states)
@@ -449,41 +465,41 @@ def _may_be_asked_for(name: str, selection: Selection, states: Collection[str]) 
 def _missing(
     source: Checkpoint, absent: list[str], states: Collection[str], selection: Selection, faults: Faults
 ) -> list[str]:
-    """Return the names that are wanted and absent; weights that no pattern covers are faults."""
-    own = source.strategy.tensors if source.part is not None and source.strategy else absent
+    """Return the absent names; report weights that no pattern covers as faults."""
+    stage_tensors = source.strategy.tensors if source.opening.stage is not None and source.strategy else absent
     for name in absent:
-        if name in own and name not in states and not matches(name, selection.allow_missing):
+        if name in stage_tensors and name not in states and not matches(name, selection.allow_missing):
             hint = Text("to do without it, give ", Option("allow_missing", name))
             faults.add(f"tensor {name!r}", "is in the strategy but in no source file", code="missing-tensor", hint=hint)
     return absent
 
 
-def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
+def _in_message_order(source: Checkpoint, in_target: set[str]) -> list[str]:
     """Return the tensors in the order in which MindSpore writes them.
 
-    It takes the needed source ranks downwards, and puts those without a layout last.
+    MindSpore reads the needed source ranks in descending order, and puts tensors without a layout last.
     """
-    found: dict[str, None] = {}
-    seen: set[int] = set()
+    ordered: dict[str, None] = {}
+    headers: set[int] = set()
     for file in reversed(source.files):
-        if file.index.header not in seen:  # ranks with equal headers share it
-            seen.add(file.index.header)
-            found.update(dict.fromkeys(file.index.entries))
-    found.update(dict.fromkeys(source.tensors))  # a file may have a block under another name
-    kept = [name for name in found if name in source.tensors]
-    laid_out = {name for name in kept if source.tensors[name].listed or name in wanted}
-    return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
+        if file.index.header not in headers:  # ranks with equal headers share the header
+            headers.add(file.index.header)
+            ordered.update(dict.fromkeys(file.index.entries))
+    ordered.update(dict.fromkeys(source.tensors))  # a file may have a block under another name
+    tensors = [name for name in ordered if name in source.tensors]
+    laid_out = {name for name in tensors if source.tensors[name].listed or name in in_target}
+    return [name for name in tensors if name in laid_out] + [name for name in tensors if name not in laid_out]
 
 
 def all_states(
     source: Checkpoint, target: Strategy | Pattern | None, written: Collection[str] = ()
 ) -> dict[str, State]:
-    """Return the optimizer states among all names of a conversion, and what each name consists of.
+    """Return the optimizer states among all names of a conversion, by name.
 
     Args:
-        source: what is converted; what its strategy names counts, too.
+        source: the source checkpoint; names of its strategy are included.
         target: the strategy of the target.
-        written: names that are in the target.
+        written: names in the target.
     """
     named = [strategy.tensors for strategy in (source.strategy, target) if strategy]
     return optimizer_states(set().union(source.every, written, *named))

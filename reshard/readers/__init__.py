@@ -1,1 +1,1 @@
-"""Opening what is there: the way to a `Checkpoint`, and one room for each format that lists its own blocks."""
+"""Open checkpoints: `open`, and a module for each format that describes its own blocks."""

@@ -1,7 +1,7 @@
-"""Strategy files that lie beside a checkpoint which was opened without one.
+"""Find strategy files next to a checkpoint that was opened without one.
 
-They are looked at to tell the user which fits, and are never used unasked. Few are, none of them large, because nobody
-said that they are strategies: those in the checkpoint's directory and in the one above it.
+They are read only to tell the user which of them fits, and are never applied. The search covers the checkpoint's
+directory and its parent. It reads few files and no large ones, since any of them may be something else.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 _SUFFIXES = {".ckpt", ".json"}
 _MOST_LISTED = 4096
 _MOST_READ = 16
-_MOST_OPENED = 4  # with each the headers of the checkpoint are read
+_MOST_OPENED = 4  # each one reads the headers of the checkpoint
 _MOST_BYTES = 16 << 20  # of one file, or of all in one directory
 
 
 def unknown_layout(root: str, ranks: Sequence[int], change: str, fits: Callable[[Strategy], object]) -> SourceError:
-    """Return the error for several ranks of which nothing says how they were sharded.
+    """Return the error for several ranks with an unknown sharding.
 
     Args:
         root: their directory.
         ranks: the rank of each file.
-        change: why the layout in the ledger is not used, if there is one.
-        fits: opens them with a strategy.
+        change: why the layout in the ledger is not used, or "".
+        fits: opens the checkpoint with a strategy.
     """
     hint = Text("pass ", Option("strategy"), ", or ", Option("layout", "*", "RULE"))
-    if beside := fitting_strategies(as_place(root), ranks, fits):
-        first, several = str(beside[0]), len(beside) > 1
+    if fitting := fitting_strategies(as_place(root), ranks, fits):
+        first, several = str(fitting[0]), len(fitting) > 1
         hint = Text(
-            f"{names(beside, most=3)} {'fit' if several else 'fits'}: pass ",
+            f"{names(fitting, most=3)} {'fit' if several else 'fits'}: pass ",
             Option("strategy", first, quote(first)),
             ", or another of them" if several else "",
         )
@@ -52,35 +52,35 @@ def unknown_layout(root: str, ranks: Sequence[int], change: str, fits: Callable[
 
 
 def fitting_strategies(root: Place, ranks: Collection[int], fits: Callable[[Strategy], object]) -> list[Place]:
-    """Return the strategies beside a checkpoint that fit it: files, and directories of the files of a pipeline.
+    """Return the strategy files and pipeline directories that fit a checkpoint.
 
     Args:
         root: the directory of the checkpoint.
-        ranks: that it has.
+        ranks: its ranks.
         fits: raises an error if a strategy does not fit.
     """
     above = root.absolute().parent if root.name in {"", ".."} else root.parent
     fitting: list[Place] = []
     opened = 0
-    for place in islice(chain(_candidates(root), _candidates(above)), _MOST_READ):
+    for path in islice(chain(_candidates(root), _candidates(above)), _MOST_READ):
         with suppress(ReshardError, OSError):
-            strategy = read_strategy(place)
+            strategy = read_strategy(path)
             if set(strategy.ranks) == set(ranks) and opened < _MOST_OPENED:
                 opened += 1
                 fits(strategy)
-                fitting.append(place)
+                fitting.append(path)
     return fitting
 
 
 def _candidates(directory: Place) -> Iterator[Place]:
-    """Yield what may be a strategy in a directory, first what is called one."""
-    places: list[Place] = []
+    """Yield possible strategies in a directory, starting with names like "strategy"."""
+    paths: list[Place] = []
     with suppress(ReshardError, OSError):
-        places = sorted(islice(directory.iterdir(), _MOST_LISTED), key=lambda place: place.name)
-    for place in sorted(places, key=lambda place: "strateg" not in place.name):
+        paths = sorted(islice(directory.iterdir(), _MOST_LISTED), key=lambda path: path.name)
+    for path in sorted(paths, key=lambda path: "strateg" not in path.name):
         with suppress(ReshardError, OSError):
-            if place.suffix not in _SUFFIXES and ("strateg" not in place.name or not place.is_dir()):
+            if path.suffix not in _SUFFIXES and ("strateg" not in path.name or not path.is_dir()):
                 continue
-            files = strategy_files(place) if place.is_dir() else [place]
+            files = strategy_files(path) if path.is_dir() else [path]
             if all(file.is_file() for file in files) and sum(file.status().nbytes for file in files) <= _MOST_BYTES:
-                yield place
+                yield path

@@ -1,8 +1,8 @@
-"""Opening blocks that PyTorch saved for Hugging Face: safetensors files of which each says where its blocks lie.
+"""Open sharded safetensors files that PyTorch saved for Hugging Face.
 
-A file has the blocks of one rank; in the notes of its header are the offsets of each in its tensor. The shapes of whole
-tensors are nowhere: they are what the blocks make together, so that blocks which are missing at the end of a tensor are
-not missed. Any others are.
+A file has the blocks of one rank, and its header metadata has the offset of each block in its tensor. The shapes of
+whole tensors are not stored: they are inferred from the blocks. So blocks missing at the end of a tensor cannot be
+detected; any other missing block is.
 
 Sources: PyTorch 2.13 `distributed/checkpoint/{hf_storage,_hf_utils}.py`, and what that wrote (`tests/data/dcp`).
 """
@@ -17,7 +17,7 @@ from reshard.formats.directories import BLOCKS, SHARDING_INFO
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block, is_possible, shape_text
 from reshard.readers.listed import Listed, nothing_readable
-from reshard.source.checkpoint import Checkpoint, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Extras, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json
@@ -36,24 +36,24 @@ _MOST_FILES = 100_000
 _NOTES = {SHARDING_INFO, "DCP_VERSION"}
 
 
-def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
-    """Open blocks for Hugging Face, reading the headers of their files.
+def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open sharded safetensors files, reading their headers.
 
-    A tensor of which blocks are missing is unreadable, with the reason: a plan needs it dropped by name.
+    A tensor with missing blocks is unreadable, with the reason: a plan needs it dropped by name.
 
     Args:
-        place: their directory.
-        there: the names of what is in it.
+        root: the directory of the files.
+        listing: the names in it.
         contents: compare samples of replicas.
 
     Raises:
         SourceError: a file is not valid or does not say where its blocks lie, or the files are of two sets.
     """
-    matches = sorted(filter(None, map(BLOCKS.files.fullmatch, there)), key=lambda match: match[0])
+    matches = sorted(filter(None, map(BLOCKS.files.fullmatch, listing)), key=lambda match: match[0])
     counts = sorted({int(match["count"]) for match in matches})
     if len(counts) > 1:
         raise SourceError(
-            f"{place} has files of sets of {names(counts)} files",
+            f"{root} has files of sets of {names(counts)} files",
             code="several-checkpoints",
             hint="move one set to another directory",
         )
@@ -61,13 +61,13 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
     if absent := [
         number for count in counts for number in range(1, min(count, _MOST_FILES) + 1) if number not in numbers
     ]:
-        raise SourceError(f"{place} has no file {names(absent)} of {counts[0]} of any rank", code="missing-shards")
+        raise SourceError(f"{root} has no file {names(absent)} of {counts[0]} of any rank", code="missing-shards")
     by_rank: dict[int, list[Place]] = {}
     for match in matches:
-        by_rank.setdefault(int(match["shard"]) - 1, []).append(place / match[0])
+        by_rank.setdefault(int(match["shard"]) - 1, []).append(root / match[0])
     files, ranks = read_indexes(dict(sorted(by_rank.items())), None)
-    faults = Faults(str(place))
-    held: dict[str, list[tuple[Shape, DType, Shape, Extent]]] = {}
+    faults = Faults(str(root))
+    blocks: dict[str, list[tuple[Shape, DType, Shape, Extent]]] = {}
     unreadable: dict[str, str] = {}
     for number, file in enumerate(files):
         offsets = _offsets(file, faults)
@@ -76,81 +76,81 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
                 unreadable[name] = f"has no offsets in {SHARDING_INFO} of {file.path}, or not one for each dimension"
                 continue
             block = offsets[name], entry.dtype, entry.shape, Extent(number, entry.runs)
-            held.setdefault(name, []).append(block)
+            blocks.setdefault(name, []).append(block)
     faults.raise_if_any(SourceError)
-    listed = Listed()
+    assembler = Listed()
     tensors: dict[str, Tensor] = {}
-    for name in [name for name in held if name not in unreadable]:
-        found = _tensor(name, held[name], listed)
-        if isinstance(found, str):
-            unreadable[name] = found
+    for name in [name for name in blocks if name not in unreadable]:
+        tensor = _tensor(name, blocks[name], assembler)
+        if isinstance(tensor, str):
+            unreadable[name] = tensor
         else:
-            tensors[name] = found
+            tensors[name] = tensor
     if not tensors:
-        raise SourceError(f"{place}: {nothing_readable(unreadable)}", code="no-tensors")
+        raise SourceError(f"{root}: {nothing_readable(unreadable)}", code="no-tensors")
     unknown = (
         f"the files do not say how large whole tensors are: they are of {len(by_rank)} ranks, and if there were more, "
         "whose files are missing, tensors are smaller than they were"
     )
     checkpoint = Checkpoint(
-        str(place),
+        str(root),
         tensors,
         tuple(map(without_notes, files)),
         ranks,
         warnings=(unknown, *_holes(by_rank, matches)),
         unreadable=unreadable,
-        described_by=SHARDING_INFO,
+        extras=Extras(SHARDING_INFO),
     )
     return compare_contents(checkpoint, {}, contents=contents)
 
 
 def _holes(ranks: Iterable[int], matches: Sequence[re.Match[str]]) -> Iterator[str]:
-    """Yield which ranks and files of ranks are not there, though others are; they may have had nothing to hold."""
-    there = {(int(match["shard"]) - 1, int(match["number"])) for match in matches}
-    numbers = sorted({number for _, number in there})
+    """Yield warnings about absent ranks and files, which may have been empty."""
+    present = {(int(match["shard"]) - 1, int(match["number"])) for match in matches}
+    numbers = sorted({number for _, number in present})
     if absent := [rank for rank in range(max(ranks)) if rank not in set(ranks)]:
         yield f"there is no file of {ranks_text(absent)}, of which nothing says that there was one"
-    lacking = [f"{n} of rank {rank}" for rank in ranks for n in numbers if (rank, n) not in there]
+    lacking = [f"{n} of rank {rank}" for rank in ranks for n in numbers if (rank, n) not in present]
     if lacking:
         yield f"there is no file {names(lacking, most=3)}, of which nothing says that there was one"
 
 
 def without_notes(file: SourceFile) -> SourceFile:
-    """Return a file without the notes that say where its blocks lie, which is not so of what is made of them."""
-    kept = tuple((key, value) for key, value in file.index.metadata if key not in _NOTES)
-    return replace(file, index=file.index._replace(metadata=kept))
+    """Return a file without its block metadata, which do not apply to a target."""
+    metadata = tuple((key, value) for key, value in file.index.metadata if key not in _NOTES)
+    return replace(file, index=file.index._replace(metadata=metadata))
 
 
 def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
-    """Return where the blocks of a file lie in their tensors, by name."""
+    """Return the offset of each block of a file in its tensor, by name."""
     try:
         content = parse_json(dict(file.index.metadata)[SHARDING_INFO].encode(), [])
     except (KeyError, ValueError):
         content = None
-    found = {}
-    for name, one in content.items() if isinstance(content, dict) else ():
-        offsets = one.get("saved_offsets") if isinstance(one, dict) else None
-        if isinstance(offsets, list) and all(type(each) is int and 0 <= each < 1 << 63 for each in offsets):
-            found[name] = tuple(offsets)
+    result = {}
+    for name, info in content.items() if isinstance(content, dict) else ():
+        offsets = info.get("saved_offsets") if isinstance(info, dict) else None
+        if isinstance(offsets, list) and all(type(offset) is int and 0 <= offset < 1 << 63 for offset in offsets):
+            result[name] = tuple(offsets)
         if name not in file.index.entries:
             faults.add(file.path, f"has offsets for {name!r:.60} but no such tensor", code="unknown-tensor")
     if not isinstance(content, dict):
         faults.add(file.path, f"has no {SHARDING_INFO} in its header, so its blocks are unplaced", code="no-layout")
-    return found
+    return result
 
 
-def _tensor(name: str, held: Sequence[tuple[Shape, DType, Shape, Extent]], listed: Listed) -> Tensor | str:
-    """Return a tensor, or why its blocks do not make it."""
-    dtypes = {dtype.name: dtype for _, dtype, _, _ in held}
-    dims = {len(offsets) for offsets, *_ in held}
+def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: Listed) -> Tensor | str:
+    """Return a tensor, or the reason why its blocks do not form one."""
+    dtypes = {dtype.name: dtype for _, dtype, _, _ in stored}
+    dims = {len(offsets) for offsets, *_ in stored}
     if len(dtypes) > 1 or len(dims) > 1:
         return f"is {names(sorted(dtypes))}, of {names(sorted(dims))} dimensions, in different files"
     blocks = [
         (Block(offsets, tuple(begin + extent for begin, extent in zip(offsets, shape, strict=True))), extent)
-        for offsets, _, shape, extent in held
+        for offsets, _, shape, extent in stored
     ]
     shape = tuple(max(block.stop[dim] for block, _ in blocks) for dim in range(*dims))
     if not is_possible(shape):
         return f"has the shape {shape_text(shape)}, which no array can have"
     (dtype,) = dtypes.values()
-    return listed.tensor(TensorSpec(name, dtype, shape), blocks)
+    return assembler.tensor(TensorSpec(name, dtype, shape), blocks)

@@ -1,4 +1,4 @@
-"""Tensors of which a format lists the blocks: boxes of any sizes, each with the places where its bytes lie."""
+"""Assemble tensors from listed blocks: boxes of any size, each with the extent of its bytes."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ if TYPE_CHECKING:
 
 
 class Listed:
-    """Joins the blocks of tensors; those that are cut alike and lie in the same files share what says so."""
+    """Assembles tensors from blocks.
+
+    Tensors with equal blocks in the same files share their records.
+    """
 
     def __init__(self) -> None:
         self._shared = Shared()
         self._faults: dict[tuple[Shape, tuple[Block, ...]], str | None] = {}
 
-    def tensor(self, spec: TensorSpec, held: Iterable[tuple[Block, Extent]]) -> Tensor | str:
-        """Return a tensor, or why its blocks do not make it.
+    def tensor(self, spec: TensorSpec, blocks: Iterable[tuple[Block, Extent]]) -> Tensor | str:
+        """Return a tensor, or the reason why its blocks do not form one.
 
         Args:
-            spec: what it is.
-            held: its blocks, one several times where it has replicas. Empty ones are left out: what cuts a tensor into
-                more parts than it has rows writes some.
+            spec: its name, dtype and shape.
+            blocks: its blocks, with each replica. Empty blocks are left out: they occur if a tensor is cut into more
+                parts than it has rows.
         """
         whole = Block.whole(spec.shape)
         replicas: dict[Block, list[Extent]] = {}
-        for block, extent in held:
+        for block, extent in blocks:
             if block.size or block == whole:
                 replicas.setdefault(block, []).append(extent)
         key = spec.shape, tuple(replicas)
         if key not in self._faults:
             self._faults[key] = cover_fault(spec.shape, replicas)
-        shards = (Shard(block, tuple(sorted(some))) for block, some in replicas.items())
+        shards = (Shard(block, tuple(sorted(extents))) for block, extents in replicas.items())
         return self._faults[key] or self._shared.tensor(spec, shards)
 
 
 def nothing_readable(unreadable: Mapping[str, str]) -> str:
-    """Return what to say where there is not one tensor, with why the first cannot be read."""
+    """Return the message for a checkpoint without readable tensors."""
     why = next((f": {name!r} {reason}" for name, reason in unreadable.items()), "; was saving it interrupted?")
     return f"holds no tensor that can be read{why}"

@@ -1,4 +1,4 @@
-"""Opening a source: find its files, read their headers, join them with a strategy, look what headers cannot tell."""
+"""Open a source: find its files, read their headers, apply a strategy, and sample the contents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, SourceFile
+from reshard.source.checkpoint import Checkpoint, Opening, SourceFile
 from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
@@ -63,7 +63,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
-    """Open a checkpoint: `reshard.open` says what the arguments are; `layouts` is its `layout`."""
+    """Open a checkpoint, with the arguments of `reshard.open` (`layouts` is its `layout`)."""
     unnamed = suffix is None and rank_pattern == RANK_PATTERN
     bare = strategy is None and not layouts and stage is None and unnamed
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration)
@@ -81,32 +81,34 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             code="no-iterations",
             hint=Text("leave ", Option("iteration", iteration), " out"),
         )
-    made = None if isinstance(path, Mapping) else _with_strategy(as_place(path))
+    ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path))
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
-    change = made.change(files, partial=partial) if made else ""
-    own = made.strategy if made and not change else None  # the layout in the ledger
+    change = ledger.change(files, partial=partial) if ledger else ""
+    ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
-    by_ledger = strategy is None and stage is None and unnamed and own is not None
-    alone = ""
-    if by_ledger and made and own:
-        strategy, stage = own, made.stage
-        partial = partial or len(set(ranks)) < len((own if stage is None else own.of_stage(stage)).ranks)
+    by_ledger = strategy is None and stage is None and unnamed and ledger_strategy is not None
+    lone_reason = ""
+    if by_ledger and ledger and ledger_strategy:
+        strategy, stage = ledger_strategy, ledger.stage
+        partial = partial or len(set(ranks)) < len(
+            (ledger_strategy if stage is None else ledger_strategy.of_stage(stage)).ranks
+        )
     change = change if unnamed and strategy is None else ""
     if change:
         warnings.append(changed_text(root, change))
     if not (layouts or by_ledger) and len(set(ranks)) == 1:
-        alone = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, made, change)
+        lone_reason = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, ledger, change)
     strategy, ruled, confirmed = with_rules(strategy, layouts or {}, files, ranks)
-    every = strategy
+    full_strategy = strategy
     strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)
     if strategy is None and len(set(ranks)) > 1:
         from reshard.readers.beside import unknown_layout  # on this error only
 
         again = applied(open, path, rank_pattern=rank_pattern, suffix=suffix, partial=partial, cipher=cipher)
-        raise unknown_layout(root, ranks, change, lambda beside: again(strategy=beside))
-    elsewhere: set[str] = set()
+        raise unknown_layout(root, ranks, change, lambda candidate: again(strategy=candidate))
+    other_stage_names: set[str] = set()
     if strategy is not None and part is not None:
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
         if not inside:
@@ -115,41 +117,33 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
                 code="missing-ranks",
                 facts=[f"the stage has {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"],
             )
-        elsewhere.update(every.tensors if every else (), *(file.index.entries for file in files))
+        other_stage_names.update(
+            full_strategy.tensors if full_strategy else (), *(file.index.entries for file in files)
+        )
         files, ranks = tuple(files[n] for n in inside), tuple(ranks[n] for n in inside)
-        elsewhere.difference_update(strategy.tensors, *(file.index.entries for file in files))
+        other_stage_names.difference_update(strategy.tensors, *(file.index.entries for file in files))
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root} has no tensor", code="no-tensors")
-    with _explained(path, knows=own is not None and not (by_ledger or layouts)):
+    with _explained(path, knows=ledger_strategy is not None and not (by_ledger or layouts)):
         tensors = assemble(root, files, ranks, strategy, partial=partial)
-    if own and strategy is not None and part is None and (layouts or not by_ledger):
-        _refuse_other_strategy(root, strategy, own, tensors, ruled)
+    if ledger_strategy and strategy is not None and part is None and (layouts or not by_ledger):
+        _refuse_other_strategy(root, strategy, ledger_strategy, tensors, ruled)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    checkpoint = Checkpoint(
-        root,
-        tensors,
-        files,
-        ranks,
-        strategy,
-        part,
-        tuple(warnings),
-        unreadable,
-        cipher,
-        partial,
-        lone_rank=alone,
-        elsewhere=frozenset(elsewhere),
-        step=step,
-        by_file=isinstance(path, Mapping),
+    opening = Opening(
+        part, frozenset(other_stage_names), partial, by_file=isinstance(path, Mapping), lone_rank=lone_reason, step=step
     )
+    checkpoint = Checkpoint(root, tensors, files, ranks, strategy, tuple(warnings), unreadable, cipher, opening=opening)
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
 
 
 @contextmanager
 def _explained(path: AnyName | Mapping[int, AnyName], *, knows: bool) -> Iterator[None]:
-    """Add to a failure what the directory says: unfinished files are there, or its ledger knows the layout.
+    """Add facts about the directory to a SourceError.
+
+    They are unfinished files, and that the ledger has a layout.
 
     Raises:
-        SourceError: what failed.
+        SourceError: the error, with these facts.
     """
     try:
         yield
@@ -165,30 +159,30 @@ class _Opener(Protocol):
     """Opens a directory."""
 
     def __call__(self, *, contents: bool | Literal["blocks"]) -> Checkpoint:
-        """Return its checkpoint, with samples of the contents compared as `open` does."""
+        """Return its checkpoint, comparing samples of the contents as `open` does."""
 
 
 def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
-    """Return what opens a directory that says itself which block is where; None for any other.
+    """Return the opener of a checkpoint that describes its own blocks, else None.
 
     Args:
-        root: a zarr store, a distributed checkpoint, or the directory of a run that saves such; what `torch.save` made.
-        iteration: which checkpoint of a run; by default that which the run names as the last.
+        root: a zarr store, a distributed checkpoint, the directory of a run of those, or files of `torch.save`.
+        iteration: which checkpoint of a run; by default the one that the run names as the last.
     """
-    there = root.names()
-    if any(map(is_of_store, there)) and iteration is None:
+    listing = root.names()
+    if any(map(is_of_store, listing)) and iteration is None:
         from reshard.readers.zarr import open_store  # not on every start
 
         return applied(open_store, root)
-    run = run_at(there)
+    run = run_at(listing)
     if run is not None:
-        return applied(_open_iteration, root, there, run, iteration)
-    if not there and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
-        from reshard.readers.dcp.saves import open_save  # likewise
+        return applied(_open_iteration, root, listing, run, iteration)
+    if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
+        from reshard.readers.dcp.saves import open_save  # not on every start
 
         refuse_one_of_several(root)
         return applied(open_save, root)
-    opener = _described(root, there)
+    opener = _described(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root)}:
         raise SourceError(
             f"{root} is one checkpoint, not a run with iteration {iteration}",
@@ -198,9 +192,11 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
     return opener
 
 
-def _shown(known: DirectoryFormat, place: Place, there: Sequence[str], without: Sequence[str] = ()) -> Sequence[str]:
-    """Return the names in a directory of a format, which has nothing of some names; of any other directory none."""
-    return there if known.shown_by(place, there) and not {*without}.intersection(there) else ()
+def _shown(
+    kind: DirectoryFormat, directory: Place, listing: Sequence[str], without: Sequence[str] = ()
+) -> Sequence[str]:
+    """Return `listing` if the directory is of a format and lacks the names `without`, else ()."""
+    return listing if kind.shown_by(directory, listing) and not {*without}.intersection(listing) else ()
 
 
 _OPENERS = (
@@ -210,70 +206,70 @@ _OPENERS = (
     (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
     (parts_below, "dcp", "open_dcp"),
 )
-"""Of each distributed checkpoint what finds the names of its files, and the module of this shelf and what opens it."""
+"""For each distributed format: a function that finds its file names, and the module and name of its opener."""
 
 
-def _described(place: Place, there: Sequence[str]) -> _Opener | None:
-    """Return what opens a distributed checkpoint, from the names in its directory; None for any other."""
+def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
+    """Return the opener of a distributed checkpoint with these files, else None."""
     for finds, module, name in _OPENERS:
-        if found := finds(place, there):
+        if files := finds(directory, listing):
             opener = getattr(import_module(f"reshard.readers.{module}"), name)  # not all of them on every start
-            return applied(opener, place, found)
+            return applied(opener, directory, files)
     return None
 
 
 def iteration_at(root: Place) -> Place:
-    """Return the last checkpoint of a run's directory, as the run names it; of any other place that itself.
+    """Return the checkpoint that a run names as its last; any other path as it is.
 
     Raises:
-        SourceError: the run names none.
+        SourceError: the run names no checkpoint.
     """
-    there = root.names()
-    run = run_at(there)
-    return root if run is None else checkpoint_of(root, there, run, None)
+    listing = root.names()
+    run = run_at(listing)
+    return root if run is None else checkpoint_of(root, listing, run, None)
 
 
 def _open_iteration(
-    root: Place, there: Sequence[str], run: RunFormat, iteration: int | None, *, contents: bool | Literal["blocks"]
+    root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None, *, contents: bool | Literal["blocks"]
 ) -> Checkpoint:
     """Open a checkpoint of a run, by its iteration."""
-    place = checkpoint_of(root, there, run, iteration)
-    found = _open_distributed(place, contents=contents)
-    warnings = newer(root, there, run, place) if iteration is None else []
-    return replace(found, warnings=(*warnings, *found.warnings))
+    directory = checkpoint_of(root, listing, run, iteration)
+    checkpoint = _open_distributed(directory, contents=contents)
+    warnings = newer(root, listing, run, directory) if iteration is None else []
+    return replace(checkpoint, warnings=(*warnings, *checkpoint.warnings))
 
 
-def _open_distributed(place: Place, *, contents: bool | Literal["blocks"]) -> Checkpoint:
-    opener = _described(place, place.names())
+def _open_distributed(directory: Place, *, contents: bool | Literal["blocks"]) -> Checkpoint:
+    opener = _described(directory, directory.names())
     if opener is None:
-        raise SourceError(f"{place} has no file of a distributed checkpoint", code="not-a-checkpoint")
+        raise SourceError(f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint")
     return opener(contents=contents)
 
 
 def iterations_at(path: AnyName) -> list[Iteration]:
-    """Return the checkpoints in the directory of a run, ascending; none of what is not a run's directory."""
+    """Return the checkpoints of a run, ascending; [] for any other path."""
     root = as_place(path)
     return iterations(root, root.names(), applied(_open_distributed, contents=False))
 
 
 def _refuse_other_strategy(
-    root: str, strategy: Strategy, own: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
+    root: str, strategy: Strategy, ledger_strategy: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
 ) -> None:
-    """Refuse a strategy, or rules, that cut tensors otherwise than the one with which a run of this program wrote them.
+    """Refuse a strategy or rules that contradict the strategy in the ledger.
 
     Args:
-        root: what was opened.
+        root: the path that was opened.
         strategy: the strategy with the rules applied.
-        own: that in the ledger.
-        tensors: by their names.
-        ruled: the rules that were given by hand, by the names of tensors.
+        ledger_strategy: the strategy in the ledger.
+        tensors: the tensors by name.
+        ruled: the rules that the user gave, by tensor name.
     """
     wrong = []
     for name, tensor in tensors.items():
-        if name in own.tensors and (tensor.listed or name in ruled):
+        if name in ledger_strategy.tensors and (tensor.listed or name in ruled):
             try:
                 is_same = tensor.listed and (
-                    own.grid(name, tensor.spec.shape) == strategy.grid(name, tensor.spec.shape)
+                    ledger_strategy.grid(name, tensor.spec.shape) == strategy.grid(name, tensor.spec.shape)
                 )
             except LayoutError:
                 is_same = False
@@ -290,55 +286,60 @@ def _refuse_other_strategy(
         )
 
 
-def made_at(path: AnyName, *, others: bool = False) -> Made | None:
-    """Return what a target is made from, where its ledger says and nothing else there could be meant, too.
+def made_at(path: AnyName, *, mixed: bool = False) -> Made | None:
+    """Return the provenance in a target's ledger, or None if it misses files there.
 
     Args:
         path: the target.
-        others: or something else is there besides; `Made.change` then names it.
+        mixed: accept a directory that has other files, too; `Made.change` then names them.
     """
     root = as_place(path)
     try:
-        place = iteration_at(root)
-        made = made_of(place)
-        if made is None or not root.is_dir() or is_store(root):
-            return made
-        if self_described(place):
-            found = {0: [file for file in place.files(depth=1) if file.suffix in {".safetensors", ".distcp"}]}
+        directory = iteration_at(root)
+        ledger = made_of(directory)
+        if ledger is None or not root.is_dir() or is_store(root):
+            return ledger
+        if self_described(directory):
+            files_by_rank = {
+                0: [file for file in directory.files(depth=1) if file.suffix in {".safetensors", ".distcp"}]
+            }
         else:
             unified = read_index(root)
-            found = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])[0]
-    except SourceError:  # several checkpoints in one directory; or ranks lack, of which the files say which
+            files_by_rank = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])[0]
+    except SourceError:  # several checkpoints in one directory, or missing ranks, which reading the files reports
         return None
-    known = {f"{made.root}/{file}" for file in made.records}
-    are_known = [str(file.absolute()) in known for files in found.values() for file in files]
-    return made if (any if others else all)(are_known) else None
+    recorded = {f"{ledger.root}/{file}" for file in ledger.records}
+    is_recorded = [str(file.absolute()) in recorded for files in files_by_rank.values() for file in files]
+    return ledger if (any if mixed else all)(is_recorded) else None
 
 
-class Noted(NamedTuple):
-    """Whether a checkpoint opens without a strategy because the ledger there has one; if not, how its files changed."""
+class LedgerLayout(NamedTuple):
+    """Whether a checkpoint's ledger gives its strategy; if not, how files changed."""
 
     is_known: bool
     change: str = ""
 
 
-def noted(path: AnyName, cipher: Cipher | None = None) -> Noted:
-    """Return what the ledger of a target says of its layout.
+def ledger_layout(path: AnyName, cipher: Cipher | None = None) -> LedgerLayout:
+    """Return whether the ledger of a target gives its layout.
 
     Raises:
         SourceError: files changed, and a header cannot be read.
     """
-    made = _with_strategy(as_place(path))
-    if made is None or (made.is_as_noted() and made_at(path) is not None):
-        return Noted(made is not None)
-    change = made.change(read_headers(path, cipher=cipher).files)
-    return Noted(not change, change)
+    ledger = _with_strategy(as_place(path))
+    if ledger is None or (ledger.is_as_noted() and made_at(path) is not None):
+        return LedgerLayout(ledger is not None)
+    change = ledger.change(read_headers(path, cipher=cipher).files)
+    return LedgerLayout(not change, change)
 
 
 def _with_strategy(root: Place) -> Made | None:
-    """Return what a target is made from, if that has a strategy; its files may have changed, and others be there."""
-    made = made_at(root, others=True) if root.is_dir() else None
-    return made if made is not None and made.content["target"]["strategy"] else None
+    """Return the provenance of a target with a strategy, or None.
+
+    Files may have changed, and other files may have been added.
+    """
+    ledger = made_at(root, mixed=True) if root.is_dir() else None
+    return ledger if ledger is not None and ledger.content["target"]["strategy"] else None
 
 
 def reopen(
@@ -354,19 +355,21 @@ def reopen(
     cipher: Cipher | None,
     whole: bool = True,
 ) -> Checkpoint:
-    """Open a checkpoint that was opened before, maybe elsewhere, with what was found out then; headers are read again.
+    """Open a checkpoint again, with results of the first time.
+
+    It may be on another machine. Headers are read again.
 
     Args:
         root: the directory or file that was opened.
         paths: the files of each rank, ascending.
-        strategy: the strategy of the checkpoint that was opened, rules and stage applied.
-        part: as `Checkpoint.part`.
-        partial: as `Checkpoint.partial`.
+        strategy: the strategy of the first time, with rules and stage applied.
+        part: as `Opening.part`.
+        partial: as `Opening.partial`.
         varying: names of the tensors that differ from rank to rank.
-        elsewhere: as `Checkpoint.elsewhere`.
+        elsewhere: as `Opening.elsewhere`.
         warnings: as `Checkpoint.warnings`.
         cipher: decrypts the files.
-        whole: assemble tensors from the files; without, it has none, as ranks without a strategy.
+        whole: assemble tensors from the files; if false, the checkpoint has none, like ranks without a strategy.
 
     Raises:
         SourceError: a file is not valid, or headers contradict the strategy.
@@ -374,29 +377,31 @@ def reopen(
     files, ranks, _, _, cipher = _read(paths, cipher, [])
     tensors = with_varying(assemble(root, files, ranks, strategy, partial=partial) if whole else {}, varying)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    return Checkpoint(
-        root, tensors, files, ranks, strategy, part, tuple(warnings), unreadable, cipher, partial,
-        elsewhere=frozenset(elsewhere), step=Step.of(path for of_rank in paths.values() for path in of_rank),
-    )  # fmt: skip
+    step = Step.of(path for of_rank in paths.values() for path in of_rank)
+    opening = Opening(part, frozenset(elsewhere), partial, step=step)
+    return Checkpoint(root, tensors, files, ranks, strategy, tuple(warnings), unreadable, cipher, opening=opening)
 
 
 def with_varying(tensors: Mapping[str, Tensor], varying: Collection[str]) -> dict[str, Tensor]:
-    """Return tensors of which some, by name, are known to differ from rank to rank, and no others."""
+    """Return the tensors with `varies` set for these names, and cleared for others."""
     return {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in tensors.items()}
 
 
 def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
-    """Return all that is read of a checkpoint, by its path and files: an index too, all of what describes itself."""
+    """Return every path that opening a checkpoint reads.
+
+    They are its files and index, or all files there if it describes its own blocks.
+    """
     root = as_place(path)
-    found: list[AnyName] = [file.path for file in files]
+    paths: list[AnyName] = [file.path for file in files]
     if self_described(root):
         return [root, *root.files(), *(root.absolute().parent / run.tracker for run in RUN_FORMATS)]
-    return [*found, *(root / name for name in SET_FILES)]
+    return [*paths, *(root / name for name in SET_FILES)]
 
 
 @reading(SourceError)
 def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
-    """Return whether a checkpoint is of several ranks, by the names of its files; no header is read.
+    """Return whether a checkpoint has several ranks, by file names; no header is read.
 
     Raises:
         SourceError: no files, no step that every rank has.
@@ -408,7 +413,10 @@ def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix
 
 
 class IndexedFiles(NamedTuple):
-    """The files of a checkpoint, indexed; the rank of each; warnings; which of several steps they are of; their key."""
+    """The indexed files of a checkpoint, with ranks, warnings, step and key.
+
+    `step` is the one that was chosen if there are several.
+    """
 
     files: tuple[SourceFile, ...]
     ranks: tuple[int, ...]
@@ -425,7 +433,7 @@ def read_headers(
     suffix: str | None = None,
     cipher: Cipher | None = None,
 ) -> IndexedFiles:
-    """Return what the files of a checkpoint are and say of themselves; no strategy is needed for that.
+    """Read the headers of a checkpoint's files; no strategy is needed.
 
     Raises:
         SourceError: no files, no step that every rank has, a file that is not valid.
@@ -442,32 +450,32 @@ def read_headers(
     root.refresh()
     if opener := self_described(root):
         opened = opener(contents=False)
-        return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.step)
+        return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)
         return _read(of_ranks, cipher, warnings, step)
     paths, weight_map = unified
-    found = _read({0: paths}, cipher, warnings)
-    held = {paths[number].name: file.index.entries for number, file in enumerate(found.files)}
+    result = _read({0: paths}, cipher, warnings)
+    entries_of = {paths[number].name: file.index.entries for number, file in enumerate(result.files)}
     faults = Faults(str(root))
     for name, file_name in weight_map.items():
-        if name not in held[file_name]:
+        if name not in entries_of[file_name]:
             faults.add(f"tensor {name!r}", f"is not in {file_name}, as the index says", code="missing-tensor")
     replicas: dict[str, list[str]] = {}
-    for file_name, entries in held.items():
+    for file_name, entries in entries_of.items():
         for name in entries:
             replicas.setdefault(name, []).append(file_name)
     for name, file_names in replicas.items():
-        if len(file_names) > 1:  # one of them may be of an older set
+        if len(file_names) > 1:  # one file may belong to an older set
             faults.add(f"tensor {name!r}", f"is in several files: {names(file_names)}", code="duplicate-name")
     faults.raise_if_any(SourceError)
-    return found
+    return result
 
 
 def _read(
     of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
 ) -> IndexedFiles:
-    """Return what the files of each rank are, read with the key if they are encrypted."""
-    cipher = key_of([path.absolute() for some in of_ranks.values() for path in some], cipher)
+    """Index the files of each rank, with the key if they are encrypted."""
+    cipher = key_of([path.absolute() for paths in of_ranks.values() for path in paths], cipher)
     return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)

@@ -1,4 +1,4 @@
-"""What files of ranks are, by a strategy and rules: which stage of a pipeline, whose, and how each tensor is cut."""
+"""Interpret the files of ranks by a strategy and rules: their pipeline stage, their ranks, and how tensors are cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.source.made import Made
 
 COPY = "copy"
-"""The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
+"""The rule of a tensor whose value differs by rank, such as the state of a random number generator."""
 
 
 def lone_rank(
@@ -33,24 +33,24 @@ def lone_rank(
     rank: int,
     warnings: list[str],
 ) -> str:
-    """Return why files of one rank, opened as whole tensors, seem to be of one rank of several; empty if they do not.
+    """Return why a single-rank source looks like one shard of several, or "".
 
     Args:
-        path: what was opened.
+        path: the path that was opened.
         strategy: says which block the rank holds; None for whole tensors.
-        files: what was found.
-        rank: whose they are taken to be.
-        warnings: gets the reason, or what else their place says.
+        files: the files of the rank.
+        rank: the rank that they are read as.
+        warnings: gets the reason, or a warning about a rank number in the path.
 
     Raises:
-        SourceError: by their place they are of another rank than the strategy would take them for.
+        SourceError: the path implies another rank than the strategy would read them as.
     """
-    place = None if isinstance(path, Mapping) else rank_of(as_place(path))
-    own, others = (place.rank, place.others) if place else (rank, [])
+    rank_dir = None if isinstance(path, Mapping) else rank_of(as_place(path))
+    own_rank, siblings = (rank_dir.rank, rank_dir.others) if rank_dir else (rank, [])
     if strategy is not None:
-        if own != rank and len(strategy.ranks) > 1:
+        if own_rank != rank and len(strategy.ranks) > 1:
             raise SourceError(
-                f"{path} is rank {own} by its place, and would be taken for rank {rank}",
+                f"{path} is rank {own_rank} by its place, and would be taken for rank {rank}",
                 code="one-rank",
                 hint=Text("open the directory above, with ", Option("partial"), " if other ranks are missing"),
             )
@@ -58,16 +58,16 @@ def lone_rank(
     shared = next((file.path for file in files if file.index.deduplicated), None)
     alone = len(files) == 1 and is_later_part(files[0].path)
     reason: str
-    if place and _is_in_ledger(place.above, files):
+    if rank_dir and _is_in_ledger(rank_dir.above, files):
         reason = (
-            f"{path}: is of rank {own}, as the ledger of the directory above says; expected whole tensors, found what "
-            "this rank holds; open the directory above, which needs no strategy"
+            f"{path}: is of rank {own_rank}, as the ledger of the directory above says; expected whole tensors, found "
+            "what this rank holds; open the directory above, which needs no strategy"
         )
-    elif others:
-        lies = f"{ranks_text(others)} {'lies' if len(others) == 1 else 'lie'}"
+    elif siblings:
+        lies = f"{ranks_text(siblings)} {'lies' if len(siblings) == 1 else 'lie'}"
         reason = Text(
-            f"{path}: is of rank {own} by its place, and {lies} next to it; expected whole tensors, found its blocks, "
-            "or replicas if none is cut; open the directory above with ",
+            f"{path}: is of rank {own_rank} by its place, and {lies} next to it; expected whole tensors, found its "
+            "blocks, or replicas if none is cut; open the directory above with ",
             Option("strategy"),
         )
     elif alone:
@@ -81,8 +81,8 @@ def lone_rank(
             "expected whole tensors, as no strategy is given; open the directory of all ranks with its strategy"
         )
     else:
-        if own:
-            warnings.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
+        if own_rank:
+            warnings.append(f"{path}: is of rank {own_rank} by its place; its tensors are taken for whole ones")
         return ""
     advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
     warnings.append(advised)
@@ -90,31 +90,31 @@ def lone_rank(
 
 
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
-    """Return whether the ledger of the directory of all ranks knows files of a target with a strategy."""
-    made = made_of(above)
-    if made is None or not made.content["target"]["strategy"]:
+    """Return whether the parent directory's ledger lists these files and has a strategy."""
+    ledger = made_of(above)
+    if ledger is None or not ledger.content["target"]["strategy"]:
         return False
-    sizes = {f"{made.root}/{file}": record.ready[0] for file, record in made.records.items() if record.ready}
+    sizes = {f"{ledger.root}/{file}": record.ready[0] for file, record in ledger.records.items() if record.ready}
     return all(sizes.get(file.path) == file.nbytes for file in files)
 
 
 def changed_text(root: AnyName, change: str) -> str:
-    """Return the message for a target whose files are not those that its ledger is about."""
+    """Return the message for a target whose files differ from its ledger."""
     return (
         f"{root} was written by reshard, but {change}; so the layout in its ledger is not used (`reshard verify "
         f"{quote(str(root))}` compares it with its source)"
     )
 
 
-def left_of_several(root: str, made: Made | None, change: str) -> str:
-    """Return why one rank that is there is not the whole, where it is left of several; empty if there was one only.
+def left_of_several(root: str, ledger: Made | None, change: str) -> str:
+    """Return why the only rank present is not the whole checkpoint, or "".
 
     Args:
         root: the directory of the ranks.
-        made: what its ledger says.
-        change: why the layout in the ledger is not used; empty if it is, or none need be.
+        ledger: the provenance in its ledger.
+        change: why the layout in the ledger is not used; empty if it is used or not needed.
     """
-    if not change or made is None or made.strategy is None or len(made.strategy.ranks) == 1:
+    if not change or ledger is None or ledger.strategy is None or len(ledger.strategy.ranks) == 1:
         return ""
     options = Text("give ", Option("strategy"), ", or ", Option("layout", "*", "whole"), " if no tensor is cut")
     return Text(changed_text(root, change), "; ", options)
@@ -128,10 +128,13 @@ def one_stage(
     ranks: Sequence[int],
     warnings: list[str],
 ) -> tuple[Strategy | None, int | None]:
-    """Return the strategy of the stage that the source is of a longer pipeline, and its number; None of a whole one.
+    """Return the strategy of the source's pipeline stage, and its number.
+
+    The number is None if the source is a whole pipeline.
 
     Raises:
-        StrategyError: it is one stage and none is asked for, or the strategy does not have the one that is.
+        StrategyError: the strategy covers one stage and `stage` is None, or it lacks the requested stage.
+        UsageError: `stage` is not valid, or is a number without a strategy.
     """
     if not (stage in {None, "own"} or isinstance(stage, int)):
         raise UsageError(f"stage is {stage!r}; expected a number or 'own'", code="bad-value")
@@ -145,15 +148,15 @@ def one_stage(
         return None, None
     if isinstance(stage, int):
         return strategy.of_stage(stage), stage
-    beside = _has_other_stages(strategy, files, ranks)
-    if not (beside or strategy.stages.start or (strategy.others and stage is None)):
+    has_other_stages = _has_other_stages(strategy, files, ranks)
+    if not (has_other_stages or strategy.stages.start or (strategy.others and stage is None)):
         return strategy, None
     number = strategy.stages.start
     if stage is None:
         raise StrategyError(
             f"{root}: the strategy covers only stage {number} of a pipeline",
             code="one-stage",
-            facts=["files of other stages are there"] if beside else [],
+            facts=["files of other stages are there"] if has_other_stages else [],
             hint=Text(f"give {ALL_STAGES}, or ", Option("stage", number), " to read only this stage"),
         )
     warnings.append(
@@ -164,26 +167,26 @@ def one_stage(
 
 
 def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Sequence[int]) -> bool:
-    """Return whether files are there of other stages than the one that a strategy is of.
+    """Return whether the source has files of stages that the strategy does not cover.
 
-    The file of the first stage does not say that there are others. Their ranks have other tensors; ranks that have the
-    same ones mean that the strategy is another.
+    The strategy file of the first stage does not say that other stages exist. Ranks of other stages have other
+    tensors; ranks with the same tensors mean that the strategy is the wrong one.
     """
     outside = [number for number, rank in enumerate(ranks) if rank not in strategy.ranks]
     if strategy.merged or len(strategy.stages) > 1 or not outside:
         return False
     inside = {n for file, rank in zip(files, ranks, strict=True) if rank in strategy.ranks for n in file.index.entries}
-    own = inside & set(strategy.tensors)
-    return not any(own <= set(files[number].index.entries) for number in outside)
+    own_names = inside & set(strategy.tensors)
+    return not any(own_names <= set(files[number].index.entries) for number in outside)
 
 
 class Ruled(NamedTuple):
-    """A strategy to which layouts that were given by hand are applied.
+    """A strategy with the user's layout rules applied.
 
     Attributes:
         strategy: the result.
         rules: the rule of each tensor that has one.
-        confirmed: tensors that the strategy cuts as the rule does, which names each of them in full.
+        confirmed: tensors named in full by a rule that cuts them as the strategy already did.
     """
 
     strategy: Strategy | None
@@ -194,7 +197,7 @@ class Ruled(NamedTuple):
 def with_rules(
     strategy: Strategy | None, rules: Mapping[str, str], files: Sequence[SourceFile], ranks: Sequence[int]
 ) -> Ruled:
-    """Apply layouts given by hand.
+    """Apply the user's layout rules to a strategy.
 
     Raises:
         StrategyError: a rule matches no tensor, or does not fit one.
@@ -207,14 +210,14 @@ def with_rules(
     ruled: dict[str, str] = {}
     confirmed: set[str] = set()
     for pattern, rule in rules.items():
-        some = matching(pattern, shapes)
-        if not some:
+        matched = matching(pattern, shapes)
+        if not matched:
             raise StrategyError(
                 Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"), code="no-match"
             )
-        for name in some:
+        for name in matched:
             if not shapes[name] and name != pattern and rule != COPY:
-                continue  # a glob for tensors that can be cut means no scalar
+                continue  # a glob that cuts tensors does not apply to scalars
             try:
                 layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
                 result = result.with_layout(name, layout)

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: which there are, which is the last that is complete, and opening one of them."""
+"""List the checkpoints of a training run, find the last complete one, and open one of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Iteration(NamedTuple):
     """A checkpoint of a run.
 
     Attributes:
-        number: how many steps were done.
+        number: the number of training steps done.
         root: its directory.
         nbytes: the size of its files.
-        is_last: the run names it as its last.
-        problem: why it cannot be read, such as a file that is not there; empty where it is complete.
-        warnings: what else is known of it, such as that the training was not healthy.
+        is_last: whether the run names it as its last.
+        problem: why it cannot be read, such as a missing file; empty if it is complete.
+        warnings: other remarks, such as that the training was not healthy.
     """
 
     number: int
@@ -37,33 +37,33 @@ class Iteration(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def run_at(there: Iterable[str]) -> RunFormat | None:
-    """Return how a run keeps its checkpoints whose directory has these names; None where it is not a run's."""
-    there = list(there)
-    return next((run for run in RUN_FORMATS if any(map(run.directory.fullmatch, there))), None)
+def run_at(listing: Iterable[str]) -> RunFormat | None:
+    """Return the run format of a directory with these names, or None."""
+    listing = list(listing)
+    return next((run for run in RUN_FORMATS if any(map(run.directory.fullmatch, listing))), None)
 
 
-def checkpoint_of(root: Place, there: Sequence[str], run: RunFormat, iteration: int | None) -> Place:
+def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None) -> Place:
     """Return the directory of a checkpoint of a run, by its iteration.
 
     Args:
         root: the directory of the run.
-        there: the names of what is in it.
-        run: how it keeps its checkpoints.
-        iteration: which one; by default that which the run names as the last.
+        listing: the names in it.
+        run: the format of the run.
+        iteration: its number; by default the one that the run names as the last.
 
     Raises:
-        SourceError: it is not there, or the run names none.
+        SourceError: there is no such iteration, or the run names none.
     """
-    known = dict(_checkpoints(root, there, run))
-    available = f"iteration{'s' * (len(known) > 1)} {names(sorted(known))}"
+    directories = dict(_checkpoints(root, listing, run))
+    available = f"iteration{'s' * (len(directories) > 1)} {names(sorted(directories))}"
     if iteration is None:
-        if run.tracker not in there:
+        if run.tracker not in listing:
             raise SourceError(
                 f"{root} has no {run.tracker}, which says which iteration is complete",
                 code="missing-tracker",
                 facts=[f"it has {available}"],
-                hint=Text("pass ", Option("iteration", max(known))),
+                hint=Text("pass ", Option("iteration", max(directories))),
             )
         text = read_small(root / run.tracker, "number of an iteration", 64, SourceError)
         if not re.fullmatch(rb"\s*\d{1,18}\s*", text):
@@ -72,61 +72,61 @@ def checkpoint_of(root: Place, there: Sequence[str], run: RunFormat, iteration: 
             )
         iteration = int(text)
         available = f"{available}; {run.tracker} names {iteration}"
-    if iteration not in known:
+    if iteration not in directories:
         raise SourceError(
             f"{root} has no iteration {iteration}", code="no-such-iteration", facts=[f"it has {available}"]
         )
-    return known[iteration]
+    return directories[iteration]
 
 
-def iteration_of(place: Place) -> int | None:
-    """Return which iteration a checkpoint is of, by the name of its directory; None where that does not say."""
-    matches = (run.directory.fullmatch(place.absolute().name) for run in RUN_FORMATS)
+def iteration_of(directory: Place) -> int | None:
+    """Return the iteration in the name of a checkpoint's directory, or None."""
+    matches = (run.directory.fullmatch(directory.absolute().name) for run in RUN_FORMATS)
     return next((int(match[1]) for match in matches if match), None)
 
 
-def iterations(root: Place, there: Sequence[str], opened: Callable[[Place], Checkpoint]) -> list[Iteration]:
-    """Return the checkpoints in a directory, ascending; none where it is not that of a run.
+def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[Place], Checkpoint]) -> list[Iteration]:
+    """Return the checkpoints of a run, ascending; [] if the directory is not a run's.
 
     Args:
         root: the directory.
-        there: the names of what is in it.
-        opened: opens a checkpoint: headers are read, to see whether all is there.
+        listing: the names in it.
+        open_checkpoint: opens a checkpoint, reading headers to see whether it is complete.
     """
-    run = run_at(there)
+    run = run_at(listing)
     if run is None:
         return []
     try:
-        last = iteration_of(checkpoint_of(root, there, run, None))
+        last = iteration_of(checkpoint_of(root, listing, run, None))
     except SourceError:
         last = None
-    found = []
-    for number, place in sorted(_checkpoints(root, there, run)):
+    result = []
+    for number, directory in sorted(_checkpoints(root, listing, run)):
         problem = ""
         warnings = ["newer than the last"] if last is not None and number > last else []
         try:
-            checkpoint = opened(place)
+            checkpoint = open_checkpoint(directory)
             warnings += checkpoint.warnings
             if checkpoint.unreadable:
                 name, reason = next(iter(checkpoint.unreadable.items()))
                 problem = f"{len(checkpoint.unreadable)} tensors cannot be read, such as {name!r}, which {reason}"
         except SourceError as error:
             text = "; ".join([error.message, *error.facts])
-            problem = text.removeprefix(f"{place}: ").removeprefix(f"{place} ")
-        nbytes = sum(file.status().nbytes for file in place.files(depth=1))
-        found.append(Iteration(number, str(place), nbytes, number == last, problem, tuple(warnings)))
-    return found
+            problem = text.removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
+        nbytes = sum(file.status().nbytes for file in directory.files(depth=1))
+        result.append(Iteration(number, str(directory), nbytes, number == last, problem, tuple(warnings)))
+    return result
 
 
-def newer(root: Place, there: Sequence[str], run: RunFormat, place: Place) -> list[str]:
-    """Return a warning where a run has checkpoints that are newer than the one that it names as the last."""
-    last = iteration_of(place)
-    later = sorted(number for number, _ in _checkpoints(root, there, run) if last is not None and number > last)
+def newer(root: Place, listing: Sequence[str], run: RunFormat, current: Place) -> list[str]:
+    """Return a warning about checkpoints newer than the one that the run names, if any."""
+    last = iteration_of(current)
+    later = sorted(number for number, _ in _checkpoints(root, listing, run) if last is not None and number > last)
     if not later:
         return []
-    what = f"newer than {last}, which {run.tracker} names: was saving it interrupted, or is it not done?"
-    return [f"{root}: has iteration{'s' * (len(later) > 1)} {names(later)}, {what}"]
+    question = f"newer than {last}, which {run.tracker} names: was saving it interrupted, or is it not done?"
+    return [f"{root}: has iteration{'s' * (len(later) > 1)} {names(later)}, {question}"]
 
 
-def _checkpoints(root: Place, there: Sequence[str], run: RunFormat) -> list[tuple[int, Place]]:
-    return [(int(match[1]), root / name) for name in there if (match := run.directory.fullmatch(name))]
+def _checkpoints(root: Place, listing: Sequence[str], run: RunFormat) -> list[tuple[int, Place]]:
+    return [(int(match[1]), root / name) for name in listing if (match := run.directory.fullmatch(name))]

@@ -1,7 +1,7 @@
-"""Reading safetensors files with Hugging Face's library, to check this program's own reader and writer by another.
+"""Read safetensors files with Hugging Face's library, as an independent check of this program's reader and writer.
 
-The library says which tensors a file has, their dtypes and shapes, and gives their contents by name; nothing of this
-program's own reading decides where the bytes are.
+The library lists the tensors of a file with their dtypes and shapes, and gives their contents by name, so this
+program's own reader does not decide where the bytes are.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import ReadStore
 
-_READ_BYTES = 64 << 20  # what a thread may hold of a tensor whose rows are large
+_READ_BYTES = 64 << 20  # the most bytes of a tensor that a thread holds, if one row is not larger
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a file: its first byte there and the one after its last, its name and its row's size."""
+    """A tensor in a file: its byte range, its name, and the size of a row."""
 
     begin: int
     end: int
@@ -37,30 +37,30 @@ class _Stored:
 
 @dataclass(frozen=True, eq=False)
 class SafetensorsLibrary:
-    """Files that are read with the library: a `Coding`.
+    """A `Coding` that reads files with the library.
 
     Attributes:
         tensors: the tensors of each file, in the order of their bytes.
-        unread: names of tensors that the library cannot give, as numpy has no such dtype; they are read here.
+        unread: names of tensors that the library cannot return, since numpy lacks the dtype; this program reads them.
     """
 
     tensors: dict[str, list[_Stored]]
     unread: tuple[str, ...]
 
     def store(self) -> ReadStore:
-        """Return what reads the tensors."""
+        """Return a store that reads tensors through the library."""
         return _LibraryStore(self)
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take for it."""
+        """Return the memory that a number of threads need, in bytes."""
         return threads * _READ_BYTES
 
 
 def by_library(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose safetensors files are read with Hugging Face's library.
+    """Return a checkpoint that reads safetensors files with Hugging Face's library.
 
     Raises:
-        UsageError: it has no such files, or they are encrypted or at a URL.
+        UsageError: it has no safetensors files, or they are encrypted or at a URL.
         SourceError: the library finds other tensors in a file, or other dtypes or shapes.
     """
     from safetensors import safe_open
@@ -76,23 +76,23 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
     unread: dict[str, None] = {}
     for file in files:
         entries = {name: entry for name, entry in file.index.entries.items() if entry.text is None}
-        others = dict(file.index.unreadable)
+        unreadable = dict(file.index.unreadable)
         try:
             with safe_open(file.path, framework="numpy") as opened:
                 theirs = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 -- not a dict
-                said = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in theirs.items()}
+                described = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in theirs.items()}
         except Exception as error:  # of the library, whose class is its own
             raise SourceError(f"{file.path}: the safetensors library: {error}", code="library-disagrees") from None
-        for name in entries.keys() ^ (said.keys() - others.keys()):
-            where = "only this program finds it" if name in entries else "only the library finds it"
-            faults.add(f"{file.path}: tensor {name!r}", where, code="library-disagrees")
+        for name in entries.keys() ^ (described.keys() - unreadable.keys()):
+            message = "only this program finds it" if name in entries else "only the library finds it"
+            faults.add(f"{file.path}: tensor {name!r}", message, code="library-disagrees")
         tensors[file.path] = stored = []
         for name, entry in entries.items():
-            if name not in said or not prod(entry.shape):
+            if name not in described or not prod(entry.shape):
                 continue
             dtype = "I8" if entry.dtype is INT4 else entry.dtype.safetensors
-            if said[name] != (dtype, entry.shape):
-                fault = f"is {said[name]} there; this program read {(dtype, entry.shape)}"
+            if described[name] != (dtype, entry.shape):
+                fault = f"is {described[name]} there; this program read {(dtype, entry.shape)}"
                 faults.add(f"{file.path}: tensor {name!r}", fault, code="library-disagrees")
             if entry.dtype.name.startswith("float8"):
                 unread[name] = None
@@ -102,11 +102,11 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
             stored.append(_Stored(begin, begin + nbytes, name, nbytes // rows))
         stored.sort(key=lambda tensor: tensor.begin)
     faults.raise_if_any(SourceError)
-    return replace(checkpoint, decoding=SafetensorsLibrary(tensors, tuple(unread)))
+    return replace(checkpoint, coding=SafetensorsLibrary(tensors, tuple(unread)))
 
 
 class _LibraryStore(Around):
-    """Gives ranges of bytes of files from the library's tensors; what is in none of them as the file has it."""
+    """Reads byte ranges from the library's tensors, else from the file."""
 
     def __init__(self, library: SafetensorsLibrary) -> None:
         super().__init__(any_store())
@@ -138,7 +138,7 @@ class _LibraryStore(Around):
         super().close()
 
     def _read_tensor(self, path: str, tensor: _Stored, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes of a tensor, some rows at a time."""
+        """Fill a buffer with bytes of a tensor, a few rows at a time."""
         whole = self._file(path).get_slice(tensor.name)
         if not whole.get_shape():
             content = self._file(path).get_tensor(tensor.name).tobytes()

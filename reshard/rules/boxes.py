@@ -1,4 +1,4 @@
-"""The blocks of a fused tensor as blocks of its parts, and the other way round."""
+"""Convert blocks of a fused tensor to blocks of its parts, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def indices(extents: Shape) -> Iterator[Shape]:
-    """Yield all indices, one by one: there may be more of them than any memory holds."""
+    """Yield all indices one by one: there may be too many for a list."""
     if not extents:
         yield ()
         return
@@ -30,7 +30,10 @@ def indices(extents: Shape) -> Iterator[Shape]:
 
 
 def pieces(equation: Equation, shard: Shard, itemsize: int) -> Iterator[tuple[Shape, int, Shard]]:
-    """Yield what each part has of a block of a fused tensor: the numbers in front, the part's, and the part's block."""
+    """Yield the pieces of a fused tensor's block that belong to its parts.
+
+    Each comes with its index along the axes in front and the number of the part.
+    """
     block = shard.block
     depth = len(equation.front)
     for number, part in enumerate(equation.parts):
@@ -46,25 +49,25 @@ def pieces(equation: Equation, shard: Shard, itemsize: int) -> Iterator[tuple[Sh
             for at in shard.replicas:
                 strides = at.strides or steps
                 begin = position(corner, block.start, strides)
-                own = tuple(strides[depth + axis] for axis in part.order)
-                replicas.append(laid(at, begin * itemsize, box.shape, own, itemsize))
+                piece_strides = tuple(strides[depth + axis] for axis in part.order)
+                replicas.append(laid(at, begin * itemsize, box.shape, piece_strides, itemsize))
             yield index, number, Shard(box, tuple(replicas))
 
 
 def placed(tensor: Tensor, index: Shape, part: Part) -> Iterator[Shard]:
-    """Yield the blocks of a part as those of the fused tensor."""
+    """Yield the blocks of a part as blocks of the fused tensor."""
     itemsize = tensor.spec.dtype.itemsize
     for block, replicas in shards_in(tensor, part.space):
         start, stop = list(part.region.start), list(part.region.stop)
         for axis, a, b in zip(part.order, block.start, block.stop, strict=True):
             start[axis], stop[axis] = part.region.start[axis] + a, part.region.start[axis] + b
         box = Block((*index, *start), (*(n + 1 for n in index), *stop))
-        found = []
+        placed_replicas = []
         for at in replicas:
             strides = dict(zip(part.order, at.strides or row_major(block.shape), strict=True))
-            own = (*(1 for _ in index), *(strides[axis] for axis in range(len(start))))
-            found.append(laid(at, 0, box.shape, own, itemsize))
-        yield Shard(box, tuple(found))
+            fused_strides = (*(1 for _ in index), *(strides[axis] for axis in range(len(start))))
+            placed_replicas.append(laid(at, 0, box.shape, fused_strides, itemsize))
+        yield Shard(box, tuple(placed_replicas))
 
 
 def zeros(padding: Block, index: Shape) -> Shard:

@@ -1,9 +1,11 @@
-"""A checkpoint in the names and shapes of another program, by rules: its tensors are blocks of the source's files.
+"""Derive a checkpoint with the names and shapes of another program, by rules.
 
-1. Names are matched first: each tensor by one rule, in its own name or behind the prefix of an optimizer state.
-2. Of each rule the shapes make an equation; what does not add up is a fault, and all are reported at once.
-3. The blocks of a tensor that is split become blocks of its parts, and the other way round. Only samples are read: of
-   padding that is left out, and of tensors that become one.
+Its tensors are blocks of the source's files.
+
+1. Names are matched first: each tensor by one rule, by its own name or by the weight's name in an optimizer state.
+2. Each rule and its shapes make an equation; shapes that do not fit are faults, and all are reported at once.
+3. The blocks of a tensor that is split become blocks of its parts, or the other way round. Only samples are read: of
+   padding that is left out, and of tensors that are merged into one.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Tensor
 
 _SCALE_ROWS = 128
-"""How many rows and columns of a weight a scale is of (DeepSeek-V3), unless `scale_block` in `let` says another."""
+"""The rows and columns of a weight that share a scale (DeepSeek-V3); `scale_block` in `let` overrides it."""
 
 _MOST_PARTS = 1 << 17
-"""How many tensors one may become: sixty layers of two thousand experts."""
+"""The most tensors that one may be split into: sixty layers of two thousand experts."""
 
 
 @dataclass(slots=True)
 class Use:
-    """What a rule does with the tensors of one family.
+    """The application of a rule to the tensors of one family.
 
     Attributes:
         rule: the rule.
         family: the family.
         sources: the names of the source's tensors.
-        targets: the names of those that are made of them.
+        targets: the names of the resulting tensors.
     """
 
     rule: Rule
@@ -58,13 +60,13 @@ class Use:
 
 
 class Fused(NamedTuple):
-    """A fused tensor, whichever side it is on.
+    """A fused tensor, on either side.
 
     Attributes:
         name: its name.
         dtype: the name of its dtype.
-        use: of the rule that is about it.
-        equation: what it is made of.
+        use: the application of its rule.
+        equation: the equation of the tensor and its parts.
         parts: the names of its parts.
     """
 
@@ -76,15 +78,15 @@ class Fused(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """What rules make of a checkpoint.
+    """The result of applying rules to a checkpoint.
 
     Attributes:
         checkpoint: the tensors in the names and shapes of the other side.
-        side: the side that the source is, 0 or 1.
-        sides: what the source and what is made are called.
-        uses: what each rule did, in the order of the rules.
+        side: the side of the source, 0 or 1.
+        sides: the names of the source's side and of the result's.
+        uses: the applications of rules, in the order of the rules.
         dropped: names of the source's tensors that have no counterpart.
-        kept: names of what every rank has of the training's state, which stays as it is.
+        kept: names of replicated training state, which is not changed.
         fused: the tensors that are fused, or split, by name.
     """
 
@@ -98,16 +100,17 @@ class Derived(NamedTuple):
 
 
 def derive(source: Checkpoint, rules: Rules) -> Derived:
-    """Return what rules make of a checkpoint, reading only samples: of padding, and of tensors that become one.
+    """Apply rules to a checkpoint, reading only samples of its contents.
+
+    Samples are read of padding, and of tensors that are merged into one.
 
     Args:
         source: the checkpoint.
-        rules: between its names and those of another program.
+        rules: rules for its names and the names of another program.
 
     Raises:
-        SourceError: tensors that no rule names, or several; parts that are not there; shapes that do not add up; all at
-            once.
-        UsageError: its names are those of neither side, or of both.
+        SourceError: tensors that no rule names, or several; missing parts; shapes that do not fit; all at once.
+        UsageError: its names fit neither side, or both.
     """
     source.require_whole()
     if source.origin is not None and source.origin.rules is not None:
@@ -115,12 +118,12 @@ def derive(source: Checkpoint, rules: Rules) -> Derived:
             f"{source.origin.rules.root} was already applied to {source.root}", code="already-derived",
             hint=f"put it and {rules.root} into one file",
         )  # fmt: skip
-    if source.part is not None:
+    if source.opening.stage is not None:
         raise UsageError(
             f"{source.root} is one stage of a pipeline; rules need all tensors", code="one-stage",
             hint="open all stages",
         )  # fmt: skip
-    return _Deriving(source, rules).made()
+    return _Deriving(source, rules).result()
 
 
 _Bound = dict[str, int | str]
@@ -128,7 +131,7 @@ _Key = tuple[tuple[str, int | str], ...]
 
 
 class _Deriving:
-    """What is worked out of one checkpoint by rules."""
+    """The state of applying rules to one checkpoint."""
 
     def __init__(self, source: Checkpoint, rules: Rules) -> None:
         if not rules.numbers.config and (config := as_place(source.root) / "config.json").is_file():
@@ -138,7 +141,7 @@ class _Deriving:
         self.faults = Faults(rules.root)
         self.shared = Shared()
         self.tensors: dict[str, Tensor] = {}
-        self.made_by: dict[str, str] = {}
+        self.makers: dict[str, str] = {}
         self.fused: dict[str, Fused] = {}
         self.extents: dict[tuple[str, str], tuple[int, str]] = {}
         self.padding: dict[str, list[str]] = {}
@@ -149,10 +152,10 @@ class _Deriving:
         self.states = optimizer_states(self.source.every)
         self.scale_rows = self._scale_rows()
 
-    def made(self) -> Derived:
-        """Return what comes of it."""
-        found = self._matches()
-        for (number, family), groups in found.items():
+    def result(self) -> Derived:
+        """Apply all rules and return the result."""
+        matches = self._matches()
+        for (number, family), groups in matches.items():
             use = self.uses[number, family]
             for bound, members in groups.items():
                 try:
@@ -165,11 +168,11 @@ class _Deriving:
                     self.faults.add(use.rule.where, about)
         self.faults.raise_if_any(SourceError)
         self._check_numbers()
-        for what, some in self.padding.items():
-            self.warnings.append(f"rows of padding are left out of {names(some)}: {what}, as far as was looked")
+        for contents, padded in self.padding.items():
+            self.warnings.append(f"rows of padding are left out of {names(padded)}: {contents}, as far as was looked")
         sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
-        left_out = frozenset({*self.dropped, *self.source.objects})
-        if lost := [*self.dropped, *self.source.objects, *self.source.beside]:
+        left_out = frozenset({*self.dropped, *self.source.extras.objects})
+        if lost := [*self.dropped, *self.source.extras.objects, *self.source.extras.beside]:
             self.warnings.append(
                 f"left out by {self.rules.root}, as rules are of tensors that they name: {names(lost)}"
             )
@@ -178,22 +181,22 @@ class _Deriving:
             self.opened.opened.without(self.opened.left_out), self.rules, left_out, self.opened.lora,
             tuple(self.ties.items()), before.merged if before else frozenset(), sides[1],
         )  # fmt: skip
-        made = replace(
-            self.source, tensors=self.tensors, strategy=None, layouts={}, holders={},
-            elsewhere=frozenset(), warnings=(*self.source.warnings, *self.warnings),
-            left_out=self.source.left_out.union(left_out), objects={}, beside={}, paths={},
-            origin=origin,
+        checkpoint = replace(
+            self.source, tensors=self.tensors, strategy=None, warnings=(*self.source.warnings, *self.warnings),
+            left_out=self.source.left_out.union(left_out), origin=origin,
+            opening=replace(self.source.opening, elsewhere=frozenset()),
+            extras=replace(self.source.extras, layouts={}, holders={}, objects={}, beside={}, paths={}),
         )  # fmt: skip
         ordered = sorted(self.uses.items(), key=lambda item: (item[0][0], item[0][1]))
         uses = tuple(use for _, use in ordered)
-        return Derived(made, self.side, sides, uses, tuple(self.dropped), tuple(self.kept), self.fused)
+        return Derived(checkpoint, self.side, sides, uses, tuple(self.dropped), tuple(self.kept), self.fused)
 
     def _check_numbers(self) -> None:
-        """Check that no tensor is lost: one range of numbers for each word, and as many layers as the model has."""
+        """Check that no tensor is lost, by the ranges of words and the layer count."""
         source = {*self.source.every, *self.source.left_out}
         sides = (source, self.tensors) if self.side == 0 else (self.tensors, source)
-        for where, lost in self.ranges.lost(sides, self.side):
-            self.faults.add(where, lost)
+        for rule_path, lost in self.ranges.lost(sides, self.side):
+            self.faults.add(rule_path, lost)
         weights = [
             name
             for (_, family), use in self.uses.items()
@@ -207,11 +210,12 @@ class _Deriving:
     # --- names
 
     def _matches(self) -> dict[tuple[int, Family], dict[_Key, dict[str, tuple[int, _Bound]]]]:
-        """Return which names each rule is of: by rule and family, and by all that is bound but axes.
+        """Return the names that each rule applies to.
 
-        Of each name the number of the part that it is, and all that is bound.
+        They are grouped by rule and family, and by the values of all words that are not axes. Each name comes with the
+        number of its part and the values of all words.
         """
-        found: dict[tuple[int, Family], dict[_Key, dict[str, tuple[int, _Bound]]]] = {}
+        matches: dict[tuple[int, Family], dict[_Key, dict[str, tuple[int, _Bound]]]] = {}
         self.dropped: list[str] = []
         self.kept: list[str] = []
         matched = set[int]()
@@ -221,7 +225,7 @@ class _Deriving:
                 if is_training_state(name, tensor):
                     self.kept.append(name)
                     self.tensors[name] = tensor
-                    self.made_by[name] = "the source"
+                    self.makers[name] = "the source"
                 else:
                     self.faults.add(
                         f"tensor {name!r}", "matches no rule", code="unmatched-tensor",
@@ -231,8 +235,8 @@ class _Deriving:
             numbers = {number for number, _, _, _ in uses}
             matched |= numbers
             if len(numbers) > 1:
-                where = names(self.rules.rules[number].where for number in sorted(numbers))
-                self.faults.add(f"tensor {name!r}", f"matches several rules: {where}", code="ambiguous-rules")
+                rule_paths = names(self.rules.rules[number].where for number in sorted(numbers))
+                self.faults.add(f"tensor {name!r}", f"matches several rules: {rule_paths}", code="ambiguous-rules")
                 continue
             number, family, part, bound = uses[0]
             rule = self.rules.rules[number]
@@ -245,7 +249,7 @@ class _Deriving:
                 self.ranges.add(rule, family, part, bound)
             axes = {word for word, _ in rule.by}
             key = tuple(sorted((word, value) for word, value in bound.items() if word not in axes))
-            found.setdefault((number, family), {}).setdefault(key, {})[name] = (part, bound)
+            matches.setdefault((number, family), {}).setdefault(key, {})[name] = (part, bound)
         for number, rule in enumerate(self.rules.rules):
             if number not in matched and not rule.optional and rule.side(self.side):
                 patterns = names(pattern.text for pattern in rule.side(self.side))
@@ -253,29 +257,29 @@ class _Deriving:
                     rule.where, f"matches no tensor: {patterns}", code="no-match",
                     hint="correct the rule, or add optional: true to it",
                 )  # fmt: skip
-        return found
+        return matches
 
     def _uses_of(self, name: str) -> Iterator[tuple[int, Family, int, _Bound]]:
-        """Yield which rules are of a name: by itself, or, where none is, by the weight that it is of.
+        """Yield the rules that match a name, or else the name of its weight.
 
-        Of these, those whose own names are nearest to it: with the fewest words in them.
+        Only the most specific rules count: the ones with the fewest words.
         """
         for family, weight in families(name, self.states):
-            some = [
+            uses = [
                 (number, family, part, bound)
                 for number, rule in enumerate(self.rules.rules)
                 for part, pattern in enumerate(rule.side(self.side))
                 if (bound := pattern.match(weight)) is not None
             ]
-            if some:
-                fewest = min(len(bound) for *_, bound in some)
-                yield from (use for use in some if len(use[3]) == fewest)
+            if uses:
+                fewest = min(len(bound) for *_, bound in uses)
+                yield from (use for use in uses if len(use[3]) == fewest)
                 return
 
     # --- shapes
 
     def _apply(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
-        """Make the tensors of one set of names."""
+        """Derive the tensors of one group of names."""
         rule = use.rule
         is_number = self._is_number_of(use, members)
         for name in () if is_number or (rule.is_name_only and len(members) == 1) else members:
@@ -293,15 +297,15 @@ class _Deriving:
             self._join(use, bound, members)
 
     def _is_number_of(self, use: Use, members: Mapping[str, object]) -> bool:
-        """Return whether it is the step of each weight: a single number."""
+        """Return whether the members are the steps of weights: single numbers."""
         return use.family.suffix == STEP and all(prod(self.source.tensors[name].spec.shape) == 1 for name in members)
 
     def _rename(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
-        """Give tensors other names; where several become one they must be equal."""
+        """Rename tensors; if several become one, they must be equal."""
         rule = use.rule
-        first, *others = members
-        if others:
-            self._check_equal(use.family.of(rule.fused.write(bound)), first, others)
+        first, *rest = members
+        if rest:
+            self._check_equal(use.family.of(rule.fused.write(bound)), first, rest)
         if self.side != rule.made:
             self._add(use, rule.fused.write(bound), self.source.tensors[first])
             return
@@ -318,21 +322,24 @@ class _Deriving:
                     use, part, {**bound, **dict(zip(counts, index, strict=True))}, self.source.tensors[first]
                 )
 
-    def _check_equal(self, new: str, first: str, others: Sequence[str]) -> None:
-        """Check that tensors that become one are equal: small ones whole, samples of others, as a warning says."""
+    def _check_equal(self, new: str, first: str, rest: Sequence[str]) -> None:
+        """Check that tied tensors are equal: small ones whole, others by sampling.
+
+        A warning says so if only samples were compared.
+        """
         from reshard.rules.look import WHOLE_BYTES, equal  # not on every start: it brings numpy
 
-        for other in others:
-            if not equal(self.source, first, other):
-                raise SourceError(f"ties {first!r} and {other!r}, which differ", code="not-equal")
+        for name in rest:
+            if not equal(self.source, first, name):
+                raise SourceError(f"ties {first!r} and {name!r}, which differ", code="not-equal")
         if self.source.tensors[first].spec.nbytes > WHOLE_BYTES:
-            self.ties[new] = tuple(self.source.tensors[name] for name in (first, *others))
+            self.ties[new] = tuple(self.source.tensors[name] for name in (first, *rest))
             self.warnings.append(
-                f"{names([first, *others])} become one, {new}: a run compares samples of them, and verify all of them"
+                f"{names([first, *rest])} become one, {new}: a run compares samples of them, and verify all of them"
             )
 
     def _counts(self, rule: Rule) -> dict[str, int | None]:
-        """Return how many there are of each number that is an axis, where that is said."""
+        """Return the count of each word that becomes an axis; None if it is not given."""
         try:
             counts = {word: None if n is None else self.rules.numbers.value(n) for word, n in rule.by}
         except UsageError as error:
@@ -357,7 +364,7 @@ class _Deriving:
         return self.scale_rows if use.family.suffix in SCALES else 1
 
     def _split(self, use: Use, bound: _Bound, name: str) -> None:
-        """Make the parts of a tensor."""
+        """Split a tensor into its parts."""
         tensor, rule = self.source.tensors[name], use.rule
         counts = self._counts(rule)
         self._check_scales(use, [name], list(counts.values()))
@@ -368,14 +375,14 @@ class _Deriving:
         _check_count(prod(equation.front) * len(equation.parts))
         if equation.padding:
             self._look_at_padding(tensor, equation)
-        held: dict[tuple[Shape, int], list[Shard]] = {
+        shards_of_part: dict[tuple[Shape, int], list[Shard]] = {
             (index, part): [] for index in product(*map(range, equation.front)) for part in range(len(equation.parts))
         }
         for shard in shards_in(tensor, (*equation.front, *equation.space)):
             for index, part, piece in pieces(equation, shard, tensor.spec.dtype.itemsize):
-                held[index, part].append(piece)
+                shards_of_part[index, part].append(piece)
         before = len(use.targets)
-        for (index, number), shards in held.items():
+        for (index, number), shards in shards_of_part.items():
             box = equation.parts[number]
             spec = TensorSpec("", tensor.spec.dtype, box.shape)
             words = {**bound, **dict(zip(counts, index, strict=True))}
@@ -383,20 +390,20 @@ class _Deriving:
         self.fused[name] = Fused(name, tensor.spec.dtype.name, use, equation, tuple(use.targets[before:]))
 
     def _look_at_padding(self, tensor: Tensor, equation: Equation) -> None:
-        """Look at the rows that are left out, as far as they lie together, and say what is there."""
+        """Check whether the padding that is left out is zero, if it is contiguous."""
         from reshard.rules.look import is_zero  # not on every start: it brings numpy
 
         padding = equation.padding
-        assert padding is not None  # noqa: S101 -- as it was asked
+        assert padding is not None  # noqa: S101 -- the caller checked it
         together = not any(padding.start[1:]) and not equation.front
         size = prod(tensor.spec.shape)
-        known = is_zero(self.source, tensor, size - padding.size, padding.size) if together else None
-        self.padding.setdefault({True: "zeros", False: "not zeros", None: "not looked at"}[known], []).append(
+        all_zeros = is_zero(self.source, tensor, size - padding.size, padding.size) if together else None
+        self.padding.setdefault({True: "zeros", False: "not zeros", None: "not looked at"}[all_zeros], []).append(
             tensor.spec.name
         )
 
     def _join(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
-        """Make a tensor of its parts."""
+        """Fuse a tensor from its parts."""
         rule = use.rule
         counts = self._counts(rule)
         sources: dict[tuple[Shape, int], str] = {}
@@ -407,42 +414,44 @@ class _Deriving:
             for n, count in enumerate(counts.values())
         )
         keys = ((index, part) for index in indices(front) for part in range(len(rule.parts)))
-        every = []
+        expected_keys = []
         for index, part in keys:
             if (index, part) not in sources:
                 absent = rule.parts[part].write({**bound, **dict(zip(counts, index, strict=True))})
                 raise SourceError(
                     f"lacks {use.family.of(absent)!r}; the source has {names(members, most=2)}", code="missing-tensor"
                 )
-            every.append((index, part))
+            expected_keys.append((index, part))
         for word, count in zip(counts, front, strict=True):
-            other, name = self.extents.setdefault((rule.where, word), (count, use.family.of(rule.fused.write(bound))))
-            if count != other:
+            earlier_count, name = self.extents.setdefault(
+                (rule.where, word), (count, use.family.of(rule.fused.write(bound)))
+            )
+            if count != earlier_count:
                 raise SourceError(
-                    f"has {count} of {word}, but {name!r} has {other}", code="wrong-count",
+                    f"has {count} of {word}, but {name!r} has {earlier_count}", code="wrong-count",
                     hint="check that all tensors were saved",
                 )  # fmt: skip
-        if len(sources) > len(every):
+        if len(sources) > len(expected_keys):
             raise SourceError(
                 f"has {len(sources)} parts; expected {shape_text(front)} of {names(counts)}", code="wrong-count"
             )
-        specs = [self.source.tensors[sources[key]].spec for key in every]
+        specs = [self.source.tensors[sources[key]].spec for key in expected_keys]
         dtypes = {spec.dtype.name for spec in specs}
         if len(dtypes) > 1:
             raise SourceError(f"mixes {names(sorted(dtypes))}; expected parts of one dtype", code="wrong-dtype")
         shapes: list[set[Shape]] = [set() for _ in rule.parts]
-        for spec, (_, part) in zip(specs, every, strict=True):
+        for spec, (_, part) in zip(specs, expected_keys, strict=True):
             shapes[part].add(spec.shape)
         for pattern, of_part in zip(rule.parts, shapes, strict=True):
             if len(of_part) > 1:
-                shown = names(map(shape_text, sorted(of_part)))
-                raise SourceError(f"mixes shapes of {pattern.text}: {shown}; expected one", code="wrong-shape")
-        self._check_scales(use, [sources[key] for key in every[: len(rule.parts)]], front)
+                mixed = names(map(shape_text, sorted(of_part)))
+                raise SourceError(f"mixes shapes of {pattern.text}: {mixed}; expected one", code="wrong-shape")
+        self._check_scales(use, [sources[key] for key in expected_keys[: len(rule.parts)]], front)
         cut = rule.cut(self.rules.numbers, scale=self._scale(use))
         equation = of_parts([shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed)
         dtype = specs[0].dtype
         shards: list[Shard] = []
-        for (index, number), spec in zip(every, specs, strict=True):
+        for (index, number), spec in zip(expected_keys, specs, strict=True):
             shards += placed(self.source.tensors[spec.name], index, equation.parts[number])
         if equation.padding:
             shards += [zeros(equation.padding, index) for index in product(*map(range, front))]
@@ -452,12 +461,12 @@ class _Deriving:
         self.fused[spec.name] = Fused(spec.name, dtype.name, use, equation, tuple(members))
 
     def _check_scales(self, use: Use, scales: Sequence[str], front: Sequence[int | None]) -> None:
-        """Check that each scale of quantised weights stays one of a whole block of them.
+        """Check that no cut divides a block of quantised weights that share a scale.
 
         Args:
-            use: of the scales.
-            scales: the name of what is split, or those of the parts of one set of numbers.
-            front: how many there are of each number that has an axis in front, where that is known.
+            use: the use of the scales.
+            scales: the name of the tensor that is split, or the names of the parts at one index.
+            front: the extents of the axes in front, if known.
         """
         rule, block = use.rule, self._scale(use)
         if block == 1:
@@ -478,36 +487,39 @@ class _Deriving:
         cut = rule.cut(self.rules.numbers)
         options = {"flat": rule.flat, "transposed": rule.transposed}
         if self.side == rule.made:
-            made = of_fused(shapes[0], len(rule.parts), cut, front, **options)
+            equation = of_fused(shapes[0], len(rule.parts), cut, front, **options)
         else:
-            made = of_parts(shapes, cut, tuple(count or 0 for count in front), **options)
-        last = sum(made.axes[: cut.axis % len(made.axes) + 1]) - 1  # of the axes that the one that is cut is taken for
-        rows = [part.region.start[last] for part in made.parts]
-        rows += [made.space[last]] if made.axes[cut.axis % len(made.axes)] > 1 else []
-        rows += [prod(made.space[: made.axes[0]])] if rule.flat and prod(made.front) > 1 else []
+            equation = of_parts(shapes, cut, tuple(count or 0 for count in front), **options)
+        last = sum(equation.axes[: cut.axis % len(equation.axes) + 1]) - 1  # the last finer axis of the one that is cut
+        rows = [part.region.start[last] for part in equation.parts]
+        rows += [equation.space[last]] if equation.axes[cut.axis % len(equation.axes)] > 1 else []
+        rows += [prod(equation.space[: equation.axes[0]])] if rule.flat and prod(equation.front) > 1 else []
         if wrong := [row for row in rows if row % block]:
             raise SourceError(
                 f"is cut at row {wrong[0]} of the weights; a scale covers {block} rows", code="not-divisible"
             )
 
     def _add_part(self, use: Use, part: int, bound: _Bound, tensor: Tensor) -> None:
-        """Add a part of a rule, whose words stand for these."""
+        """Add a part of a rule with these values of its words."""
         self.ranges.add(use.rule, use.family, part, bound)
         self._add(use, use.rule.parts[part].write(bound), tensor)
 
     def _add(self, use: Use, weight: str, tensor: Tensor) -> None:
-        """Add a tensor, by the name of its weight."""
+        """Add a tensor under the name that belongs to its weight."""
         name = use.family.of(weight)
-        if name in self.made_by:
-            makers = f"is made by both {self.made_by[name]} and {use.rule.where}"
+        if name in self.makers:
+            makers = f"is made by both {self.makers[name]} and {use.rule.where}"
             self.faults.add(f"tensor {name!r}", makers, code="duplicate-name")
             return
-        self.made_by[name] = use.rule.where
+        self.makers[name] = use.rule.where
         use.targets.append(name)
         self.tensors[name] = tensor._replace(spec=tensor.spec._replace(name=name))
 
 
 def _check_count(count: int) -> None:
-    """Check that a tensor becomes no more than a model may have: what says how many may be a few bytes."""
+    """Check that the number of resulting tensors is plausible.
+
+    A tiny file may ask for any number.
+    """
     if count > _MOST_PARTS:
         raise SourceError(f"would be {count:,} tensors; expected {_MOST_PARTS:,} at most", code="too-many-tensors")

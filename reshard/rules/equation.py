@@ -1,8 +1,8 @@
-"""What a rule says of shapes: which box of a fused tensor, with which axes, each of its parts is.
+"""Work out the shapes of a rule: the box of each part in a fused tensor.
 
-The fused tensor's axes are taken for several each where the rule cuts them: the rows of `linear_qkv` are groups of
-rows, so that the queries of all groups are one box of `[groups, rows of a group, columns]`. In front are the axes that
-numbers in names stand for. A part has the axes of its box, some in another order.
+A fused tensor's axes are divided into finer ones if the rule cuts them: the rows of `linear_qkv` are groups of rows, so
+that the queries of all groups are one box of `[groups, rows of a group, columns]`. The axes in front are for numbers in
+names. A part has the axes of its box, some in another order.
 
 Catalogue: `shared/RULES.md` of the project, from the sources of Megatron-Core, torchtitan, transformers and
 MindSpore Transformers.
@@ -32,8 +32,8 @@ class Part(NamedTuple):
 
     Attributes:
         region: its box in `Equation.space`, without the axes in front.
-        order: of each of its axes which of these axes it is.
-        axes: how many of its axes each of its dimensions is, one behind the other.
+        order: for each of its axes, the number of that axis in the region.
+        axes: for each of its dimensions, the number of its consecutive axes.
     """
 
     region: Block
@@ -42,12 +42,12 @@ class Part(NamedTuple):
 
     @property
     def space(self) -> Shape:
-        """The extents of its axes."""
+        """Return the extents of the part's axes."""
         return tuple(self.region.shape[axis] for axis in self.order)
 
     @property
     def shape(self) -> Shape:
-        """Its shape as a tensor."""
+        """Return the part's shape as a tensor."""
         extents = iter(self.space)
         return tuple(prod(next(extents) for _ in range(count)) for count in self.axes)
 
@@ -57,12 +57,12 @@ class Equation:
     """A fused tensor and its parts.
 
     Attributes:
-        front: the extents of the axes that numbers in names stand for.
-        space: those of the others.
-        axes: how many of these each dimension is, behind those in front.
+        front: the extents of the axes for numbers in names.
+        space: the extents of the other axes.
+        axes: for each dimension after the axes in front, the number of its axes in `space`.
         flat: the axes in front and the first dimension are one.
-        parts: what one of each set of numbers has.
-        padding: what no part has.
+        parts: the parts at one index of the axes in front.
+        padding: the box that belongs to no part.
     """
 
     front: Shape
@@ -74,23 +74,24 @@ class Equation:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the fused tensor."""
+        """Return the shape of the fused tensor."""
         extents = iter(self.space)
         body = tuple(prod(next(extents) for _ in range(count)) for count in self.axes)
         return (prod(self.front) * body[0], *body[1:]) if self.flat else (*self.front, *body)
 
 
 class Cut(NamedTuple):
-    """How a rule cuts one axis of a fused tensor, as numbers.
+    """The numbers by which a rule cuts one axis of a fused tensor.
 
     Attributes:
-        axis: which, of those behind the ones in front.
-        interleaved: parts are there in turn, of each so many rows a group; otherwise one behind the other.
-        sizes: the rows of each part: of a group, or all; None if that is not said, and then all parts are equal.
-        groups: how many groups there are; None likewise.
-        halves: one part, each group of which has so many pieces, whose rows are there in turn; 0 where it is not so.
-        size, padded: rows without and with padding; None where that is not said.
-        multiple: what the padded rows are a multiple of, where that says how many they are.
+        axis: the number of the axis, not counting the axes in front.
+        interleaved: each group has some rows of every part; otherwise the parts are consecutive.
+        sizes: the rows of each part, in a group or in all; None if the rule has none, and then all parts are equal.
+        groups: the number of groups; None if the rule has none.
+        halves: for a single part, the number of pieces in each group, whose rows are interleaved; else 0.
+        pads: the tensor is a padded part.
+        size, padded: the number of rows without and with padding; None if the rule has none.
+        multiple: the number that the padded rows are a multiple of, if the rule pads so.
     """
 
     axis: int = 0
@@ -105,17 +106,17 @@ class Cut(NamedTuple):
 
 
 def of_parts(shapes: Sequence[Shape], cut: Cut, front: Shape, *, flat: bool, transposed: bool) -> Equation:
-    """Return the equation of a fused tensor that is made of parts.
+    """Return the equation of a fused tensor, given the shapes of its parts.
 
     Args:
-        shapes: of the parts.
-        cut: how the rule cuts the fused tensor.
-        front: how many there are of the numbers that become axes in front.
-        flat: these and the first dimension are one.
-        transposed: the parts have the last two dimensions the other way round.
+        shapes: the shapes of the parts.
+        cut: the cut of the fused tensor.
+        front: the extents of the axes in front.
+        flat: the axes in front and the first dimension are one.
+        transposed: the last two dimensions of the parts are swapped.
 
     Raises:
-        SourceError: they do not make one; the message is a predicate.
+        SourceError: the parts do not fit together; the message is a predicate.
     """
     bodies = [_turned(shape, transposed=transposed) for shape in shapes]
     axis = _axis(cut.axis, bodies[0])
@@ -132,42 +133,42 @@ def of_parts(shapes: Sequence[Shape], cut: Cut, front: Shape, *, flat: bool, tra
 def of_fused(
     shape: Shape, count: int, cut: Cut, front: Sequence[int | None], *, flat: bool, transposed: bool
 ) -> Equation:
-    """Return the equation of a fused tensor that is split.
+    """Return the equation of a fused tensor, given its own shape.
 
     Args:
         shape: its shape.
-        count: how many parts it has.
-        cut: how the rule cuts it.
-        front: how many there are of each number that has an axis in front; None where its extent says so.
+        count: the number of its parts.
+        cut: the cut of the tensor.
+        front: the extents of the axes in front; None to take an extent from the shape.
         flat: as for `of_parts`.
-        transposed: likewise.
+        transposed: as for `of_parts`.
 
     Raises:
         SourceError: it cannot be split; the message is a predicate.
     """
     if flat:
-        every = [number for number in front if number is not None]
-        if len(every) < len(front):
+        extents = [number for number in front if number is not None]
+        if len(extents) < len(front):
             raise SourceError(
                 "merges the axes in front with its rows", code="unknown-count",
                 hint="say in by how many there are of each",
             )  # fmt: skip
-        if not shape or not prod(every) or shape[0] % prod(every):
+        if not shape or not prod(extents) or shape[0] % prod(extents):
             raise SourceError(
-                f"is {shape_text(shape)}; its rows do not split into {prod(every)} equal parts", code="not-divisible"
+                f"is {shape_text(shape)}; its rows do not split into {prod(extents)} equal parts", code="not-divisible"
             )
-        body: Shape = (shape[0] // prod(every), *shape[1:])
+        body: Shape = (shape[0] // prod(extents), *shape[1:])
     else:
         if len(shape) < len(front):
             raise SourceError(f"is {shape_text(shape)}; expected {len(front)} axes in front", code="wrong-shape")
-        every = list(shape[: len(front)])
-        if any(count not in {None, extent} for count, extent in zip(front, every, strict=True)):
+        extents = list(shape[: len(front)])
+        if any(count not in {None, extent} for count, extent in zip(front, extents, strict=True)):
             expected = shape_text(n or 0 for n in front)
             raise SourceError(f"is {shape_text(shape)}; expected {expected} in front", code="wrong-shape")
         body = shape[len(front) :]
     axis = _axis(cut.axis, body)
     rows = body[axis] if body else 1
-    return _made(body, None, (rows, count), cut, tuple(every), flat=flat, transposed=transposed)
+    return _made(body, None, (rows, count), cut, tuple(extents), flat=flat, transposed=transposed)
 
 
 def _turned(shape: Shape, *, transposed: bool) -> Shape:
@@ -192,7 +193,10 @@ def _made(
     body: Shape, rows: Shape | None, fused: tuple[int, int] | None, cut: Cut, front: Shape, *, flat: bool,
     transposed: bool,
 ) -> Equation:  # fmt: skip
-    """Return an equation by the rows of the parts along the axis that is cut, or by those of the fused tensor."""
+    """Return an equation, given the rows of the parts or of the fused tensor.
+
+    Rows are counted along the cut axis.
+    """
     if not body:
         count = len(rows) if rows else fused[1] if fused else 1
         if count > 1 or cut.pads or cut.halves or flat:
@@ -214,7 +218,7 @@ def _made(
         of_dims[axis] = [groups, pieces, within]
     if transposed:
         of_dims[-2:] = of_dims[:-3:-1]
-    order = tuple(n for some in of_dims for n in some)
+    order = tuple(n for part_axes in of_dims for n in part_axes)
     parts = tuple(Part(box(span), order, tuple(map(len, of_dims))) for span in spans)
     space = (*body[:axis], *extents, *body[axis + 1 :])
     return Equation(front, space, axes, flat, parts, padding and box(padding))
@@ -224,7 +228,11 @@ _Span = tuple["Shape", "Shape"]
 
 
 def _of_axis(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tuple[Shape, list[_Span], _Span | None]:
-    """Return the axes that the axis that is cut is taken for, the range of each part along them, and the padding."""
+    """Divide the cut axis into finer axes.
+
+    Returns:
+        the extents of these axes, the range of each part along them, and the range of the padding.
+    """
     if cut.pads:
         return _padded(rows[0] if rows else None, fused[0] if fused else None, cut)
     if cut.halves:
@@ -262,7 +270,7 @@ def _padded(rows: int | None, total: int | None, cut: Cut) -> tuple[Shape, list[
 
 
 def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tuple[int, tuple[int, ...]]:
-    """Return how many groups there are, and how many rows of each part are in one."""
+    """Return the number of groups, and the rows of each part in a group."""
     count = len(rows) if rows else fused[1] if fused else 1
     sizes, groups = cut.sizes, cut.groups if cut.interleaved else 1
     if sizes is not None and (len(sizes) != count or min(sizes) < 1):
@@ -270,7 +278,7 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
             f"has sizes {shape_text(sizes)} for {count} parts; expected one of at least 1 for each", code="wrong-count"
         )
     if rows:
-        if sizes is None and len(set(rows)) > 1:  # the way back would make equal ones
+        if sizes is None and len(set(rows)) > 1:  # splitting them again would make equal parts
             raise SourceError(
                 f"has parts of {' and '.join(map(str, rows))} rows, which are not equal", code="missing-sizes",
                 hint=_SIZES_HINT,
@@ -293,12 +301,12 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
             raise SourceError(
                 f"has {count} parts in {total} rows, which need not be equal", code="missing-sizes", hint=_SIZES_HINT
             )
-        each = count if groups is None else total // groups
-        if each % count:
+        group_rows = count if groups is None else total // groups
+        if group_rows % count:
             raise SourceError(
                 f"has {total} rows, which do not split into {count} equal parts", code="not-divisible", hint=_SIZES_HINT
             )
-        sizes = (each // count,) * count
+        sizes = (group_rows // count,) * count
     if groups is None:
         groups = total // sum(sizes)
     if groups * sum(sizes) != total:

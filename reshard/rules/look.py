@@ -1,4 +1,4 @@
-"""A look at the contents of tensors that rules make one of: are they equal?"""
+"""Compare the contents of tensors that rules merge into one."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ WHOLE_BYTES = 1 << 20
 """The most bytes of a tensor that are compared whole."""
 
 _SAMPLES, _SAMPLE = 32, 16 << 10
-"""How many places of longer ones are looked at, and how many bytes of each."""
+"""The number of samples of larger tensors, and the bytes of each."""
 
 
 def equal(source: Checkpoint, name: str, other: str) -> bool:
-    """Return whether two tensors are equal, as far as is looked: all of small ones, samples of others."""
-    one, two = source.tensors[name], source.tensors[other]
-    if (one.spec.dtype.name, one.spec.shape) != (two.spec.dtype.name, two.spec.shape):
+    """Compare two tensors: small ones fully, others by sampling."""
+    a, b = source.tensors[name], source.tensors[other]
+    if (a.spec.dtype.name, a.spec.shape) != (b.spec.dtype.name, b.spec.shape):
         return False
-    size = one.spec.nbytes // one.spec.dtype.itemsize
-    length = size if one.spec.nbytes <= WHOLE_BYTES else _SAMPLE // one.spec.dtype.itemsize
+    size = a.spec.nbytes // a.spec.dtype.itemsize
+    length = size if a.spec.nbytes <= WHOLE_BYTES else _SAMPLE // a.spec.dtype.itemsize
     last = size - length
     begins = {0, last, *(Random(name).randrange(last) for _ in range(_SAMPLES if last else 0))}  # noqa: S311
     return all(
-        np.array_equal(_elements(source, one, begin, length), _elements(source, two, begin, length))
+        np.array_equal(_elements(source, a, begin, length), _elements(source, b, begin, length))
         for begin in sorted(begins)
     )
 
 
 def is_zero(source: Checkpoint, tensor: Tensor, first: int, count: int) -> bool:
-    """Return whether some elements of a tensor are zeros, from one on: as far as is looked, the first of many."""
+    """Return whether elements are zero; only the beginning of a large range is read."""
     return not _elements(source, tensor, first, min(count, WHOLE_BYTES // tensor.spec.dtype.itemsize)).any()
 
 
 def _elements(source: Checkpoint, tensor: Tensor, first: int, count: int) -> np.ndarray[Any, Any]:
-    """Return some elements of a tensor in row-major order, as bits."""
+    """Read a range of a tensor's elements in row-major order, as bits."""
     store, dtype = store_of(source.coding), tensor.spec.dtype.carrier()
-    found = [np.empty(0, dtype)]
+    arrays = [np.empty(0, dtype)]
     for box in flat_boxes(tensor.space or tensor.spec.shape, first, first + count):
         out = np.zeros(box.shape, dtype)
         for block, replicas in tensor.shards:
@@ -63,8 +63,8 @@ def _elements(source: Checkpoint, tensor: Tensor, first: int, count: int) -> np.
             pitch = tuple(step * out.itemsize for step in strides)
             part: np.ndarray[Any, Any] = out[(*common.within(box), ...)]  # type: ignore[arg-type]  # of one number too
             read_strided(read, begin, pitch, part)
-        found.append(out.reshape(-1))
-    return np.concatenate(found)
+        arrays.append(out.reshape(-1))
+    return np.concatenate(arrays)
 
 
 def _read(store: ReadStore, path: str, runs: Runs, begin: int, buffer: memoryview) -> None:

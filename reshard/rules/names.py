@@ -1,6 +1,6 @@
-"""Names of tensors with numbers that a rule binds, such as `model.layers.{layer}.mlp.experts.{e}.up_proj.weight`.
+"""Patterns for names of tensors, such as `model.layers.{layer}.mlp.experts.{e}.up_proj.weight`.
 
-What is named after a weight follows its rule: states of the optimizer, and scales of quantised weights.
+Tensors that are named after a weight follow its rule: optimizer states, and scales of quantised weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _STATE = re.compile(
     rf"|(?:muon|lamb|sgd)_\w+)\.|)(?P<weight>.+?)(?P<behind>\.(?:{_KINDS}))?",
     re.DOTALL,
 )
-"""The names of states of which no weight is there, by what optimizers call them."""
+"""The usual names of optimizer states, for states without their weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A name in which `{word}` stands for a number, the same wherever the rule has it, and `*` for one dotted part.
+    """A name in which `{word}` matches a number and `*` one dotted part.
 
-    It is anchored at both ends.
+    A word has the same value everywhere in a rule. The pattern has to match the whole name.
 
     >>> pattern = Pattern("layers.{l}.*.weight")
     >>> pattern.match("layers.12.wq.weight"), pattern.match("layers.x.wq.weight"), pattern.match("layers.1.a.b.weight")
@@ -57,18 +57,18 @@ class Pattern:
         words: list[str] = []
         regex = ""
         at = stars = 0
-        for place in _PLACE.finditer(self.text):
-            regex += re.escape(self.text[at : place.start()])
-            at = place.end()
-            if place[1] is None:
+        for placeholder in _PLACE.finditer(self.text):
+            regex += re.escape(self.text[at : placeholder.start()])
+            at = placeholder.end()
+            if placeholder[1] is None:
                 stars += 1
                 words.append(f"*{stars}")
                 regex += f"(?P<s_{stars}>[^.]+)"
-            elif place[1] in words:
-                regex += f"(?P=w_{place[1]})"
+            elif placeholder[1] in words:
+                regex += f"(?P=w_{placeholder[1]})"
             else:
-                words.append(place[1])
-                regex += f"(?P<w_{place[1]}>0|[1-9][0-9]{{0,8}})"
+                words.append(placeholder[1])
+                regex += f"(?P<w_{placeholder[1]}>0|[1-9][0-9]{{0,8}})"
         if _NOT_APART.search(self.text) or len(words) > _MOST_WORDS:
             raise UsageError(
                 f"has a star inside a dotted part, adjacent words, or more than {_MOST_WORDS} words", code="bad-pattern"
@@ -80,20 +80,22 @@ class Pattern:
         object.__setattr__(self, "_regex", re.compile(regex + re.escape(rest), re.DOTALL))
 
     def match(self, name: str) -> dict[str, int | str] | None:
-        """Return what the words stand for in a name, or None if it does not match."""
+        """Return the values of the words in a name, or None if it does not match."""
         match = self._regex.fullmatch(name)
         if match is None:
             return None
         return {word: match[f"s_{word[1:]}"] if word[0] == "*" else int(match[f"w_{word}"]) for word in self.words}
 
     def write(self, bound: Mapping[str, int | str]) -> str:
-        """Return the name in which the words stand for these."""
+        """Return the name with these values of the words."""
         stars = iter(range(1, len(self.words) + 1))
-        return _PLACE.sub(lambda place: str(bound[place[1] or f"*{next(stars)}"]), self.text)
+        return _PLACE.sub(lambda placeholder: str(bound[placeholder[1] or f"*{next(stars)}"]), self.text)
 
 
 class Family(NamedTuple):
-    """What stands around the names of weights: that of the weights themselves, or of one of their states.
+    """A prefix and a suffix around the names of weights; both are empty for weights.
+
+    Optimizer states and scales have such names.
 
     >>> Family("optim.state.", ".exp_avg").of("w"), Family("adam_m.", "").of("w")
     ('optim.state.w.exp_avg', 'adam_m.w')
@@ -104,16 +106,16 @@ class Family(NamedTuple):
     outer: str = ""
 
     def of(self, weight: str) -> str:
-        """Return the name of what belongs to a weight: without the word in front that it leaves out (`outer`)."""
+        """Return the name of a weight's tensor in this family, which omits `outer`."""
         return f"{self.prefix}{weight.removeprefix(self.outer)}{self.suffix}"
 
 
 def families(name: str, states: Mapping[str, State]) -> Iterator[tuple[Family, str]]:
-    """Yield what a name can be: a weight; else a scale of one, or a state of the optimizer.
+    """Yield the possible families of a name: weight, scale or optimizer state.
 
     Args:
-        name: of a tensor.
-        states: those names of the checkpoint that are of states, as `strategy.names.optimizer_states` tells them.
+        name: the name of a tensor.
+        states: the optimizer states of the checkpoint (`strategy.names.optimizer_states`).
 
     >>> [weight for _, weight in families("adam_m.w", {})], [weight for _, weight in families("backbone.w", {})]
     (['adam_m.w', 'w'], ['backbone.w'])
@@ -127,5 +129,5 @@ def families(name: str, states: Mapping[str, State]) -> Iterator[tuple[Family, s
         inner = state.weight.removeprefix(state.outer)
         for weight in dict.fromkeys((inner, state.weight)):
             yield Family(state.before, state.behind, "" if weight == inner else state.outer), weight
-    elif (found := _STATE.fullmatch(name)) and found["weight"] != name:  # whose weight is not there
-        yield Family(found["before"], found["behind"] or ""), found["weight"]
+    elif (match := _STATE.fullmatch(name)) and match["weight"] != name:  # a state without its weight
+        yield Family(match["before"], match["behind"] or ""), match["weight"]

@@ -1,4 +1,4 @@
-"""Numbers in rules: whole ones, names that `let` gives a value, fields of a model's `config.json`, and arithmetic."""
+"""Evaluate numbers in rules: integers, names in `let`, fields of a model's `config.json`, and arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.errors import Option, Text, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_DONE: dict[type[ast.operator], Callable[[int, int], int]] = {
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: add,
     ast.Sub: sub,
     ast.Mult: mul,
@@ -31,11 +31,11 @@ class UnknownError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What numbers are.
+    """The values of names in expressions.
 
     Attributes:
-        let: names and their values: numbers, or expressions of others.
-        config: the fields of a model's configuration, which `config.NAME` means.
+        let: names and their values: numbers, or expressions with other names.
+        config: the fields of a model's configuration, for `config.NAME`.
 
     >>> numbers = Numbers({"head": "config.head_dim | config.hidden_size / heads", "heads": 4}, {"hidden_size": 32})
     >>> numbers.value("heads * head - 1"), numbers.value(7)
@@ -49,12 +49,12 @@ class Numbers:
         """Evaluate a number or an expression.
 
         Raises:
-            UnknownError: it is a name that nothing gives a value.
-            UsageError: it is not an expression, or not of a whole number.
+            UnknownError: a name has no value.
+            UsageError: it is not an expression, or its value is not a whole number.
         """
         return self._of(expression, 0, {})
 
-    def _of(self, expression: object, depth: int, known: dict[str, int]) -> int:
+    def _of(self, expression: object, depth: int, cache: dict[str, int]) -> int:
         if isinstance(expression, int) and not isinstance(expression, bool):
             return expression
         if not isinstance(expression, str) or len(expression) > _LONGEST or depth > _DEEPEST:
@@ -68,9 +68,9 @@ class Numbers:
             raise UsageError(
                 f"has {expression!r:.60}, which is not an expression such as heads / groups * head", code="bad-number"
             ) from None
-        return self._evaluated(tree, expression, depth, known)
+        return self._evaluated(tree, expression, depth, cache)
 
-    def _evaluated(self, node: ast.expr, text: str, depth: int, known: dict[str, int]) -> int:
+    def _evaluated(self, node: ast.expr, text: str, depth: int, cache: dict[str, int]) -> int:
         match node:
             case ast.Constant(value=int(value)) if not isinstance(value, bool) and abs(value) <= _MOST:
                 return value
@@ -80,21 +80,21 @@ class Numbers:
                         f"needs {name}, which is not in let", code="unknown-number",
                         hint=Text("give it a value: ", Option("let", name)),
                     )  # fmt: skip
-                if name not in known:  # once, though a few lines may name it more often than could be counted
-                    known[name] = self._of(self.let[name], depth + 1, known)
-                return known[name]
+                if name not in cache:  # evaluated once, as a few lines may refer to it exponentially often
+                    cache[name] = self._of(self.let[name], depth + 1, cache)
+                return cache[name]
             case ast.Attribute():
                 return self._of_config(node, text)
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 try:
-                    return self._evaluated(left, text, depth, known)
+                    return self._evaluated(left, text, depth, cache)
                 except UnknownError:
-                    return self._evaluated(right, text, depth, known)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _DONE:
-                a, b = self._evaluated(left, text, depth, known), self._evaluated(right, text, depth, known)
+                    return self._evaluated(right, text, depth, cache)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                a, b = self._evaluated(left, text, depth, cache), self._evaluated(right, text, depth, cache)
                 if isinstance(op, ast.Div) and (not b or a % b):
                     raise UsageError(f"has {text!r:.60}, and {a} / {b} is not a whole number", code="not-divisible")
-                if abs(result := _DONE[type(op)](a, b)) <= _MOST:
+                if abs(result := _ARITHMETIC[type(op)](a, b)) <= _MOST:
                     return result
         raise UsageError(
             f"has {text!r:.60}; expected only whole numbers, words, config.NAME and + - * / |", code="bad-number"

@@ -1,9 +1,8 @@
 """Check the numbers in names, so that a tensor that was lost is noticed.
 
-* A word in braces has one range: the numbers that it binds are the same in all rules of a file. If the layers of a
-  model are of two kinds, each kind has a word of its own. States of the optimizer have ranges of their own, one for
-  each state, because some layers may be frozen.
-* The layers are those that `num_hidden_layers` in the model's `config.json` counts, if it is there.
+* A word in braces has one range: it has the same numbers in all rules of a file. If the layers of a model are of two
+  kinds, each kind has its own word. Each optimizer state has its own ranges, because some layers may be frozen.
+* If the model has a `config.json`, the number of layers is its `num_hidden_layers`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _MOST_NAMES = 3
 
 
 class _Series(NamedTuple):
-    """The names of one part of one rule, which differ in numbers alone.
+    """The names of one part of one rule, which differ only in numbers.
 
     Attributes:
         rule: the rule.
-        numbers: what its words stand for, in the order of the words; one tuple for each name.
+        numbers: the values of its words, in the order of the words; one tuple for each name.
     """
 
     rule: Rule
@@ -39,30 +38,32 @@ class _Series(NamedTuple):
 
 
 class Ranges:
-    """The numbers in the names that rules bind, those of the parts of what is fused or split."""
+    """The numbers that rules match in the names of parts."""
 
     def __init__(self) -> None:
         self._series: dict[tuple[str, Family, int, tuple[str, ...]], _Series] = {}
 
     def add(self, rule: Rule, family: Family, part: int, bound: Mapping[str, int | str]) -> None:
-        """Add one name, by what its words and stars stand for."""
+        """Add one name, given the values of its words and stars."""
         words = rule.parts[part].words
         stars = tuple(str(bound[word]) for word in words if word[0] == "*")
         series = self._series.setdefault((rule.where, family, part, stars), _Series(rule, set()))
         series.numbers.add(tuple(int(bound[word]) for word in words if word[0] != "*"))
 
     def lost(self, present: tuple[Container[str], Container[str]], side: int) -> Iterator[tuple[str, SourceError]]:
-        """Yield the place of each rule that lacks numbers which other rules bind to the same word, and an error.
+        """Yield an error for each rule that lacks numbers of a word.
+
+        It comes with the rule's path in the file. A rule lacks a number if other rules have it for the same word.
 
         Args:
-            present: the names on both sides. A name that a nearer rule took is not lost.
-            side: the side that the source is.
+            present: the names on both sides. A name that matches a more specific rule is not lost.
+            side: the side of the source.
         """
         ranges: dict[tuple[Family, str], set[int]] = {}
         for (_, family, part, _), (rule, numbers) in self._series.items():
-            for place, word in enumerate(_words(rule, part)):
-                ranges.setdefault((family, word), set()).update(index[place] for index in numbers)
-        for (where, family, part, stars), (rule, numbers) in self._series.items():
+            for position, word in enumerate(_words(rule, part)):
+                ranges.setdefault((family, word), set()).update(index[position] for index in numbers)
+        for (rule_path, family, part, stars), (rule, numbers) in self._series.items():
             words = _words(rule, part)
             spans = [sorted(ranges[family, word]) for word in words]
             if prod(map(len, spans)) == len(numbers):
@@ -75,12 +76,12 @@ class Ranges:
                 and (name := _absent(rule, family, part, {**of_stars, **dict(zip(words, index, strict=True))}, present,
                                      side))
             )  # fmt: skip
-            if shown := list(islice(absent, _MOST_NAMES + 1)):
+            if missing := list(islice(absent, _MOST_NAMES + 1)):
                 bounds = " and ".join(
                     f"{{{word}}} is {ranges_text(span)}" for word, span in zip(words, spans, strict=True)
                 )
-                lacks = f"lacks {names(map(repr, shown[:_MOST_NAMES]))}{' and more' * (len(shown) > _MOST_NAMES)}"
-                yield where, SourceError(
+                lacks = f"lacks {names(map(repr, missing[:_MOST_NAMES]))}{' and more' * (len(missing) > _MOST_NAMES)}"
+                yield rule_path, SourceError(
                     f"{lacks}, but {bounds} in the rules", code="missing-tensor",
                     hint="if no tensor is lost, use another word in this rule",
                 )  # fmt: skip
@@ -94,7 +95,7 @@ def _absent(
     rule: Rule, family: Family, part: int, bound: Mapping[str, int | str],
     present: tuple[Container[str], Container[str]], side: int,
 ) -> str:  # fmt: skip
-    """Return the name that is lost, as the source has it if it can be told; nothing if a nearer rule took it."""
+    """Return a lost name, as in the source if known; "" if another rule has it."""
     name = family.of(rule.parts[part].write(bound))
     if name in present[1 - rule.made]:
         return ""
@@ -107,11 +108,11 @@ def _absent(
 
 
 def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> SourceError | None:
-    """Return an error if layers are fewer or more than a model's configuration says, or None.
+    """Return an error if a configuration has another number of layers, or None.
 
-    Layers are what the first number in a name counts. Other things may be counted so, too, such as the layers of a
-    decoder besides those of an encoder: one of them must be what the configuration says. Layers behind these predict
-    more tokens, and may be left out.
+    The first number in a name counts layers. There may be several kinds of layers, such as an encoder's and a
+    decoder's: the number of one kind must be as in the configuration. Additional layers, which predict more tokens, may
+    be left out.
 
     Args:
         weights: names of weights.
@@ -122,20 +123,20 @@ def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> SourceErr
     hint: give the whole source, or its own config.json
     """
     nested = config.get("text_config")
-    said = nested if "num_hidden_layers" not in config and isinstance(nested, Mapping) else config
-    count, more = (said.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    fields = nested if "num_hidden_layers" not in config and isinstance(nested, Mapping) else config
+    count, extra = (fields.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     layers: dict[str, set[int]] = {}
     names_of = Counter[str]()
     for name in weights:
         pieces = name.split(".")
-        place = next((at for at, piece in enumerate(pieces) if piece.isdecimal()), None)
-        if place is not None:
-            prefix = "".join(f"{piece}." for piece in pieces[:place])
-            layers.setdefault(prefix, set()).add(int(pieces[place]))
+        position = next((at for at, piece in enumerate(pieces) if piece.isdecimal()), None)
+        if position is not None:
+            prefix = "".join(f"{piece}." for piece in pieces[:position])
+            layers.setdefault(prefix, set()).add(int(pieces[position]))
             names_of[prefix] += 1
     if not isinstance(count, int) or not layers:
         return None
-    counts = {count, count + more} if isinstance(more, int) else {count}
+    counts = {count, count + extra} if isinstance(extra, int) else {count}
     if any(len(numbers) == max(numbers) + 1 in counts for numbers in layers.values()):
         return None
     prefix = names_of.most_common(1)[0][0]

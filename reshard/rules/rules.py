@@ -1,7 +1,7 @@
-"""Rules files: YAML that says how the tensors of two programs are made of each other.
+"""Read rules files: YAML that maps the tensors of two programs to each other.
 
     reshard-rules: 1
-    sides: [hf, mcore]                  # what the two are called below; neither is the source
+    sides: [hf, mcore]                  # names of the two sides; either may be the source
     let: {heads: config.num_attention_heads, groups: config.num_key_value_heads, head: config.head_dim}
     rules:
       - hf: model.norm.weight           # the same tensor by another name
@@ -24,23 +24,22 @@
       - hf: "*.rotary_emb.inv_freq"     # has no counterpart
         mcore: null
 
-`{layer}` binds a number, `*` one dotted part of a name. One side of a rule is what is made: its verb is `rename`,
-`stack`, `concat`, `interleave`, `transpose`, `pad` or `tie`. To each may be added `by` (numbers that become axes in
-front: a word, a list of them, or words with how many there are), `flat: true` (these and the first axis are one), and
-`transposed: true` (the parts have the last two axes the other way round). Of several rules with a name, that is taken
-which has the fewest words and stars in it: one of layer 61 goes before one of every `{layer}`.
+`{layer}` matches a number, `*` one dotted part of a name. One side of a rule has a fused tensor and a verb: `rename`,
+`stack`, `concat`, `interleave`, `transpose`, `pad` or `tie`. Each verb takes the options `by` (numbers that become axes
+in front: a word, a list of words, or words with counts), `flat: true` (these axes and the first one are one), and
+`transposed: true` (the last two axes of the parts are swapped). If several rules match a name, the one with the fewest
+words and stars is used: a rule for layer 61 wins over a rule for every `{layer}`.
 
 Without `sizes` the parts of `concat` and `interleave` are equal; unequal ones are refused. A word has one range in the
-whole file, so that a tensor that one layer lacks is noticed, be its rule `optional` or not. Layers of two kinds have
-two words: `{dense}` and `{moe}` besides the `{layer}` of what all have. If the model's `config.json` is known, its
-layers are those that `num_hidden_layers` counts.
+whole file, so that a missing tensor of one layer is noticed, even if its rule is `optional`. Layers of two kinds have
+two words: `{dense}` and `{moe}`, in addition to `{layer}` for tensors of all layers. If the model's `config.json` is
+known, the number of layers is its `num_hidden_layers`.
 
-Files for some models are in `examples`; their names, such as `llama-hf-mcore`, stand for them.
+Rules for some models are in `examples`; use them by name, such as `llama-hf-mcore`.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -80,21 +79,20 @@ Number = int | str
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the tensors of some names on the two sides are made of each other.
+    """A mapping between tensors of the two sides.
 
     Attributes:
-        where: its place in the file.
-        made: which side has what is made, 0 or 1.
-        parts: the names of the parts, on the other side; none where that has nothing of it.
-        fused: the name of what is made.
-        verb: how; one of `_OPTIONS`.
+        where: its path in the file.
+        made: the side that has the fused tensor, 0 or 1.
+        parts: the names of the parts, on the other side; empty if that side has no counterpart.
+        fused: the name of the fused tensor.
+        verb: the operation; a key of `_OPTIONS`.
         axis: the axis that is cut.
-        sizes, groups, size, padded, multiple: see `equation.Cut`, as the file has them.
-        halves: likewise.
-        by: the words that become axes in front, each with how many there are, where that is said.
-        flat: these and the first dimension are one.
-        transposed: the parts have the last two dimensions the other way round.
-        optional: no tensor need have its names.
+        sizes, groups, halves, size, padded, multiple: see `equation.Cut`; numbers or expressions, as in the file.
+        by: the words that become axes in front, each with its count, if the file has it.
+        flat: the axes in front and the first dimension are one.
+        transposed: the last two dimensions of the parts are swapped.
+        optional: the rule need not match any tensor.
     """
 
     where: str
@@ -116,25 +114,25 @@ class Rule:
 
     @property
     def is_name_only(self) -> bool:
-        """Whether it gives tensors other names and does nothing else."""
+        """Return whether the rule only renames tensors."""
         return self.verb in {"rename", "tie"} and not (self.by or self.transposed)
 
     def side(self, side: int) -> tuple[Pattern, ...]:
-        """Return the names that it has on a side."""
+        """Return the patterns of one side."""
         return (self.fused,) if side == self.made else self.parts
 
     def cut(self, numbers: Numbers, *, scale: int = 1) -> Cut:
-        """Return how it cuts, as numbers; a number that nothing says is None where shapes may tell.
+        """Evaluate the numbers of the cut; None if the shapes have to tell.
 
         Args:
-            numbers: give words their values.
-            scale: how many rows are one: of the scales of a quantised weight, one is of a block of it.
+            numbers: the values of words.
+            scale: the number of rows that count as one: a scale of a quantised weight covers a block of its rows.
 
         Raises:
-            UsageError: something is not a number.
+            UsageError: a value is not a number.
         """
 
-        def known(expression: Number | None) -> int | None:
+        def evaluated(expression: Number | None) -> int | None:
             if expression is None:
                 return None
             value = numbers.value(expression)
@@ -143,26 +141,27 @@ class Rule:
             return value
 
         def rows(expression: Number | None) -> int | None:
-            value = known(expression)
+            value = evaluated(expression)
             return None if value is None else -(-value // scale)
 
         of_parts = None if self.sizes is None else tuple(rows(size) or 0 for size in self.sizes)
         return Cut(
-            self.axis, self.verb == "interleave", of_parts, known(self.groups), self.halves, self.verb == "pad",
-            rows(self.size), rows(self.padded), known(self.multiple) if scale == 1 else None,
+            self.axis, self.verb == "interleave", of_parts, evaluated(self.groups), self.halves, self.verb == "pad",
+            rows(self.size), rows(self.padded), evaluated(self.multiple) if scale == 1 else None,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the tensors of two programs are made of each other; see the module.
+    """Mappings between the tensors of two programs; see the module.
 
     Attributes:
-        sides: what the two are called.
+        sides: the names of the two sides.
         rules: the rules.
-        numbers: give words in them their values.
-        source: the side that is the source; empty to take that whose names the source has.
-        root: where they are from, for messages.
+        numbers: the values of words in them.
+        source: the side of the source; empty to choose it by the names in the source.
+        root: the file or built-in rules they come from, for messages.
+        content: the contents of the file.
     """
 
     sides: tuple[str, str]
@@ -185,23 +184,23 @@ class Rules:
 
         Args:
             path: the YAML file, or the name of an example.
-            config: the `config.json` of a model, or what is in it, for `config.NAME`; by default what the file names.
-            let: values of words, in place of the file's.
-            source: the side that is the source.
+            config: the `config.json` of a model, or its contents, for `config.NAME`; by default the one in the file.
+            let: values of words, which replace the file's.
+            source: the side of the source.
 
         Raises:
-            UsageError: a file cannot be read, or is not such rules; all faults at once, each with its place.
+            UsageError: a file cannot be read or is not a rules file; all faults at once, each with its path.
         """
-        place = as_place(path)
-        if (shipped := example(str(path))) and not place.is_file():
-            place = as_place(shipped)
-        elif place.name == str(path) and not place.suffix and not place.is_there():
+        location = as_place(path)
+        if (shipped := example(str(path))) and not location.is_file():
+            location = as_place(shipped)
+        elif location.name == str(path) and not location.suffix and not location.is_there():
             raise UsageError(
                 f"{path} is neither a file nor the name of built-in rules", code="not-found",
                 hint=f"built-in rules: {names(_nearest(str(path)), most=6)}",
             )  # fmt: skip
         faults = Faults(str(path))
-        top = read_yaml(place, "rules file", faults)
+        top = read_yaml(location, "rules file", faults)
         faults.raise_if_any(UsageError)
         if isinstance(top, Mapping) and {"mesh", "operators"} & top.keys() and HEADER not in top:
             raise UsageError(
@@ -210,21 +209,21 @@ class Rules:
             )  # fmt: skip
         if config is None and isinstance(top, Mapping):
             value = top.get("config")
-            config = place.parent / value if isinstance(value, str) else value
-        read: Any = config or {}
+            config = location.parent / value if isinstance(value, str) else value
+        config_content: Any = config or {}
         if config is not None and not isinstance(config, (Mapping, list, int, float)):
-            read = read_config(as_place(config))
-        data = {**top, "config": plain(read)} if isinstance(top, Mapping) else top
+            config_content = read_config(as_place(config))
+        data = {**top, "config": plain(config_content)} if isinstance(top, Mapping) else top
         if let and isinstance(data, dict):
             data["let"] = {**(data.get("let") or {}), **let}
         return cls.of(data, root=str(path), source=source)
 
     @classmethod
     def of(cls, data: object, *, root: str = "rules", source: str = "") -> Rules:
-        """Make rules of what a rules file holds.
+        """Build rules from the contents of a rules file.
 
         Raises:
-            UsageError: it is not such rules; all faults at once, each with its place.
+            UsageError: the contents are not rules; all faults at once, each with its path.
         """
         faults = Faults(root)
         if not isinstance(data, Mapping) or data.get(HEADER) != VERSION:
@@ -260,22 +259,22 @@ class Rules:
         return cls(both, tuple(rule for rule in rules if rule), numbers, source, root, dict(data))
 
     def side_of(self, source: Checkpoint) -> int:
-        """Return which side a checkpoint is: the one whose names more of its tensors have.
+        """Return the side of a checkpoint: the one that matches more of its names.
 
         Raises:
-            UsageError: it has the names of neither side, or as many of both.
+            UsageError: neither side matches, or both match equally well.
         """
         if self.source:
             return self.sides.index(self.source)
         counts = self._matches(source.tensors)
-        if not any(counts):  # of the weights themselves; those of the optimizer's states have several possible names
+        if not any(counts):  # no weights match; the weights of optimizer states have several possible names
             states = optimizer_states(source.every)
             counts = self._matches(weight for name in source.tensors for _, weight in families(name, states))
         if not any(counts):
-            shown = names((rule.side(rule.made)[0].text for rule in self.rules), most=3)
+            patterns = names((rule.side(rule.made)[0].text for rule in self.rules), most=3)
             raise UsageError(
                 f"{self.root} names no tensor of {source.root}", code="no-match",
-                facts=[f"{source.root} has {names(source.tensors, most=3)}", f"{self.root} names {shown}"],
+                facts=[f"{source.root} has {names(source.tensors, most=3)}", f"{self.root} names {patterns}"],
             )  # fmt: skip
         if counts[0] == counts[1]:
             raise UsageError(
@@ -285,7 +284,7 @@ class Rules:
         return int(counts[1] > counts[0])
 
     def _matches(self, weights: Iterable[str]) -> list[int]:
-        """Return how many names each side has."""
+        """Return the number of names that match each side."""
         counts = [0, 0]
         for name in weights:
             for side in range(2):
@@ -293,27 +292,33 @@ class Rules:
         return counts
 
     def derived(self, source: Checkpoint) -> Derived:
-        """Return what the rules make of a checkpoint, with what each of them did: see `Checkpoint.derive`."""
+        """Apply the rules to a checkpoint, as `Checkpoint.derive` does.
+
+        The result also has the use of each rule.
+        """
         from reshard.rules.derive import derive  # above this module
 
         return derive(source, self)
 
     def data(self) -> dict[str, Any]:
-        """Return the rules as JSON has them; `of` reads it."""
+        """Return the rules as JSON data, which `of` reads."""
         return {**self.content, **({"source": self.source} if self.source else {}), "config": dict(self.numbers.config)}
 
     def inverted(self) -> Rules:
-        """Return the same rules with the other side first, and that as the source where one was given."""
-        other = self.sides[::-1]
+        """Return the same rules with the sides swapped.
+
+        If the rules have a source side, the other side becomes the source.
+        """
+        sides = self.sides[::-1]
         source = next((side for side in self.sides if self.source and side != self.source), "")
         rules = tuple(replace(rule, made=1 - rule.made) for rule in self.rules)
         return replace(
-            self, sides=(other[0], other[1]), rules=rules, source=source, content={**self.content, "sides": [*other]}
+            self, sides=(sides[0], sides[1]), rules=rules, source=source, content={**self.content, "sides": [*sides]}
         )
 
 
 def examples() -> dict[str, str]:
-    """Return the names of the rules that come with the program, and the models and programs they are of.
+    """Return the names of the built-in rules, each with its model and programs.
 
     >>> examples()["llama-hf-mindformers"]
     "Llama: Hugging Face <-> MindSpore Transformers' LlamaForCausalLM (qkv_concat: false)"
@@ -323,14 +328,16 @@ def examples() -> dict[str, str]:
 
 
 def _nearest(name: str) -> list[str]:
-    """Return the names of built-in rules with a part that is like a part of a name; if there is none, all."""
+    """Return the names of built-in rules that resemble a name, or else all names."""
+    from difflib import get_close_matches  # on errors only
+
     words = re.split(r"[\W_]+", name.lower())
-    alike = [one for one in examples() if any(difflib.get_close_matches(word, one.split("-")) for word in words)]
+    alike = [built_in for built_in in examples() if any(get_close_matches(word, built_in.split("-")) for word in words)]
     return alike or list(examples())
 
 
 def example(name: str) -> Path | None:
-    """Return the rules file that comes with the program under a name; None where none does.
+    """Return the file of built-in rules, or None if there are no rules of this name.
 
     >>> example("llama-hf-mcore").name, example("llama")
     ('llama-hf-mcore.yaml', None)
@@ -338,21 +345,21 @@ def example(name: str) -> Path | None:
     return next((path for path in (Path(__file__).parent / "examples").glob("*.yaml") if path.stem == name), None)
 
 
-def read_config(place: Place) -> Any:
-    """Return what a model's configuration says.
+def read_config(location: Place) -> Any:
+    """Read a model's configuration.
 
     Raises:
         UsageError: it cannot be read, or is not JSON.
     """
-    content = read_small(place, "model configuration", 1 << 22, UsageError)
+    content = read_small(location, "model configuration", 1 << 22, UsageError)
     try:
         return parse_json(content, [])
     except ValueError as error:
-        raise UsageError(f"{place} is not JSON", code="not-json", facts=[str(error)]) from None
+        raise UsageError(f"{location} is not JSON", code="not-json", facts=[str(error)]) from None
 
 
 def plain(config: object) -> dict[str, Any]:
-    """Return the numbers of a configuration, which is all that rules ask for."""
+    """Return only the numbers of a configuration, as rules need nothing else."""
     if not isinstance(config, Mapping):
         raise UsageError(
             f"the model configuration is a {type(config).__name__}; expected a JSON object", code="wrong-type"
@@ -378,95 +385,97 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, str)) and not isinstance(value, bool)
 
 
-def _rule(item: object, where: str, sides: tuple[str, str], faults: Faults) -> Rule | None:
-    """Return a rule as the file has it; None where faults were found."""
+def _rule(item: object, key_path: str, sides: tuple[str, str], faults: Faults) -> Rule | None:
+    """Parse a rule; report faults and return None if it is invalid."""
     before = faults.count
     if not isinstance(item, Mapping) or not set(sides) <= item.keys() <= {*sides, "optional"}:
         expected = f"expected {sides[0]}, {sides[1]} and perhaps optional"
-        faults.add(where, f"is {item!r:.80}; {expected}", code="bad-rule")
+        faults.add(key_path, f"is {item!r:.80}; {expected}", code="bad-rule")
         return None
     values = [item[side] for side in sides]
     verbs = [n for n, value in enumerate(values) if isinstance(value, Mapping)]
     absent = [n for n, value in enumerate(values) if value is None]
     if len(verbs) + len(absent) > 1 or [] in values or all(isinstance(value, list) for value in values):
         faults.add(
-            where, "has a verb, a list or nothing on both sides, or an empty list; expected names on one side",
+            key_path, "has a verb, a list or nothing on both sides, or an empty list; expected names on one side",
             code="no-names",
         )  # fmt: skip
         return None
-    made = verbs[0] if verbs else 1 - absent[0] if absent else int(not isinstance(values[1], list))
+    fused_side = verbs[0] if verbs else 1 - absent[0] if absent else int(not isinstance(values[1], list))
     if not isinstance(item.get("optional", False), bool):
-        faults.add(f"{where}.optional", f"is {item['optional']!r:.60}; expected true or false", code="wrong-type")
+        faults.add(f"{key_path}.optional", f"is {item['optional']!r:.60}; expected true or false", code="wrong-type")
     verb, options = "rename", dict[str, Any]()
-    name = values[made]
+    name = values[fused_side]
     if verbs:
         options = dict(name)
-        known = [key for key in options if key in _OPTIONS]
-        if len(known) != 1:
+        verb_keys = [key for key in options if key in _OPTIONS]
+        if len(verb_keys) != 1:
             expected = f"expected one of {names(_OPTIONS, most=9)} with a name"
-            faults.add(f"{where}.{sides[made]}", f"is {name!r:.80}; {expected}", code="unknown-verb")
+            faults.add(f"{key_path}.{sides[fused_side]}", f"is {name!r:.80}; {expected}", code="unknown-verb")
             return None
-        verb = known[0]
+        verb = verb_keys[0]
         name = options.pop(verb)
-    others = values[1 - made]
-    parts = [] if others is None else others if isinstance(others, list) else [others]
-    fused = _pattern(name, f"{where}.{sides[made]}", faults)
-    patterns = [_pattern(part, f"{where}.{sides[1 - made]}", faults) for part in parts]
+    counterpart = values[1 - fused_side]
+    parts = [] if counterpart is None else counterpart if isinstance(counterpart, list) else [counterpart]
+    fused = _pattern(name, f"{key_path}.{sides[fused_side]}", faults)
+    patterns = [_pattern(part, f"{key_path}.{sides[1 - fused_side]}", faults) for part in parts]
     for key in (key for key in options if key not in _OPTIONS[verb] | _OF_ALL):
         expected = f"expected {names(sorted(_OPTIONS[verb] | _OF_ALL), most=9)}"
-        faults.add(f"{where}.{sides[made]}.{key}", f"is unknown; {expected}", code="unknown-key")
-    fields = _fields(options, f"{where}.{sides[made]}", faults)
+        faults.add(f"{key_path}.{sides[fused_side]}.{key}", f"is unknown; {expected}", code="unknown-key")
+    fields = _fields(options, f"{key_path}.{sides[fused_side]}", faults)
     transposed = verb == "transpose" or options.get("transposed", False)
     if not isinstance(transposed, bool):
         expected = "expected true or false"
-        faults.add(f"{where}.{sides[made]}.transposed", f"is {transposed!r:.60}; {expected}", code="wrong-type")
+        faults.add(
+            f"{key_path}.{sides[fused_side]}.transposed", f"is {transposed!r:.60}; {expected}", code="wrong-type"
+        )
     if faults.count > before or fused is None:
         return None
     rule = Rule(
-        where, made, tuple(pattern for pattern in patterns if pattern), fused, verb, transposed=transposed,
+        key_path, fused_side, tuple(pattern for pattern in patterns if pattern), fused, verb, transposed=transposed,
         optional=item.get("optional", False), **fields,
     )  # fmt: skip
     try:
         _check_options(rule)
         _check_words(rule)
     except UsageError as error:
-        faults.add(where, error)
+        faults.add(key_path, error)
         return None
     return rule
 
 
-def _pattern(text: object, where: str, faults: Faults) -> Pattern | None:
+def _pattern(text: object, key_path: str, faults: Faults) -> Pattern | None:
     if not isinstance(text, str):
-        faults.add(where, f"is {text!r:.60}; expected the name of a tensor", code="wrong-type")
+        faults.add(key_path, f"is {text!r:.60}; expected the name of a tensor", code="wrong-type")
         return None
     try:
         return Pattern(text)
     except UsageError as error:
-        faults.add(where, error)
+        faults.add(key_path, error)
         return None
 
 
-def _fields(options: Mapping[str, Any], where: str, faults: Faults) -> dict[str, Any]:
-    """Return what a verb's options say."""
+def _fields(options: Mapping[str, Any], key_path: str, faults: Faults) -> dict[str, Any]:
+    """Parse the options of a verb."""
 
-    def checked(key: str, what: str, valid: Callable[[Any], bool]) -> Any:
+    def checked(key: str, expected: str, valid: Callable[[Any], bool]) -> Any:
         value = options.get(key)
         if value is not None and not valid(value):
-            faults.add(f"{where}.{key}", f"is {value!r:.60}; expected {what}", code="bad-value")
+            faults.add(f"{key_path}.{key}", f"is {value!r:.60}; expected {expected}", code="bad-value")
             return None
         return value
 
     by = options.get("by", [])
-    listed = by if isinstance(by, (list, Mapping)) else [by]
-    counted = list(listed.items() if isinstance(listed, Mapping) else [(word, None) for word in listed])
+    words = by if isinstance(by, (list, Mapping)) else [by]
+    counted = list(words.items() if isinstance(words, Mapping) else [(word, None) for word in words])
     valid = all(_is_word(word) and (count is None or _is_number(count)) for word, count in counted)
     if not valid or len({word for word, _ in counted}) < len(counted):
         expected = "expected a word, a list of words, or words with how many there are"
-        faults.add(f"{where}.by", f"is {by!r:.60}; {expected}", code="bad-value")
+        faults.add(f"{key_path}.by", f"is {by!r:.60}; {expected}", code="bad-value")
     sizes = checked("sizes", "a list of numbers or expressions", lambda value: isinstance(value, list) and bool(value))
     for size in sizes or ():
         if not _is_number(size):
-            faults.add(f"{where}.sizes", f"has {size!r:.60}; expected a number or an expression", code="bad-value")
+            faults.add(f"{key_path}.sizes", f"has {size!r:.60}; expected a number or an expression", code="bad-value")
     number = "a number or an expression"
     return {
         "axis": checked("axis", "a small whole number", lambda value: _is_small(value, -_MOST_AXES)) or 0,
@@ -486,7 +495,11 @@ def _is_small(value: object, least: int) -> bool:
 
 
 def _check_options(rule: Rule) -> None:
-    """Raise `UsageError` if the options of a rule contradict each other or its verb; the message is a predicate."""
+    """Check that the options of a rule agree with each other and its verb.
+
+    Raises:
+        UsageError: they do not; the message is a predicate.
+    """
     count, sizes = len(rule.parts), rule.sizes
     if rule.verb == "interleave" and count == 1 and not rule.halves:
         raise UsageError(
@@ -508,18 +521,23 @@ def _check_options(rule: Rule) -> None:
 
 
 def _check_words(rule: Rule) -> None:
-    """Raise `UsageError` if the words in a rule's names do not fit its `by`; the message is a predicate."""
-    by, made = {word for word, _ in rule.by}, set(rule.fused.words)
+    """Check that the words in a rule's names fit its `by`.
+
+    Raises:
+        UsageError: they do not; the message is a predicate.
+    """
+    by, fused_words = {word for word, _ in rule.by}, set(rule.fused.words)
     if rule.verb == "stack" and not by:
         raise UsageError("stacks without by", code="missing-option", hint="say with by which numbers become axes")
     if rule.flat and not by:
         raise UsageError("is flat without by", code="missing-option", hint="say with by which numbers become rows")
-    if by & made:
+    if by & fused_words:
         raise UsageError(
-            f"has {names(sorted(by & made))} both in by and in the name of what is made", code="conflicting-options"
+            f"has {names(sorted(by & fused_words))} both in by and in the name of what is made",
+            code="conflicting-options",
         )
     for part in rule.parts:
-        if alone := (set(part.words) ^ made) - by or by - set(part.words):
+        if alone := (set(part.words) ^ fused_words) - by or by - set(part.words):
             raise UsageError(
                 f"has {names(sorted(alone))} in one name but not in the other", code="unmatched-word",
                 hint="name in by what becomes an axis",

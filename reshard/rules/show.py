@@ -1,4 +1,4 @@
-"""What rules do, for eyes: which rows of a fused tensor are which rows of which part, and what each rule was about."""
+"""Show the effect of rules: the rows of fused tensors by part, and the tensors of each rule."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MOST_BANDS = 24
 
 
 class Band(NamedTuple):
-    """Rows of a fused tensor along the axis that is cut, and what they are.
+    """Rows of a fused tensor along the axis that is cut, and their part.
 
     Attributes:
         start, stop: the rows.
-        part: the number of the part that has them; -1 of padding.
-        first: the first of the part's rows that they are, one after the other.
-        step: how many rows it is from one of them to the next.
+        part: the number of their part; -1 for padding.
+        first: the first of these rows in the part, where they are consecutive.
+        step: the step between the rows.
     """
 
     start: int
@@ -37,25 +37,25 @@ class Band(NamedTuple):
 
     @property
     def rows(self) -> range:
-        """Its rows."""
+        """Return the rows of the fused tensor."""
         return range(self.start, self.stop, self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How one fused tensor is made of its parts: a table of its rows, drawn in a notebook.
+    """The composition of a fused tensor: a table of its rows, drawn in a notebook.
 
     Attributes:
-        name: of the fused tensor.
+        name: the name of the fused tensor.
         shape: its shape.
         dtype: the name of its dtype.
-        verb: of the rule.
+        verb: the verb of the rule.
         parts: the names of its parts, with words in braces for numbers that are axes.
-        shapes: the shape of each.
+        shapes: the shape of each part.
         axis: the axis that is cut.
-        rows: how many there are along it.
-        bands: its rows, from the first on.
-        transposed: the parts have their last two dimensions the other way round.
+        rows: the number of rows along it.
+        bands: its rows, in ascending order.
+        transposed: the last two dimensions of the parts are swapped.
     """
 
     name: str
@@ -80,9 +80,9 @@ class Fusion:
         width = len(f"{self.rows}-{self.rows}")
         for band in self.bands[:_MOST_BANDS]:
             first, last = band.rows[0], band.rows[-1]
-            own = f"{printable(self.parts[band.part])} {band.first}-{band.first + len(band.rows) - 1}"
+            source = f"{printable(self.parts[band.part])} {band.first}-{band.first + len(band.rows) - 1}"
             step = f" in steps of {band.step}" if band.step > 1 else ""
-            lines.append(f"  {f'{first}-{last}':<{width}}{step}  {own if band.part >= 0 else 'padding'}")
+            lines.append(f"  {f'{first}-{last}':<{width}}{step}  {source if band.part >= 0 else 'padding'}")
         if len(self.bands) > _MOST_BANDS:
             lines.append(f"  and so on: {len(self.bands)} runs of rows in all")
         return "\n".join(lines)
@@ -92,45 +92,42 @@ class Fusion:
 
 
 def shown(derived: Derived, name: str) -> Fusion:
-    """Return how a fused tensor is made of its parts, or is split into them.
+    """Return the composition of a fused tensor.
 
     Args:
-        derived: what rules made of a checkpoint.
-        name: of the fused tensor, or of a part of it.
+        derived: the result of applying rules to a checkpoint.
+        name: the name of the fused tensor, or of a part of it.
 
     Raises:
         UsageError: the rules neither fuse nor split such a tensor.
     """
-    every = derived.fused
-    fused = every.get(name) or next((tensor for tensor in every.values() if name in tensor.parts), None)
+    tensors = derived.fused
+    fused = tensors.get(name) or next((tensor for tensor in tensors.values() if name in tensor.parts), None)
     if fused is None:
         raise UsageError(
             f"the rules neither fuse nor split {name!r} in {derived.checkpoint.root}", code="no-match",
-            facts=[f"{name!r} {no_match(name, every)}"],
+            facts=[f"{name!r} {no_match(name, tensors)}"],
         )  # fmt: skip
     return _fusion(fused)
 
 
-def _fusion(made: Fused) -> Fusion:
-    equation, rule = made.equation, made.use.rule
-    bands = list(_bands(made))
+def _fusion(fused: Fused) -> Fusion:
+    equation, rule = fused.equation, fused.use.rule
+    bands = list(_bands(fused))
     axis = rule.axis if rule.axis >= 0 else rule.axis + len(equation.axes)
     rows = equation.shape[axis + (0 if equation.flat else len(equation.front))] if equation.axes else 1
     rows //= prod(equation.front) if equation.flat and axis == 0 else 1
     return Fusion(
-        made.name, equation.shape, made.dtype, rule.verb,
-        tuple(made.use.family.of(pattern.text) for pattern in rule.parts), tuple(part.shape for part in equation.parts),
-        axis, rows, tuple(bands), rule.transposed,
+        fused.name, equation.shape, fused.dtype, rule.verb,
+        tuple(fused.use.family.of(pattern.text) for pattern in rule.parts),
+        tuple(part.shape for part in equation.parts), axis, rows, tuple(bands), rule.transposed,
     )  # fmt: skip
 
 
-def _axis(made: Fused) -> int:
-    return made.use.rule.axis % max(len(made.equation.axes), 1)
-
-
-def _bands(made: Fused) -> Iterator[Band]:
-    """Yield the rows of a fused tensor, from the first on."""
-    equation, axis = made.equation, _axis(made)
+def _bands(fused: Fused) -> Iterator[Band]:
+    """Yield the rows of a fused tensor in ascending order."""
+    equation = fused.equation
+    axis = fused.use.rule.axis % max(len(equation.axes), 1)
     if not equation.axes or (len(equation.parts) == 1 and equation.axes[axis] == 1 and not equation.padding):
         return
     at, count = sum(equation.axes[:axis]), equation.axes[axis]
@@ -154,7 +151,11 @@ def _bands(made: Fused) -> Iterator[Band]:
 
 
 def table(derived: Derived) -> list[tuple[str, str, int, str, int, str]]:
-    """Return a row for each rule that was about something: its place, verb, how many tensors it took, and made of."""
+    """Return a table row for each rule that was applied.
+
+    A row has the rule's path in the file and its verb, then the number and names of its source tensors, then the number
+    and names of the resulting tensors.
+    """
     return [
         (
             use.rule.where.removeprefix("$."),

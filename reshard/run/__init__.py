@@ -1,1 +1,1 @@
-"""Doing what a plan says: the dask graph, its tasks, what is noted of them, and how a run resumes."""
+"""Run a plan: the dask graph, its tasks, their records, and resuming."""

@@ -1,9 +1,9 @@
-"""The engine: bands of moves are read, and every target block gets its part of them, whoever wants it.
+"""Execute moves: read each band once and scatter it to all target blocks.
 
-For each band every source block's part is read once into a buffer of this thread, and columns are copied where they
-have to be (`BandReader`). `move_pieces` writes what comes into the target files, once for each replica; a comparison
-(`verify.compare`) compares it. `preadv` and numpy's copies release the interpreter's lock, so threads run side by side.
-Where a request takes its time, as at URLs, parts of several bands are read at once (`places.in_batches`).
+For each band, the part of every source block is read once into a buffer of this thread, and columns are copied if they
+have to be gathered (`BandReader`). `move_pieces` writes the result into the target files, once for each replica; a
+comparison (`verify.compare`) compares it. `preadv` and numpy's copies release the interpreter's lock, so threads run
+side by side. If requests have a high latency, as at URLs, several bands are read at once (`places.in_batches`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """What a target block gets of a band.
+    """The part of a band that belongs to one target block.
 
     Attributes:
         move: the number of the move.
         target: the number of the target block in its recipe.
-        first: where it begins in the block, in elements.
-        content: the elements, as the source has them; they are there until the next are asked for.
+        first: the offset in the block, in elements.
+        content: the elements in the dtype of the source; valid until the next part is requested.
     """
 
     move: int
@@ -55,7 +55,7 @@ class Given(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of a segment, from `start` on."""
+    """Consecutive rows of a segment, beginning at `start`."""
 
     segment: Segment
     start: int
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A source block's part of a band: which block, where in its contents in bytes, and the buffer for it."""
+    """The part of a source block in a band: block, offset in bytes, and buffer."""
 
     source: int
     begin: int
@@ -71,13 +71,13 @@ class Read(NamedTuple):
 
 
 class Write(NamedTuple):
-    """A target block's part of a band.
+    """The part of a target block in a band.
 
     Attributes:
-        target: which block.
-        first: where in the block, in elements.
-        content: what it gets: a part that is read, or the buffer that columns are put together in.
-        copies: what is put where for that, in the order of the columns.
+        target: the number of the block.
+        first: the offset in the block, in elements.
+        content: the elements: a part of the read buffer, or the buffer in which columns are gathered.
+        copies: pairs of a destination and a source view to copy for that, in the order of the columns.
     """
 
     target: int
@@ -86,41 +86,41 @@ class Write(NamedTuple):
     copies: Sequence[tuple[Array, Array]]
 
     def put_together(self) -> memoryview:
-        """Return what it gets, once the band is read; it is there until that of another is put together."""
-        for put, taken in self.copies:
-            put[...] = taken
+        """Gather the columns of a read band; the result is valid until the next call."""
+        for target, source in self.copies:
+            target[...] = source
         return self.content
 
 
 class Band(NamedTuple):
-    """Rows of a tensor that are read, and then written, at once."""
+    """Rows of a tensor that are read, and then written, together."""
 
     reads: Sequence[Read]
     writes: Iterable[Write]
 
 
-class _Apart(NamedTuple):
-    """What `gather` reads of some rows of a move: the source blocks that lie apart, and the bytes of the rows."""
+class _Strided(NamedTuple):
+    """The strided source blocks of a move, and the bytes of its rows."""
 
     sources: frozenset[int]
     nbytes: int
 
 
-_VIEW_BYTES = 200  # of a view of a buffer in a band that is kept, with its share of what holds it; measured
+_VIEW_BYTES = 200  # size of a view in a cached band, with its share of the containers; measured
 
 
 class _Buffers(threading.local):
-    """Buffers of a thread, kept from band to band: memory touched for the first time costs more than the copy.
+    """Buffers of a thread, reused because touching new memory is slower than copying.
 
-    With them, the bands of the last few shapes of tensors: layers repeat, and to work bands out, with the views of the
-    buffers, takes as long as to put their columns together.
+    The bands of the last few tensor shapes are cached, too: layers repeat, and computing bands with their views of the
+    buffers takes as long as gathering their columns.
 
     Attributes:
-        read: for what is read of a band.
-        put: for the columns of one target block, put together.
-        cast: for these elements in another dtype.
-        ahead: reads source blocks whose elements lie in strides.
-        copies: reads copies of them that are compared with these.
+        read: the bytes that are read for a band.
+        put: the gathered columns of one target block.
+        cast: these elements in another dtype.
+        ahead: reads strided source blocks.
+        copies: reads strided copies that are compared with the source blocks.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _Buffers(threading.local):
         self._views = 0
 
     def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
-        """Return the bands of some rows, in another order in every thread unless `in_order`."""
+        """Return the bands of a piece; unless `in_order`, rotate them by thread."""
         itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
         key = (move.recipe, move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
         if key in self._bands:
@@ -138,29 +138,29 @@ class _Buffers(threading.local):
             return self._bands[key][-1]
         cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
         self.hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
-        made = (_band(rows, move, in_order=in_order) for rows in (cut if in_order else _turned(cut)))
+        bands = (_band(rows, move, in_order=in_order) for rows in (cut if in_order else _turned(cut)))
         views = 1 + sum(map(_views, cut))
-        most = int(band_bytes * VIEWS) // _VIEW_BYTES
-        if views > most:
-            return made
-        while self._views + views > most:
-            _, (fewer, _) = self._bands.popitem(last=False)
-            self._views -= fewer
-        found = [Band(band.reads, list(band.writes)) for band in made]
-        self._bands[key] = views, found
+        limit = int(band_bytes * VIEWS) // _VIEW_BYTES
+        if views > limit:
+            return bands
+        while self._views + views > limit:
+            _, (count, _) = self._bands.popitem(last=False)
+            self._views -= count
+        cached = [Band(band.reads, list(band.writes)) for band in bands]
+        self._bands[key] = views, cached
         self._views += views
-        return found
+        return cached
 
     def hold(self, nbytes: int) -> None:
-        """Have buffers of so many bytes; what is not used of them takes no memory."""
+        """Ensure the buffers hold at least `nbytes` bytes. Untouched pages cost nothing."""
         if len(self.read) < nbytes:
-            self._bands.clear()  # their views would keep the buffers that are too small
+            self._bands.clear()  # their views would keep the old, smaller buffers alive
             self._views = 0
             self.read, self.put = _memory(nbytes), _memory(nbytes)
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Return a buffer, which takes memory where it is touched."""
+    """Return a buffer; only pages that are touched take memory."""
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
@@ -168,10 +168,10 @@ _buffers = _Buffers()
 
 
 class BandReader:
-    """Reads bands of moves. For one thread.
+    """Reads bands of moves; for use by one thread.
 
     Attributes:
-        nbytes: how many bytes were read.
+        nbytes: the number of bytes read.
     """
 
     def __init__(
@@ -181,24 +181,24 @@ class BandReader:
 
         Args:
             moves: the moves, by number.
-            paths: the files that they read from, by number.
-            store: reads these.
+            paths: the source files, by number.
+            store: reads the source files.
             band_bytes: the most bytes of a tensor that are read at once.
         """
         self._moves, self._paths, self._store, self._band_bytes = moves, paths, store, band_bytes
-        self._apart: dict[int, _Apart] = {}  # of each move
-        self._token = object()  # what is read ahead is for this reader alone
+        self._strided: dict[int, _Strided] = {}  # by move number
+        self._token = object()  # data that is read ahead belongs to this reader alone
         self.nbytes = 0
 
     def read(
         self, pieces: Iterable[Piece], *, in_order: bool = False, check: Callable[[], object] = lambda: None
     ) -> Iterator[Given]:
-        """Read some rows of some moves.
+        """Read pieces of moves, and yield the part of each target block.
 
         Args:
-            pieces: the rows.
-            in_order: as they stand in the target blocks; otherwise every thread begins in another place.
-            check: called before each band; raises where the work is given up.
+            pieces: the rows to read.
+            in_order: read in the order of the target blocks; otherwise every thread starts at a different row.
+            check: called before each band; raises if the work is cancelled.
 
         Raises:
             SourceError: a source file ends early or cannot be read.
@@ -212,36 +212,36 @@ class BandReader:
     def bands(
         self, pieces: Iterable[Piece], *, in_order: bool = False
     ) -> Iterator[tuple[tuple[int, Band], ReadStore, list[Want]]]:
-        """Yield the bands of some rows, each with the number of its move and what is to be read for it.
+        """Yield the bands of pieces, each with its move number, store and read requests.
 
-        When that is read, `gather` reads the rest.
+        Once the requests are complete, `gather` reads the strided blocks.
         """
         for piece in pieces:
             move = self._moves[piece.move]
             sources = [(self._paths[at.file], at.runs) for at in move.reads]
-            apart = frozenset(number for number, at in enumerate(move.reads) if at.is_apart)
+            strided = frozenset(number for number, at in enumerate(move.reads) if at.is_apart)
             row = prod(move.recipe.shape[move.axis + 1 :]) * move.dtype.itemsize
-            self._apart[piece.move] = _Apart(apart, (piece.stop - piece.start) * row)
-            for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order or bool(apart)):
-                wanted: list[Want] = []
+            self._strided[piece.move] = _Strided(strided, (piece.stop - piece.start) * row)
+            for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order or bool(strided)):
+                requests: list[Want] = []
                 for source, begin, view in band.reads:
-                    if source not in apart:
-                        wanted += wants(*sources[source], begin, view)
+                    if source not in strided:
+                        requests += wants(*sources[source], begin, view)
                     self.nbytes += len(view)
-                yield (piece.move, band), self._store, wanted
+                yield (piece.move, band), self._store, requests
 
     def gather(self, number: int, band: Band) -> None:
-        """Read what a band has of source blocks whose elements lie in strides, and fill those of zeros."""
-        apart = self._apart[number]
-        if apart.sources:
+        """Read the strided source blocks of a band, and fill blocks that are all zeros."""
+        strided = self._strided[number]
+        if strided.sources:
             move = self._moves[number]
-            wanted = [read for read in band.reads if read.source in apart.sources]
-            room = min(AHEAD * self._band_bytes, apart.nbytes)
-            _buffers.ahead.share((self._token, number, room, *(read.source for read in wanted)), len(wanted) or 1, room)
-            for place, (source, begin, view) in enumerate(wanted):
+            reads = [read for read in band.reads if read.source in strided.sources]
+            room = min(AHEAD * self._band_bytes, strided.nbytes)
+            _buffers.ahead.share((self._token, number, room, *(read.source for read in reads)), len(reads) or 1, room)
+            for index, (source, begin, view) in enumerate(reads):
                 shape = move.recipe.sources[source].shape
                 at = move.reads[source]
-                read_block(self._store, self._paths, at, shape, move.dtype, begin, view, _buffers.ahead, place)
+                read_block(self._store, self._paths, at, shape, move.dtype, begin, view, _buffers.ahead, index)
 
 
 def read_block(
@@ -255,9 +255,9 @@ def read_block(
     ahead: Ahead,
     place: int,
 ) -> None:
-    """Fill a buffer with the contents of a block from a byte on: elements that lie in strides, or zeros.
+    """Fill a buffer from byte `begin` of a block that is strided or all zeros.
 
-    What follows is read `ahead`, as that of the block with this number of those that are read side by side.
+    The bytes that follow are read `ahead`; `place` is the number of the block among blocks that are read side by side.
     """
     if not extent.runs:
         view[:] = bytes(len(view))
@@ -272,9 +272,9 @@ def read_block(
 
 
 def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
-    """Return elements as those of another dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even.
+    """Cast elements to another dtype, rounding to nearest, ties to even.
 
-    They are in a buffer of this thread until its next call.
+    The result is in a buffer of this thread, and valid until the next call.
     """
     if dtype is target_dtype:
         return content
@@ -284,30 +284,30 @@ def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
     if len(_buffers.cast) < len(elements) * target_dtype.itemsize:
         _buffers.cast = _memory(len(elements) * target_dtype.itemsize)
     buffer = _buffers.cast[: len(elements) * target_dtype.itemsize]
-    with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
+    with np.errstate(over="ignore", invalid="ignore"):  # a number that is too large becomes infinity
         np.copyto(np.frombuffer(buffer, target_dtype.numpy()), elements, casting="unsafe")
     return buffer
 
 
 def copies_ahead() -> Ahead:
-    """Return what reads copies whose elements lie in strides, for this thread."""
+    """Return the reader of strided copies for this thread."""
     return _buffers.copies
 
 
 def scratch(nbytes: int) -> memoryview:
-    """Return the buffer of this thread that columns are put together in, for something else that is read."""
+    """Return the gather buffer of this thread, to read other data into."""
     _buffers.hold(nbytes)
     return _buffers.put[:nbytes]
 
 
-def _turned(some: list[Any]) -> list[Any]:
-    """Begin in another place in every thread: two that write to one file wait for each other."""
-    start = len(some) * thread.number // 2 % len(some) if some else 0
-    return some[start:] + some[:start]
+def _turned(items: list[Any]) -> list[Any]:
+    """Rotate a list by thread: threads that write to one file wait for each other."""
+    start = len(items) * thread.number // 2 % len(items) if items else 0
+    return items[start:] + items[:start]
 
 
 def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]]:
-    """Cut segments into bands, and join short ones that have the same targets: long writes are quicker than many."""
+    """Cut segments into bands; join short ones, because long writes are faster."""
     band: list[Rows] = []
     room = most_elements
     for segment in segments:
@@ -326,50 +326,50 @@ def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]
 
 
 def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
-    """Return whether rows are put together with those before them, in each target block."""
+    """Return whether rows can be gathered together with the rows before them."""
     before, columns = last.segment.columns, segment.columns
-    gathered = not any(_is_whole(parts) for some in (before, columns) for parts in some.parts)
+    gathered = not any(_is_whole(parts) for part_lists in (before.parts, columns.parts) for parts in part_lists)
     follows = last.start + last.rows == start and before.targets == columns.targets
     return gathered and follows and before.target_shapes == columns.target_shapes
 
 
 def _is_whole(parts: Sequence[Part]) -> bool:
-    """Return whether a target block's columns are just those of one source block."""
+    """Return whether the columns of a target block are exactly one source block's."""
     return len(parts) == 1 and not parts[0].taken
 
 
 def _elements(parts: Sequence[Rows]) -> int:
-    """Return how many elements are read for a band; no target block has more of them."""
+    """Return the number of elements in a band; no target block gets more."""
     return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
 
 
 def _views(parts: Sequence[Rows]) -> int:
-    """Return about how many views of buffers a band has; what a write has besides its copies counts as four."""
+    """Estimate the number of buffer views in a band; a write has four besides copies."""
     gathered = 2 * sum(1 for _ in _alike(parts, 0))
-    every = parts[0].segment.columns.parts
-    writes = sum(1 if _is_whole(some) else 4 + len(some) * gathered for some in every)
+    targets = parts[0].segment.columns.parts
+    writes = sum(1 if _is_whole(items) else 4 + len(items) * gathered for items in targets)
     return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
 
 
 def _band(parts: Sequence[Rows], move: Move, *, in_order: bool) -> Band:
-    """Lay a band out in this thread's buffers: what is read lies one after the other; columns are put together."""
+    """Lay out a band in the buffers of this thread, one part after the other."""
     itemsize = move.dtype.itemsize
     reads = []
-    place = 0
+    position = 0
     for segment, start, rows in parts:
         columns = segment.columns
         for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
             row = prod(shape) * itemsize
             begin = offset * itemsize + (start - segment.start) * row
-            reads.append(Read(source, begin, _buffers.read[place : place + rows * row]))
-            place += rows * row
-    return Band(reads, _writes(parts, move, reads, _buffers.read[:place], in_order=in_order))
+            reads.append(Read(source, begin, _buffers.read[position : position + rows * row]))
+            position += rows * row
+    return Band(reads, _writes(parts, move, reads, _buffers.read[:position], in_order=in_order))
 
 
 def _writes(
-    parts: Sequence[Rows], move: Move, reads: Sequence[Read], given: memoryview, *, in_order: bool
+    parts: Sequence[Rows], move: Move, reads: Sequence[Read], read_bytes: memoryview, *, in_order: bool
 ) -> Iterator[Write]:
-    """Yield what is written of a band, from another target block on in every thread unless `in_order`."""
+    """Yield the writes of a band; unless `in_order`, rotate them by thread."""
     segment, start, _ = parts[0]
     columns = segment.columns
     rows = sum(rows for _, _, rows in parts)
@@ -381,35 +381,35 @@ def _writes(
             yield Write(columns.targets[number], first, reads[columns.parts[number][0].read].view, ())
         else:
             content = _buffers.put[: rows * row * move.dtype.itemsize]
-            yield Write(columns.targets[number], first, content, _copies(parts, number, move, given, content))
+            yield Write(columns.targets[number], first, content, _copies(parts, number, move, read_bytes, content))
 
 
 def _copies(
-    parts: Sequence[Rows], number: int, move: Move, given: memoryview, content: memoryview
+    parts: Sequence[Rows], number: int, move: Move, read_bytes: memoryview, content: memoryview
 ) -> list[tuple[Array, Array]]:
-    """Return views of where one target block's columns go, and of where they are taken from."""
-    import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
+    """Return destination and source views for the columns of one target block."""
+    import numpy as np  # a quarter of the start-up time of a command; whole rows do not need it
 
     carrier = move.dtype.carrier()
-    elements = np.frombuffer(given, carrier)
+    elements = np.frombuffer(read_bytes, carrier)
     shape = parts[0].segment.columns.target_shapes[number]
     gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
-    found = []
-    begin = done = 0  # in the elements that were read, and in the rows
+    copies = []
+    begin = done = 0  # offsets in the elements that were read, and in the rows
     for columns, rows in _alike(parts, number):
         starts = list(accumulate((rows * prod(shape) for shape in columns.source_shapes), initial=begin))
-        for read, taken, put in columns.parts[number]:
+        for read, source_index, target_index in columns.parts[number]:
             block = elements[starts[read] : starts[read + 1]].reshape(rows, *columns.source_shapes[read])
-            found.append((gathered[done : done + rows][put or ...], block[taken or ...]))
+            copies.append((gathered[done : done + rows][target_index or ...], block[source_index or ...]))
         begin = starts[-1]
         done += rows
-    return found
+    return copies
 
 
 def _alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
-    """Yield the columns of rows, and how many: those of several source blocks at once, where all is alike in them."""
+    """Yield columns and row counts; join adjacent source blocks with equal parts."""
     first, rows = parts[0].segment.columns, 0
-    for segment, _, some in parts:
+    for segment, _, count in parts:
         columns = segment.columns
         if rows and not (
             len(first.sources) == len(columns.sources) == 1
@@ -418,18 +418,18 @@ def _alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
         ):
             yield first, rows
             rows = 0
-        first, rows = columns, rows + some
+        first, rows = columns, rows + count
     yield first, rows
 
 
 class Moved(NamedTuple):
-    """What a task moved.
+    """The amount and the ranges of contents that a task moved.
 
     Attributes:
         read, written: bytes of contents.
-        wrote: five numbers for each range that was written: the move, the target block, where the range begins in the
-            block's contents, its bytes and their CRC-32C. Empty where no sums are asked for.
-        crcs: the same, with their CRC-32.
+        wrote: five numbers for each range that was written: the move, the target block, the offset of the range in the
+            contents of the block, its bytes and their CRC-32C. Empty if no sums are requested.
+        crcs: the same, with CRC-32 sums.
     """
 
     read: int
@@ -449,20 +449,20 @@ def move_pieces(
     in_order: bool = False,
     check_cancelled: Callable[[], object] = lambda: None,
 ) -> Moved:
-    """Move some rows of some tensors from the source files into the unfinished target files.
+    """Move rows of tensors from the source files into the unfinished target files.
 
     Args:
-        plan: what goes where.
+        plan: the plan of all moves.
         pieces: the rows.
         store: reads the source files.
         writer: writes the target files.
-        checksums: sum up what is written, by CRC-32C.
-        crcs: sum it up by CRC-32.
-        in_order: write each file from its first byte to its last, as far as the pieces follow its order.
-        check_cancelled: called before each band; raises where the run is given up.
+        checksums: compute CRC-32C sums of the written bytes.
+        crcs: compute CRC-32 sums of the written bytes.
+        in_order: write each file from its first byte to its last, if the pieces follow its order.
+        check_cancelled: called before each band; raises if the run is cancelled.
 
     Returns:
-        the bytes of contents read and written, and the ranges where `checksums` or `crcs`.
+        the bytes of contents read and written, and the ranges if `checksums` or `crcs`.
 
     Raises:
         SourceError: a source file ends early or cannot be read.
@@ -470,17 +470,17 @@ def move_pieces(
     """
     written = 0
     wrote, summed = _Sums(crc32c), _Sums(crc32)
-    sums = [one for one, wanted in ((wrote, checksums), (summed, crcs)) if wanted]
+    sums = [summing for summing, is_requested in ((wrote, checksums), (summed, crcs)) if is_requested]
     reader = BandReader(plan.moves, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
-    for number, target, first, given in reader.read(pieces, in_order=in_order, check=check_cancelled):
+    for number, target, first, elements in reader.read(pieces, in_order=in_order, check=check_cancelled):
         move = plan.moves[number]
         if number != current:
             targets = [[(at.file, at.runs) for at in extents] for extents in move.writes]
             current = number
-        content = cast(given, move.dtype, move.target_dtype)
+        content = cast(elements, move.dtype, move.target_dtype)
         begin = first * move.target_dtype.itemsize
         for file, runs in targets[target]:
             written += len(content)
@@ -490,13 +490,13 @@ def move_pieces(
             for offset, start, stop in ranges(runs, begin, len(content)):
                 writer.write_at(file, offset, content[start:stop])
         if targets[target]:
-            for one in sums:
-                one.add(number, target, targets[target][0][1], begin, content)
+            for summing in sums:
+                summing.add(number, target, targets[target][0][1], begin, content)
     return Moved(reader.nbytes, written, wrote.ranges(), summed.ranges())
 
 
 class _Sums:
-    """Checksums of what is written, range by range; a range goes on as long as writes follow each other in a block."""
+    """Checksums of written ranges; adjacent writes extend a range."""
 
     def __init__(self, extend: Callable[[memoryview, int], int]) -> None:
         self._extend = extend
@@ -504,7 +504,7 @@ class _Sums:
         self._last: dict[tuple[int, int], list[int]] = {}
 
     def add(self, move: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
-        """Add what is written of a block's contents from `begin` on; no range goes beyond one of the block's runs."""
+        """Add bytes written at offset `begin` of a block; ranges never cross its runs."""
         if len(runs) > 1:
             for _, start, stop in ranges(runs, begin, len(content)):
                 self._ended.extend((move, target, begin + start, stop - start, self._extend(content[start:stop], 0)))
@@ -518,7 +518,7 @@ class _Sums:
             self._last[move, target] = [begin, len(content), self._extend(content, 0)]
 
     def ranges(self) -> array[int]:
-        """Return the ranges so far, as `Moved.wrote` tells."""
+        """Return the ranges so far, in the format of `Moved.wrote`."""
         for key, last in self._last.items():
             self._ended.extend((*key, *last))
         self._last = {}

@@ -1,10 +1,10 @@
-"""Where tasks are done: on threads of this process, or on the workers of a dask cluster.
+"""Execute tasks on threads of this process, or on the workers of a dask cluster.
 
-A run's graph has stages that wait for each other, and goes to a scheduler whole (`work_here`, `work_on`). To compare is
-to do one function many times, and needs no more than `map_tasks`.
+The graph of a run has stages that wait for each other, and goes to a scheduler as a whole (`work_here`, `work_on`). A
+comparison calls one function many times, for which `map_tasks` is enough.
 
-On a cluster nothing but receipts and the plan travels. The plan is one node of the graph: it goes to the scheduler
-once, which gives it to one worker; the others fetch it from there. Tasks name it, and carry a number and a few words.
+On a cluster only receipts and the plan travel. The plan is one node of the graph: it goes to the scheduler once, which
+sends it to one worker; the other workers fetch it from there. Tasks refer to it, and carry a number and a few words.
 """
 
 from __future__ import annotations
@@ -44,40 +44,40 @@ def map_tasks(
     client: Any = None,
     on_result: Callable[[R], None],
 ) -> None:
-    """Call a function with what is shared and each task; `on_result` gets what comes of it, here.
+    """Call `function(shared, task)` for each task; pass results to `on_result`.
 
     Args:
-        function: what to do; of a module, since it travels to workers.
-        shared: goes to each worker once.
-        tasks: what differs.
-        threads: how many do it, where no client is given.
+        function: a function of a module, since it travels to workers.
+        shared: the first argument of all calls, sent to each worker once.
+        tasks: the second argument of each call.
+        threads: the number of threads, if no client is given.
         client: a `distributed.Client`.
         on_result: called with each result, in any order.
 
     Raises:
-        ReshardError: what a task raises, or that the cluster failed. What is not begun by then is not done.
+        ReshardError: a task raised it, or the cluster failed. Tasks that have not begun by then are not done.
     """
     if client is None:
         run_threads(lambda task: function(shared, task), tasks, threads, on_result)
         return
     from distributed import as_completed
 
-    given = client.scatter(shared, hash=False)
-    futures = [client.submit(function, given, task, pure=False) for task in tasks]
+    shared_on_workers = client.scatter(shared, hash=False)
+    futures = [client.submit(function, shared_on_workers, task, pure=False) for task in tasks]
     completed = as_completed(futures, loop=client.loop, with_results=True)
 
     def work(report: Callable[[R], None]) -> None:
-        left = len(futures)
+        pending = len(futures)
         for _, result in completed:
-            if isinstance(result, BaseException):  # so `as_completed` reports a lost scheduler
+            if isinstance(result, BaseException):  # `as_completed` reports a lost scheduler like this
                 raise result
             report(result)
-            left -= 1
-        if left:
+            pending -= 1
+        if pending:
             raise ReshardError("the cluster ended before the work was done", code="cluster-ended")
 
     def give_up() -> None:
-        completed.clear()  # or it waits for a scheduler that is lost
+        completed.clear()  # otherwise it waits for a lost scheduler
         client.cancel(futures)
 
     _on_cluster(work, on_result, give_up, lambda: client.cancel(futures))
@@ -89,10 +89,10 @@ def _on_cluster(
     give_up: Callable[[], None],
     settle: Callable[[], object],
 ) -> R:
-    """Wait for a cluster's work as `uninterrupted` does; where it fails, call `settle`.
+    """Wait for the work of a cluster like `uninterrupted`; on failure call `settle`.
 
     Raises:
-        ReshardError: what a task raises, or that the cluster failed. What `on_result` raises is raised as it is.
+        ReshardError: a task raised it, or the cluster failed. Errors of `on_result` are raised unchanged.
     """
     raised = False
 
@@ -107,7 +107,7 @@ def _on_cluster(
     try:
         return uninterrupted(work, tell, give_up)
     except BaseException as error:
-        with suppress(Exception):  # a cluster that is gone has nobody to wait for
+        with suppress(Exception):  # the cluster may be gone
             settle()
         if raised or isinstance(error, ReshardError) or not isinstance(error, Exception):
             raise
@@ -116,19 +116,21 @@ def _on_cluster(
 
 
 REACHED_WITHIN = 10
-"""How many seconds a scheduler has to answer, and to have a worker."""
+"""Seconds within which a scheduler must answer, and have a worker."""
 
-_MOST_LOOKED_AT = 64  # source files that each worker is asked for before a run; tasks check their own
-_LARGE_GRAPH = "1 GiB"  # a plan is one node, which dask would warn of from 10 MB on
+_MOST_LOOKED_AT = 64  # source files that each worker checks before a run; tasks check their own files
+_LARGE_GRAPH = "1 GiB"  # a plan is one node; dask warns of nodes from 10 MB on
 
 
 @contextmanager
 def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
-    """Give a client of a cluster: one that is there, or one of this machine that ends with the context.
+    """Yield a client of an existing cluster, or of a temporary local one.
+
+    A local cluster ends with the context.
 
     Args:
         cluster: `local`, `local:N` with N worker processes, or the address of a scheduler.
-        threads: of each worker of a cluster of this machine; by default the processors are shared out.
+        threads: threads of each worker of a local cluster; by default the processors are shared out.
 
     Raises:
         ReshardError: `distributed` is not installed, or the cluster does not answer in time.
@@ -165,7 +167,7 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
             threads_per_worker=threads or max(1, processors // workers),
             processes=True,
             dashboard_address="127.0.0.1:0",
-            silence_logs=logging.CRITICAL,  # a stopped run's workers log tracebacks; what fails is raised here
+            silence_logs=logging.CRITICAL,  # workers of a stopped run log tracebacks; errors are raised here
         ) as local,
         Client(local, set_as_default=False) as client,
     ):
@@ -174,18 +176,18 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
 
 
 def check_workers(plan: Plan, root: str, client: Any) -> str:
-    """Refuse a cluster of which a worker does not see the source files, or sees another target directory.
+    """Reject a cluster whose workers do not all see the same files.
 
     Returns:
-        what all workers and this process share: `page_cache.cache_of` of the target directory; empty where they do not.
+        `page_cache.cache_of` of the target directory, if all workers and this process share it; else "".
 
     Raises:
         SourceError, TargetError: the worker and the file are named.
         ReshardError: a worker cannot run this program.
     """
     files = plan.read_files()
-    some = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
-    expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in some]  # all that machines have in common
+    sampled = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
+    expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in sampled]  # machines have only these in common
     with _probe(root) as probe:
         here = cache_of(os.path.dirname(probe)) if probe else ""
         answers = client.run(look, expected, probe, on_error="return")
@@ -204,16 +206,16 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
 
 
 def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> str:
-    """On a worker: see that the source files are those that were opened, and the target directory is the same.
+    """Check on a worker that source files and target directory are the same as here.
 
     Returns:
         `page_cache.cache_of` of the target directory.
     """
-    found: list[Status | SourceError] = any_store().statuses([path for path, _ in expected])
-    for (path, known), status in zip(expected, found, strict=True):
+    statuses: list[Status | SourceError] = any_store().statuses([path for path, _ in expected])
+    for (path, expected_state), status in zip(expected, statuses, strict=True):
         if isinstance(status, SourceError):
             raise status
-        if status[:2] != known:
+        if status[:2] != expected_state:
             raise SourceError(
                 f"{path} is not the file that was opened", code="different-file", facts=["its size or time differs"]
             )
@@ -224,11 +226,11 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
 
 @contextmanager
 def _probe(root: str) -> Iterator[str | None]:
-    """Give the path of a file that is in the target directory for a moment; none where that is at a URL."""
+    """Yield the path of a temporary file in a local target; None for a URL."""
     if not can(root).positioned:
         yield None
         return
-    made = not os.path.isdir(root)
+    is_new = not os.path.isdir(root)
     path = f"{root}/.reshard-{uuid.uuid4().hex}"
     try:
         os.makedirs(root, exist_ok=True)
@@ -240,26 +242,26 @@ def _probe(root: str) -> Iterator[str | None]:
         yield path
     except BaseException:
         os.unlink(path)
-        if made:
+        if is_new:
             with suppress(OSError):
                 os.rmdir(root)
         raise
     os.unlink(path)
-    if made:
+    if is_new:
         with suppress(OSError):
             os.rmdir(root)
 
 
 def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
-    """Have the work of a graph done on a cluster; return its receipts. After a failure none of it goes on.
+    """Execute the work of a graph on a cluster; return its receipts, or cancel it.
 
     Args:
         client: a `distributed.Client`.
-        graph: what to do; the files are not given their names.
-        on_event: called with each task's receipt.
+        graph: the graph; only `Graph.work` is executed, so files keep their unfinished names.
+        on_event: called with the receipt of each task.
 
     Raises:
-        ReshardError: what went wrong on a worker, or with the cluster.
+        ReshardError: a worker or the cluster failed.
     """
     import dask
     from distributed import as_completed
@@ -273,20 +275,20 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
     completed = as_completed(futures, loop=client.loop, with_results=True)
 
     def work(report: Callable[[Receipt], None]) -> list[Receipt]:
-        found: list[Receipt] | None = None
+        receipts: list[Receipt] | None = None
         for future, result in completed:
-            if isinstance(result, BaseException):  # of a lost scheduler, `as_completed` says so
+            if isinstance(result, BaseException):  # `as_completed` reports a lost scheduler like this
                 raise result
             if isinstance(result, Receipt):
                 report(result)
             if future.key == graph.ready:
-                found = result
-        if found is None:
+                receipts = result
+        if receipts is None:
             raise ReshardError("the cluster ended before the work was done", code="cluster-ended")
-        return found
+        return receipts
 
     def give_up() -> None:
-        completed.clear()  # or it waits for a scheduler that is lost
+        completed.clear()  # otherwise it waits for a lost scheduler
         client.cancel(futures)
 
     def settle() -> None:
@@ -297,12 +299,12 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
 
 
 def work_by(get: Callable[..., Any], graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
-    """Have the work of a graph done by a dask scheduler, which may use other processes; return its receipts.
+    """Execute the work of a graph with a dask scheduler and return its receipts.
 
     Args:
-        get: called with the tasks and a key, such as `dask.threaded.get`.
-        graph: what to do; the files are not given their names.
-        on_event: called with each task's receipt, when all are done.
+        get: called with the tasks and a key, such as `dask.threaded.get`; it may use other processes.
+        graph: the graph; only `Graph.work` is executed, so files keep their unfinished names.
+        on_event: called with the receipt of each task, once all are done.
     """
     try:
         receipts: list[Receipt] = list(get(graph.work(), graph.ready))
@@ -315,7 +317,7 @@ def work_by(get: Callable[..., Any], graph: Graph, on_event: Callable[[Receipt],
 
 
 async def settled(run: str) -> None:
-    """On a worker: give a run up, and wait until none of its tasks writes, since the files are to be removed."""
+    """Cancel a run on a worker, and wait for its writes, before files are removed."""
     import asyncio
 
     live_runs.stopped.add(run)
@@ -324,14 +326,14 @@ async def settled(run: str) -> None:
 
 
 def ignore_interrupts() -> None:
-    """On a worker of this machine: leave Ctrl-C, which a terminal sends to all, to the command."""
+    """Ignore Ctrl-C on a local worker, since the command handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def work_here(
     tasks: dict[str, Any], key: str, run: str, threads: int, on_event: Callable[[Receipt], None]
 ) -> list[Receipt]:
-    """Run tasks on this machine and return the receipts of a key; after a failure no task of the run does anything."""
+    """Run tasks on this machine; return the receipts of a key, or cancel the run."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 
@@ -341,7 +343,7 @@ def work_here(
         def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
             if isinstance(result, Receipt):
                 report(result)
-            elif isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
+            elif isinstance(result, list):  # a group of tasks is done; its dependents are ready, in no order
                 state["ready"].sort()  # the last one runs first
 
         return Callback(posttask=posttask)
@@ -350,19 +352,19 @@ def work_here(
         live_runs.stopped.add(run)
 
     def work(report: Callable[[Receipt], None]) -> list[Receipt]:
-        found: list[Receipt]
+        receipts: list[Receipt]
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
             with callback(report):
-                # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
-                (found,) = get_async(pool.submit, 2 * threads, tasks, [key])
+                # Twice as many tasks as threads are submitted, so that no thread idles until dask sees a result.
+                (receipts,) = get_async(pool.submit, 2 * threads, tasks, [key])
         except BaseException:
             give_up()
             raise
         finally:
-            # dask raises while other tasks still write: wait for them before anybody touches the files.
+            # dask raises while other tasks still write: wait for them before the files are touched.
             pool.shutdown(wait=True, cancel_futures=True)
-        return found
+        return receipts
 
     if threads:
         return uninterrupted(work, on_event, give_up)

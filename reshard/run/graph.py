@@ -1,15 +1,15 @@
-"""The one dask graph of a plan: make the target files, move the bytes, give the files their names.
+"""Build the dask graph of a plan: create files, move bytes, name files.
 
-Tasks are few and fat; what they do is in `tasks`. The plan itself is one node, which a cluster sends to each worker
-once. Keys are numbered downwards, since dask begins with the last of tasks that wait for nothing; those that wait for
-the same one are in no order for it (its dependents are a set), so `run` sorts those of this machine. Files are then
-read from their first byte to their last, which is what the kernel reads ahead for.
+There are few, large tasks, implemented in `tasks`. The plan itself is one node, which a cluster sends to each worker
+once. Keys are numbered downwards, because dask starts with the last of the tasks that wait for nothing; tasks that wait
+for the same task have no order in dask (its dependents are a set), so `run` sorts them on this machine. Files are then
+read from the first byte to the last, which suits the read-ahead of the kernel.
 
-A cluster that loses a worker runs its tasks again elsewhere, and those whose receipts it had. So whatever a working
-task does may be done twice, at the same time even: making a file leaves what is in it, and the same bytes go to the
-same places. Naming a file may not, since a file without its contents would be made again; so naming begins only when
-nothing but the receipts of all work is left to be lost, and `run` does it itself. At URLs a task names its files: made
-again, a file there replaces the one before as a whole.
+A cluster that loses a worker repeats its tasks on another worker, including tasks whose receipts the lost one held. So
+working tasks are idempotent, and may even run twice at the same time: creating a file keeps its contents, and the same
+bytes go to the same offsets. Naming a file is not idempotent, since a file without its contents would be created again;
+so naming begins only when nothing but the receipts of all work can be lost, and `run` does it itself. At URLs a task
+names its files: if it is repeated, the new file replaces the old one as a whole.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ if TYPE_CHECKING:
 _KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
 
 FILES_A_TASK = 32
-"""The most target files that a task makes or finishes."""
+"""The most target files that a task creates or finishes."""
 
 FILE_TASKS = 64
-"""Fewer files than this have a task each: to take the space of a large file is work for a thread."""
+"""Below this number, each file has a task: allocating a large file keeps a thread busy."""
 
 
 def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
-    """Join receipts; what depends on all of some tasks depends on this."""
-    return [receipt for some in receipts for receipt in some]
+    """Join the receipts of several tasks."""
+    return [receipt for group in receipts for receipt in group]
 
 
 def graph(plan: Plan, directory: str, *, fsync: bool, partition: str | None) -> Graph:
     """Return the graph that writes the target files below a directory: `Plan.graph`."""
     plan = replace(partitioned(plan, partition, directory), digests=(uuid.uuid4().hex,) * len(plan.files))
-    # Whoever computes it may do so in several processes.
+    # It may be computed in several processes.
     return Graph(plan, directory, How(fsync=fsync, apart=True))
 
 
 class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
-    """The plan, whose key distinguishes it from others; dask would walk through all of it to do so."""
+    """The plan, identified by its key; otherwise dask would hash all of it."""
 
     def __dask_tokenize__(self) -> str:
         return str(self.key)
@@ -82,17 +82,17 @@ class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
 
 
 class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
-    """The graph of a plan and a target directory, as a dask collection: `dask.compute` of it runs the conversion.
+    """A dask collection that writes the target; `dask.compute` runs the conversion.
 
     `Plan.run` does more: it refuses to overwrite, cleans up after a failure and reports progress.
 
     Attributes:
         plan: by tensor, or by file (see `plan.partition`).
-        directory: where the target files go; a path or a URL.
-        how: the tasks do their work.
-        run: what distinguishes this run from others, for giving it up.
-        ready: the key of the receipts of all work; what comes after completes the files and gives them their names.
-        closed: the key of those, when the files are complete.
+        directory: the target directory; a path or a URL.
+        how: options of the tasks.
+        run: the identifier of this run, used to cancel it.
+        ready: the key of the receipts of all work; later tasks complete the files and give them their names.
+        closed: the key of the receipts once the files are complete.
         key: the key of all receipts.
     """
 
@@ -101,7 +101,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.directory = directory
         self.run = uuid.uuid4().hex
         self.how = how._replace(run=self.run, crcs=plan.has_crcs)
-        # Not dask's token of all this: with what moves share in each of them, it would take more than the plan.
+        # A dask token of all this would take more memory than the plan: it repeats the shared parts of the moves.
         self._token = self.run
         self.ready = self._key("ready")
         self.closed = self._key("closed")
@@ -116,63 +116,62 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     @property
     def dask(self) -> dict[str, Any]:
-        """The tasks by key, as other collections have them."""
+        """Return the tasks by key, like other dask collections."""
         return self.__dask_graph__()
 
     def kinds(self) -> dict[str, int]:
-        """Return how many tasks of each kind there are.
+        """Return the number of tasks by kind.
 
-        `create`, `move`, or where tasks write whole files `files`; `check`; `close` and `last`, which complete files;
-        `commit`, `link` and `index`, which give them their names.
+        Kinds are `create` and `move`, or `files` if tasks write whole files; `check`; `close` and `last`, which
+        complete files; `commit`, `link` and `index`, which give them their names.
         """
-        found = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
-        return dict(Counter(match[1] or match[2] for match in found if match))
+        matches = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
+        return dict(Counter(match[1] or match[2] for match in matches if match))
 
     def work(self) -> dict[str, Any]:
-        """Return the tasks that make the files and fill them, which may be done twice."""
+        """Return the tasks that create and fill the files; they may be done twice."""
         plan, directory, how = self.plan, self.directory, self.how
         graph = self._with_plan()
         if self._by_file:
             tasks = [(number, directory, how) for number in range(len(plan.tasks))]
             done = [self._add(graph, "files", files_task, tasks)]
-            if plan.exclusive:  # others look themselves, before they complete a file
+            if plan.exclusive:  # the tasks of other plans check the sources before they complete a file
                 done.append(self._unchanged(graph, done[0]))
         else:
             written = [number for number, file in enumerate(plan.files) if file.link is None and not file.done]
-            made = self._add(graph, "create", create_files, [(files, directory, how) for files in _batches(written)])
-            moves = [(number, directory, how, made) for number in range(len(plan.tasks))]
-            moved = self._add(graph, "move", move_task, moves) if moves else made
-            done = [made, moved, self._unchanged(graph, moved)]
+            created = self._add(graph, "create", create_files, [(files, directory, how) for files in _batches(written)])
+            moves = [(number, directory, how, created) for number in range(len(plan.tasks))]
+            moved = self._add(graph, "move", move_task, moves) if moves else created
+            done = [created, moved, self._unchanged(graph, moved)]
         graph[self.ready] = Task(self.ready, collect, *done)
         return graph
 
     def closing(self, receipts: Sequence[Receipt] | None = None) -> dict[str, Any]:
-        """Return the tasks that complete the files; with the receipts of all work a graph of its own."""
+        """Return the tasks that complete the files; a separate graph if given receipts."""
         graph = self._after(self.ready, receipts)
         done = [TaskRef(self.ready)]
         files = [number for number, file in enumerate(self.plan.files) if not (file.done or file.link)]
-        if files and can(self.directory).positioned:  # there they are complete when they appear
+        if files and can(self.directory).positioned:  # at URLs files are complete when they appear
             crcs = self._key("crcs")
             graph[crcs] = Task(crcs, crcs_of_files, TaskRef(self._key("plan")), done[-1])
             before = TaskRef(crcs)
             last = tuple(number for number in files if self.plan.files[number].last)
-            others = _batches([number for number in files if not self.plan.files[number].last])
-            for kind, batches in (("close", others), ("last", [last] if last else [])):
+            rest = _batches([number for number in files if not self.plan.files[number].last])
+            for kind, batches in (("close", rest), ("last", [last] if last else [])):
                 if batches:
-                    tasks = [(some, self.directory, self.how, TaskRef(crcs), before) for some in batches]
+                    tasks = [(batch, self.directory, self.how, TaskRef(crcs), before) for batch in batches]
                     before = self._add(graph, kind, close_files, tasks)
                     done.append(before)
         graph[self.closed] = Task(self.closed, collect, *done)
         return graph
 
     def naming(self, receipts: Sequence[Receipt] | None = None) -> dict[str, Any]:
-        """Return the tasks that give the files their names; with the receipts so far a graph of its own."""
+        """Return the tasks that name the files; a separate graph if given receipts."""
         graph = self._after(self.closed, receipts)
         files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.closed)]
-        how = self.how
         last = [number for number, file in files if file.last]
-        if last and can(self.directory).positioned:  # elsewhere files have their names already
+        if last and can(self.directory).positioned:  # at URLs files have their names already
             withdrawn = self._key("withdraw")
             graph[withdrawn] = Task(withdrawn, withdraw_index, TaskRef(self._key("plan")), self.directory, done[-1])
             done.append(TaskRef(withdrawn))
@@ -183,26 +182,26 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             ("index", last),
         ):
             if numbers:
-                batches = [tuple(last)] if kind == "index" else _batches(numbers)  # what stands last has an order
-                tasks = [(some, self.directory, how, done[-1]) for some in batches]
+                batches = [tuple(last)] if kind == "index" else _batches(numbers)  # the last files are ordered
+                tasks = [(batch, self.directory, self.how, done[-1]) for batch in batches]
                 done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph
 
     @property
     def _by_file(self) -> bool:
-        """Return whether tasks write whole files; none may be left to be written."""
+        """Return whether tasks write whole files; true even if no file is left to write."""
         return self.plan.by_file or not can(self.directory).positioned
 
     def _unnamed(self, file: TargetFile) -> bool:
-        """Return whether no task of the work names a file, as they do where no file can be resumed.
+        """Return whether a file is still unnamed after the work.
 
-        Metadata of a store is not written by any.
+        At URLs working tasks name their files, except the metadata of a store, which they do not write.
         """
         return can(self.directory).positioned or (self.plan.exclusive and not file.layout.contents)
 
     def _unchanged(self, graph: dict[str, Any], moved: TaskRef) -> TaskRef:
-        """Add the task that looks at the sources when all is moved."""
+        """Add the task that checks the sources once all bytes are moved."""
         key = self._key("check")
         graph[key] = Task(key, check_sources, TaskRef(self._key("plan")), moved)
         return TaskRef(key)
@@ -211,31 +210,31 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return {self._key("plan"): _PlanNode(self._key("plan"), replace(self.plan, request=None))}
 
     def _after(self, key: str, receipts: Sequence[Receipt] | None) -> dict[str, Any]:
-        """Return a graph of the plan, and of receipts that are there."""
+        """Return a graph that has only the plan, and the receipts if given."""
         return self._with_plan() | ({} if receipts is None else {key: DataNode(key, receipts)})
 
     def _key(self, kind: str) -> str:
-        """Return a key by which a dashboard can say what a task is."""
+        """Return a key from which a dashboard shows the kind of a task."""
         return f"reshard-{kind}-{self._token}"
 
     def _add(
         self, graph: dict[str, Any], kind: str, function: Callable[..., Receipt], arguments: Sequence[tuple[Any, ...]]
     ) -> TaskRef:
-        """Add a task for each of some arguments, and one that joins their receipts; return that."""
+        """Add a task per tuple of arguments, and return a task that joins the receipts."""
         keys = [f"{self._key(kind)}-{len(arguments) - i:06d}" for i in range(len(arguments))]
-        for key, some in zip(keys, arguments, strict=True):
-            # A cluster would give all to the worker that has the plan; it spreads those that are said to load data.
-            graph[key] = Task(key, function, TaskRef(self._key("plan")), *some, _data_producer=True)
-        every = self._key(f"{kind}-all")
-        graph[every] = Task(every, collect, List(*map(TaskRef, keys)))
-        return TaskRef(every)
+        for key, values in zip(keys, arguments, strict=True):
+            # A cluster would send all tasks to the worker that has the plan; it spreads those that are data producers.
+            graph[key] = Task(key, function, TaskRef(self._key("plan")), *values, _data_producer=True)
+        joined = self._key(f"{kind}-all")
+        graph[joined] = Task(joined, collect, List(*map(TaskRef, keys)))
+        return TaskRef(joined)
 
     def __dask_keys__(self) -> list[str]:
         """Return the key of all receipts."""
         return [self.key]
 
     def __dask_tokenize__(self) -> str:
-        """Return what identifies the collection."""
+        """Return the identifier of the collection."""
         return self._token
 
     if TYPE_CHECKING:
@@ -244,13 +243,13 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             """Write the target files."""
 
     def __dask_postcompute__(self) -> tuple[Callable[..., Report], tuple[Report, float]]:
-        """Return how the computed keys become the result: a report."""
-        from reshard.run.run import report_of  # which imports this module
+        """Return the function and arguments that turn results into a report."""
+        from reshard.run.run import report_of  # it imports this module
 
         return _reported, (report_of(self.plan, self.directory, (), 0.0), time.time())
 
     def __dask_postpersist__(self) -> tuple[Callable[..., Graph], tuple[()]]:
-        """Return how the persisted task, which has run, becomes a graph again."""
+        """Return the function that turns persisted results into a graph."""
         return self._ran, ()
 
     def _ran(self, tasks: dict[str, Any], *, rename: dict[str, str] | None = None) -> Graph:
@@ -261,7 +260,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     @staticmethod
     def __dask_optimize__(tasks: dict[str, Any], _keys: object, **_options: object) -> dict[str, Any]:
-        """Return the tasks, which are what they should be."""
+        """Return the tasks unchanged; there is nothing to optimize."""
         return tasks
 
     __dask_scheduler__ = staticmethod(threaded_get)
@@ -283,7 +282,7 @@ def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float) -> Report:
-    """Return the report of a graph that was computed, from one that has no receipts yet."""
+    """Add the receipts of a computed graph to an empty report."""
     receipts = tuple(results[0])
     return empty._replace(
         bytes_read=sum(receipt.read for receipt in receipts),

@@ -1,10 +1,10 @@
-"""The ledger of a target: what runs know of its files, and which run may write which of them.
+"""The ledger of a target: records of its files, and locks for writing them.
 
-`hold` takes files, `load` says what is known of them, `add` notes more, `forget` takes it back. The logs are as
-`source.records` says; a run writes one of its own, once it has something to say, and removes those of earlier runs that
-tell of no file that its own does not. So no log is ever appended to by two, or through another name of it (`cp -l`).
+`hold` locks files, `load` returns their records, `add` appends records, `forget` revokes them. `source.records`
+describes the logs. A run writes its own log, once it has something to record, and removes logs of earlier runs that
+mention no other files than its own. So no log is ever appended to by two runs, or through a second name (`cp -l`).
 
-Only the process that runs a plan writes its log: tasks tell by their receipts what they did.
+Only the process that runs a plan writes its log: tasks report their work by receipts.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 
-_MADE = re.compile(r"made-([0-9a-f]+)\.json")
+_PROVENANCE_NAME = re.compile(r"made-([0-9a-f]+)\.json")
 _HEAD = b'{"reshard":'
-_LARGEST_MADE = 1 << 28
+_LARGEST_PROVENANCE = 1 << 28
 
 
 class Ledger:
-    """What is known of the files of one target, for one run.
+    """The records and locks of the files of one target, for one run.
 
     Args:
         root: the target, a local path or a URL.
-        keeps: note anything; without, there are locks alone, as far as the file system has any.
-        made: what the run makes its files of, as `source.made` has it; empty where nobody need know.
-        sources: when anything of the source files last changed (`changes_digest`).
+        keeps: write records; otherwise there are only locks, if the file system has any.
+        made: the provenance of the files, as in `source.made`; empty if it is not recorded.
+        sources: a digest of the last change of the source files (`changes_digest`).
     """
 
     def __init__(self, root: str, *, keeps: bool = True, made: bytes = b"", sources: str = "") -> None:
         self.root, self.keeps = root, keeps
-        self._directory, self._made = f"{root}/{DIRECTORY}", made
+        self._directory, self._provenance = f"{root}/{DIRECTORY}", made
         self._head: Line = {"reshard": VERSION, "made": digest(made) if made else "", "sources": sources}
         self._locks = locks_at(root)
         self._log = ""
         self._parts = 0
         self._older: dict[str, set[str]] = {}
-        self._own: set[str] = set()
+        self._begun: set[str] = set()
 
     def hold(self, files: Sequence[str]) -> None:
-        """Have target files to oneself until `release` or the end of the process.
+        """Lock target files until `release` or process exit.
 
         Raises:
             TargetError: another run writes one of them, or they cannot be locked.
@@ -70,10 +70,10 @@ class Ledger:
             self._locks.take(files)
         except TargetError as error:
             if self.keeps or not isinstance(error.__cause__, OSError):
-                raise  # else there are no locks on this file system, or there is no right to make any
+                raise  # otherwise this file system has no locks, or no permission to make any
 
     def spare(self, files: Sequence[str]) -> list[str]:
-        """Lock more files, and return those that no other run writes.
+        """Lock additional files; return the ones that no other run writes.
 
         Raises:
             SourceError: the target's storage cannot be reached.
@@ -81,9 +81,9 @@ class Ledger:
         return self._locks.spare(files)
 
     def release(self) -> None:
-        """Give the files up; what of the log is in parts becomes one."""
+        """Unlock the files; join the parts of the log."""
         if self._parts > 1:
-            with suppress(Exception):  # the parts say the same
+            with suppress(Exception):  # the parts have the same content
                 parts = parts_of(self._directory)[self._log]
                 remote_store().put(parts[0], b"\n".join(lines_of(parts, 1 << 62)))
                 for part in parts[1:]:
@@ -91,7 +91,7 @@ class Ledger:
         self._locks.release()
 
     def load(self, files: Collection[str]) -> dict[str, Record]:
-        """Return the newest record of each file that is known.
+        """Return the newest record of each file that has one.
 
         Raises:
             SourceError: the target's storage cannot be reached.
@@ -103,39 +103,40 @@ class Ledger:
         return records
 
     def add(self, records: Mapping[str, Record], *, durable: bool = False) -> None:
-        """Note more; a record without a digest adds to the one before it.
+        """Append records; one without a digest extends the record before it.
 
         Args:
-            records: by their files.
-            durable: have it on the disk.
+            records: the records, by file.
+            durable: sync them to the disk.
 
         Raises:
-            TargetError, BudgetError: it cannot be written.
+            TargetError, BudgetError: the log cannot be written.
         """
         if not self.keeps or not records:
             return
         begun = {file for file, record in records.items() if record.digest}
         self._write([line for file, record in records.items() for line in _lines(file, record)], durable=durable)
-        if begun - self._own:
-            self._own |= begun
-            self._remove_logs_of(self._own)
+        if begun - self._begun:
+            self._begun |= begun
+            self._remove_logs_of(self._begun)
 
     def forget(self, files: Collection[str]) -> None:
-        """Know nothing of some files any more; a log that mentions nothing else goes."""
-        mine = self._own.intersection(files)
+        """Forget some files; delete the log if it mentions no others."""
+        mine = self._begun.intersection(files)
         named = set().union(*self._older.values())
-        others = [file for file in files if file in named]
-        self._own -= mine
-        if not self._own and self._log and not others:
+        earlier = [file for file in files if file in named]
+        self._begun -= mine
+        if not self._begun and self._log and not earlier:
             self._remove(self._log)
             self._log, self._parts = "", 0
-        elif self.keeps and (mine or others):
-            self._write([{"file": file, "forgotten": True} for file in sorted({*mine, *others})], durable=False)
+        elif self.keeps and (mine or earlier):
+            self._write([{"file": file, "forgotten": True} for file in sorted({*mine, *earlier})], durable=False)
 
     def move(self, directory: str) -> None:
-        """Move the log of this run, and what its files are made of, to another directory; older ledger files there go.
+        """Move the log of this run to another directory; remove older ledger files there.
 
-        If that cannot be written, or is a link, there is no ledger any more: what is finished is of use without it.
+        The provenance of the files is moved with it. If the directory cannot be written, or is a link, the ledger is
+        removed: finished files are usable without it.
         """
         if self._log:
             with suppress(ReshardError):
@@ -146,32 +147,32 @@ class Ledger:
             self._log, self._parts = "", 0
 
     def dissolve(self, files: Collection[str]) -> None:
-        """Remove every log that mentions only some files: nothing is left of a ledger that has no others."""
+        """Remove all logs that mention only these files."""
         self._remove_logs_of(files)
         self.forget(files)
 
     def removed(self, files: Collection[str]) -> None:
-        """Note that files of earlier runs are gone; logs that mention nothing else go, too."""
+        """Record that files were removed; delete logs that mention no others."""
         self.forget(files)
-        self._remove_logs_of({*self._own, *files})
+        self._remove_logs_of({*self._begun, *files})
 
     def _remove_logs_of(self, files: Collection[str]) -> None:
-        """Remove the earlier logs that mention only some files."""
+        """Remove the logs of earlier runs that mention only these files."""
         for name, named in list(self._older.items()):
             if named and named.issubset(files):
                 del self._older[name]
                 self._remove(name)
 
     def _copy(self, directory: str) -> None:
-        """Write this run's log and what its files are made of into a directory, then remove older ledger files."""
+        """Copy log and provenance into a directory, then remove older ledger files."""
         older = own_files(directory)
         log = f"{self._log}.{'' if can(directory).appends else '000000.'}jsonl"
         put(f"{directory}/{log}", b"\n".join(lines_of(parts_of(self._directory)[self._log], 1 << 62)))
-        made = f"made-{self._head['made']}.json"
-        content = read_small(as_place(f"{self._directory}/{made}"), "ledger", 1 << 62, TargetError)
-        put(f"{directory}/{made}", content)
+        provenance = f"made-{self._head['made']}.json"
+        content = read_small(as_place(f"{self._directory}/{provenance}"), "ledger", 1 << 62, TargetError)
+        put(f"{directory}/{provenance}", content)
         for name in older:
-            if name not in {log, made}:
+            if name not in {log, provenance}:
                 erase(f"{directory}/{name}")
 
     def _write(self, lines: Iterable[Line], *, durable: bool) -> None:
@@ -180,52 +181,53 @@ class Ledger:
             self._log = f"{min(newest + 1, 10**8 - 1):08d}-{os.urandom(4).hex()}"
             lines = [self._head, *lines]
         content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
-        place = f"{self._directory}/{self._log}"
+        path = f"{self._directory}/{self._log}"
         if not can(self.root).appends:
-            remote_store().put(f"{place}.{self._parts:06d}.jsonl", content)
+            remote_store().put(f"{path}.{self._parts:06d}.jsonl", content)
             self._parts += 1
-        else:  # it begins a line, also where another ended in the middle of its own because the disk was full
-            append(f"{place}.jsonl", b"\n" + content, sync=durable)
-        if self._made:
-            put(f"{self._directory}/made-{self._head['made']}.json", self._made)
-            self._made = b""
+        else:  # begin a new line: an earlier write may have ended within a line because the disk was full
+            append(f"{path}.jsonl", b"\n" + content, sync=durable)
+        if self._provenance:
+            put(f"{self._directory}/made-{self._head['made']}.json", self._provenance)
+            self._provenance = b""
 
     def _remove(self, name: str) -> None:
-        """Remove a log, and what no other log says that files are made of."""
+        """Remove a log, and provenance files that no other log refers to."""
         parts = parts_of(self._directory).get(name, ())
         if _is_log(parts):
             for part in parts:
                 erase(part)
         logs = known(self.root, (), with_ranges=False).made.values()
-        for place in listed(self._directory):
-            if (match := _MADE.fullmatch(place)) and match[1] not in logs and _is_made(self._directory, place):
-                erase(f"{self._directory}/{place}")
+        for file in listed(self._directory):
+            match = _PROVENANCE_NAME.fullmatch(file)
+            if match and match[1] not in logs and _is_provenance(self._directory, file):
+                erase(f"{self._directory}/{file}")
 
 
 def _lines(file: str, record: Record) -> Iterable[Line]:
-    """Yield the lines that say what a record does, none longer than is read."""
+    """Yield the log lines of a record; none exceeds the length limit of readers."""
     if record.digest:
         begun = {"file": file, "rank": record.rank, "digest": record.digest, "size": record.size}
         begun |= {key: value for key, value in (("header", record.header), ("link", record.link)) if value}
         yield begun | ({"replaces": record.replaces} if record.replaces else {})
     for first in range(0, len(record.wrote), 3 * RANGES_A_LINE):
-        some = record.wrote[first : first + 3 * RANGES_A_LINE]
-        yield {"file": file, "wrote": list(zip(some[::3], some[1::3], some[2::3], strict=True))}
+        numbers = record.wrote[first : first + 3 * RANGES_A_LINE]
+        yield {"file": file, "wrote": list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))}
     if record.ready:
         yield {"file": file, "ready": record.ready} | ({"boot": record.boot} if record.boot else {})
 
 
 def own_files(directory: str) -> list[str]:
-    """Return the names of the files in a directory that ledgers wrote, by their names and their contents."""
+    """Return the ledger files in a directory, recognized by name and contents."""
     logs = [part.rpartition("/")[2] for parts in parts_of(directory).values() if _is_log(parts) for part in parts]
-    return [*logs, *(name for name in listed(directory) if _is_made(directory, name))]
+    return [*logs, *(name for name in listed(directory) if _is_provenance(directory, name))]
 
 
 def refuse_foreign(directory: str) -> None:
-    """Refuse a directory for a ledger, next to a zarr store, that is a link or has anything but ledger files.
+    """Reject a ledger directory next to a zarr store that is a link or not its own.
 
     Raises:
-        TargetError: it is, or it has.
+        TargetError: the directory is a link or a file, or has files that are not of a ledger.
         SourceError: the storage cannot be reached.
     """
     if as_place(directory).is_symlink():
@@ -246,26 +248,26 @@ def refuse_foreign(directory: str) -> None:
 
 
 def _is_log(parts: Sequence[str]) -> bool:
-    """Return whether the first line of a log is the head of one; an empty file is a log that was not begun."""
-    return next((line for line in lines_of(parts[:1], _LARGEST_MADE) if line.strip()), _HEAD).startswith(_HEAD)
+    """Return whether a log begins with a head line, or is empty (not begun)."""
+    return next((line for line in lines_of(parts[:1], _LARGEST_PROVENANCE) if line.strip()), _HEAD).startswith(_HEAD)
 
 
-def _is_made(directory: str, name: str) -> bool:
-    """Return whether a file of a directory says what files are made of: its name has the digest of its contents."""
-    match = _MADE.fullmatch(name)
+def _is_provenance(directory: str, name: str) -> bool:
+    """Return whether a file is a provenance file, named after its digest."""
+    match = _PROVENANCE_NAME.fullmatch(name)
     if match is None:
         return False
     with suppress(ReshardError):
-        content = read_small(as_place(f"{directory}/{name}"), "ledger", _LARGEST_MADE, TargetError)
+        content = read_small(as_place(f"{directory}/{name}"), "ledger", _LARGEST_PROVENANCE, TargetError)
         return not content or digest(content) == match[1]
     return False
 
 
 def put(path: str, content: bytes) -> None:
-    """Write a small file, whose name says what is in it; one of that size says the same.
+    """Write a small file named after its contents, unless it exists with that size.
 
     Raises:
-        TargetError, BudgetError: it cannot be written.
+        TargetError, BudgetError: the file cannot be written.
     """
     if not can(path).appends:
         remote_store().put(path, content)
@@ -278,15 +280,15 @@ def put(path: str, content: bytes) -> None:
 
 
 def erase(path: str) -> None:
-    """Remove a small file, if it is there; never raises."""
+    """Remove a small file if it exists; never raise."""
     store_at(path).discard(path)
 
 
 def append(path: str, content: bytes, *, sync: bool = False) -> None:
-    """Append to a file below `.reshard`, which is made where it is not there.
+    """Append to a file below `.reshard`; create both if necessary.
 
     Raises:
-        TargetError, BudgetError: it cannot be written.
+        TargetError, BudgetError: the file cannot be written.
     """
     descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
@@ -302,10 +304,10 @@ def append(path: str, content: bytes, *, sync: bool = False) -> None:
 
 
 class Checksums(Mapping[str, Mapping[str, int]]):
-    """Target file to tensor to the CRC-32C of its contents there, from the ledger, which is read when asked for.
+    """A lazy mapping of target file to tensor to the CRC-32C of its contents.
 
-    A block that was written twice in parts, around a crash, may have none. A linked file has those of the one it is a
-    link to.
+    A block of which parts were written twice, around a crash, may have no checksum. A linked file has the checksums of
+    its link target.
 
     Attributes:
         root: the target directory.
@@ -320,7 +322,7 @@ class Checksums(Mapping[str, Mapping[str, int]]):
         self._records: dict[str, Record] | None = None
 
     def load(self) -> Mapping[str, Record]:
-        """Return the records of the files, read once."""
+        """Return the records of the files; read them once."""
         if self._records is None:
             self._records = known(self.root, list(self._files)).records
         return self._records
@@ -328,8 +330,8 @@ class Checksums(Mapping[str, Mapping[str, int]]):
     def __getitem__(self, path: str) -> dict[str, int]:
         file = self._files[path]
         wrote = longest(self.load().get(file.link or path, Record()).ranges)
-        found = {content.name: sum_of(content.runs, wrote) for content in file.layout.contents if content.text is None}
-        return {name: value for name, value in found.items() if value is not None}
+        sums = {content.name: sum_of(content.runs, wrote) for content in file.layout.contents if content.text is None}
+        return {name: value for name, value in sums.items() if value is not None}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -339,31 +341,31 @@ class Checksums(Mapping[str, Mapping[str, int]]):
 
 
 def in_files(plan: Plan, wrote: Sequence[int]) -> dict[int, list[Range]]:
-    """Return where in which file the ranges of a receipt are: ranges by the files' numbers."""
-    found: dict[int, list[Range]] = {}
-    for place in range(0, len(wrote), 5):
-        number, target, begin, nbytes, crc = wrote[place : place + 5]
+    """Return the ranges of a receipt as ranges of files, by file number."""
+    by_file: dict[int, list[Range]] = {}
+    for start in range(0, len(wrote), 5):
+        number, target, begin, nbytes, crc = wrote[start : start + 5]
         move = plan.moves[number]
         for file, runs, _ in move.way.writes[target]:
             for offset, _, _ in ranges(move.write_runs[runs], begin, nbytes):
-                found.setdefault(file, []).append((offset, nbytes, crc))
-    return found
+                by_file.setdefault(file, []).append((offset, nbytes, crc))
+    return by_file
 
 
 def longest(wrote: Iterable[Range]) -> dict[int, tuple[int, int]]:
-    """Return ranges by their begins; of those written twice around a crash, the longest."""
+    """Return ranges by begin; the longest, if a crash led to several."""
     return {begin: (nbytes, crc) for begin, nbytes, crc in sorted(wrote)}
 
 
 def sum_of(
     runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]], polynomial: int = CASTAGNOLI
 ) -> int | None:
-    """Return the CRC-32C of a block's contents, from those of ranges of its file; None where they do not make it up.
+    """Combine range checksums into the sum of a block; None if they do not cover it.
 
     Args:
-        runs: where the contents lie.
-        wrote: ranges by their begins: bytes and sum.
-        polynomial: of the sums.
+        runs: the runs of the contents in the file.
+        wrote: bytes and sum of ranges, by begin.
+        polynomial: the CRC polynomial of the sums; CRC-32C by default.
     """
     value = 0
     for offset, nbytes in runs:

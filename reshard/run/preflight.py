@@ -1,10 +1,10 @@
-"""Before a run: what its target must not be, and what to do with each file: keep it, resume it, make it again, refuse.
+"""Check a target before a run; decide to keep, resume, make or refuse each file.
 
-`fates` decides from what a run wants, what the ledger knows and what is found there, and from nothing else; so dry
-runs, runs and resumed runs decide alike. Files are *ours* where an earlier run made what has their names: with the size
-and the time that it noted. What is not is somebody else's, and is replaced only when that is asked for.
+`fates` decides only from the plan, the ledger and the files found in the target, so that dry runs, runs and resumed
+runs decide alike. A file is *ours* if its size and time are those that an earlier run recorded. Any other file is
+foreign, and is replaced only with `overwrite`.
 
-What else is in the directory is `run.beside`'s.
+`run.beside` handles other files in the directory.
 """
 
 from __future__ import annotations
@@ -37,19 +37,24 @@ if TYPE_CHECKING:
 
 
 class Do(Enum):
-    """What to do with a file."""
+    """The action for a file."""
 
-    KEEP = "keep"  # an earlier run finished it as this one would
-    RESUME = "resume"  # a run of the same plan from the same sources began it; what still has its sums stays
+    KEEP = "keep"  # an earlier run finished the same file
+    RESUME = "resume"  # a run of the same plan and sources began it; ranges with correct checksums stay
     MAKE = "make"
-    CHANGED = "changed"  # refuse: another plan made or began it, or other sources
-    UNMANAGED = "unmanaged"  # refuse: no run is known to have made it
+    CHANGED = "changed"  # refuse: made or begun by another plan, or from other sources
+    UNMANAGED = "unmanaged"  # refuse: not in the ledger
 
 
 class Planned(NamedTuple):
-    """What a run would make of a file: the digest of all that makes it, its size, whether it is a link, or an index.
+    """A file that a run would write.
 
-    An index comes last, because what it is of is complete then. A pointer to that comes after it.
+    Attributes:
+        digest: a digest of everything that determines its contents.
+        size: its size in bytes.
+        is_link: it is a link.
+        is_last: it is an index, published last, because it marks a set as complete.
+        is_pointer: it is a tracker file that names the index; published after that.
     """
 
     digest: str
@@ -60,12 +65,12 @@ class Planned(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What is known of a file and found there.
+    """The record of a file, and its state in the target.
 
     Attributes:
-        record: of the ledger.
-        state: of what has its name; None where nothing has.
-        unfinished: the paths of unfinished files of it, whichever runs left them.
+        record: the record in the ledger.
+        state: the state of the existing file; None if there is none.
+        unfinished: the paths of its unfinished files, of any run.
     """
 
     record: Record = Record()
@@ -74,13 +79,13 @@ class Seen(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What decides for all files.
+    """Inputs of the decision that are the same for all files.
 
     Attributes:
-        sources: when anything of the source files last changed; empty where that is not known.
-        early: files have their names before that is noted, as at URLs.
-        overwrite: somebody else's files may be replaced.
-        restart: what earlier runs left is of no use.
+        sources: a digest of the last change of the source files; empty if unknown.
+        early: files get their names before that is recorded, as at URLs.
+        overwrite: foreign files may be replaced.
+        restart: do not reuse files of earlier runs.
     """
 
     sources: str = ""
@@ -90,12 +95,12 @@ class Policy(NamedTuple):
 
 
 class Fate(NamedTuple):
-    """What to do with a file.
+    """The decision for a file.
 
     Attributes:
-        do: that.
-        ours: the state of the file that an earlier run made, of this plan or another.
-        is_touched: the source files were changed, touched or copied since, though size and time are as they were.
+        do: the action.
+        ours: the state of the existing file if an earlier run made it, of this plan or another; else None.
+        is_touched: the source files were changed, touched or copied since, without a change of size or time.
     """
 
     do: Do
@@ -104,11 +109,11 @@ class Fate(NamedTuple):
 
 
 class Preflight(NamedTuple):
-    """What a run would find of its target files.
+    """The decisions of a run for its target files.
 
     Attributes:
-        fates: what it would do with each.
-        resumable: how many of those to be resumed have anything written that is noted.
+        fates: the decision for each file.
+        resumable: number of files to be resumed that have recorded ranges.
     """
 
     fates: Mapping[str, Fate]
@@ -116,18 +121,18 @@ class Preflight(NamedTuple):
 
 
 def fates(wanted: Mapping[str, Planned], seen: Mapping[str, Seen], policy: Policy) -> dict[str, Fate]:
-    """Return what to do with each file."""
-    found = {file: fate(one, seen.get(file, Seen()), policy) for file, one in wanted.items()}
-    is_complete = all(one.do is Do.KEEP or wanted[file].is_pointer for file, one in found.items())
-    if not is_complete:  # a set with an index is complete: that is withdrawn
-        for file, one in found.items():
-            if one.do is Do.KEEP and wanted[file].is_last:
-                found[file] = one._replace(do=Do.MAKE)
-    return found
+    """Decide what to do with each file."""
+    decisions = {file: fate(planned, seen.get(file, Seen()), policy) for file, planned in wanted.items()}
+    is_complete = all(decision.do is Do.KEEP or wanted[file].is_pointer for file, decision in decisions.items())
+    if not is_complete:  # an index marks a set as complete: withdraw it
+        for file, decision in decisions.items():
+            if decision.do is Do.KEEP and wanted[file].is_last:
+                decisions[file] = decision._replace(do=Do.MAKE)
+    return decisions
 
 
 def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
-    """Return what to do with one file.
+    """Decide what to do with one file.
 
     >>> ours = Record("9f", 4, ready=(4, 1))
     >>> fate(Planned("9f", 4), Seen(ours, (4, 1)), Policy()).do, fate(Planned("9f", 4), Seen(ours, (4, 2)), Policy()).do
@@ -146,7 +151,7 @@ def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
     if state is not None and not may_replace:
         return Fate(Do.UNMANAGED)
     starts_over = policy.restart or (policy.overwrite and not is_same)
-    if starts_over or is_touched or wanted.is_pointer:  # or a file might have blocks of two sources
+    if starts_over or is_touched or wanted.is_pointer:  # otherwise a file might mix blocks of two sources
         return Fate(Do.MAKE, ours)
     if is_same:
         return Fate(Do.RESUME, ours)
@@ -156,35 +161,35 @@ def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
 
 
 def is_unnoted(wanted: Planned, record: Record, state: State | None, *, early: bool) -> bool:
-    """Return whether a file may have got its name from a run of the same plan that ended before it could note that."""
+    """Return whether a run of the same plan may have published a file unrecorded."""
     if state is None or record.digest != wanted.digest or record.ready is not None:
         return False
     return wanted.is_link or (early and state != record.replaces and state[0] == record.size)
 
 
-def of(fates: Mapping[str, Fate], *some: Do) -> list[str]:
-    """Return the files with which something is to be done.
+def of(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
+    """Return the files that have one of the given actions.
 
     >>> of({"a": Fate(Do.KEEP), "b": Fate(Do.MAKE)}, Do.MAKE)
     ['b']
     """
-    return [file for file, one in fates.items() if one.do in some]
+    return [file for file, decision in fates.items() if decision.do in actions]
 
 
 def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
-    """Refuse a target that no option of a run makes right; nothing is made or changed.
+    """Reject a target that no option of a run makes valid; change nothing.
 
     Args:
-        plan: what goes there.
+        plan: the plan to be run.
         root: a URL, or a local path without links in it.
         older: files of earlier runs that the run removes (`beside.older_files`), by their paths below the root.
 
     Raises:
-        TargetError: it is inside its source or has that inside; it is a file, has a directory where a file goes, a
-            source file, or a link that leads out of it; or, where the files must be alone, others; or, where they are a
-            unified set, files of another.
-        SourceError: the target's storage cannot be reached.
-        UsageError: its name is that of a zarr store, and it is none.
+        TargetError: the target is inside its source or contains it; it is a file; a path of a target file is a
+            directory, a source file, or a link that leads out; it has other files, and the files must be alone; or the
+            files are a unified set, and it has files of another set.
+        SourceError: the storage of the target cannot be reached.
+        UsageError: the target has the name of a zarr store, but another format.
     """
     if root.endswith(".zarr") and not plan.exclusive:
         check_name(root, plan.format)
@@ -210,7 +215,7 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
             facts=["the index of the target would hide it"],
             hint="choose another target",
         )
-    # A link is one of the source files already where an earlier run made it; nothing is written into it.
+    # A link made by an earlier run already is one of the source files; nothing is written into it.
     written = [below + file.path for file in plan.files if file.link not in linked]
     read = [file.path for file in plan.source.files]
     refuse_inputs(written, read, "one of the source files", "choose another target directory")
@@ -223,7 +228,7 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
                 code="outside-directory",
                 hint="remove the link",
             )
-    if can(root).positioned:  # where there are directories
+    if can(root).positioned:  # URLs have no directories
         _check_kinds(plan, root)
     if plan.exclusive:
         _check_exclusive(plan, root, older)
@@ -232,15 +237,15 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
 
 
 def _check_apart(plan: Plan, root: str) -> None:
-    """Refuse a target inside its source, and a source inside its target; two directories that are one may be.
+    """Reject a target inside its source, and a source inside its target.
 
-    In the directory of a run only the iteration that is written is the target. A source of files that were named one by
-    one, or of one that is given itself, is not the directory that they are in; nor is a target of
-    one file.
+    The two may be equal. In a run directory only the iteration that is written is the target. If the source files were
+    named one by one, or the source is one file, their directory is not the source; likewise for a target that is one
+    file.
     """
     source = plan.source.opened
-    place = as_place(source.root).absolute()
-    if source.by_file or place in {as_place(file.path) for file in source.files[:1]} or place.is_file():
+    origin = as_place(source.root).absolute()
+    if source.opening.by_file or origin in {as_place(file.path) for file in source.files[:1]} or origin.is_file():
         return
     iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
     targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]
@@ -258,11 +263,11 @@ def _check_apart(plan: Plan, root: str) -> None:
 
 
 def _check_kinds(plan: Plan, root: str) -> None:
-    """Refuse a file where a directory has to be, and a directory where a file has to."""
-    place = root
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    for directory in (place, *sorted({os.path.dirname(f"{root}/{file.path}") for file in plan.files})):
+    """Reject files at paths of directories, and directories at paths of files."""
+    existing = root
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    for directory in (existing, *sorted({os.path.dirname(f"{root}/{file.path}") for file in plan.files})):
         if os.path.lexists(directory) and not os.path.isdir(directory):
             raise TargetError(
                 f"{directory} is not a directory", code="not-a-directory", hint="remove it, or choose another target"
@@ -277,50 +282,51 @@ def _check_kinds(plan: Plan, root: str) -> None:
 
 
 def _check_exclusive(plan: Plan, root: str, older: Collection[str]) -> None:
-    """Refuse a directory in which something else would be taken for a part of what is written."""
+    """Reject a directory with other files, which readers would take as parts."""
     planned = {path for file in plan.files for path in (file.path, unfinished_stem(file.path))}.union(older)
     if not can(root).positioned:
-        found = _files_at(root)
+        paths = _files_at(root)
     else:
-        found = [os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some]
-    other = [
+        walk = os.walk(root)
+        paths = [os.path.relpath(os.path.join(parent, name), root) for parent, _, files in walk for name in files]
+    foreign = [
         path
-        for path in found
+        for path in paths
         if planned.isdisjoint((path, stem_of_unfinished(path))) and not path.startswith(f"{DIRECTORY}/")
     ]
-    if other:
+    if foreign:
         raise TargetError(
-            f"{root} has other files too: {names(sorted(other), most=3)}",
+            f"{root} has other files too: {names(sorted(foreign), most=3)}",
             code="other-files",
             hint="choose another directory, or remove them",
         )
 
 
 def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]) -> None:
-    """Refuse a directory in which something of another set would be taken for a part of this one: many readers glob."""
+    """Reject a directory with files of another set: many readers glob."""
     planned = {f"{root}/{path}" for path in (*(file.path for file in plan.files), *older)}
-    if plan.request and isinstance(plan.request.files, SomeFiles):  # what other processes write
+    if plan.request and isinstance(plan.request.files, SomeFiles):  # files that other processes write
         planned.update(f"{root}/{path}" for path in plan.request.files.every.paths)
-    found: list[str] = []
-    with suppress(OSError):  # it is not there yet, or may be written to and not be listed
-        found = os.listdir(directory) if can(root).positioned else _files_at(directory)
-    other = sorted(name for name in found if is_of_a_set(name) and f"{directory}/{name}" not in planned)
-    if other:
+    entries: list[str] = []
+    with suppress(OSError):  # it does not exist yet, or is writable but not listable
+        entries = os.listdir(directory) if can(root).positioned else _files_at(directory)
+    foreign = sorted(name for name in entries if is_of_a_set(name) and f"{directory}/{name}" not in planned)
+    if foreign:
         raise TargetError(
-            f"{directory} has {names(other, most=3)} of another set",
+            f"{directory} has {names(foreign, most=3)} of another set",
             code="other-set",
             hint="choose another directory, or remove the other set",
         )
 
 
 def _files_at(url: str) -> list[str]:
-    """Return the paths of all files below a URL, as it is now."""
+    """Return the paths of all files below a URL, bypassing cached listings."""
     forget_listings(url)
     return [str(path.relative_to(RemotePath(url))) for path in RemotePath(url).files()]
 
 
 def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
-    """Return what a plan makes of its files, by their paths."""
+    """Return the files that a plan writes, by path."""
     return {
         file.path: Planned(made_of, plan.size_of(file), file.link is not None, file.last, file.pointer)
         for file, made_of in zip(plan.files, digests, strict=True)
@@ -328,7 +334,7 @@ def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
 
 
 def seen_files(plan: Plan, root: str, records: Mapping[str, Record], asked: Collection[str]) -> dict[str, Seen]:
-    """Return what is known and found of a plan's files; of those at URLs that are `asked`, all of their state."""
+    """Return records and states; at URLs, full states only of `asked` files."""
     paths = [file.path for file in plan.files]
     states = states_of(root, paths, asked)
     begun: Mapping[str, Sequence[str]] = {}
@@ -339,38 +345,38 @@ def seen_files(plan: Plan, root: str, records: Mapping[str, Record], asked: Coll
 
 
 def states_of(root: str, files: Sequence[str], asked: Collection[str]) -> dict[str, State]:
-    """Return the states of what has the names of some files.
+    """Return the states of the files that exist.
 
-    At URLs one listing says which there are; only some of them are asked for more, one by one. Some file systems say
-    other things of a file in a listing than where they are asked for it alone.
+    At URLs one listing tells which files exist; the full state is requested one by one, of `asked` files only. In some
+    file systems, a listing and a request for one file give different states.
 
     Raises:
         SourceError: the storage cannot be reached.
     """
     if can(root).positioned:
-        found = {}
+        local_states = {}
         for file in files:
             with suppress(OSError):
                 status = os.lstat(f"{root}/{file}")
-                found[file] = status.st_size, status.st_mtime_ns
-        return found
-    place = RemotePath(root)
-    place.refresh()
-    there = {file.url for file in place.files()}
-    present = [file for file in files if f"{root}/{file}" in there]
-    some = [file for file in present if file in asked]
-    states = map_threads(lambda file: (place / file).status()[:2], some, REQUESTS)
-    return dict.fromkeys(present, (-1, 0)) | dict(zip(some, states, strict=True))
+                local_states[file] = status.st_size, status.st_mtime_ns
+        return local_states
+    directory = RemotePath(root)
+    directory.refresh()
+    urls = {file.url for file in directory.files()}
+    present = [file for file in files if f"{root}/{file}" in urls]
+    requested = [file for file in present if file in asked]
+    states = map_threads(lambda file: (directory / file).status()[:2], requested, REQUESTS)
+    return dict.fromkeys(present, (-1, 0)) | dict(zip(requested, states, strict=True))
 
 
 def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: Collection[str] = ()) -> Preflight:
-    """Return what a run would find of its target files now; nothing is taken or changed.
+    """Return what a run would do with each target file; nothing is locked or changed.
 
-    Locks of other runs, and room on the disk, are seen by the run alone.
+    Only a run itself checks locks of other runs, and space on the disk.
 
     Raises:
-        TargetError: no run may write there (`check_target`), or the logs are behind a link, or may not be there.
-        SourceError: the target's storage cannot be reached.
+        TargetError: no run may write there (`check_target`), or the ledger directory is a link or has other files.
+        SourceError: the storage of the target cannot be reached.
     """
     root = str(as_place(root).real())
     check_target(plan, root, older)
@@ -378,9 +384,9 @@ def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: C
     if plan.exclusive:
         refuse_foreign(f"{root}.reshard")
     records = known(root, [file.path for file in plan.files]).records
-    seen = seen_files(plan, root, records, records)
-    if not any(some.state is not None or some.record.digest for some in seen.values()):
-        return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan take long
+    existing = seen_files(plan, root, records, records)
+    if not any(item.state is not None or item.record.digest for item in existing.values()):
+        return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
     policy = Policy(changes_digest(plan), not can(root).positioned, overwrite, restart)
-    found = fates(planned_files(plan, file_digests(plan)), seen, policy)
-    return Preflight(found, sum(len(seen[file].record.wrote) > 0 for file in of(found, Do.RESUME)))
+    decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
+    return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in of(decisions, Do.RESUME)))

@@ -1,7 +1,7 @@
-"""Running a plan: on this machine's threads, or on a dask cluster.
+"""Run a plan on threads of this machine, or on a dask cluster.
 
-A target file gets its final name only when every file of the run is complete, or at URLs, when it is complete itself; a
-run that fails leaves what the next one can resume from (`run.session`), or else nothing.
+A target file gets its final name once all files of the run are complete; at URLs, once it is complete itself. A failed
+run leaves only files from which the next run can resume (`run.session`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class Progress(NamedTuple):
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        written: bytes of contents that are written, by this run or an earlier one.
-        total: of how many.
-        seconds: since this run began.
-        resumed: those of `written` that an earlier run wrote; they tell nothing of how fast this one is.
+        written: bytes of contents written so far, by this run or an earlier one.
+        total: bytes of contents to be written in total.
+        seconds: seconds since this run began.
+        resumed: bytes in `written` from an earlier run; do not count them in the speed of this run.
     """
 
     written: int
@@ -53,31 +53,30 @@ class Progress(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a run did.
+    """The result of a run.
 
     Attributes:
-        directory: where the target files are.
-        files: their paths below it.
+        directory: the target directory.
+        files: paths of the target files below it.
         bytes_read: bytes of contents read.
         bytes_written: bytes of contents written, replicas included.
-        seconds: the whole run, from its first check to the last file's name.
-        receipts: what each task did.
-        tensors: how many distinct tensors were moved.
-        source_files: how many files were read.
+        seconds: duration of the run, from the first check until the last file has its name.
+        receipts: the receipts of all tasks.
+        tensors: number of distinct tensors moved.
+        source_files: number of files read.
         target_bytes: size of all files written, headers included.
-        replicas: blocks written for one more rank, beyond the first that got them.
-        links: how many of the files are links to another one.
+        replicas: number of blocks written again for further ranks.
+        links: number of files that are links to another file.
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
-        peak_memory: the most resident memory that this process had since it began, in bytes; the workers of a cluster
-            are other processes.
-        resumed: bytes of contents that an earlier run had written; not among `bytes_written`.
-        finished: how many of the files an earlier run had finished; they were not read again, and their size and time
-            are as it noted them.
-        touched: how many of those when anything of the source files but size and time was not as it is now: they may
-            have been changed since, or copied, linked, or given to another user.
-        checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
-        removed: files of earlier runs that were removed, because `overwrite` or `restart` was asked for.
+        peak_memory: peak resident memory of this process since its start, in bytes; excludes workers of a cluster.
+        resumed: bytes of contents that an earlier run had written; not included in `bytes_written`.
+        finished: number of files that an earlier run had finished; they were not read again, and have the size and time
+            in its records.
+        touched: number of finished files for which the source files had the same size and time but otherwise another
+            state than now: they may have been changed since, or copied, linked, or given to another user.
+        checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
+        removed: files of earlier runs that `overwrite` or `restart` removed.
     """
 
     directory: str
@@ -101,26 +100,27 @@ class Report(NamedTuple):
     removed: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the target files, as `reshard.make_manifest` would by reading them.
+        """Return the manifest of the target files, without reading them if possible.
 
-        Its checksums are those of the receipts, also where earlier runs wrote; a block that is without one is read.
+        It equals the result of `reshard.make_manifest`. Checksums are from the ledger, including the records of earlier
+        runs; a block without a checksum is read.
 
         Raises:
-            UsageError: there are no checksums: of a run without them or without a ledger, into a zarr store, or of
-                files that are encoded or encrypted.
-            SourceError: a block must be read for its sum, and cannot be.
+            UsageError: there are no checksums: the run had them or the ledger disabled, wrote a zarr store, or encoded
+                or encrypted the files.
+            SourceError: a block without a checksum cannot be read.
         """
-        made: Manifest = upward("manifest_of")(self)
-        return made
+        manifest: Manifest = upward("manifest_of")(self)
+        return manifest
 
     def write_manifest(self, path: AnyName, *, overwrite: bool = False) -> int:
-        """Write the manifest of the target files as `reshard.write_manifest` does, file by file, in little memory.
+        """Write the manifest file by file, like `reshard.write_manifest`.
 
         Returns:
-            how many checksums it has.
+            the number of checksums in it.
 
         Raises:
-            TargetError: it exists, cannot be written, or is a target file or a source file.
+            TargetError: the path exists, cannot be written, or is a target file or a source file.
             UsageError, SourceError: as for `manifest`.
         """
         written: int = upward("manifest_of")(self, path, overwrite=overwrite)
@@ -152,45 +152,7 @@ def run(
     partition: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Write the target files of a plan.
-
-    The bytes are the same whatever the scheduler and the number of threads.
-
-    Args:
-        plan: what goes where.
-        directory: where the target files go; it is made if it is not there. A local path, or a URL that fsspec knows.
-        client: a `distributed.Client`; its workers must reach the source and the target by the same paths. Where a
-            worker is lost, its tasks run again elsewhere.
-        scheduler: `threads` (default) or `synchronous`, if no client is given; or a function such as
-            `dask.threaded.get`, which is called with the tasks and the key of the result.
-        threads: how many; by default one for each available processor. No more than the plan is made for
-            (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory
-            than was predicted.
-        fsync: sync every file to disk before it gets its name.
-        drop_cache: keep what is read and written out of the page cache, so that other programs keep theirs and the
-            kernel is not swamped; by default where source and target together are larger than memory.
-        overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
-            made them from the same sources. Files that earlier runs wrote there, and this one does not, are removed at
-            the end (see `run.beside`).
-        restart: forget what an earlier run left in the target, and replace the files that it finished; others that it
-            wrote are removed, too.
-        checksums: compute CRC-32C of what is written, so that an interrupted run can be resumed, and for
-            `Report.manifest`; by default as `fsync`.
-        ledger: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
-            nothing can be resumed, and the files that an earlier run finished count like any others; there are locks
-            during the run, where the file system has any. At a URL only complete files are of use to the next
-            run. A zarr store has no ledger in it once it is finished.
-        partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
-            By default `file` where the target is at a URL or encrypted, `tensor` elsewhere.
-        progress: called after each task, and at the beginning of a run that is resumed.
-
-    Raises:
-        TargetError: a target file exists, is one of the sources, or is being written by another run; what is there was
-            begun from other sources or by another plan.
-        ChangedError: a source file changed while it was read.
-        BudgetError: the disk is full, or has no room for the target.
-        SourceError: a source file changed or cannot be read.
-    """
+    """Write the target files of a plan; see `reshard.Plan.run`."""
     began = time.perf_counter()
     if isinstance(client, str):
         raise UsageError(
@@ -219,8 +181,9 @@ def run(
     )
     if checksums is None:
         checksums = fsync and ledger
-    checksums = checksums and not (plan.coding or plan.cipher or plan.linked)  # on the disk are others, or none new
-    how = How(
+    # Encoded and encrypted files have other bytes on the disk; of linked files no bytes are written.
+    checksums = checksums and not (plan.coding or plan.cipher or plan.linked)
+    options = How(
         fsync,
         drop_cache,
         apart=client is not None or get is not None,
@@ -231,21 +194,21 @@ def run(
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
         reporter.begin()
-        graph = Graph(session.plan, root, how)
+        graph = Graph(session.plan, root, options)
         receipts = _work(graph, client, get, threads, reporter)
         receipts = work_here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
         receipts = work_here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
         sums = Checksums(plan, root) if ledger and checksums and not plan.exclusive else None
         if sums is not None and plan.alone:
-            sums.load()  # before the ledger goes
+            sums.load()  # before the ledger is removed
         session.finished()
     except BaseException as error:
         session.failed(error, changed_sources(plan))
         raise
     finally:
         session.close()
-        # What was read ahead, and nobody read; on a cluster tasks leave nothing of a file.
+        # Evict bytes that were read ahead and not used; on a cluster, tasks evict the source files themselves.
         drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
@@ -262,19 +225,19 @@ def run(
 def _work(
     graph: Graph, client: Any, get: Callable[..., Any] | None, threads: int, reporter: _Reporter
 ) -> Sequence[Receipt]:
-    """Make the files and fill them; return the receipts."""
+    """Create and fill the files; return the receipts."""
     if client is not None:
         receipts = work_on(client, graph, reporter.add)
     elif get is not None:
         receipts = work_by(get, graph, reporter.add)
     else:
         return work_here(graph.work(), graph.ready, graph.run, threads, reporter.add)
-    check_sources(graph.plan, None)  # what other processes did not see
+    check_sources(graph.plan, None)  # other processes may have missed a change
     return receipts
 
 
 def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float) -> Report:
-    """Return the report of a run that began with nothing in the target."""
+    """Return the report of a run that resumed nothing."""
     return Report(
         root,
         tuple(file.path for file in plan.files),
@@ -294,7 +257,7 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
 
 
 def _scheduler(scheduler: str | Callable[..., Any] | None, client: Any) -> Callable[..., Any] | None:
-    """Return the function that does the work, if one is given."""
+    """Return the scheduler function, or None for the built-in ones."""
     if not callable(scheduler):
         return None
     if client is not None:
@@ -303,7 +266,7 @@ def _scheduler(scheduler: str | Callable[..., Any] | None, client: Any) -> Calla
 
 
 def _threads(threads: int | None, scheduler: object, most: int) -> int:
-    """Return how many threads do the work; 0 for the one that calls."""
+    """Return the number of threads; 0 means the calling thread."""
     if threads is None:
         threads = len(os.sched_getaffinity(0))
     if threads < 1:
@@ -315,14 +278,14 @@ def _threads(threads: int | None, scheduler: object, most: int) -> int:
 
 
 def _memory() -> int:
-    """Return the machine's memory in bytes."""
+    """Return the memory of the machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _peak_memory() -> int:
-    """Return the most resident memory of this process so far, in bytes.
+    """Return the peak resident memory of this process, in bytes.
 
-    It is Linux's VmHWM; elsewhere `ru_maxrss`, which begins with the peak of the process that started this one.
+    This is VmHWM on Linux, else `ru_maxrss`, which starts at the peak of the parent process.
     """
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
@@ -332,20 +295,20 @@ def _peak_memory() -> int:
 
 
 def _lock_of(root: str) -> str:
-    """Return the path of the lock in a target directory; empty if there is none, as at a URL."""
+    """Return the path of the lock in a target directory, or "" if it has none."""
     lock = f"{root}/{DIRECTORY}/lock"
     return lock if can(root).positioned and os.path.exists(lock) else ""
 
 
 class _Reporter:
-    """Adds up receipts as they come, and calls back."""
+    """Adds up receipts as they arrive, and reports progress."""
 
     def __init__(self, total: int, progress: Callable[[Progress], None] | None, began: float, session: Session) -> None:
         self.total, self.progress, self.began, self.session = total, progress, began, session
         self.written = session.resumed
 
     def begin(self) -> None:
-        """Tell what an earlier run wrote, if anything is left to do."""
+        """Report the bytes of an earlier run, unless all are written."""
         if 0 < self.written < self.total:
             self._tell()
 

@@ -1,8 +1,8 @@
-"""What the tasks of a plan's graph do: make the target files, move the bytes, give the files their names.
+"""Implement the tasks of a graph: create files, move bytes, name files.
 
-Each is a function of the plan and of what it shall do of it, carries no arrays and knows nothing of dask; what moves or
-makes something returns a receipt. Which task waits for which, and why working tasks may run in any process and twice
-even, and those that name files may not, is in `graph`.
+Each task is a function of the plan and its part of the work; it carries no arrays, and does not depend on dask. Tasks
+that move or create something return a receipt. `graph` says which task waits for which, and why working tasks may run
+in any process, even twice, and tasks that name files may not.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16
-"""Where the page cache is to stay free: the last of so many tasks waits until what they wrote into is on the disk."""
+"""With `drop_cache`, one task in this number waits until the files of all of them are on the disk."""
 
 WRITEBACK_FILES = 64
-"""Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
+"""Up to this number of target files, tasks start writeback; beyond, they write too little of each."""
 
 _ADJOINED_BYTES = 64 << 10
-"""The most of a file's own bytes that are put together to be written at once."""
+"""The most bytes of literals and sums that are joined into one write."""
 
 _ZEROS = memoryview(bytes(1 << 20))
 
 
 class Receipt(NamedTuple):
-    """What a task did.
+    """The result of a task.
 
     Attributes:
-        task: `create`, `move`, `close` or `commit`, with its number; where a task writes whole files, `files`.
+        task: `create`, `move`, `close`, `commit` or (for whole files) `files`, with a number.
         read, written: bytes of contents.
-        seconds: how long it took.
-        wrote, crcs: the ranges that were written, as `Moved` has them.
-        ranges: those that a task of whole files wrote: of each the file's number, its begin, bytes and CRC-32C.
-        ready: the files that are complete: number, size, and time or version.
+        seconds: duration of the task.
+        wrote, crcs: the ranges that were written, as in `Moved`.
+        ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
+        ready: the complete files: number, size, and time or version.
     """
 
     task: str
@@ -71,18 +71,18 @@ class Receipt(NamedTuple):
 
 
 class How(NamedTuple):
-    """How the tasks of a graph do their work.
+    """Options of the tasks of a graph.
 
     Attributes:
-        fsync: have every file on the disk before it gets its name.
-        drop_cache: leave nothing in the page cache.
+        fsync: sync every file to the disk before it gets its name.
+        drop_cache: evict source and target files from the page cache.
         apart: the tasks may run in several processes.
-        checksums: sum up what is written.
-        crcs: sum it up by CRC-32 as well, because target files carry such sums; a graph sets it.
-        cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
-            when all is written, as by one process, and not by every task that wrote into them.
-        run: which run it is; a graph gives itself one.
-        seen: a file in the target directory that whoever writes there must see; empty if there is none.
+        checksums: compute CRC-32C sums of the written bytes.
+        crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
+        cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is
+            written, as by one process, and not by every task that wrote into them.
+        run: the identifier of the run; set by the graph.
+        seen: a file in the target directory that every writing process must see; empty if there is none.
     """
 
     fsync: bool = True
@@ -96,42 +96,43 @@ class How(NamedTuple):
 
 
 @contextmanager
-def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
-    """Do the work of a task; where several processes share the files, leave nothing of them in this one.
+def _working(options: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
+    """Enter a task; if several processes share the files, close them afterwards.
 
-    What is written goes to the disk if that is asked for, unless a process on the same machine sees to that when all is
-    written; or at least to the server of a network file system, which closing sees to. And a file that is held open is
-    not the one that gets its name next time.
+    With `fsync`, written files are synced, unless a process on the same machine syncs them when all is written. Closing
+    sends the bytes to the server of a network file system. Also, a file that stays open would be another one than the
+    file that gets the name next time.
     """
-    live_runs.add(how.run, 1)
+    live_runs.add(options.run, 1)
     try:
-        live_runs.check_cancelled(how.run)
-        if how.seen and not os.path.exists(how.seen):  # a worker that came after `check_workers`
+        live_runs.check_cancelled(options.run)
+        if options.seen and not os.path.exists(options.seen):  # a worker that joined after `check_workers`
             raise TargetError(
                 f"{directory} is another directory on a worker, or none",
                 code="different-directory", hint="every worker must reach the target by the same path",
             )  # fmt: skip
         yield
-        if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
+        syncs = options.apart and options.fsync and bool(written)
+        if syncs and not (options.cached and options.cached == cache_of(directory)):
             for path in written:
                 local_store().sync(path)
     finally:
-        if how.apart:
+        if options.apart:
             local_store().close()
-        live_runs.add(how.run, -1)
+        live_runs.add(options.run, -1)
 
 
-def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
-    """Make unfinished target files with the space for them, and write all that is not contents.
+def create_files(plan: Plan, files: Sequence[int], directory: str, options: How) -> Receipt:
+    """Create unfinished target files, allocate their space, and write their literals.
 
-    Some of that waits until files are closed: the own bytes of a file that carries sums of its contents, and of one
-    that stands last, which must have the latest modification time.
+    Literals are written later, when the files are closed, of files that contain sums of their contents, and of files
+    that are published last, which must have the latest modification time.
     """
     began = time.perf_counter()
     store = local_store()
     paths = {number: unfinished(plan, number, directory) for number in files}
     written = [path for number, path in paths.items() if not _waits(plan.files[number])]
-    with _working(how, directory, written):
+    with _working(options, directory, written):
         for number, path in paths.items():
             file = plan.files[number]
             sink = store.create(path, None if plan.encoded(file) else file.layout.size)
@@ -141,46 +142,46 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) -> Receipt:
+def move_task(plan: Plan, number: int, directory: str, options: How, _made: object) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
-    spans = _Spans(store) if how.drop_cache and not how.apart and plan.source.coding is None else None
-    with _working(how, directory, _written(plan, [number], directory) if how.apart else ()):
+    spans = _Spans(store) if options.drop_cache and not options.apart and plan.source.coding is None else None
+    with _working(options, directory, _written(plan, [number], directory) if options.apart else ()):
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,
             spans or store,
             sinks,
-            checksums=how.checksums,
-            crcs=how.crcs,
-            check_cancelled=lambda: live_runs.check_cancelled(how.run),
+            checksums=options.checksums,
+            crcs=options.crcs,
+            check_cancelled=lambda: live_runs.check_cancelled(options.run),
         )
-        if plan.coding:  # whose files are each of one task
+        if plan.coding:  # each file is written by one task
             sinks.finish(durable=False)
         if spans:
             spans.drop()
-        elif how.drop_cache:
+        elif options.drop_cache:
             drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number].pieces], store)
-        if how.drop_cache:
+        if options.drop_cache:
             last = number % SYNC_TASKS == SYNC_TASKS - 1
-            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not how.apart else [number]
+            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not options.apart else [number]
             for path in _written(plan, tasks, directory):
-                local_store().drop_cache(path, written=True, wait=last or how.apart)
-        elif how.fsync and len(plan.files) <= WRITEBACK_FILES:
+                local_store().drop_cache(path, written=True, wait=last or options.apart)
+        elif options.fsync and len(plan.files) <= WRITEBACK_FILES:
             for path in _written(plan, [number], directory):
                 local_store().start_writeback(path)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote, moved.crcs)
 
 
 def unfinished(plan: Plan, number: int, directory: str) -> str:
-    """Return the path of a target file until it gets its name: another for each plan that makes other bytes."""
+    """Return the unfinished path of a target file, which has a digest of the plan."""
     return store_at(directory).unfinished(f"{directory}/{plan.files[number].path}", plan.digests[number])
 
 
 def _positioned(plan: Plan, directory: str, number: int) -> Sink:
-    """Return what takes the contents of a target file in any order; others may write the same file."""
+    """Return a sink for writes in any order to a file that tasks may share."""
     sink = partial(local_store().sink, unfinished(plan, number, directory))
     file = plan.files[number]
     if plan.coding and plan.coding.of(file.path):
@@ -189,7 +190,7 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
 
 
 class _Spans(Around):
-    """A store that notes what a task reads of each file: the page cache has what is read afterwards beside it."""
+    """A store that records the span read of each file, to evict it afterwards."""
 
     def __init__(self, store: ReadStore) -> None:
         super().__init__(store)
@@ -202,69 +203,69 @@ class _Spans(Around):
         self._spans[path] = min(first, offset), max(last, offset + len(buffer))
 
     def drop(self) -> None:
-        """Leave nothing in the page cache from the first byte that was read of a file to the last."""
+        """Evict each file from the page cache, from the first byte read to the last."""
         for path, (first, last) in self._spans.items():
             self.inner.drop_cache(path, first, last)
 
 
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
-    """Return the unfinished files that some tasks write."""
+    """Return the paths of unfinished files that the tasks write."""
     targets = set[int]().union(*(_targets(plan, number) for number in numbers))
     return [unfinished(plan, target, directory) for target in sorted(targets)]
 
 
 def _targets(plan: Plan, number: int) -> set[int]:
-    """Return the files that a task writes; of the many of a zarr array, those that its rows are in."""
-    found: set[int] = set()
+    """Return the files that a task writes; of a zarr array, only those of its rows."""
+    files: set[int] = set()
     for piece in plan.tasks[number].pieces:
         move = plan.moves[piece.move]
         for target, written in enumerate(move.way.writes):
             begin, end = (move.recipe.before(target, move.axis, row) for row in (piece.start, piece.stop))
             if begin < end:
-                found.update(at.file for at in written)
-    return found
+                files.update(at.file for at in written)
+    return files
 
 
 def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
-    """Leave nothing in the page cache of the source files of some moves, as far as they can still be opened."""
+    """Evict the source files of moves from the page cache; ignore errors."""
     for file in {at.file for way in {move.way for move in moves} for at in way.reads}:
         with suppress(OSError, SourceError):
             store.drop_cache(plan.source.files[file].path)
 
 
-def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
-    """Write the files of a task, each from its first byte to its last; at a URL what is complete stays."""
+def files_task(plan: Plan, number: int, directory: str, options: How) -> Receipt:
+    """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()
-    with _working(how, directory):
-        moved = _write_files(part, pieces, files, directory, how)
-        if not can(directory).positioned:  # what is complete stays, whatever comes of the others
-            ready = tuple(_published(plan, target, directory, how) for target in files)
-        if how.drop_cache:
+    with _working(options, directory):
+        moved = _write_files(part, pieces, files, directory, options)
+        if not can(directory).positioned:  # complete files stay, even if other tasks fail
+            ready = tuple(_published(plan, target, directory, options) for target in files)
+        if options.drop_cache:
             drop_sources(plan, [part.moves[piece.move] for piece in pieces], any_store())
             for target in files:
                 any_store().drop_cache(unfinished(plan, target, directory), written=True)
-    found = in_files(part, moved.wrote).items()
-    ranges = array("Q", [value for file, written in found for some in written for value in (file, *some)])
+    by_file = in_files(part, moved.wrote).items()
+    ranges = array("Q", [value for file, written in by_file for span in written for value in (file, *span)])
     return Receipt(
         f"files {number}", moved.read, moved.written, time.perf_counter() - began, ranges=ranges, ready=ready
     )
 
 
-def _published(plan: Plan, number: int, directory: str, how: How) -> tuple[int, int, int]:
-    """Give a file its name, and return its number and state: as the store has it, asked for it alone."""
+def _published(plan: Plan, number: int, directory: str, options: How) -> tuple[int, int, int]:
+    """Give a file its name; return its number and its state, requested alone."""
     path, store = f"{directory}/{plan.files[number].path}", store_at(directory)
-    store.publish(unfinished(plan, number, directory), path, durable=how.fsync)
+    store.publish(unfinished(plan, number, directory), path, durable=options.fsync)
     return (number, *store.status(path)[:2])
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
-    """Refuse to finish what was read from files that changed meanwhile.
+    """Raise an error if a source file changed since it was opened.
 
     Raises:
-        ChangedError: a source file is not what was opened.
+        ChangedError: a source file changed or is gone.
     """
     for number, status in _statuses(plan).items():
         file = plan.source.files[number]
@@ -276,17 +277,17 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
             raise status
         if not status.is_still(file.status):
             only = status[:2] == file.status[:2]
-            how = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
+            facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
             raise ChangedError(
-                f"{file.path} changed since it was opened", code="source-changed", facts=how, hint="start again"
+                f"{file.path} changed since it was opened", code="source-changed", facts=facts, hint="start again"
             )
     return []
 
 
 def changed_sources(plan: Plan) -> dict[int, Status | None]:
-    """Return the source files that are not what was opened, by number: their state now; None of one that is gone.
+    """Return the current states of changed source files; None for a missing file.
 
-    One that cannot be asked is not said to have changed: storage that is out of reach comes back.
+    Files whose state cannot be requested are not included: unreachable storage may come back.
     """
     changed: dict[int, Status | None] = {}
     for number, status in _statuses(plan).items():
@@ -301,21 +302,21 @@ def changed_sources(plan: Plan) -> dict[int, Status | None]:
 def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
     """Return the state of each source file that is read, by number."""
     numbers = plan.read_files()
-    found = any_store().statuses([plan.source.files[number].path for number in numbers])
-    return dict(zip(numbers, found, strict=True))
+    statuses = any_store().statuses([plan.source.files[number].path for number in numbers])
+    return dict(zip(numbers, statuses, strict=True))
 
 
 def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Range]]:
-    """Return what receipts say of CRC-32 sums, by the number of the file: ranges."""
-    found: dict[int, list[Range]] = {}
+    """Return the ranges with CRC-32 sums in receipts, by file number."""
+    by_file: dict[int, list[Range]] = {}
     for receipt in receipts:
-        for file, some in in_files(plan, receipt.crcs).items():
-            found.setdefault(file, []).extend(some)
-    return found
+        for file, spans in in_files(plan, receipt.crcs).items():
+            by_file.setdefault(file, []).extend(spans)
+    return by_file
 
 
 def _waits(file: TargetFile) -> bool:
-    """Return whether the bytes of a file that are not contents are written when it is closed."""
+    """Return whether the literals of a file are written when it is closed."""
     return file.last or bool(file.layout.crcs)
 
 
@@ -323,75 +324,75 @@ def close_files(
     plan: Plan,
     files: Sequence[int],
     directory: str,
-    how: How,
+    options: How,
     crcs: Mapping[int, Sequence[Range]],
     _before: object,
 ) -> Receipt:
-    """Complete local target files, before any gets its name, and have them on the disk: naming all is quick then.
+    """Complete and sync local target files before any gets its name.
 
-    What has waited (see `create_files`) is written here, with the sums of contents, which are combined from those of
-    ranges. In a plan by file, only files that stand last are left to be written.
+    Delayed literals (see `create_files`) are written here, with the sums of contents, which are combined from sums of
+    ranges. In a plan by file, only files that are published last remain to be written. Naming all files is fast then.
     """
     began = time.perf_counter()
     ready = []
-    with _working(how, directory):
+    with _working(options, directory):
         for number in files:
             file, path = plan.files[number], unfinished(plan, number, directory)
             if not plan.by_file:
-                _complete(path, file, crcs.get(number, ()), how)
+                _complete(path, file, crcs.get(number, ()), options)
             elif file.last:
-                write_literals(plan, number, directory, sync=how.fsync)
+                write_literals(plan, number, directory, sync=options.fsync)
             ready.append((number, *local_store().status(path)[:2]))
     return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
-def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> None:
-    """Write what has waited of a file, and sync it unless the tasks that wrote it did."""
+def _complete(path: str, file: TargetFile, summed: Iterable[Range], options: How) -> None:
+    """Write the delayed literals of a file, and sync it unless its tasks did."""
     store, waits = local_store(), _waits(file)
     if waits:
         sink, layout = store.sink(path, sized=True), file.layout
-        for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, known))):
+        for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, summed))):
             sink.write_at(offset, content)
-    if waits or how.cached or not how.apart:
-        if how.drop_cache:
+    if waits or options.cached or not options.apart:
+        if options.drop_cache:
             store.drop_cache(path, written=True)
-        if how.fsync:
+        if options.fsync:
             store.sync(path)
 
 
-def _crcs(path: str, crcs: Iterable[Crc], known: Iterable[Range]) -> Iterator[tuple[int, bytes]]:
-    """Yield the CRC-32 sums that a file carries, with their offsets.
+def _crcs(path: str, crcs: Iterable[Crc], summed: Iterable[Range]) -> Iterator[tuple[int, bytes]]:
+    """Yield the offsets and bytes of the CRC-32 sums that a file contains.
 
-    A range that receipts do not cover, because an earlier run wrote some of it, is read.
+    A range that receipts do not cover, because an earlier run wrote a part of it, is read.
     """
-    wrote = longest(known)
+    wrote = longest(summed)
     for begin, nbytes, places in crcs:
         value = sum_of([(begin, nbytes)], wrote, CRC32.polynomial)
         if value is None:
             value = crc_of_range(local_store(), path, begin, nbytes, crc32)
-        for place in places:
-            yield place, value.to_bytes(4, "little")
+        for offset in places:
+            yield offset, value.to_bytes(4, "little")
 
 
 def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Join short pieces of a file that follow each other, to write them at once; they come in the order of offsets."""
-    begin, end, some = 0, 0, list[bytes]()
+    """Join short adjacent pieces of a file, which are sorted by offset."""
+    begin, end, parts = 0, 0, list[bytes]()
     for offset, content in pieces:
-        if some and (offset != end or end - begin + len(content) > _ADJOINED_BYTES):
-            yield begin, b"".join(some)
-            some = []
-        if not some:
+        if parts and (offset != end or end - begin + len(content) > _ADJOINED_BYTES):
+            yield begin, b"".join(parts)
+            parts = []
+        if not parts:
             begin = offset
-        some.append(content)
+        parts.append(content)
         end = offset + len(content)
-    if some:
-        yield begin, b"".join(some)
+    if parts:
+        yield begin, b"".join(parts)
 
 
-def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
-    """Give complete target files their names; make links, and at URLs what stands last.
+def commit_files(plan: Plan, files: Sequence[int], directory: str, options: How, _ready: object) -> Receipt:
+    """Name complete target files; create links, and at URLs the last files.
 
-    Of a zarr store by file that is all metadata, which no task writes: those of the group are the last.
+    For a zarr store by file this writes all metadata, which no other task writes; the metadata of the group are last.
     """
     began = time.perf_counter()
     store, positioned = store_at(directory), can(directory).positioned
@@ -401,22 +402,22 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
         if file.link is not None:
             store.link(os.path.join(directory, file.link), unfinished(plan, number, directory))
         elif not positioned:
-            write_literals(plan, number, directory, sync=how.fsync)
+            write_literals(plan, number, directory, sync=options.fsync)
         if positioned and file.link is None:
-            store.publish(unfinished(plan, number, directory), f"{directory}/{file.path}", durable=how.fsync)
-        else:  # it is noted once it has its name
-            ready.append(_published(plan, number, directory, how))
+            store.publish(unfinished(plan, number, directory), f"{directory}/{file.path}", durable=options.fsync)
+        else:  # it is recorded once it has its name
+            ready.append(_published(plan, number, directory, options))
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
 def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
-    """Remove the index that is to be replaced, before the first of its files is: a set with an index is complete."""
+    """Delete the old index before its files: an index marks a set as complete."""
     withdraw(directory, [file for file in plan.files if not file.done])
     return []
 
 
 def withdraw(directory: str, files: Iterable[TargetFile]) -> None:
-    """Remove the indexes among some files, and a pointer to what is replaced; one to another checkpoint stays."""
+    """Remove old indexes, and a tracker file unless it names another checkpoint."""
     for file in files:
         path = f"{directory}/{file.path}"
         if file.last and not (file.pointer and _is_of_another(path, file.layout)):
@@ -424,26 +425,26 @@ def withdraw(directory: str, files: Iterable[TargetFile]) -> None:
 
 
 def _is_of_another(path: str, layout: FileLayout) -> bool:
-    """Return whether a file has other contents than it is to have."""
-    held = bytearray(layout.size)
+    """Return whether a file exists and differs from its planned contents."""
+    stored = bytearray(layout.size)
     try:
         if any_store().size(path) != layout.size:
             return True
-        any_store().read_into(path, 0, memoryview(held))
-    except SourceError:  # it is not there
+        any_store().read_into(path, 0, memoryview(stored))
+    except SourceError:  # it does not exist
         return False
-    return [(0, bytes(held))] != list(layout.literals)
+    return [(0, bytes(stored))] != list(layout.literals)
 
 
-def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, how: How) -> Moved:
-    """Write some files in the order of their bytes; nothing of them is left where that fails.
+def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, options: How) -> Moved:
+    """Write files in the order of their bytes; remove all of them on failure.
 
-    What stands in a file before and between the contents (its header, the heads of its messages, zeros of a chunk at
-    the edge, the index of a shard) waits in the file's sink for its turn, so that nothing is written twice.
+    Literals (the header of a file, the heads of its messages, zeros of a chunk at the edge, the index of a shard) wait
+    in the sink of the file for their turn, so that nothing is written twice.
 
-    A checkpoint file takes its contents in its own order. Of a zarr store, whose files are small and many, bytes come
-    row by row: a file is begun when its first byte comes and ends with its last one, so that only those that some rows
-    meet are open at a time; in a shard, bytes of a later chunk wait for those before them.
+    A checkpoint file gets its contents in its own order. A zarr store has many small files, whose bytes arrive row by
+    row: a file is opened with its first byte and closed after its last, so that only files of the current rows are
+    open; in a shard, bytes of a later chunk wait for the bytes before them.
 
     Raises:
         SourceError: a source file ends early, cannot be read or changed.
@@ -457,23 +458,23 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
             pieces,
             store_of(plan.source.coding),
             sinks,
-            checksums=how.checksums,
+            checksums=options.checksums,
             in_order=True,
-            check_cancelled=lambda: live_runs.check_cancelled(how.run),
+            check_cancelled=lambda: live_runs.check_cancelled(options.run),
         )
-        if not plan.exclusive:  # a store is not complete without its group, and the graph looks before that is written
+        if not plan.exclusive:  # the graph checks the sources before it writes the group of a store
             check_sources(plan, None)
-        sinks.finish(durable=how.fsync)
+        sinks.finish(durable=options.fsync)
     except BaseException:
         sinks.abort()
-        for number in sinks.ended:  # others may have the name, where files appear whole, of one that is to be replaced
+        for number in sinks.ended:  # unfinished names only: the final name may be that of a file to be replaced
             store_at(directory).discard(unfinished(plan, number, directory))
         raise
     return moved
 
 
 def write_literals(plan: Plan, number: int, directory: str, *, sync: bool) -> None:
-    """Write a file that has no contents of tensors, such as the index of a set."""
+    """Write a file that has only literals, such as the index of a set."""
     sink = _sink(plan, number, directory)
     try:
         sink.finish(durable=sync)
@@ -483,13 +484,13 @@ def write_literals(plan: Plan, number: int, directory: str, *, sync: bool) -> No
 
 
 def _sink(plan: Plan, number: int, directory: str) -> Sink:
-    """Return what takes the contents of a target file in about their order."""
+    """Return a sink for a target file, for writes in about the order of offsets."""
     file, layout = plan.files[number], plan.files[number].layout
     path, size = f"{directory}/{file.path}", plan.size_of(file)
 
     def create() -> Sink:
-        made = store_at(directory).create(unfinished(plan, number, directory), size)
-        return Summing(made, layout.crcs, crc32) if layout.crcs else made
+        sink = store_at(directory).create(unfinished(plan, number, directory), size)
+        return Summing(sink, layout.crcs, crc32) if layout.crcs else sink
 
     def begin() -> Sink:
         if plan.cipher is None:
@@ -507,11 +508,11 @@ def _sink(plan: Plan, number: int, directory: str) -> Sink:
 
 
 def _zeros(layout: FileLayout) -> Iterator[tuple[int, memoryview]]:
-    """Yield the zeros of a file where neither contents come nor its own bytes are: offset, and up to a MB of them."""
-    known = [(offset, len(content)) for offset, content in layout.literals]
-    known += [run for content in layout.contents for run in content.runs]
+    """Yield zeros, up to a MiB each, for gaps between contents and literals."""
+    used = [(offset, len(content)) for offset, content in layout.literals]
+    used += [run for content in layout.contents for run in content.runs]
     end = 0
-    for start, nbytes in sorted([*known, (layout.size, 0)]):
+    for start, nbytes in sorted([*used, (layout.size, 0)]):
         for begin in range(end, start, len(_ZEROS)):
             yield begin, _ZEROS[: start - begin]
         end = start + nbytes

@@ -1,1 +1,1 @@
-"""From files to a `Checkpoint`: which there are, what their headers say, and which blocks they hold."""
+"""Turn files into a `Checkpoint`: read headers, and assemble blocks."""

@@ -1,8 +1,9 @@
-"""Joining files and strategy: which blocks of which tensors there are, and which files hold each.
+"""Assemble tensors from files and a strategy.
 
-A tensor that the strategy names is read from the lowest pipeline stage that holds all of it; MindSpore leaves shared
-ones out of later stages' files, which is not a fault. One that no strategy names is whole in every file that has it.
-Every file is compared with the strategy, and all faults are reported at once.
+The result has the blocks of each tensor, and the files of each block. A tensor in the strategy is read from the lowest
+pipeline stage that has all of it; MindSpore omits shared tensors from the files of later stages, which is not a fault.
+A tensor outside the strategy is whole in every file that has it. Every file is compared with the strategy, and all
+faults are reported at once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import SourceFile
     from reshard.strategy.strategy import Strategy
 
-_MOST_TIMES = 256  # the ranks of a strategy that are no more than so many times those there are may be missing ranks
+_MOST_TIMES = 256  # a strategy with more ranks per existing rank does not belong to the checkpoint
 
 
 def unlisted(name: str) -> Text:
-    """Return what to do about a tensor that the strategy does not list, if ranks hold different bytes of it."""
+    """Return advice for a tensor outside the strategy that differs between ranks."""
     return Text(
         "save the strategy with only_trainable_params=False if it is sharded, or give ",
         Option("layout", name, "RULE"),
@@ -45,12 +46,12 @@ def assemble(
     Args:
         root: for messages.
         files: the files of all ranks.
-        ranks: the rank of each.
-        strategy: says which rank holds which block; None for one rank of whole tensors.
+        ranks: the rank of each file.
+        strategy: assigns blocks to ranks; None for one rank of whole tensors.
         partial: blocks may be in no file.
 
     Raises:
-        SourceError: missing ranks, headers that contradict the strategy or each other; all at once.
+        SourceError: ranks are missing, or headers contradict the strategy or each other; all faults at once.
     """
     if strategy is None:
         return _WithoutStrategy(root, files, ranks).tensors()
@@ -58,30 +59,30 @@ def assemble(
 
 
 def sharding_of(grid: Grid, ranks: Sequence[int], replicas: Iterable[Where]) -> Sharding:
-    """Return who holds each block of a grid.
+    """Return the blocks of a grid with the files that hold each.
 
     Args:
-        grid: says which ranks do.
+        grid: assigns blocks to ranks.
         ranks: the rank of each file.
-        replicas: the files that hold any.
+        replicas: the files that hold any block.
     """
     by_rank: dict[int, list[Where]] = {}
     for at in replicas:
         by_rank.setdefault(ranks[at.file], []).append(at)
     return Sharding(
-        grid.blocks, tuple(tuple(at for rank in some for at in by_rank.get(rank, ())) for some in grid.ranks)
+        grid.blocks, tuple(tuple(at for rank in group for at in by_rank.get(rank, ())) for group in grid.ranks)
     )
 
 
 def assemble_whole(
     root: str, files: Sequence[SourceFile], ranks: Sequence[int], numbers: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return the tensors of some files, by their numbers, each of which is whole in every one that has it."""
+    """Return the tensors of the files with these numbers; each is whole in every file."""
     return _WithoutStrategy(root, files, ranks, numbers).tensors()
 
 
 def by_header(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[int]]:
-    """Group files that share their entries, as those of most ranks do: what costs time is done once a group."""
+    """Group files that share their entries, as most ranks do."""
     groups: dict[int, list[int]] = {}
     for number in numbers:
         groups.setdefault(files[number].index.header, []).append(number)
@@ -89,14 +90,14 @@ def by_header(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[
 
 
 def where(files: Sequence[SourceFile], replicas: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
-    """Return where each file has what it holds, runs by the number of its header; and a file of each header."""
+    """Return the `Where` of each file, numbered by header, and a file of each header."""
     alike = by_header(files, replicas)
-    found = {number: Where(number, place) for place, numbers in enumerate(alike) for number in numbers}
-    return found, tuple(numbers[0] for numbers in alike)
+    by_file = {number: Where(number, index) for index, numbers in enumerate(alike) for number in numbers}
+    return by_file, tuple(numbers[0] for numbers in alike)
 
 
 class _WithoutStrategy:
-    """Joins tensors that no strategy names."""
+    """Assembles tensors without a strategy."""
 
     def __init__(
         self, root: str, files: Sequence[SourceFile], ranks: Sequence[int], numbers: Sequence[int] | None = None
@@ -107,7 +108,7 @@ class _WithoutStrategy:
         self._whole: dict[tuple[Shape, tuple[int, ...]], tuple[Sharding, tuple[int, ...]]] = {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return whole tensors, of the one rank that there may be."""
+        """Return whole tensors; raise an error if there are several ranks."""
         ranks = {self.ranks[number] for number in self.numbers}
         if len(ranks) > 1:
             raise SourceError(
@@ -115,32 +116,32 @@ class _WithoutStrategy:
                 code="no-layout",
                 hint=Text("give ", Option("strategy"), ", or ", Option("layout", "*", "RULE")),
             )
-        found = {name: self.unlisted(name, replicas) for name, replicas in self.replicas().items()}
+        tensors = {name: self.unlisted(name, replicas) for name, replicas in self.replicas().items()}
         self.faults.raise_if_any(SourceError)
-        return found
+        return tensors
 
     def replicas(self) -> dict[str, tuple[int, ...]]:
-        """Return the numbers of the files that have each name, ascending."""
+        """Return the numbers of the files with each name, ascending."""
         alike = by_header(self.files, self.numbers)
         groups: dict[str, list[int]] = {}
-        for place, numbers in enumerate(alike):
+        for index, numbers in enumerate(alike):
             for name in self.files[numbers[0]].index.entries:
-                groups.setdefault(name, []).append(place)
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+                groups.setdefault(name, []).append(index)
+        files_of: dict[tuple[int, ...], tuple[int, ...]] = {}
         replicas = {}
         for name, places in groups.items():
             key = tuple(places)
-            if key not in known:
-                known[key] = tuple(sorted(number for place in key for number in alike[place]))
-            replicas[name] = known[key]
+            if key not in files_of:
+                files_of[key] = tuple(sorted(number for index in key for number in alike[index]))
+            replicas[name] = files_of[key]
         return replicas
 
     def entry(self, number: int, name: str) -> Entry:
-        """Return a tensor's part in a file."""
+        """Return the entry of a tensor in a file."""
         return self.files[number].index.entries[name]
 
     def unlisted(self, name: str, replicas: Sequence[int]) -> Tensor:
-        """Join a tensor that no layout describes: every file that has it must hold the same whole of it."""
+        """Assemble a tensor without a layout, which must be whole in each file."""
         first = self.entry(replicas[0], name)
         for number in replicas[1:]:
             entry = self.entry(number, name)
@@ -160,7 +161,7 @@ class _WithoutStrategy:
         return Tensor(spec, sharding, runs, listed=False, varies=varies, text=first.text)
 
     def whole(self, shape: Shape, replicas: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
-        """Return the sharding of tensors of one shape that some files hold whole; and a file of each header."""
+        """Return the sharding of whole tensors in files, and a file of each header."""
         key = (shape, replicas)
         if key not in self._whole:
             places, firsts = where(self.files, replicas)
@@ -169,13 +170,13 @@ class _WithoutStrategy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """What tensors of one grid, held by the same files, have in common.
+class _SharedFacts:
+    """Facts that tensors with the same grid and files share.
 
     Attributes:
-        sharding: who holds each block; a block in no file has no replica.
+        sharding: the files of each block; a block in no file has no replica.
         firsts: a file of each header, by the number of its runs.
-        expected: files that share their entries, with the shape that each should have of such a tensor.
+        expected: groups of files that share their entries, with the expected shape of the tensor in them.
     """
 
     sharding: Sharding
@@ -184,30 +185,30 @@ class _Held:
 
 
 class _WithStrategy(_WithoutStrategy):
-    """Joins the tensors that a strategy names, and those that it does not."""
+    """Assembles tensors with a strategy, and tensors that are not in it."""
 
     def __init__(
         self, root: str, files: Sequence[SourceFile], ranks: Sequence[int], strategy: Strategy, *, partial: bool
     ) -> None:
         super().__init__(root, files, ranks)
         self.strategy, self.partial = strategy, partial
-        self._needing: dict[int, list[str]] = {}  # tensors that lack a block, by a rank that should have it
-        self._held: dict[tuple[Grid, tuple[int, ...]], _Held] = {}
+        self._needing: dict[int, list[str]] = {}  # tensors with a missing block, by a rank that should have it
+        self._facts: dict[tuple[Grid, tuple[int, ...]], _SharedFacts] = {}
         self._stages: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the files."""
         self._check_ranks()
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, replicas in self.replicas().items():
-            listed = name in self.strategy.tensors and self.entry(replicas[0], name).text is None
-            tensor = self._listed(name, replicas) if listed else self.unlisted(name, replicas)
+            in_strategy = name in self.strategy.tensors and self.entry(replicas[0], name).text is None
+            tensor = self._listed(name, replicas) if in_strategy else self.unlisted(name, replicas)
             if tensor is not None:
-                found[name] = tensor
+                tensors[name] = tensor
         if not self.partial:
             self._tell_missing()
         self.faults.raise_if_any(SourceError)
-        return found
+        return tensors
 
     def _check_ranks(self) -> None:
         expected = self.strategy.ranks
@@ -229,7 +230,7 @@ class _WithStrategy(_WithoutStrategy):
             )
 
     def _tell_missing(self) -> None:
-        """Every rank must be there. Replicas may have all that one held, but a wrong strategy looks just so."""
+        """Report missing ranks, even if no block is lost: the strategy may be wrong."""
         present = set(self.ranks)
         with_tensors = {placed.stage for places in self.strategy.tensors.values() for placed in places}
         missing = [
@@ -260,9 +261,9 @@ class _WithStrategy(_WithoutStrategy):
             )
 
     def _listed(self, name: str, replicas: tuple[int, ...]) -> Tensor | None:
-        """Join a tensor that the strategy names, from the lowest stage that holds all of it; check the others too."""
-        found: Tensor | None = None
-        some: Tensor | None = None
+        """Assemble a tensor from the lowest complete stage; check other stages, too."""
+        joined: Tensor | None = None
+        incomplete: Tensor | None = None
         lacking: list[int] = []
         placed = 0
         for stage in self.strategy.stages_of(name):
@@ -272,45 +273,46 @@ class _WithStrategy(_WithoutStrategy):
             placed += len(in_stage)
             tensor = self._in_stage(name, stage, in_stage)
             if tensor is None:
-                continue  # a fault, which is reported
-            if found and (tensor.spec.dtype, tensor.spec.shape) != (found.spec.dtype, found.spec.shape):
+                continue  # the fault is reported
+            if joined and (tensor.spec.dtype, tensor.spec.shape) != (joined.spec.dtype, joined.spec.shape):
                 self.faults.add(
                     f"tensor {name!r}",
-                    f"is {tensor.spec.dtype} {shape_text(tensor.spec.shape)} in stage {stage} and {found.spec.dtype} "
-                    f"{shape_text(found.spec.shape)} in a stage before",
+                    f"is {tensor.spec.dtype} {shape_text(tensor.spec.shape)} in stage {stage} and {joined.spec.dtype} "
+                    f"{shape_text(joined.spec.shape)} in a stage before",
                     code="stages-differ",
                 )
-            if found is None and tensor.is_complete:
-                found = tensor
+            if joined is None and tensor.is_complete:
+                joined = tensor
             elif self.partial:
-                some = some or tensor
+                incomplete = incomplete or tensor
             elif not tensor.is_complete:
                 grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
-                empty = [r for some, r in zip(tensor.sharding.replicas, grid.ranks, strict=True) if not some]
+                empty = [r for copies, r in zip(tensor.sharding.replicas, grid.ranks, strict=True) if not copies]
                 lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
         if placed < len(replicas):
             stages = self.strategy.stages_of(name)
-            where = sorted({self.ranks[n] for n in replicas if self.strategy.stage_of(self.ranks[n]) not in stages})
+            ranks = {self.ranks[n] for n in replicas}
+            misplaced = sorted(rank for rank in ranks if self.strategy.stage_of(rank) not in stages)
             self.faults.add(
                 f"tensor {name!r}",
-                f"is in {ranks_text(where)}; the strategy has it in stage {names(stages)}, other ranks",
+                f"is in {ranks_text(misplaced)}; the strategy has it in stage {names(stages)}, other ranks",
                 code="wrong-stage",
             )
-        found = found or some
-        if found is None:
+        joined = joined or incomplete
+        if joined is None:
             for rank in lacking:
                 self._needing.setdefault(rank, []).append(name)
-        return found
+        return joined
 
     def _of_stage(self, replicas: tuple[int, ...], stage: int) -> tuple[int, ...]:
-        """Return those files that are of ranks of one stage."""
+        """Return the files of ranks of one stage."""
         key = (replicas, stage)
         if key not in self._stages:
             self._stages[key] = tuple(n for n in replicas if self.strategy.stage_of(self.ranks[n]) == stage)
         return self._stages[key]
 
     def _in_stage(self, name: str, stage: int, replicas: tuple[int, ...]) -> Tensor | None:
-        """Join what the ranks of one stage hold; None if a fault was found."""
+        """Assemble a tensor from the ranks of one stage; None on faults."""
         first = self.entry(replicas[0], name)
         try:
             shape = self.strategy.whole_shape(name, first.shape, stage=stage)
@@ -322,15 +324,15 @@ class _WithStrategy(_WithoutStrategy):
             return None
         faults = self.faults.count
         self._check_stated_shape(name, stage, shape, first.shape)
-        held = self._held_by(grid, replicas)
-        self._check_entries(name, first, held)
+        facts = self._facts_of(grid, replicas)
+        self._check_entries(name, first, facts)
         if self.faults.count > faults:
             return None
-        runs = tuple(self.entry(number, name).runs for number in held.firsts)
-        return Tensor(TensorSpec(name, first.dtype, shape), held.sharding, runs)
+        runs = tuple(self.entry(number, name).runs for number in facts.firsts)
+        return Tensor(TensorSpec(name, first.dtype, shape), facts.sharding, runs)
 
     def _check_stated_shape(self, name: str, stage: int, shape: Shape, stored: Shape) -> None:
-        """Compare with the shape that a JSON strategy gives; whole tensors under a splitting layout show there."""
+        """Compare with the shape in a JSON strategy; tensors saved whole differ."""
         placed = next(p for p in self.strategy.tensors[name] if p.stage == stage)
         if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
             wrong = (
@@ -347,26 +349,26 @@ class _WithStrategy(_WithoutStrategy):
                     hint=Text("give the strategy that the checkpoint was saved with: ", Option("strategy")),
                 )
 
-    def _check_entries(self, name: str, first: Entry, held: _Held) -> None:
-        """Compare what each file has of a tensor with the block that its rank should have."""
-        for numbers, shape in held.expected:
+    def _check_entries(self, name: str, first: Entry, facts: _SharedFacts) -> None:
+        """Compare the entry in each file with the block that its rank should have."""
+        for numbers, shape in facts.expected:
             entry = self.entry(numbers[0], name)
             for number in numbers if entry.dtype is not first.dtype or entry.shape != shape else ():
-                where = f"tensor {name!r} in {self.files[number].path}"
+                subject = f"tensor {name!r} in {self.files[number].path}"
                 if entry.dtype is not first.dtype:
-                    what = f"is {entry.dtype}; other ranks have {first.dtype}"
-                    self.faults.add(where, what, code="mixed-dtypes")
+                    fault = f"is {entry.dtype}; other ranks have {first.dtype}"
+                    self.faults.add(subject, fault, code="mixed-dtypes")
                 else:
-                    what = f"is {shape_text(entry.shape)}; the strategy and the other ranks say {shape_text(shape)}"
-                    self.faults.add(where, what, code="wrong-shape")
+                    fault = f"is {shape_text(entry.shape)}; the strategy and the other ranks say {shape_text(shape)}"
+                    self.faults.add(subject, fault, code="wrong-shape")
 
-    def _held_by(self, grid: Grid, replicas: tuple[int, ...]) -> _Held:
+    def _facts_of(self, grid: Grid, replicas: tuple[int, ...]) -> _SharedFacts:
         key = (grid, replicas)
-        if key not in self._held:
+        if key not in self._facts:
             places, firsts = where(self.files, replicas)
             sharding = sharding_of(grid, self.ranks, places.values())
-            self._held[key] = _Held(sharding, firsts, self._expected(grid, replicas))
-        return self._held[key]
+            self._facts[key] = _SharedFacts(sharding, firsts, self._expected(grid, replicas))
+        return self._facts[key]
 
     def _expected(self, grid: Grid, replicas: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
         blocks = grid.by_rank()

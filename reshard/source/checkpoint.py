@@ -1,48 +1,40 @@
-"""Checkpoints: which tensors exist, which blocks of them there are, and where the bytes of each lie.
+"""Checkpoints: the tensors, their blocks, and the byte ranges of each block.
 
 A `Checkpoint` holds no tensor data. A set of rank directories becomes one through a strategy (`reshard.open`); a
-format that describes itself lists its blocks and needs none. Everything after it (plans, arrays, verification) sees
-only blocks and byte ranges.
+self-describing format lists its blocks and needs no strategy. All later steps (plans, arrays, verification) see only
+blocks and byte ranges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
 from reshard.formats.entries import Extent, Where
 from reshard.layout.axes import factors
 from reshard.storage.base import Status
+from reshard.storage.cipher import Cipher
 from reshard.strategy.names import matches, matching, no_match
-from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Mapping
 
     from reshard.dtypes import DType
     from reshard.formats.entries import FileIndex, Runs
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Block, Shape
     from reshard.layout.layout import Layout
-    from reshard.plan.plan import Plan
-    from reshard.plan.select import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Report
     from reshard.storage.base import Coding
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-    from reshard.view.svg import Picture
-    from reshard.view.tables import Groups
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor is: its name, the kind of its elements and its whole shape."""
+    """The name, dtype and whole shape of a tensor."""
 
     name: str
     dtype: DType
@@ -50,15 +42,15 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the whole tensor in bytes."""
+        """Return the size of the whole tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One checkpoint file: its path, its size and time when it was indexed, and what it holds.
+    """One checkpoint file: its path, its index, and size and time when indexed.
 
-    `change` is as in `Status`. It does not travel to other processes, whose machines may see another one.
+    `change` is as in `Status`. It is not pickled, because other machines may see another value.
     """
 
     path: str
@@ -69,7 +61,7 @@ class SourceFile:
 
     @property
     def status(self) -> Status:
-        """Its state when it was indexed."""
+        """Return the state of the file when it was indexed."""
         return Status(self.nbytes, self.mtime_ns, self.change)
 
     def __reduce__(self) -> tuple[type[SourceFile], tuple[str, int, int, FileIndex]]:
@@ -77,12 +69,12 @@ class SourceFile:
 
 
 class Shard(NamedTuple):
-    """One block of a tensor and where its bytes are.
+    """One block of a tensor and its byte ranges.
 
     Attributes:
-        block: what part of the tensor.
-        replicas: the extents that hold it, in `Checkpoint.files`, the first of which is read; none where the checkpoint
-            was opened in part and the block is not there.
+        block: the block.
+        replicas: the extents of its copies in `Checkpoint.files`; the first is read. Empty if the checkpoint was opened
+            partially and the block is missing.
     """
 
     block: Block
@@ -90,17 +82,17 @@ class Shard(NamedTuple):
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The numbers of the files that hold it, in the same order."""
+        """Return the numbers of the files with a copy, in the order of `replicas`."""
         return tuple(extent.file for extent in self.replicas)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """What tensors have in common that are cut alike and lie in the same files; equal only to itself.
+    """Blocks and files that several tensors can share; equal only to itself.
 
     Attributes:
         blocks: distinct blocks that together cover the tensor, in row-major order.
-        replicas: for each block where it is; the first is read.
+        replicas: the copies of each block; the first is read.
     """
 
     blocks: tuple[Block, ...]
@@ -108,8 +100,8 @@ class Sharding:
 
     @property
     def is_strided(self) -> bool:
-        """Elements of some block lie in strides."""
-        return any(at.strides for some in self.replicas for at in some)
+        """Return whether any block is strided."""
+        return any(at.strides for replicas in self.replicas for at in replicas)
 
 
 class Tensor(NamedTuple):
@@ -117,14 +109,14 @@ class Tensor(NamedTuple):
 
     Attributes:
         spec: name, dtype and whole shape.
-        sharding: its blocks, and which files hold each.
-        runs: the byte ranges of its blocks in those files; `Where.runs` is a number of them. Files with equal headers
+        sharding: its blocks, and the files of each.
+        runs: the byte ranges of its blocks in the files; `Where.runs` is an index into this. Files with equal headers
             share one.
         listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
-        varies: its copies differ from rank to rank, as far as was looked (tensors that no strategy names only).
+        varies: its copies were found to differ between ranks (only for tensors that no strategy names).
         text: the value of a `str` entry; else None.
-        space: the shape that its blocks are boxes of, where some of its dimensions are several axes there; its elements
-            are in the same order. None where that is the tensor's own.
+        space: the shape that its blocks are boxes of, if it has some of the dimensions split into several axes; its
+            elements are in the same order. None if that is the shape of the tensor.
     """
 
     spec: TensorSpec
@@ -140,7 +132,7 @@ class Tensor(NamedTuple):
         cls, spec: TensorSpec, shards: Iterable[Shard], *, listed: bool = True, varies: bool = False,
         text: str | None = None,
     ) -> Tensor:  # fmt: skip
-        """Build a tensor from its blocks, as a format that describes itself lists them."""
+        """Build a tensor from its blocks, as listed by a self-describing format."""
         numbers: dict[Runs, int] = {}
         blocks, replicas = [], []
         for block, extents in shards:
@@ -152,7 +144,7 @@ class Tensor(NamedTuple):
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Its blocks and their extents; built when asked for, as all of a large checkpoint would fill the memory."""
+        """Return the blocks and their extents; built on demand to save memory."""
         return tuple(
             Shard(block, tuple(Extent(at.file, self.runs[at.runs], at.strides) for at in replicas))
             for block, replicas in zip(self.sharding.blocks, self.sharding.replicas, strict=True)
@@ -160,22 +152,22 @@ class Tensor(NamedTuple):
 
     @property
     def axes(self) -> tuple[Shape, ...]:
-        """The axes of its space that each of its dimensions is; none where its blocks are of its own shape."""
+        """Return the axes in `space` of each dimension; empty if `space` is None."""
         return tuple(factors(self.spec.shape, self.space) or ()) if self.space else ()
 
     @property
     def is_complete(self) -> bool:
-        """Every block is in some file."""
+        """Return whether every block is in a file."""
         return all(self.sharding.replicas)
 
 
 class Object(NamedTuple):
-    """What is not a tensor: bytes that the program that wrote them understands, which are carried as they are.
+    """An object that is not a tensor: opaque bytes that are copied unchanged.
 
     Attributes:
         path: the file.
-        begin, nbytes: its bytes in that.
-        problem: why they are not read; empty where they are.
+        begin, nbytes: the range of its bytes in the file.
+        problem: the reason if it cannot be read; else empty.
     """
 
     path: str = ""
@@ -185,14 +177,14 @@ class Object(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """How much of the contents was looked at when a checkpoint was opened (`source.probe`).
+    """Statistics of the content sampling done on open (`source.probe`).
 
     Attributes:
-        tensors: how many tensors were sampled.
-        of_tensors: of how many whose files can be compared.
-        copies: how many replicas were compared with the first one of their block, by samples.
-        whole: how many of these bit for bit, because they are small.
-        of_copies: how many replicas there are, beyond the first of each block.
+        tensors: number of tensors sampled.
+        of_tensors: number of tensors with comparable files.
+        copies: number of replicas compared by samples with the first one of their block.
+        whole: number of these that were compared bit for bit, because they are small.
+        of_copies: number of replicas in total, beyond the first of each block.
     """
 
     tensors: int
@@ -203,16 +195,16 @@ class Looked(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What a checkpoint was derived from.
+    """The origin of a derived checkpoint.
 
     Attributes:
-        checkpoint: the one whose files it has.
-        rules: between the names and shapes of the two; None where these are the same.
-        left_out: names of that one's tensors that the rules leave out.
-        lora: what was merged into its weights first.
-        ties: tensors that the rules make one, behind its name, of which samples were compared; the first is read.
-        merged: the names of those weights, in that one.
-        side: what the rules call the side that was made; empty without rules.
+        checkpoint: the original checkpoint, which has the same files.
+        rules: the rules between the names and shapes of the two; None if these are the same.
+        left_out: names of original tensors that the rules leave out.
+        lora: the adapter that was merged into the weights first.
+        ties: tensors that the rules join into one, by its name; samples of them were compared, and the first is read.
+        merged: the original names of the weights with a merged adapter.
+        side: the name in the rules of the derived side; empty without rules.
     """
 
     checkpoint: Checkpoint
@@ -224,60 +216,46 @@ class Origin(NamedTuple):
     side: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint(Mapping[str, Any]):
-    """A set of checkpoint files seen as whole tensors; a mapping of names to lazy dask arrays.
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Options with which a checkpoint was opened, and facts found about its files.
 
     Attributes:
-        root: the directory or file that was opened.
-        tensors: the tensors, in the order of the files.
-        files: the files, in rank order.
-        ranks: the rank of each file, in the same order.
-        strategy: the strategy that said which rank holds which block; None for a source of whole tensors.
-        part: the pipeline stage, where the source is one stage of a longer pipeline; else None.
-        warnings: warnings from opening it.
-        unreadable: names in the files that cannot be converted, with the reason.
-        cipher: decrypts the files; None where they are plain.
-        partial: it was opened though the files of some ranks may be missing.
-        left_out: names in the files that `sel` did not choose.
-        decoding: reads what is not plain bytes: chunks of a zarr store, items of a DCP, weights with an adapter; None
-            where all are, or are encrypted.
-        looked: how much of the contents was looked at when it was opened; None where nothing was.
-        lone_rank: why its tensors, which are taken as whole ones, seem to be the blocks of one rank; else empty.
-        elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
-        step: which of the checkpoints of a training run it is; None where the names of its files do not say.
-        described_by: what says which block is where, in place of a strategy: a file, or the format; else empty.
-        layouts: how tensors are cut, as that says it.
-        holders: the ranks that hold each tensor, as that says it: those of the devices of its layout, in order, of one
-            pipeline stage after the other where several share it; without a layout, ascending. None where it does not
-            say what all of them hold.
-        defects: those of the warnings that are of what it says wrongly, though everything can be read.
-        objects: what are not tensors but objects of the program that wrote them, by their names; only a target of the
-            same format gets them.
-        beside: files next to those of tensors that say what the training needs besides, by their names; likewise.
-        bound: tensors of which only a target of the same format makes sense, with the reason.
-        paths: by which keys of dicts and places in lists each is found in the state that was saved, where that is not
-            its name alone; None where nothing is known of that, and a program does without.
-        origin: where rules, or an adapter, made its tensors of those of another: that one, and these.
-        by_file: its files were named one by one, so that the root, where the first is, may have others.
+        stage: the pipeline stage if the source is one stage of a longer pipeline.
+        elsewhere: names of tensors that only other stages have, if known.
+        partial: whether files of some ranks may be missing.
+        by_file: whether its files were named one by one; the root, the directory of the first, may have other files.
+        lone_rank: why tensors that were opened as whole seem to be the blocks of one rank; else empty.
+        looked: statistics of the content sampling done on open, or None.
+        step: the training step of the checkpoint, if the names of its files have one.
     """
 
-    root: str
-    tensors: Mapping[str, Tensor]
-    files: tuple[SourceFile, ...]
-    ranks: tuple[int, ...]
-    strategy: Strategy | None = None
-    part: int | None = None
-    warnings: tuple[str, ...] = ()
-    unreadable: Mapping[str, str] = field(default_factory=dict)
-    cipher: Cipher | None = None
-    partial: bool = False
-    left_out: frozenset[str] = frozenset()
-    decoding: Coding | None = None
-    looked: Looked | None = None
-    lone_rank: str = ""
+    stage: int | None = None
     elsewhere: frozenset[str] = frozenset()
+    partial: bool = False
+    by_file: bool = False
+    lone_rank: str = ""
+    looked: Looked | None = None
     step: Step | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Metadata of a format beyond names, shapes and byte ranges of tensors.
+
+    Attributes:
+        described_by: the metadata file, or the format, that lists the blocks; empty if a strategy defines them.
+        layouts: the layouts of tensors.
+        holders: the ranks of each tensor: the devices of its layout in order, pipeline stages in sequence if several
+            share it; ascending if it has no layout. A tensor is absent if its ranks are unknown.
+        defects: warnings about harmless errors in the metadata.
+        objects: objects of the program that wrote it, by name. Only targets of the same format receive them.
+        beside: sidecar files that the training needs, by name. Only targets of the same format receive them.
+        bound: tensors that only a target of the same format can hold, with the reason.
+        paths: the dict keys and list indices under which each tensor was saved, if not only its name; None if they are
+            unknown and not needed.
+    """
+
     described_by: str = ""
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -286,59 +264,98 @@ class Checkpoint(Mapping[str, Any]):
     beside: Mapping[str, Object] = field(default_factory=dict)
     bound: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
+
+    def without(self, names: Collection[str]) -> Extras:
+        """Return the extras without some objects and bound tensors."""
+        objects = {name: item for name, item in self.objects.items() if name not in names}
+        bound = {name: reason for name, reason in self.bound.items() if name not in names}
+        return replace(self, objects=objects, bound=bound)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A set of checkpoint files as whole tensors; `reshard.Checkpoint` wraps it.
+
+    Attributes:
+        root: the directory or file that was opened.
+        tensors: the tensors, in the order of the files.
+        files: the files, in rank order.
+        ranks: the rank of each file, in the same order.
+        strategy: the strategy, which assigns blocks to ranks; None for a source of whole tensors.
+        warnings: warnings from opening it.
+        unreadable: names in the files that cannot be converted, with the reason.
+        coding: decodes or decrypts the bytes of the files; None if they are plain.
+        left_out: names in the files that `sel` did not choose.
+        opening: options with which it was opened.
+        extras: further metadata of its format.
+        origin: the original checkpoint and the rules or adapter applied to it; None if it is not derived.
+    """
+
+    root: str
+    tensors: Mapping[str, Tensor]
+    files: tuple[SourceFile, ...]
+    ranks: tuple[int, ...]
+    strategy: Strategy | None = None
+    warnings: tuple[str, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    coding: Coding | None = None
+    left_out: frozenset[str] = frozenset()
+    opening: Opening = field(default_factory=Opening)
+    extras: Extras = field(default_factory=Extras)
     origin: Origin | None = None
-    by_file: bool = False
+
+    @property
+    def cipher(self) -> Cipher | None:
+        """Return the cipher of the files; None if they are not encrypted."""
+        if isinstance(self.coding, Cipher):
+            return self.coding
+        return self.origin.checkpoint.cipher if self.origin else None  # an adapter decrypts the weights it merges into
 
     def require_whole(self) -> None:
-        """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
+        """Raise an error if tensors opened as whole seem to be the blocks of one rank.
 
         Raises:
-            SourceError: its place or its header does; what to do is in the error.
+            SourceError: the path or a header says so; the error has advice.
         """
-        if self.lone_rank:
-            what, *why = parted(self.lone_rank, "expected ")
+        if self.opening.lone_rank:
+            fault, *why = parted(self.opening.lone_rank, "expected ")
             facts, *advice = parted(joined("", why), "open ")
-            raise SourceError(what, code="one-rank", facts=[facts] if facts else [], hint=joined("", advice))
+            raise SourceError(fault, code="one-rank", facts=[facts] if facts else [], hint=joined("", advice))
 
     def entry_text(self, number: int, name: str) -> str | None:
-        """Return the value of a `str` entry in a file, by the file's number."""
+        """Return the value of a `str` entry of the file with this number."""
         return self.files[number].index.entries[name].text
 
     @property
     def opened(self) -> Checkpoint:
-        """The checkpoint as it was opened: without the rules that it is derived by, and without an adapter."""
+        """Return the checkpoint as it was opened, without rules and adapter."""
         return self.origin.checkpoint if self.origin else self
 
     @property
     def lora(self) -> LoRA | None:
-        """The adapter that is merged into its weights."""
+        """Return the adapter that is merged into the weights, if any."""
         return self.origin.lora if self.origin else None
 
     @property
-    def coding(self) -> Coding | None:
-        """How the bytes of the files are to be read; None where they are plain."""
-        return self.decoding or self.cipher
-
-    @property
     def format(self) -> str | None:
-        """The format of the files; None where they are of several."""
+        """Return the format of the files; None if there are several."""
         formats = {file.index.format for file in self.files}
         return formats.pop() if len(formats) == 1 else None
 
     @property
     def every(self) -> Mapping[str, None]:
-        """The names of all that it has: tensors, what cannot be converted, objects."""
-        return dict.fromkeys((*self.tensors, *self.unreadable, *self.objects))
+        """Return all names: tensors, entries that cannot be converted, objects."""
+        return dict.fromkeys((*self.tensors, *self.unreadable, *self.extras.objects))
 
     @property
     def nbytes(self) -> int:
-        """The size of all whole tensors, replicas counted once, in bytes."""
+        """Return the size of all whole tensors in bytes, without replicas."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
 
     def sel(self, *patterns: str) -> Checkpoint:
-        """Return the checkpoint of some tensors only; nothing is read.
+        """Return the checkpoint with only the chosen tensors; nothing is read.
 
-        A plan leaves out what this leaves out, and does not report it as missing.
+        A plan leaves out the other tensors, too, and does not report them as missing.
 
         Args:
             patterns: names of tensors, or globs; every one must match.
@@ -347,78 +364,36 @@ class Checkpoint(Mapping[str, Any]):
             UsageError: a pattern matches no tensor; the nearest is named.
         """
         chosen = matched(self.root, self.every, patterns)
-        wanted = {name for name in self.elsewhere if matches(name, patterns)}
-        return replace(self.without(self.every.keys() - chosen), elsewhere=frozenset(wanted))
-
-    def derive(self, rules: Rules) -> Checkpoint:
-        """Return the checkpoint in the names and shapes of another program; nothing of its tensors is read.
-
-        Args:
-            rules: between its names and those; see `reshard.Rules`.
-
-        Raises:
-            SourceError: tensors that no rule names, or several; parts that are not there; shapes that do not add up;
-                all at once.
-            UsageError: its names are those of neither side.
-        """
-        return rules.derived(self).checkpoint
-
-    def merge_lora(self, lora: LoRA) -> Checkpoint:
-        """Return the checkpoint with a LoRA adapter merged into its weights, whenever these are read.
-
-        A weight becomes `weight + scale * (B @ A)`, all of it in float32, and rounded once, to its own dtype.
-
-        Args:
-            lora: the adapter; see `reshard.LoRA`.
-
-        Raises:
-            SourceError: the adapter cannot be read, or cannot be merged into weights; it has a layer that is not here,
-                or has another shape, or is quantised; all at once.
-            UsageError: rules were applied before.
-        """
-        return lora.merged(self)
+        other_stage_names = frozenset(name for name in self.opening.elsewhere if matches(name, patterns))
+        opening = replace(self.opening, elsewhere=other_stage_names)
+        return replace(self.without(self.every.keys() - chosen), opening=opening)
 
     def without(self, left_out: Collection[str]) -> Checkpoint:
-        """Return the checkpoint without some tensors; names that it does not have do no harm."""
+        """Return the checkpoint without some tensors; unknown names are ignored."""
         return replace(
             self,
             tensors={name: tensor for name, tensor in self.tensors.items() if name not in left_out},
             unreadable={name: reason for name, reason in self.unreadable.items() if name not in left_out},
-            objects={name: found for name, found in self.objects.items() if name not in left_out},
-            bound={name: reason for name, reason in self.bound.items() if name not in left_out},
+            extras=self.extras.without(left_out),
             left_out=self.left_out.union(left_out),
         )
 
     def unbound(self) -> Checkpoint:
-        """Return the checkpoint as one of another format is made of it: its bound tensors cannot be read for that."""
-        if not self.bound:
+        """Return the checkpoint with bound tensors unreadable, for other formats."""
+        bound = self.extras.bound
+        if not bound:
             return self
-        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in self.bound}
-        return replace(self, tensors=tensors, unreadable={**self.unreadable, **self.bound}, bound={})
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in bound}
+        extras = replace(self.extras, bound={})
+        return replace(self, tensors=tensors, unreadable={**self.unreadable, **bound}, extras=extras)
 
-    def groups(self, by: str = "name") -> Groups:
-        """Return the number, size and dtypes of the tensors.
-
-        Args:
-            by: `name` (repeated layers as one), `prefix`, `dtype`, or `kind`: weights, and each state of the optimizer.
-        """
-        found: Groups = upward("groups")(self, by)
-        return found
-
-    def picture(self, name: str, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, and next to it how another strategy cuts it.
+    def require(self, name: str) -> None:
+        """Check that a tensor exists and can be read.
 
         Raises:
             KeyError: there is no such tensor.
-            SourceError: it cannot be read.
-            UsageError: the target strategy does not name it.
-            LayoutError: the target strategy does not fit its shape.
+            SourceError: it cannot be read; the reason is in `unreadable`.
         """
-        self._require(name)
-        drawn: Picture = upward("picture")(self, name, target)
-        return drawn
-
-    def _require(self, name: str) -> None:
         if not isinstance(name, str):
             raise KeyError(name)
         if name in self.unreadable:
@@ -427,70 +402,17 @@ class Checkpoint(Mapping[str, Any]):
             alike = get_close_matches(name, self.tensors, n=3)
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
 
-    def __getitem__(self, name: str) -> Any:
-        """Return a tensor as a lazy dask array, one chunk a source shard.
-
-        Raises:
-            KeyError: there is no such tensor.
-            SourceError: it cannot be read; the reason is that of `unreadable`.
-        """
-        self._require(name)
-        return upward("tensor_array")(self, name)
-
-    def to_zarr(
-        self,
-        store: AnyName,
-        *,
-        chunk_size: int | None = None,
-        shard_size: int | None = None,
-        compression: str | None = None,
-        selection: Selection | None = None,
-        memory: int | None = None,
-        **running: Any,
-    ) -> Report:
-        """Write the whole tensors as one zarr v3 group, in a directory of its own.
-
-        Args:
-            store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
-            chunk_size: the most bytes in a chunk; by default chunks are the source's blocks.
-            shard_size: the most bytes of chunks in a file; by default small chunks share files.
-            compression: `zstd`, `zstd:3` and so on; by default none.
-            selection: which tensors, under which names, as which dtypes.
-            memory: resident memory in bytes that it may use at its peak.
-            running: how to run, as in `Plan.run`: `overwrite`, `client`, `progress` and so on.
-
-        Raises:
-            UsageError, SourceError, BudgetError, TargetError: as `reshard.plan` and `Plan.run` do.
-        """
-        from reshard.formats.zarr import ZarrGroup  # not on every start
-
-        files = ZarrGroup(chunk_size, shard_size, compression)
-        plan: Plan = upward("plan")(self, files=files, selection=selection, memory=memory)
-        return plan.run(store, **running)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def __repr__(self) -> str:
         count = len(self.tensors)
-        titles = [names([self.root]), *([self.step.text()] if self.step else [])]
+        titles = [names([self.root]), *([self.opening.step.text()] if self.opening.step else [])]
         return (
             f"<Checkpoint {', '.join(titles)}: {count} tensor{'s' * (count != 1)}, "
             f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
         )
 
-    def _repr_html_(self) -> str:
-        return str(upward("html")(self))
-
 
 def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[str]:
-    """Return those of a checkpoint's names that patterns choose: names, or globs; every one must match.
+    """Return the names that match patterns (names or globs); each must match.
 
     Raises:
         UsageError: a pattern matches no tensor; the nearest is named.

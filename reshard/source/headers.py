@@ -1,10 +1,11 @@
-"""The headers of many files: equal ones are parsed once and held once; and digests of them.
+"""Index many files, parsing equal headers once; compute digests of headers.
 
-Ranks that do the same have files that differ in nothing but contents. A file as long as one that is indexed, and with
-the same bytes everywhere outside of contents, has the same index: to compare takes a tenth of the time of parsing, and
-4,096 ranks with an index each would not fit into memory.
+Ranks with the same role have files that differ only in contents. A file that has the same size as an indexed file, and
+the same bytes outside of contents, has the same index: comparing takes a tenth of the time of parsing, and 4,096 ranks
+with an index each would not fit into memory.
 
-Digests are of what two machines, or two runs, must have the same. None depends on a time: copying a file changes that.
+Digests cover facts that must be equal on two machines, or in two runs. None depends on a time, because copying a file
+changes it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
-_MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be converted, such as a hash table, may be huge
+_MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
 
 _SMALL = 64 << 10
 _PAGE = 4096
@@ -40,9 +41,9 @@ _PAGES = 4
 
 
 class _Header(NamedTuple):
-    """What was found in a file, and all of its bytes that are not contents, with their offsets."""
+    """The index of a file, and its bytes outside of contents, with offsets."""
 
-    found: FileIndex
+    file_index: FileIndex
     pieces: list[tuple[int, bytes]]
 
 
@@ -51,18 +52,18 @@ class Headers:
 
     def __init__(self, store: ReadStore) -> None:
         self._store = store
-        # The last of each size, because ranks alike follow each other: no file is compared with more than one.
+        # The last header of each size, as similar ranks are adjacent: a file is compared with at most one.
         self._known: dict[int, _Header] = {}
-        self._entries: dict[int, list[FileIndex]] = {}  # with all distinct entries, by how many these are
+        self._entries: dict[int, list[FileIndex]] = {}  # indexes with distinct entries, by number of entries
         self._headers = count()
         self._lock = threading.Lock()  # headers at URLs are read side by side
 
     def index(self, path: str) -> FileIndex:
-        """Return what a file holds; `SourceError` where it is not valid, as `index_file`."""
+        """Return the index of a file; raise `SourceError` if it is invalid."""
         size = self._store.size(path)
-        known = self._known.get(size)
-        if known is not None and self._store.holds(path, known.pieces):
-            return known.found
+        header = self._known.get(size)
+        if header is not None and self._store.holds(path, header.pieces):
+            return header.file_index
         index = self.shared(index_file(path, store=self._store))
         runs = gaps(index, size)
         if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
@@ -71,64 +72,62 @@ class Headers:
         return index
 
     def shared(self, index: FileIndex) -> FileIndex:
-        """Return an index with the number of its entries; files that differ in their notes alone share these."""
+        """Return an index with its header number; share entries that are equal."""
         with self._lock:
             alike = self._entries.setdefault(len(index.entries), [])
-            known = next((one for one in alike if one.entries == index.entries), None)
-            if known is None:
-                known = index._replace(header=next(self._headers))
-                alike.append(known)
-        return index._replace(entries=known.entries, header=known.header)
+            first = next((item for item in alike if item.entries == index.entries), None)
+            if first is None:
+                first = index._replace(header=next(self._headers))
+                alike.append(first)
+        return index._replace(entries=first.entries, header=first.header)
 
 
 def gaps(index: FileIndex, size: int) -> Runs:
-    """Return the ranges of a file that are not contents of tensors; text is part of an index."""
-    found: list[tuple[int, int]] = []
+    """Return the ranges of a file outside of tensor contents, including text."""
+    ranges: list[tuple[int, int]] = []
     position = 0
     for offset, nbytes in sorted(run for entry in index.entries.values() if entry.text is None for run in entry.runs):
         if offset > position:
-            found.append((position, offset - position))
+            ranges.append((position, offset - position))
         position = offset + nbytes
     if position < size:
-        found.append((position, size - position))
-    return tuple(found)
+        ranges.append((position, size - position))
+    return tuple(ranges)
 
 
 def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
-    """Return the digest of all that each header says: names, dtypes, shapes, byte ranges, notes and text.
+    """Return the digests of headers: names, dtypes, shapes, ranges, notes and text.
 
-    The headers were read together: the entries that they share are looked through once.
+    The headers were read together: entries that they share are digested once.
     """
     entries = {index.header: index for index in indexes}
     digests = {header: _entries_digest(index) for header, index in entries.items()}
     notes: dict[tuple[object, ...], str] = {}
-    found = []
+    result = []
     for index in indexes:
         key = (index.format, digests[index.header], index.metadata, index.crc, index.deduplicated, index.unreadable)
         if key not in notes:
             notes[key] = digest(key)
-        found.append(notes[key])
-    return found
+        result.append(notes[key])
+    return result
 
 
 def contents_digest(contents: Iterable[tuple[str, Entry | Content]]) -> str:
-    """Return the digest of what a header says of tensors, by their names; notes and the order are not in it.
+    """Return the digest of the tensors in a header, independent of notes and order.
 
-    A file to be written has the same, from its layout, as its reader finds in it.
+    The layout of a file to be written has the same digest as the header that is read from it.
     """
-    said = (
-        (name, one.dtype.name, one.shape, one.runs) if one.text is None else (name, one.text) for name, one in contents
-    )
-    return digest(sorted(said))
+    facts = ((name, e.dtype.name, e.shape, e.runs) if e.text is None else (name, e.text) for name, e in contents)
+    return digest(sorted(facts))
 
 
 def pages_digest(path: str) -> str:
-    """Return the digest of four pages of a file, the last one among them; of all of it up to 64 KiB.
+    """Return the digest of four pages of a file, or all of it up to 64 KiB.
 
     Checkpoints of two steps of one training have equal names, shapes and headers; their weights differ everywhere.
 
     Raises:
-        SourceError: it cannot be read.
+        SourceError: the file cannot be read.
     """
     store = local_store()
     nbytes = store.size(path)
@@ -147,11 +146,11 @@ def _entries_digest(index: FileIndex) -> str:
 
 
 def key_of(paths: Sequence[Place], cipher: Cipher | None) -> Cipher | None:
-    """Return the key with which the files of a checkpoint are read; None where they are plain and it is not required.
+    """Return the cipher of files; None if they are plain and it is optional.
 
     Raises:
-        SourceError: some are encrypted and some are not: what is plain may have been put there by others. Empty files,
-            of ranks without a tensor, are neither.
+        SourceError: only a part of the files is encrypted: a plain file may have been replaced by others. Empty files,
+            of ranks without a tensor, count as neither.
     """
     if cipher is None:
         return None
@@ -171,8 +170,8 @@ def key_of(paths: Sequence[Place], cipher: Cipher | None) -> Cipher | None:
 
 
 def _start(path: Place) -> bytes:
-    """Return the first bytes of a file, as many as the magic of an encrypted one has."""
-    path.status()  # a file that is gone has an error of its own
+    """Return the first four bytes of a file, in which an encrypted one has its magic."""
+    path.status()  # this raises the specific error for a missing file
     return RangeReader(str(path), window=4).upto(0, 4)
 
 
@@ -182,7 +181,7 @@ def indexed(
     """Return the files of each rank, indexed, and the rank of each file.
 
     Raises:
-        SourceError: a file is not valid, or says of itself that it has blocks of tensors.
+        SourceError: a file is invalid, or its header says that it has blocks of tensors.
     """
     files, ranks = read_indexes(chosen, cipher)
     for file in files:
@@ -193,12 +192,12 @@ def indexed(
 def read_indexes(
     chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
-    """Return the files of each rank, indexed, and the rank of each; they may have blocks that say which they are.
+    """Return indexed files and their ranks; they may have blocks of tensors.
 
     Raises:
-        SourceError: a file is not valid.
+        SourceError: a file is invalid.
     """
-    # One name for each file everywhere: what is held open of it goes by name.
+    # Each file has one path everywhere: open files are cached by path.
     paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
     files = [
         SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
@@ -214,11 +213,11 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[St
 
     def header(path: Place) -> tuple[Status, FileIndex]:
         status = path.status()
-        # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
+        # A rank without any tensor gets an empty .ckpt file, which MindSpore rejects.
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
-        if path.can.waits:  # to look whether its header is one that is known is a request too
+        if path.can.waits:  # comparing it with a known header would be a request, too
             return status, headers.shared(index_file(str(path), store=store))
         return status, headers.index(str(path))
 

@@ -1,12 +1,12 @@
-"""What a target is made from, as its ledger says it: the source's files and strategy, the target's, and the selection.
+"""The provenance of a target: its source files, strategies and selection.
 
-It lies next to the logs below `.reshard`, in a file that is called by its own digest, so that all runs that make the
-same of the same have one: ranks or stages, one after the other. Of a finished zarr store, which may have nothing else
-in it, the ledger is next to the store: `NAME.reshard`.
+Provenance is stored next to the logs below `.reshard`, in a file named after its digest, so that all runs with the same
+source and target share one file: ranks or stages, one after the other. A finished zarr store may have no other files;
+its ledger is next to the store: `NAME.reshard`.
 
-It is not believed: paths of target files stay below the target, those of source files are only read, and what comes of
-it is compared with what is there. The layout in it is used while the files are those that the run wrote, or copies of
-them (`Made.change`).
+Provenance is not trusted: paths of target files stay below the target, source files are only read, and all results are
+compared with the files. The layout in it is used while the files are the ones that the run wrote, or copies of them
+(`Made.change`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VERSION = 1
 
 _LARGEST = 1 << 28
 
-# What is read of touched files, to see whether they are copies: of all, of a range, and of a range of many files.
+# Bytes read of touched files to see whether they are copies: in total, of a range, of a range of many files.
 _SAMPLED, _LONGEST_SAMPLE, _SHORTEST_LIMIT = 64 << 20, 4 << 20, 64 << 10
 
 STRATEGY = {
@@ -49,8 +49,8 @@ STRATEGY = {
     "merged": FLAG,
     # dev_matrix, tensor_map, opt_weight_shard_size and _step, param_split_shape, indices_offset, field
     "layouts": [([COUNT], [[COUNT]], NUMBER, NUMBER, [NUMBER], [NUMBER], NUMBER)],
-    "places": [[(COUNT, COUNT, Maybe([COUNT]), FLAG)]],  # for each stage: its number, layout, shape, shape is expanded
-    "tensors": {TEXT: COUNT},  # the number of the tensor's places
+    "places": [[(COUNT, COUNT, Maybe([COUNT]), FLAG)]],  # by stage: number, layout, shape, shape is expanded
+    "tensors": {TEXT: COUNT},  # an index in places
 }
 
 _SOURCE = {
@@ -75,22 +75,22 @@ _MADE = {
         "format": TEXT,
         "deduplicated": FLAG,
         "encrypted": FLAG,
-        "index": Maybe(TEXT),  # a set and a rank of whole tensors are two makes
+        "index": Maybe(TEXT),  # a set and a rank of whole tensors differ
     },
-    "selection": ANY,  # which others check
+    "selection": ANY,  # checked by other modules
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """What some files of a target are made from.
+    """The provenance of files of a target.
 
     Attributes:
-        target: the directory, store or file that was asked about, a path or a URL.
-        root: the directory that the files are below: the target, or that of a target that is a file.
+        target: the requested directory, store or file, a path or a URL.
+        root: the directory of the files: the target, or its parent if the target is a file.
         ledger: the directory of its ledger.
-        records: what is known of the files, by their paths below the root, but for the ranges that were written.
-        content: what the ledger says; valid in itself, and no more.
+        records: the records of the files without ranges, by path below the root.
+        content: the content of the provenance file; only its schema has been checked.
     """
 
     target: str
@@ -101,40 +101,40 @@ class Made:
 
     @property
     def strategy(self) -> Strategy | None:
-        """The target's strategy."""
+        """Return the strategy of the target."""
         return read_small_strategy(self.content["target"]["strategy"])
 
     @property
     def stage(self) -> int | None:
-        """The stage of the target's pipeline that was asked for, where the strategy is that of one."""
-        found: int | None = self.content["target"]["stage"]
-        return found
+        """Return the requested pipeline stage, if the strategy covers a single one."""
+        stage: int | None = self.content["target"]["stage"]
+        return stage
 
     @property
     def ranks(self) -> dict[int, list[str]]:
-        """The target files of each rank, ascending."""
-        found: dict[int, list[str]] = {}
+        """Return the target files by rank, ascending."""
+        files: dict[int, list[str]] = {}
         for file, record in sorted(self.records.items()):
             if record.rank is not None:
-                found.setdefault(record.rank, []).append(f"{self.root}/{file}")
-        return dict(sorted(found.items()))
+                files.setdefault(record.rank, []).append(f"{self.root}/{file}")
+        return dict(sorted(files.items()))
 
     def is_as_noted(self) -> bool:
-        """Return whether the files are there with the sizes and the times that the ledger noted."""
-        found = any_store().statuses([f"{self.root}/{file}" for file in self.records])
+        """Return whether all files exist with the size and time in the ledger."""
+        statuses = any_store().statuses([f"{self.root}/{file}" for file in self.records])
         return all(
             not isinstance(state, SourceError) and record.ready == state[:2]
-            for record, state in zip(self.records.values(), found, strict=True)
+            for record, state in zip(self.records.values(), statuses, strict=True)
         )
 
     def change(self, files: Sequence[SourceFile], *, partial: bool = False) -> str:
-        """Return which file is not the one that the run wrote, and why; empty if they all are.
+        """Return which file differs from the written one, and how; "" if none does.
 
-        A file with the noted size and time is the one that the run wrote. One with another time, such as a copy, is the
-        same if its size, its header and some ranges of its contents are as noted.
+        A file with the recorded size and time is the one that the run wrote. A file with another time, such as a copy,
+        is the same if its size, its header and samples of its contents match the records.
 
         Args:
-            files: the files of all ranks that are there, with their headers.
+            files: the existing files of all ranks, with their headers.
             partial: files may be missing.
 
         Raises:
@@ -154,22 +154,20 @@ class Made:
         touched = [file for path, file in by_path.items() if file.status[:2] != records[path].ready]
         headers: dict[int, str] = {}
         for file in touched:
-            noted, number = records[file.path].header, file.index.header
-            if not noted:
+            digest, number = records[file.path].header, file.index.header
+            if not digest:
                 return f"{file.path} has another time, and an older version wrote the ledger, without header checksums"
             if number not in headers:
                 headers[number] = contents_digest(file.index.entries.items())
-            if headers[number] != noted:
+            if headers[number] != digest:
                 return f"the header of {file.path} is not the one that was written"
-        filled = [
-            file for file in touched if any(one.nbytes and one.text is None for one in file.index.entries.values())
-        ]
+        filled = [file for file in touched if any(e.nbytes and e.text is None for e in file.index.entries.values())]
         return self._changed_contents({file.path: file.nbytes for file in filled}) if filled else ""
 
     def _changed_contents(self, sizes: Mapping[str, int]) -> str:
-        """Return which of some files has other bytes than were written, in a few ranges; empty if none has."""
-        every = known(self.root, self.records, directory=self.ledger).records
-        ranges = {f"{self.root}/{file}": every.get(one.link, one).ranges for file, one in every.items()}
+        """Return which file has other bytes than were written, by samples; "" if none has."""
+        records = known(self.root, self.records, directory=self.ledger).records
+        ranges = {f"{self.root}/{file}": records.get(record.link, record).ranges for file, record in records.items()}
         samples = _samples(ranges, sizes)
         for path in sizes:
             if not samples[path]:
@@ -187,20 +185,20 @@ class Made:
 
 
 def _samples(ranges: Mapping[str, Iterable[Range]], touched: Collection[str]) -> dict[str, list[Range]]:
-    """Return up to two ranges of each touched file: one that few other files have, and a long one.
+    """Return up to two ranges of each touched file: a rare one, and a long one.
 
-    The first tells the files of ranks apart, which have equal headers; files that were not touched count, because one
-    may be a copy of them. Both are short where there are many files; if every range of a file is long, one is taken all
-    the same.
+    The rare one is in few other files. It distinguishes files of different ranks, which have equal headers; untouched
+    files are counted, too, because a touched file may be a copy of one. Both ranges are short if there are many files;
+    if all ranges of a file are long, the shortest is used.
     """
     most = min(_LONGEST_SAMPLE, max(_SAMPLED // max(len(touched), 1), _SHORTEST_LIMIT))
-    by_path = {path: list(dict.fromkeys(some)) for path, some in ranges.items()}
+    by_path = {path: list(dict.fromkeys(spans)) for path, spans in ranges.items()}
     counts = Counter(chain.from_iterable(by_path.values()))
     samples: dict[str, list[Range]] = {}
     for path in touched:
-        every = by_path.get(path, [])
-        short = [one for one in every if one[1] <= most] or sorted(every, key=_length)[:1]
-        rarest = sorted(short, key=lambda one: (counts[one], one[1]))[:1]
+        file_ranges = by_path.get(path, [])
+        short = [span for span in file_ranges if span[1] <= most] or sorted(file_ranges, key=_length)[:1]
+        rarest = sorted(short, key=lambda span: (counts[span], span[1]))[:1]
         samples[path] = list(dict.fromkeys([*rarest, *sorted(short, key=_length)[-1:]]))
     return samples
 
@@ -210,7 +208,7 @@ def _length(sample: Range) -> int:
 
 
 def made_of(target: Place) -> Made | None:
-    """Return what a target is made from; None where no ledger says it of the files that are there.
+    """Return the provenance of a target; None if no ledger has it.
 
     Args:
         target: a directory, a zarr store, an iteration of a run, or one file.
@@ -227,17 +225,17 @@ def made_of(target: Place) -> Made | None:
 
 
 def _newest(root: str, file: str | None = None, *, below: str = "", directory: str | None = None) -> Made | None:
-    """Return the newest of what files, or those below a directory, are made from, with all that are made from that."""
+    """Return the newest provenance of files below a directory, with all its files."""
     directory = directory or f"{root}/{DIRECTORY}"
     records = known(root, None if file is None else [file], directory=directory, with_ranges=False).records
     ready = (record.made for path, record in reversed(records.items()) if record.ready and path.startswith(below))
     digest = next(ready, "")
-    some = {path: one for path, one in records.items() if one.made == digest and one.ready and is_inner_path(path)}
+    files = {path: item for path, item in records.items() if item.made == digest and item.ready and is_inner_path(path)}
     try:
         if as_place(directory).is_symlink():
             return None
         text = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
-        if digest_of(text) != digest:  # another's, or changed since
+        if digest_of(text) != digest:  # foreign, or changed since
             return None
         content = parse(text)
         check(content, _MADE)
@@ -246,28 +244,28 @@ def _newest(root: str, file: str | None = None, *, below: str = "", directory: s
     except (SourceError, ValueError, OSError):
         return None
     target = f"{root}/{file or below}".rstrip("/")
-    return Made(target, root, directory, some, content) if content["reshard_made"] == VERSION else None
+    return Made(target, root, directory, files, content) if content["reshard_made"] == VERSION else None
 
 
 def source_data(source: Checkpoint) -> dict[str, Any]:
-    """Return what a ledger says of a source."""
-    alone = bool(source.described_by)
+    """Return the part of the provenance that describes a source."""
+    alone = bool(source.extras.described_by)
     return {
         "root": str(as_place(source.root).absolute()),
         "describes_itself": alone,
         "files": [] if alone else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],
         "strategy": small_strategy(source.strategy),
-        "stage": source.part,
-        "partial": source.partial,
+        "stage": source.opening.stage,
+        "partial": source.opening.partial,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
-        "elsewhere": sorted(source.elsewhere),
+        "elsewhere": sorted(source.opening.elsewhere),
         "left_out": sorted(source.left_out),
         "encrypted": source.cipher is not None,
     }
 
 
 def small_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
-    """Return a strategy without its operators, which move no bytes."""
+    """Return a strategy as JSON data, without its operators, which move no bytes."""
     if strategy is None:
         return None
     layouts: dict[Layout, int] = {}
@@ -287,7 +285,7 @@ def small_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
 
 
 def read_small_strategy(content: dict[str, Any] | None) -> Strategy | None:
-    """Return the strategy that `small_strategy` wrote, or raise `ValueError` where it is not valid."""
+    """Return the strategy in JSON data; raise `ValueError` if it is invalid."""
     if content is None:
         return None
     first, stop = content["stages"]

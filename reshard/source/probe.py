@@ -1,26 +1,25 @@
-"""What headers cannot say: tensors that are split though no strategy lists them, replicas that differ, whole "blocks".
+"""Sample contents to find wrong layouts and other faults that headers do not show.
 
-Each would make a wrong whole-model file, which is the worst that this tool could write. So contents are sampled when a
-checkpoint is opened: small tensors whole, of larger ones three pages, in some of the files that hold them. `Looked`
-says how much that was; `reshard verify` compares everything.
+Each fault would lead to a wrong whole-model file, the worst result this tool could write. So contents are sampled when
+a checkpoint is opened: small tensors fully, three pages of larger ones, in some of their files. `Looked` has statistics
+of this; `reshard verify` compares everything.
 
-* MindSpore's default `only_trainable_params=True` leaves frozen weights out of the strategy though they are split: a
-  tensor without a layout whose bytes differ between ranks.
-* A strategy of another run may call replicas what are different blocks: bytes that differ between ranks which it says
-  hold the same block.
-* `integrated_save=True` stores whole tensors though they are listed: distinct blocks that are all equal. Constant
-  tensors (zeros, ones) look so too and say nothing, unless nothing else is known to be split. A rule that the user
-  gives for whole tensors looks so, too; it is believed of a tensor that it names, if the strategy says the same of it.
+* A tensor without a layout differs between ranks: the default `only_trainable_params=True` of MindSpore omits frozen
+  weights from the strategy although they are split.
+* Replicas of a block differ: with the strategy of another run, different blocks may be called replicas.
+* All blocks of a tensor are equal: `integrated_save=True` stores tensors whole although the strategy splits them.
+  Constant tensors (zeros, ones) look the same and prove nothing, unless no other tensor is known to be split. A wrong
+  rule of the user looks the same, too; a rule that names a tensor is trusted if the strategy agrees with it.
 
-Which files are sampled:
+The files are sampled as follows:
 
-1. The first and the last rank of a block's replicas have different coordinates on every device axis along which they
-   are replicas. So if the tensor is split along any of those axes in truth, these two differ. Likewise the first and
+1. The first and the last replica of a block have different coordinates on every device axis along which they are
+   replicas. So if the tensor is really split along any of those axes, these two differ. In the same way, the first and
    the last block differ if the tensor is split along any axis at all.
-2. More replicas and blocks follow as far as the number of reads allows, which is shared out between all tensors.
-3. Where there are too many tensors for that, some are taken, spread evenly over the order of the files.
+2. Further replicas and blocks follow, up to a limit on the number of reads, which all tensors share.
+3. If there are too many tensors for that, a part of them is sampled, spread evenly over the order of the files.
 
-Not compared are blocks that two pipeline stages cut differently of a tensor that they share; `verify` does.
+If two pipeline stages split a shared tensor differently, their blocks are not compared here, only by `verify`.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ T = TypeVar("T")
 _STEP = "global_step"
 _SMALL = 64 * 1024  # parts up to this size are compared whole
 _PAGE = 4096
-_PAGES = 3  # of larger parts: at the beginning, in the middle and at the end
-_CONFIRMING_PAGES = 16  # before blocks are called equal
-_POINTS = 8  # elements in place of a page, where those of a tensor lie in strides
-_MOST_READS = 8192  # of contents; about 10 µs each in a warm cache
-_MOST_REQUESTS = 512  # likewise, at URLs
+_PAGES = 3  # pages of larger parts: at the beginning, in the middle and at the end
+_CONFIRMING_PAGES = 16  # pages compared before blocks are called equal
+_POINTS = 8  # elements in place of a page, for strided tensors
+_MOST_READS = 8192  # reads of contents; about 10 µs each in a warm cache
+_MOST_REQUESTS = 512  # the same at URLs
 _FEWEST = 3  # files of a tensor: two replicas, and another block
-_MOST_NAMED = 64  # tensors whose blocks are equal; then no more are looked for
+_MOST_NAMED = 64  # tensors with equal blocks, after which the search stops
 
 
 def compare_contents(
@@ -70,41 +69,42 @@ def compare_contents(
     *,
     contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
-    """Look at the contents of tensors; return the checkpoint with `varies` set on those whose copies differ.
+    """Sample the contents of tensors; set `varies` on tensors whose copies differ.
 
     Args:
-        checkpoint: as the headers and the strategy say.
-        ruled: the rules of the tensors whose layouts the user gave.
-        confirmed: those of them that a strategy cuts likewise: their blocks may be equal.
-        contents: what is compared; `blocks` is different blocks alone, not replicas or copies of unlisted tensors.
+        checkpoint: the checkpoint, assembled from headers and strategy.
+        ruled: the rules of tensors with a layout from the user, by name.
+        confirmed: tensors whose rule agrees with the strategy: their blocks may be equal.
+        contents: whether to compare; `blocks` compares only different blocks, not replicas or copies of unlisted
+            tensors.
 
     Raises:
-        SourceError: a tensor is split but not listed, or listed but whole, replicas differ, or a rule cannot be right;
-            all at once.
+        SourceError: a tensor is split but not listed, or listed but whole, replicas differ, or a rule is wrong; all
+            faults at once.
     """
-    look = _Look(checkpoint, ruled, confirmed, copies=contents is True)
-    found, others = {}, []
+    sampler = _Sampler(checkpoint, ruled, confirmed, copies=contents is True)
+    tensors, candidates = {}, []
     for name, tensor in checkpoint.tensors.items():
-        found[name] = tensor
+        tensors[name] = tensor
         if tensor.listed or not (name == _STEP or _may_vary(tensor, ruled)):
-            others.append(tensor)
+            candidates.append(tensor)
         elif contents is True:
-            found[name] = look.every_copy(tensor)
-        elif tensor.text is None:  # not looked at, such a copy is taken for its rank's own value
-            found[name] = tensor._replace(varies=name != _STEP)
-    looked = look.samples(others) if contents else None
-    look.faults.raise_if_any(SourceError)
+            tensors[name] = sampler.every_copy(tensor)
+        elif tensor.text is None:  # without a comparison, each copy counts as a value of its rank
+            tensors[name] = tensor._replace(varies=name != _STEP)
+    statistics = sampler.samples(candidates) if contents else None
+    sampler.faults.raise_if_any(SourceError)
     return replace(
         checkpoint,
-        tensors={name: tensor for name, tensor in found.items() if name not in look.unreadable},
-        unreadable={**checkpoint.unreadable, **look.unreadable},
-        warnings=(*checkpoint.warnings, *look.warnings),
-        looked=looked,
+        tensors={name: tensor for name, tensor in tensors.items() if name not in sampler.unreadable},
+        unreadable={**checkpoint.unreadable, **sampler.unreadable},
+        warnings=(*checkpoint.warnings, *sampler.warnings),
+        opening=replace(checkpoint.opening, looked=statistics),
     )
 
 
 class Torn(NamedTuple):
-    """A block whose replicas differ: the tensor, the number of the block, and two files, by their numbers."""
+    """A block whose replicas differ: tensor, block number, numbers of two files."""
 
     tensor: Tensor
     number: int
@@ -113,33 +113,33 @@ class Torn(NamedTuple):
 
 
 def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], Looked]:
-    """Compare samples of replicas, as `compare_contents` does; return one torn block of each tensor that has any.
+    """Sample replicas; return one torn block of each torn tensor.
 
-    Left out are tensors of which every rank may have its own value, or blocks that no strategy lists.
+    Tensors that may differ by rank, and unlisted blocks, are left out.
     """
-    look, says = _Replicas(checkpoint), bool(checkpoint.described_by)
-    looked = look.samples([
+    sampler, is_described = _Replicas(checkpoint), bool(checkpoint.extras.described_by)
+    statistics = sampler.samples([
         tensor
         for name, tensor in checkpoint.tensors.items()
-        if tensor.listed or name == _STEP or (says and not _may_vary(tensor, {}))
+        if tensor.listed or name == _STEP or (is_described and not _may_vary(tensor, {}))
     ])  # fmt: skip
-    return look.torn, looked
+    return sampler.torn, statistics
 
 
 def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
-    """Return whether every rank may have its own value of what no strategy lists: one number, text, or by a rule."""
+    """Return whether an unlisted tensor may differ by rank: a scalar, text, by rule."""
     single = tensor.text is not None or tensor.spec.nbytes <= tensor.spec.dtype.itemsize
     return single or ruled.get(tensor.spec.name) == "copy"
 
 
 class _Chosen(NamedTuple):
-    """A tensor, and which of its replicas are sampled: the number of the block, and where it is."""
+    """A tensor and its sampled replicas: block numbers and extents."""
 
     tensor: Tensor
     places: list[tuple[int, Where]]
 
 
-class _Look:
+class _Sampler:
     """Compares contents, collecting faults and warnings."""
 
     def __init__(
@@ -157,12 +157,12 @@ class _Look:
         self.constant: list[str] = []
 
     def every_copy(self, tensor: Tensor) -> Tensor:
-        """Compare all copies of what every rank may have its own value of, or must not: the step."""
+        """Compare all copies of a tensor that may differ by rank, or of the step."""
         name, copies = tensor.spec.name, tensor.sharding.replicas[0]
         differs = tensor.varies
         if tensor.text is None and len(copies) > 1:
             differs = self.differ(tensor, [(0, at) for at in copies], _PAGES)
-        if differs and name == _STEP and self.checkpoint.described_by:
+        if differs and name == _STEP and self.checkpoint.extras.described_by:
             self.unreadable[name] = "differs between the ranks, which are of different steps"
         elif differs and name == _STEP:
             self.faults.add(
@@ -178,121 +178,125 @@ class _Look:
         return tensor._replace(varies=True) if differs else tensor
 
     def samples(self, tensors: Sequence[Tensor]) -> Looked:
-        """Sample tensors, within the number of reads that opening may take; return how many of how much."""
+        """Sample tensors within the limit on reads; return statistics."""
         strategy = self.checkpoint.strategy
         if self.compare_copies and strategy is not None and len(strategy.stages) > 1:
             tensors = [in_every_stage(self.checkpoint, tensor) for tensor in tensors]
         candidates = [tensor for tensor in tensors if self._is_comparable(tensor)]
-        each = self.most // max(len(candidates), 1)
-        pages = _PAGES if each >= _PAGES * _FEWEST else 1
-        most = max(each // pages, _FEWEST)
+        reads = self.most // max(len(candidates), 1)
+        pages = _PAGES if reads >= _PAGES * _FEWEST else 1
+        most = max(reads // pages, _FEWEST)
         chosen = [
             _Chosen(tensor, sorted(islice(self._in_turn(tensor), most)))
             for tensor in _spread(candidates, self.most // _FEWEST)
         ]
-        samples = self.contents(((one, place), one.tensor, place, pages) for one in chosen for place in one.places)
-        for one, found in groupby(samples, lambda sample: sample[0][0]):
-            self._compare(one.tensor, ((place, content) for (_, place), content in found))
+        samples = self.contents(
+            ((choice, replica), choice.tensor, replica, pages) for choice in chosen for replica in choice.places
+        )
+        for choice, group in groupby(samples, lambda sample: sample[0][0]):
+            self._compare(choice.tensor, ((replica, content) for (_, replica), content in group))
         self._tell_whole()
-        return self._looked(candidates, chosen)
+        return self._statistics(candidates, chosen)
 
     def _is_comparable(self, tensor: Tensor) -> bool:
-        """Return whether two files hold what should be equal, or should not."""
+        """Return whether two files have contents that should be equal, or should differ."""
         if tensor.text is not None or not tensor.spec.nbytes:
             return False
         return self._may_be_whole(tensor) or (
-            self.compare_copies and any(len(some) > 1 for some in tensor.sharding.replicas)
+            self.compare_copies and any(len(replicas) > 1 for replicas in tensor.sharding.replicas)
         )
 
     def _may_be_whole(self, tensor: Tensor) -> bool:
-        """Return whether a tensor should be in several blocks, and nobody has looked already."""
-        known = self.checkpoint.described_by or tensor.spec.name in self.confirmed  # by the shapes in headers, or twice
-        return len(tensor.sharding.blocks) > 1 and tensor.listed and not known
+        """Return whether a split tensor may be stored whole, and has not been checked yet."""
+        # Shapes in headers, or a rule that agrees with the strategy, have shown it.
+        if self.checkpoint.extras.described_by or tensor.spec.name in self.confirmed:
+            return False
+        return len(tensor.sharding.blocks) > 1 and tensor.listed
 
     def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Where]]:
-        """Yield the numbers of blocks and where they are, those first that say most."""
-        held = [(number, some) for number, some in enumerate(tensor.sharding.replicas) if some]
-        ends = held[:1] + held[1:][-1:]
+        """Yield block numbers and extents, the most informative first."""
+        stored = [(number, replicas) for number, replicas in enumerate(tensor.sharding.replicas) if replicas]
+        ends = stored[:1] + stored[1:][-1:]
         if not self.compare_copies:
-            return ((number, some[0]) for number, some in chain(ends, held[1:-1]))
+            return ((number, replicas[0]) for number, replicas in chain(ends, stored[1:-1]))
         turns = chain(
-            ((number, some[place]) for number, some in ends for place in (0, -1)),
-            ((number, some[place]) for number, some in held[1:-1] for place in (0, -1)),
-            ((number, at) for number, some in held for at in some[1:-1]),
+            ((number, replicas[index]) for number, replicas in ends for index in (0, -1)),
+            ((number, replicas[index]) for number, replicas in stored[1:-1] for index in (0, -1)),
+            ((number, at) for number, replicas in stored for at in replicas[1:-1]),
         )
         return iter(dict.fromkeys(turns))
 
     def _compare(self, tensor: Tensor, samples: Iterable[tuple[tuple[int, Where], bytearray]]) -> None:
-        """Compare the samples of a tensor: replicas with the first one, and blocks with each other."""
+        """Compare the samples of replicas with the first, and of blocks with each other."""
         first: dict[int, tuple[Where, bytearray]] = {}
-        for (number, at), found in samples:
-            known = first.setdefault(number, (at, found))
-            if known[1] != found:
-                self._tell_differing(tensor, number, known[0].file, at.file)
+        for (number, at), content in samples:
+            reference = first.setdefault(number, (at, content))
+            if reference[1] != content:
+                self._tell_differing(tensor, number, reference[0].file, at.file)
                 return
         if len(first) > 1 and self._may_be_whole(tensor):
-            self._compare_blocks(tensor, [found for _, found in first.values()])
+            self._compare_blocks(tensor, [content for _, content in first.values()])
 
-    def _tell_differing(self, tensor: Tensor, block: int, one: int, other: int) -> None:
-        name, ranks = tensor.spec.name, f"rank {self.ranks[one]} and rank {self.ranks[other]}"
+    def _tell_differing(self, tensor: Tensor, block: int, first: int, second: int) -> None:
+        name, ranks = tensor.spec.name, f"rank {self.ranks[first]} and rank {self.ranks[second]}"
         subject = f"tensor {name!r}"
         differs = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
-        metadata = self.checkpoint.described_by
+        metadata = self.checkpoint.extras.described_by
         if metadata and not tensor.listed:
             self.unreadable[name] = f"differs between the ranks, and {metadata} does not say that it is cut"
             return
         if metadata:
             self.faults.add(subject, f"{differs}, which {metadata} says hold the same", code="replicas-differ")
         elif not tensor.listed:
-            what = "differs between the ranks, and no strategy lists it"
-            self.faults.add(subject, what, code="unlisted-tensor", hint=unlisted(name))
+            fault = "differs between the ranks, and no strategy lists it"
+            self.faults.add(subject, fault, code="unlisted-tensor", hint=unlisted(name))
         elif name in self.ruled:
-            what = f"{differs}, which the rule {self.ruled[name]!r} says hold the same"
-            self.faults.add(subject, what, code="replicas-differ-by-rule")
+            fault = f"{differs}, which the rule {self.ruled[name]!r} says hold the same"
+            self.faults.add(subject, fault, code="replicas-differ-by-rule")
         else:
             hint = Text(
                 "give the strategy that the checkpoint was saved with, or the layout of this tensor with ",
                 Option("layout", name, "RULE"),
             )
-            what = f"{differs}, which the strategy says hold the same"
-            self.faults.add(subject, what, code="replicas-differ", hint=hint)
+            fault = f"{differs}, which the strategy says hold the same"
+            self.faults.add(subject, fault, code="replicas-differ", hint=hint)
 
     def _compare_blocks(self, tensor: Tensor, samples: list[bytearray]) -> None:
-        """Note whether a tensor is split: where the samples of its blocks are equal, look at all blocks, and closer."""
+        """Record whether a tensor is split; compare all blocks if samples are equal."""
         name, width = tensor.spec.name, tensor.spec.dtype.itemsize
         if any(sample != samples[0] for sample in samples):
             self.proven_split = True
         elif samples[0] == samples[0][:width] * (len(samples[0]) // width):
             self.constant.append(name)
         elif len(self.alike) < _MOST_NAMED:
-            blocks = [(number, some[0]) for number, some in enumerate(tensor.sharding.replicas) if some]
+            blocks = [(number, replicas[0]) for number, replicas in enumerate(tensor.sharding.replicas) if replicas]
             if self.differ(tensor, blocks, _CONFIRMING_PAGES):
                 self.proven_split = True
             else:
                 self.alike.append(name)
 
     def _tell_whole(self) -> None:
-        """Refuse listed tensors that every rank has whole; warn of those of which that cannot be known."""
+        """Reject sharded tensors that every rank stores whole; warn if undecidable."""
         some_whole = "whole" in self.ruled.values()
         doubtful = self.constant if self.alike or some_whole else []
         if not self.proven_split and doubtful:
             self.alike, doubtful = self.alike + doubtful, []
         if self.alike:
             rule = Option("layout", self.alike[0] if self.proven_split else "*", "whole")
-            more = " and so on" if self.proven_split and len(self.alike) > 1 else ""
+            suffix = " and so on" if self.proven_split and len(self.alike) > 1 else ""
             subject = f"tensor {names([repr(name) for name in self.alike], most=3)}"
             by_rule = {self.ruled[name] for name in self.alike if name in self.ruled}
             if by_rule and all(name in self.ruled for name in self.alike):
-                what = f"is not split as the rule {names(map(repr, by_rule))} says: every rank holds the same bytes"
-                self.faults.add(subject, what, code="saved-whole", hint=Text("give ", rule, more))
+                fault = f"is not split as the rule {names(map(repr, by_rule))} says: every rank holds the same bytes"
+                self.faults.add(subject, fault, code="saved-whole", hint=Text("give ", rule, suffix))
             else:
                 hint = Text(
                     "if tensors were saved whole (integrated_save=True), give ",
                     rule,
-                    f"{more}; else the layout as a rule",
+                    f"{suffix}; else the layout as a rule",
                 )
-                what = "is split by the strategy, and every rank holds the same bytes"
-                self.faults.add(subject, what, code="saved-whole", hint=hint)
+                fault = "is split by the strategy, and every rank holds the same bytes"
+                self.faults.add(subject, fault, code="saved-whole", hint=hint)
         if doubtful:
             self.warnings.append(
                 Text(
@@ -303,40 +307,41 @@ class _Look:
                 )
             )
 
-    def _looked(self, candidates: Sequence[Tensor], chosen: Sequence[_Chosen]) -> Looked:
-        of_each: dict[Sharding, int] = {}
+    def _statistics(self, candidates: Sequence[Tensor], chosen: Sequence[_Chosen]) -> Looked:
+        extra_copies: dict[Sharding, int] = {}
         for sharding in {tensor.sharding for tensor in candidates}:
-            of_each[sharding] = sum(len(some) - 1 for some in sharding.replicas if some)
-        copies = sum(of_each[tensor.sharding] for tensor in candidates)
+            extra_copies[sharding] = sum(len(replicas) - 1 for replicas in sharding.replicas if replicas)
+        copies = sum(extra_copies[tensor.sharding] for tensor in candidates)
         compared = whole = 0
-        for one in chosen:
-            more = len(one.places) - len({number for number, _ in one.places})
-            compared += more
-            nbytes = sum(length for _, length in one.tensor.runs[one.places[0][1].runs])
-            whole += more if nbytes <= _SMALL and not self.is_strided(one.tensor.sharding) else 0
+        for choice in chosen:
+            extra = len(choice.places) - len({number for number, _ in choice.places})
+            compared += extra
+            nbytes = sum(length for _, length in choice.tensor.runs[choice.places[0][1].runs])
+            whole += extra if nbytes <= _SMALL and not self.is_strided(choice.tensor.sharding) else 0
         return Looked(len(chosen), len(candidates), compared, whole, copies)
 
     def differ(self, tensor: Tensor, places: Iterable[tuple[int, Where]], pages: int) -> bool:
-        """Return whether samples at some places differ."""
-        samples = self.contents((None, tensor, place, pages) for place in places)
+        """Return whether samples of the given replicas differ."""
+        samples = self.contents((None, tensor, replica, pages) for replica in places)
         _, first = next(samples)
         return any(sample != first for _, sample in samples)
 
-    def contents(self, wanted: Iterable[tuple[T, Tensor, tuple[int, Where], int]]) -> Iterator[tuple[T, bytearray]]:
-        """Yield, with what it is for, the sample of so many pages of each place of a tensor."""
+    def contents(self, requests: Iterable[tuple[T, Tensor, tuple[int, Where], int]]) -> Iterator[tuple[T, bytearray]]:
+        """Yield the key and the sample of each requested replica."""
 
         def steps() -> Iterator[tuple[tuple[T, bytearray], ReadStore, list[Want]]]:
-            for item, tensor, place, pages in wanted:
-                content, reading = self.sample(tensor, *place, pages)
+            for item, tensor, replica, pages in requests:
+                content, reading = self.sample(tensor, *replica, pages)
                 yield (item, content), self.store, reading
 
         return in_batches(steps())
 
     def sample(self, tensor: Tensor, block: int, at: Where, pages: int) -> tuple[bytearray, list[Want]]:
-        """Return a buffer for a sample of a block, and what fills it: all of up to 64 KiB, else so many pages.
+        """Return a buffer for a sample of a block, and the read requests that fill it.
 
-        The first and the last are among them; one page is in the middle, where neither padding nor what is not trained
-        is likely. Where elements of the tensor lie in strides, which can differ from file to file, it is a few of them.
+        The sample is all of a block up to 64 KiB, else `pages` pages, including the first and the last; a single page
+        is in the middle, where padding and untrained elements are unlikely. For strided tensors, whose strides can
+        differ from file to file, it is a few elements.
         """
         runs, width = tensor.runs[at.runs], tensor.spec.dtype.itemsize
         nbytes = sum(length for _, length in runs)
@@ -346,7 +351,7 @@ class _Look:
             begins, length = [point * width for point in points], width
         elif nbytes > _SMALL:
             places = [0.5] if pages == 1 else [page / (pages - 1) for page in range(pages)]
-            begins, length = [int((nbytes - _PAGE) * place) // width * width for place in places], _PAGE
+            begins, length = [int((nbytes - _PAGE) * share) // width * width for share in places], _PAGE
         content = bytearray(length * len(begins))
         reading: list[Want] = []
         for number, begin in enumerate(begins):
@@ -355,14 +360,14 @@ class _Look:
         return content, reading
 
     def is_strided(self, sharding: Sharding) -> bool:
-        """Return whether elements of some block lie in strides."""
+        """Return whether any block is strided (cached)."""
         if sharding not in self._strided:
             self._strided[sharding] = sharding.is_strided
         return self._strided[sharding]
 
 
-class _Replicas(_Look):
-    """Compares replicas alone, and collects what differs."""
+class _Replicas(_Sampler):
+    """Compares only replicas, and collects torn blocks."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint, {}, (), copies=True)
@@ -371,26 +376,26 @@ class _Replicas(_Look):
     def _may_be_whole(self, tensor: Tensor) -> bool:  # noqa: ARG002 -- different blocks are not compared
         return False
 
-    def _tell_differing(self, tensor: Tensor, block: int, one: int, other: int) -> None:
-        self.torn.append(Torn(tensor, block, one, other))
+    def _tell_differing(self, tensor: Tensor, block: int, first: int, second: int) -> None:
+        self.torn.append(Torn(tensor, block, first, second))
 
 
 def _points(shape: Shape, strides: Shape, count: int) -> Iterator[int]:
-    """Yield where at most so many elements of a block are in what holds it, evenly spread."""
+    """Yield the offsets of up to `count` evenly spread elements of a block."""
     size = prod(shape)
     for number in range(min(count, size)):
-        place = number * (size - 1) // max(min(count, size) - 1, 1)
-        (box,) = flat_boxes(shape, place, place + 1)
+        position = number * (size - 1) // max(min(count, size) - 1, 1)
+        (box,) = flat_boxes(shape, position, position + 1)
         yield sum(map(mul, box.start, strides or row_major(shape)))
 
 
 def _spread(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
-    """Return at most so many tensors, evenly spread.
+    """Return at most `most` tensors, evenly spread.
 
-    Multiples of the golden ratio are: equal steps would meet the same tensor of every layer.
+    Multiples of the golden ratio are used, because equal steps would hit the same tensor of every layer.
     """
     if len(tensors) <= most:
         return list(tensors)
     golden = (5**0.5 - 1) / 2
-    places = sorted(range(len(tensors)), key=lambda place: place * golden % 1)[:most]
-    return [tensors[place] for place in sorted(places)]
+    places = sorted(range(len(tensors)), key=lambda index: index * golden % 1)[:most]
+    return [tensors[index] for index in sorted(places)]

@@ -1,25 +1,25 @@
-r"""What is known of a target's files: the logs below `.reshard` in it, one for each run, all of which are read.
+r"""Records of the files of a target, in one log per run below `.reshard`.
 
-A log is JSON lines; where nothing can be appended, at URLs, it is several small objects, one after the other:
+A log consists of JSON lines; at URLs, to which nothing can be appended, of several small objects in sequence:
 
-    {"reshard": 1, "made": "5c…", "sources": "0b…"}      first: of what the run makes its files (`source.made`), and
-                                                         when anything of the source files last changed
+    {"reshard": 1, "made": "5c…", "sources": "0b…"}      first: digests of the provenance (`source.made`) and of the
+                                                         last change of the source files
     {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096, "header": "e1…"}
-                                                         what makes the file: its plan, and the sources as they were;
-                                                         the digest of its header (`headers.contents_digest`);
+                                                         a file: the digest of its plan and sources, and of its header
+                                                         (`headers.contents_digest`);
                                                          "link": the file whose contents it has;
                                                          "replaces": an earlier run's file that has the name till then
     {"file": "rank_0/a.ckpt", "wrote": [[128, 2048, 305419896], …]}
                                                          ranges of the file: begin, bytes, CRC-32C
     {"file": "rank_0/a.ckpt", "ready": [4096, 1790000000000000000]}
                                                          complete: size and time (at a URL, version); "boot": not
-                                                         synced, and worth nothing once the machine was started again
+                                                         synced, and invalid after the machine was restarted
     {"file": "rank_0/a.ckpt", "forgotten": true}
 
-Logs are numbered, and the newest record of a file counts. Nothing in them is believed without a look: a range counts if
-its bytes still have that sum, a finished file if its size and time are those; to readers, who keep what they find, also
-one whose size, header and samples are those (`made.Made.change`): a copy. So a log may be behind the disk, or the
-disk behind the log, after any kind of crash. What is not valid is passed by.
+All logs are read. They are numbered, and the newest record of a file counts. Records are always checked: a range is
+valid if its bytes still have the sum, a finished file if it has the recorded size and time. Readers, which do not
+write, also accept a copy: a file with the recorded size, header and samples (`made.Made.change`). So after any kind of
+crash, the log may be behind the disk, or the disk behind the log. Invalid lines are skipped.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
 DIRECTORY = ".reshard"
-"""Where logs are, below the target directory."""
+"""The directory of logs, below the target directory."""
 
 VERSION = 1
-"""Of what logs say, and how."""
+"""The version of the log format."""
 
 UNSOUND = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-"""What a line that lies makes its readers raise."""
+"""Exceptions that a malformed record may raise when parsed."""
 
 RANGES_A_LINE = 1 << 12
 
 DIGEST_BYTES = 16
 
 _LONGEST_LINE = 1 << 20
-_MOST_BYTES = 64 << 20  # of a log of few files; what is noted beyond is not known, and so written again
+_MOST_BYTES = 64 << 20  # of a log of few files; records beyond are not read, and their ranges written again
 _BYTES_A_FILE = 64 << 10
 _MOST_RANGES = 1 << 20  # of a file
 _NAME = re.compile(r"([0-9]{8}-[0-9a-f]{8})(?:\.[0-9]{6})?\.jsonl")
 _DIGEST = re.compile("[0-9a-f]{1,128}")
-_WROTE = b'"wrote":'  # in no text of JSON, where quotes are escaped
+_WROTE = b'"wrote":'  # not in any JSON string, which has escaped quotes
 
 State = tuple[int, int]
-"""Of a complete file: its size, and its time, or what stands for its version at a URL."""
+"""The state of a complete file: its size, and its time (at a URL, a number that stands for its version)."""
 
 Range = tuple[int, int, int]
-"""Where a range of a file begins, its bytes, and their CRC-32C."""
+"""A range of a file: its begin, its bytes, and their CRC-32C."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of one target file.
+    """The record of one target file.
 
     Attributes:
-        digest: of what makes the file; empty in a record that adds to the one before it.
-        size: its bytes.
+        digest: a digest of the plan and sources of the file; empty in a record that extends the one before it.
+        size: the size in bytes.
         wrote: the ranges that were written: three numbers for each, as in `Range`.
-        ready: of the complete file, once there was one.
-        replaces: of the file under the final name, where an earlier run made it and this one may replace it.
-        boot: of a complete file that was not synced: which start of the machine that was in.
-        sources: what distinguishes the source files, as they were when it was begun, from such as were touched or
-            copied since (`changes_digest`); empty where that is not known.
-        rank: whose it is; None of a file that is not a checkpoint, such as the index of a set.
-        made: the digest of what the run makes its files of; empty where that is not known.
-        header: the digest of what the file's header says; empty where that is not known.
-        link: the file of the same target whose contents it has, where it was linked; else empty.
+        ready: the state of the complete file, once it was complete.
+        replaces: the state of the file with the final name, if an earlier run made it and this one may replace it.
+        boot: the identifier of the boot in which the file was completed, if it was not synced.
+        sources: a digest of the source files when the file was begun, which changes if they are touched or copied
+            (`changes_digest`); empty if unknown.
+        rank: the rank of the file; None for a file that is not a checkpoint, such as the index of a set.
+        made: the digest of the provenance of the run's files; empty if unknown.
+        header: the digest of the header of the file; empty if unknown.
+        link: the file of the same target that it is a link to; else empty.
     """
 
     digest: str = ""
@@ -103,17 +103,17 @@ class Record:
 
     @property
     def ranges(self) -> Iterator[Range]:
-        """The ranges that were written."""
+        """Return the ranges that were written."""
         return zip(self.wrote[::3], self.wrote[1::3], self.wrote[2::3], strict=True)
 
     @property
     def may_be_lost(self) -> bool:
-        """Return whether the machine was started again before the complete file was surely on the disk."""
+        """Return whether the machine was restarted before the complete file was synced."""
         return self.boot not in {"", boot_id()}
 
 
 def digest(content: object) -> str:
-    """Return the digest of bytes, or of what JSON can say.
+    """Return the digest of bytes, or of a JSON value.
 
     >>> digest([1, "w"]) == digest((1, "w")), len(digest(b""))
     (True, 32)
@@ -124,12 +124,12 @@ def digest(content: object) -> str:
 
 
 class Known(NamedTuple):
-    """What the logs of a target say.
+    """The contents of the logs of a target.
 
     Attributes:
-        records: of each file that was asked for, and that is known, the newest.
-        logs: the logs by their names, oldest first, and the files that each mentions.
-        made: the logs by their names, and of what each says that its files are made.
+        records: the newest record of each requested file.
+        logs: the files that each log mentions, by the name of the log, oldest first.
+        made: the digest of the provenance in each log, by the name of the log.
     """
 
     records: dict[str, Record]
@@ -138,39 +138,39 @@ class Known(NamedTuple):
 
 
 def known(root: str, files: Collection[str] | None = None, *, directory: str = "", with_ranges: bool = True) -> Known:
-    """Return what the logs of a target say of some files, or of all; those begun last come last.
+    """Read the logs of a target; records of files that were begun last come last.
 
     Args:
         root: the target.
-        files: those that are asked for; None for all.
-        directory: where the logs are, if they are not below `.reshard` in the target.
-        with_ranges: return the ranges that were written, too, which are nearly all that there is to read.
+        files: the requested files; None for all.
+        directory: the directory of the logs, if not `.reshard` in the target.
+        with_ranges: read the ranges that were written, too, which are nearly all of the bytes.
 
     Raises:
-        SourceError: the target's storage cannot be reached.
+        SourceError: the storage of the target cannot be reached.
     """
-    wanted = None if files is None else frozenset(files)
-    found = Known({}, {}, {})
+    requested = None if files is None else frozenset(files)
+    result = Known({}, {}, {})
     most = _MOST_BYTES + _BYTES_A_FILE * len(files or ())
     for name, parts in parts_of(directory or f"{root}/{DIRECTORY}").items():
         lines = lines_of(parts, most)
-        _take(lines if with_ranges else (line for line in lines if _WROTE not in line), found, name, wanted)
-    for file in [file for file, record in found.records.items() if not record.digest]:
-        del found.records[file]
-    return found
+        _read_log(lines if with_ranges else (line for line in lines if _WROTE not in line), result, name, requested)
+    for file in [file for file, record in result.records.items() if not record.digest]:
+        del result.records[file]
+    return result
 
 
 def parts_of(directory: str) -> dict[str, list[str]]:
-    """Return the paths or URLs of which each log in a directory consists, by the logs' names, oldest first."""
-    found: dict[str, list[str]] = {}
+    """Return the paths or URLs of the parts of each log, by log name, oldest first."""
+    parts: dict[str, list[str]] = {}
     for name in listed(directory):
         if match := _NAME.fullmatch(name):
-            found.setdefault(match[1], []).append(f"{directory}/{name}")
-    return found
+            parts.setdefault(match[1], []).append(f"{directory}/{name}")
+    return parts
 
 
 def listed(directory: str) -> list[str]:
-    """Return the names of what is in a directory for logs, sorted; none where it is not there."""
+    """Return the sorted names in a directory of logs; empty if it does not exist."""
     if not can(directory).appends:
         return sorted(str(path.relative_to(RemotePath(directory))) for path in RemotePath(directory).files())
     with suppress(OSError):
@@ -179,7 +179,7 @@ def listed(directory: str) -> list[str]:
 
 
 def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
-    """Yield the lines of a log, up to so many bytes; no line that is longer than any that is written is whole."""
+    """Yield the lines of a log, up to `most` bytes; split lines that are too long."""
     if parts and not can(parts[0]).appends:
         for content in map_threads(remote_store().contents, parts, REQUESTS):
             yield from (content or b"")[:most].splitlines()
@@ -191,15 +191,15 @@ def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
                 os.close(descriptor)
                 continue
             with os.fdopen(descriptor, "rb") as file:
-                left = most
-                while left > 0 and (line := file.readline(_LONGEST_LINE)):
-                    left -= len(line)
+                remaining = most
+                while remaining > 0 and (line := file.readline(_LONGEST_LINE)):
+                    remaining -= len(line)
                     yield line
 
 
-def _take(lines: Iterable[bytes], found: Known, name: str, wanted: frozenset[str] | None) -> None:
-    """Add what a log says."""
-    names, records = found.logs.setdefault(name, set()), found.records
+def _read_log(lines: Iterable[bytes], result: Known, name: str, requested: frozenset[str] | None) -> None:
+    """Add the contents of a log to `found`."""
+    names, records = result.logs.setdefault(name, set()), result.records
     head: dict[str, Any] = {}
     for text in lines:
         with suppress(*UNSOUND):
@@ -208,20 +208,20 @@ def _take(lines: Iterable[bytes], found: Known, name: str, wanted: frozenset[str
                 continue
             if "reshard" in line:
                 head = line
-                found.made[name] = str(line.get("made", ""))
+                result.made[name] = str(line.get("made", ""))
             file = line.get("file")
             if not isinstance(file, str):
                 continue
             names.add(file)
-            if wanted is None or file in wanted:
-                record = _taken(records.get(file, Record()), line, head)
+            if requested is None or file in requested:
+                record = _extended(records.get(file, Record()), line, head)
                 if "digest" in line:
                     records.pop(file, None)
                 records[file] = record
 
 
-def _taken(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Record:
-    """Return a record with what one more line says; raises one of `UNSOUND` where that is nothing."""
+def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Record:
+    """Return a record extended by a line; raise one of `UNSOUND` if malformed."""
     if "digest" in line:
         same = head["reshard"] == VERSION
         rank = line.get("rank")
@@ -238,10 +238,10 @@ def _taken(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Record
     if line.get("forgotten"):
         return Record()
     if "wrote" in line:
-        wrote = array("Q", [number for some in map(_range, line["wrote"]) for number in some])
+        wrote = array("Q", [number for span in map(_range, line["wrote"]) for number in span])
         if len(record.wrote) + len(wrote) > 3 * _MOST_RANGES:
             raise ValueError("too many ranges")
-        assert isinstance(record.wrote, array)  # noqa: S101 -- it was made here, and nobody has it yet
+        assert isinstance(record.wrote, array)  # noqa: S101 -- created here, and not shared yet
         record.wrote.extend(wrote)
     if "ready" in line:
         record = replace(record, ready=_state(line["ready"]), boot=str(line.get("boot", "")))

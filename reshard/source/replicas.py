@@ -1,9 +1,9 @@
-"""Which files hold each block of a tensor, in whatever stage, and which ranks lack a block that they shall hold.
+"""Find the files of each block in all stages, and ranks that lack a block.
 
-The strategy gives every block to some ranks. Stored once (`remove_redundancy`), one of them in each pipeline stage has
-it. A conversion writes a tensor that stages share in each of them, and a tensor that no strategy names on every rank;
-MindSpore leaves a shared tensor out of later stages' files, and its ranks save what no strategy names of their own
-stage only.
+The strategy assigns every block to a group of ranks. If replicas are stored once (`remove_redundancy`), one rank of
+each pipeline stage has the block. A conversion writes a shared tensor in each of its stages, and a tensor that no
+strategy names on every rank; MindSpore omits a shared tensor from the files of later stages, and its ranks save tensors
+that no strategy names only for their own stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Lack(NamedTuple):
-    """A rank, and the block that it shall hold and does not."""
+    """A rank and a block that it should hold but lacks."""
 
     rank: int
     block: Block
@@ -35,7 +35,7 @@ def in_several_stages(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 
 
 def in_every_stage(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
-    """Return a tensor with every block of it that is in any stage; blocks of two stages may overlap."""
+    """Return a tensor with its blocks in all stages; blocks of two stages may overlap."""
     strategy = checkpoint.strategy
     if strategy is None or not in_several_stages(checkpoint, tensor):
         return tensor
@@ -47,61 +47,60 @@ def in_every_stage(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
 
 
 def is_deduplicated(checkpoint: Checkpoint) -> bool:
-    """Return whether files say that each replica is stored once in their set."""
+    """Return whether a header says that replicas are stored once in the set."""
     return any(file.index.deduplicated for file in checkpoint.files)
 
 
 class Replicas:
-    """Finds what ranks lack; what is worked out for one tensor is remembered for the next with the same replicas."""
+    """Finds missing blocks of ranks; results are cached by sharding."""
 
     def __init__(self, checkpoint: Checkpoint, *, once: bool, converted: bool) -> None:
-        """Prepare to look.
+        """Prepare the search.
 
         Args:
-            checkpoint: what is looked at.
+            checkpoint: the checkpoint.
             once: each replica may be stored once.
-            converted: it shall be as a conversion writes it. Otherwise a stage of which no rank has a tensor need not
-                have it.
+            converted: expect the blocks that a conversion writes. Otherwise a tensor may be missing from a whole stage.
         """
         self._checkpoint, self._once, self._converted = checkpoint, once, converted
         present = set(checkpoint.ranks)
-        whole = checkpoint.strategy is not None and converted and not checkpoint.partial
+        whole = checkpoint.strategy is not None and converted and not checkpoint.opening.partial
         self._expected = {*checkpoint.strategy.ranks} if whole and checkpoint.strategy else present
-        self._known: dict[Sharding, tuple[Lack, ...]] = {}
+        self._cache: dict[Sharding, tuple[Lack, ...]] = {}
 
     def lacking(self, tensor: Tensor) -> tuple[Lack, ...]:
-        """Return the ranks that lack what they shall hold of a tensor; none where no strategy joins ranks."""
+        """Return the missing blocks of a tensor, by rank; empty if there is no strategy."""
         if self._checkpoint.strategy is None:
             return ()
         if in_several_stages(self._checkpoint, tensor):
-            return tuple(self._found(tensor))
-        if tensor.sharding not in self._known:
-            self._known[tensor.sharding] = tuple(self._found(tensor))
-        return self._known[tensor.sharding]
+            return tuple(self._missing(tensor))
+        if tensor.sharding not in self._cache:
+            self._cache[tensor.sharding] = tuple(self._missing(tensor))
+        return self._cache[tensor.sharding]
 
     def may_be_elsewhere(self, name: str, shape: Shape) -> bool:
-        """Return whether ranks that are not here may store every block of a tensor that none of those here has."""
+        """Return whether absent ranks may store all blocks of a tensor that is in no file."""
         strategy = self._checkpoint.strategy
         if not self._once or strategy is None or name not in strategy.tensors:
             return False
         groups = strategy.grid(name, shape).ranks
-        return all({*some} - self._expected for group in groups for _, some in groupby(group, strategy.stage_of))
+        return all({*ranks} - self._expected for group in groups for _, ranks in groupby(group, strategy.stage_of))
 
-    def _found(self, tensor: Tensor) -> Iterator[Lack]:
+    def _missing(self, tensor: Tensor) -> Iterator[Lack]:
         strategy, rank_of = self._checkpoint.strategy, self._checkpoint.ranks
-        assert strategy is not None  # noqa: S101 -- as it was asked
+        assert strategy is not None  # noqa: S101 -- checked by the callers
         sharding = in_every_stage(self._checkpoint, tensor).sharding
         ranks: Sequence[Sequence[int]] = [strategy.ranks]
         if tensor.listed:
             ranks = strategy.grid(tensor.spec.name, tensor.spec.shape).ranks
-        stages = {strategy.stage_of(rank_of[at.file]) for some in sharding.replicas for at in some}
-        for block, some_at, giving in zip(sharding.blocks, sharding.replicas, ranks, strict=True):
-            held = {rank_of[at.file] for at in some_at}
-            for stage, some in groupby(giving, strategy.stage_of):
-                group = set(some)
-                absent = group & self._expected - held
+        stages = {strategy.stage_of(rank_of[at.file]) for replicas in sharding.replicas for at in replicas}
+        for block, copies, giving in zip(sharding.blocks, sharding.replicas, ranks, strict=True):
+            present = {rank_of[at.file] for at in copies}
+            for stage, ranks_of_stage in groupby(giving, strategy.stage_of):
+                group = set(ranks_of_stage)
+                absent = group & self._expected - present
                 if not (self._converted or stage in stages):
                     continue
-                if self._once and (group & held or group - self._expected):
-                    continue  # it is stored, or may be by a rank that is not here
+                if self._once and (group & present or group - self._expected):
+                    continue  # it is stored, or may be stored by an absent rank
                 yield from (Lack(rank, block) for rank in sorted(absent))

@@ -1,8 +1,8 @@
-"""Tensors of other shapes over the same bytes: one axis as several, several as one, axes in another order.
+"""Reshape tensors over the same bytes: split, join and permute axes.
 
-All of it is one map: element `x` of a box, counted from its corner, is element `sum(strides[k] * x[k])` of what lies in
-an extent. To cut a box, to take an axis for several and to change the order of axes are steps in that map, so that a
-block of a fused, stacked or transposed tensor needs nothing but an extent.
+Everything is one map: element `x` of a box, counted from its corner, is element `sum(strides[k] * x[k])` of the
+contents of an extent. Cutting a box, splitting an axis and permuting axes are steps in that map, so that a block of a
+fused, stacked or transposed tensor needs only an extent.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 
 
 _MOST_RUNS = 64
-"""The most runs that stand for strides; what is in more of them is read through, and picked."""
+"""The most runs used in place of strides; with more, the whole span is read and elements are picked."""
 
 
 class Shared:
-    """Builds tensors from their blocks; those that are cut alike and lie in the same files share what says so."""
+    """Builds tensors from their blocks; equal shardings are shared between tensors."""
 
     def __init__(self) -> None:
-        self._known: dict[object, Sharding] = {}
+        self._shardings: dict[object, Sharding] = {}
 
     def tensor(self, spec: TensorSpec, shards: Iterable[Shard], *, space: Shape | None = None) -> Tensor:
         """Return a tensor.
 
         Args:
-            spec: what it is.
+            spec: name, dtype and shape.
             shards: its blocks.
-            space: what these are boxes of, where that is not its own shape.
+            space: the shape that the blocks are boxes of, if not the shape of the tensor.
         """
-        some = sorted(shards, key=lambda shard: (shard.block.start, shard.block.stop))  # as tuples: thrice as quick
-        if not prod(spec.shape):  # of which no block is another than all of it
-            held = next((shard.replicas for shard in some if shard.replicas), (Extent(0, ((0, 0),)),))
-            some, space = [Shard(Block.whole(spec.shape), held[:1])], None
-        found = Tensor.of(spec, some, listed=len(some) > 1)
-        sharding = self._known.setdefault((found.sharding.blocks, found.sharding.replicas), found.sharding)
-        return found._replace(sharding=sharding, space=None if space == spec.shape else space)
+        blocks = sorted(shards, key=lambda shard: (shard.block.start, shard.block.stop))  # fast: as tuples
+        if not prod(spec.shape):  # an empty tensor has only one block
+            replicas = next((shard.replicas for shard in blocks if shard.replicas), (Extent(0, ((0, 0),)),))
+            blocks, space = [Shard(Block.whole(spec.shape), replicas[:1])], None
+        tensor = Tensor.of(spec, blocks, listed=len(blocks) > 1)
+        sharding = self._shardings.setdefault((tensor.sharding.blocks, tensor.sharding.replicas), tensor.sharding)
+        return tensor._replace(sharding=sharding, space=None if space == spec.shape else space)
 
     def in_space(self, tensor: Tensor, space: Shape) -> Tensor:
-        """Return a tensor whose blocks are boxes of a space in which some of its axes are several."""
-        found = self.tensor(tensor.spec, shards_in(tensor, space), space=space)
-        return found._replace(listed=tensor.listed, varies=tensor.varies)
+        """Return a tensor whose blocks are boxes of a space in which axes are split."""
+        reshaped_tensor = self.tensor(tensor.spec, shards_in(tensor, space), space=space)
+        return reshaped_tensor._replace(listed=tensor.listed, varies=tensor.varies)
 
 
 def shards_in(tensor: Tensor, space: Shape) -> Iterator[Shard]:
-    """Yield the blocks of a tensor as boxes of a space in which some of its axes are several.
+    """Yield the blocks of a tensor as boxes of a space in which axes are split.
 
     Raises:
-        LayoutError: its elements do not make that space, or its blocks are of another one.
+        LayoutError: the axes of the tensor, or of its blocks, cannot be split into that space.
     """
     have = tensor.space or tensor.spec.shape
     axes = factors(have, space)
@@ -76,20 +76,20 @@ def shards_in(tensor: Tensor, space: Shape) -> Iterator[Shard]:
 
 
 def _cut(extent: Extent, block: Block, piece: Block, shape: Shape, axes: Sequence[Shape], itemsize: int) -> Extent:
-    """Return the extent of a part of a block, which is a box of this shape when its axes are taken for several each."""
+    """Return the extent of a piece of a block with split axes."""
     strides = extent.strides or row_major(block.shape)
     begin = position(piece.start, block.start, strides)
     return laid(extent, begin * itemsize, shape, split(strides, axes), itemsize)
 
 
 def laid(extent: Extent, begin: int, shape: Shape, strides: Shape, itemsize: int) -> Extent:
-    """Return the extent of a box by what lies in another: by runs where they are few, or by strides.
+    """Return the extent of a box in another extent, as few runs or with strides.
 
     Args:
-        extent: has the box and more.
-        begin: where the box begins among what that holds, in bytes.
-        shape: of the box.
-        strides: of its elements.
+        extent: the extent that contains the box.
+        begin: the offset of the box in the contents of the extent, in bytes.
+        shape: the shape of the box.
+        strides: the strides of its elements.
         itemsize: bytes of an element.
 
     >>> laid(Extent(0, ((100, 24),)), 4, (2, 2), (3, 1), 4)
@@ -110,7 +110,7 @@ def laid(extent: Extent, begin: int, shape: Shape, strides: Shape, itemsize: int
 
 
 def reshaped(tensor: Tensor, shape: Shape) -> Tensor | None:
-    """Return a tensor with another shape over the same elements; None where axes would be cut across.
+    """Return a tensor reshaped over the same elements; None if axes do not divide.
 
     >>> from reshard.dtypes import by_name
     >>> from reshard.errors import UsageError
@@ -131,32 +131,32 @@ def reshaped(tensor: Tensor, shape: Shape) -> Tensor | None:
 
 
 def with_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return a checkpoint in which stacked tensors have other shapes, and a warning that says which.
+    """Reshape stacked tensors of a checkpoint; return a warning that names them, too.
 
-    MindSpore's static graph has those of all experts of a layer as [experts * rows, columns], its dynamic graph as
+    The static graph of MindSpore stacks the experts of a layer as [experts * rows, columns], its dynamic graph as
     [experts, rows, columns].
 
     Args:
         checkpoint: the checkpoint.
-        shapes: of some of its tensors; those that cannot be had are left as they are.
+        shapes: the requested shapes of tensors; impossible ones are ignored.
     """
-    found: dict[str, Tensor] = {}
+    changed: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         tensor = checkpoint.tensors[name]
-        if tensor.text is None and _is_stacked(shape, tensor.spec.shape) and (other := reshaped(tensor, shape)):
-            found[name] = other
-    if not found:
+        if tensor.text is None and _is_stacked(shape, tensor.spec.shape) and (new := reshaped(tensor, shape)):
+            changed[name] = new
+    if not changed:
         return checkpoint, ()
-    name, other = next(iter(found.items()))
-    before, after = shape_text(checkpoint.tensors[name].spec.shape), shape_text(other.spec.shape)
+    name, new = next(iter(changed.items()))
+    before, after = shape_text(checkpoint.tensors[name].spec.shape), shape_text(new.spec.shape)
     warning = (
-        f"stacked otherwise in the target, {before} as {after} and so on, over the same bytes: {names(found, most=3)}"
+        f"stacked otherwise in the target, {before} as {after} and so on, over the same bytes: {names(changed, most=3)}"
     )
-    return replace(checkpoint, tensors={**checkpoint.tensors, **found}), (warning,)
+    return replace(checkpoint, tensors={**checkpoint.tensors, **changed}), (warning,)
 
 
 def _is_stacked(shape: Shape, other: Shape) -> bool:
-    """Return whether one of two shapes has the first axis of the other as two."""
+    """Return whether one of two shapes is the other with its first axis split in two."""
     longer, shorter = sorted((shape, other), key=len, reverse=True)
     return len(longer) == len(shorter) + 1 and (prod(longer[:2]), *longer[2:]) == shorter and longer[1] > 0
 
@@ -165,7 +165,7 @@ _STACKED = re.compile(r"(?:^|\.)(layer|expert)s(?=\.(?!(?:\w+\.)?\d+(?:\.|$)))")
 
 
 def stacked_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Return what the first dimensions of a tensor count: `layer`, `expert`; none where that is not known.
+    """Return the meaning of the first dimensions (`layer`, `expert`), if known.
 
     >>> from reshard.dtypes import by_name
     >>> from reshard.errors import UsageError
@@ -177,9 +177,9 @@ def stacked_axes(tensor: Tensor) -> tuple[str, ...]:
     [('layer',), (), ('layer',)]
     """
     words = dict.fromkeys(_STACKED.findall(tensor.spec.name))
-    found = []
+    axes = []
     for axis, word in enumerate(words):
         if axis >= len(tensor.spec.shape) or any(block.shape[axis] != 1 for block in tensor.sharding.blocks):
             break
-        found.append(word)
-    return tuple(found)
+        axes.append(word)
+    return tuple(axes)

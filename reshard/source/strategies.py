@@ -1,10 +1,10 @@
-"""The strategy of a checkpoint that says itself which rank holds which block, and one for its tensors by rules.
+"""Derive a strategy from a self-describing checkpoint, or from a rules file.
 
-Stages are runs of as many ranks as the layout of most devices has. Meshes that make up a stage in order, each with all
-of a tensor, are one with another axis. No strategy can say of a tensor that it lies on other ranks.
+A stage is a range of ranks, as many as the largest layout has devices. Several meshes that make up a stage in order,
+each with a whole tensor, become one mesh with another axis. A strategy cannot express a tensor on other ranks.
 
-Optimizer parallel is in the layouts already (Checkpoint 2.0 folds it into nested maps), so no size of it is given. What
-every rank has of the training's state, such as the step, is left out, as MindSpore leaves it out.
+Optimizer parallelism is in the layouts already (Checkpoint 2.0 folds it into nested maps), so no size of it is set.
+Training state on every rank, such as the step, is omitted, as by MindSpore.
 """
 
 from __future__ import annotations
@@ -31,55 +31,56 @@ def _leave_out(name: str) -> Text:
 
 
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
-    """Return the strategy of a checkpoint: that which it was opened with, or what it says itself, as Checkpoint 2.0 do.
+    """Return the strategy of a checkpoint, as opened or from its metadata.
 
     Args:
-        checkpoint: an opened one.
-        drop: names of tensors, or globs, that are left out; every one must match.
+        checkpoint: an opened checkpoint.
+        drop: names of tensors to leave out, or globs; every one must match.
 
     Raises:
-        UsageError: it does not say which rank holds which block; a pattern matches no tensor.
-        SourceError: tensors cannot be read, or lie on ranks that no strategy can say; all at once.
+        UsageError: the checkpoint has no strategy, and does not describe its blocks, unlike Checkpoint 2.0; a pattern
+            matches no tensor.
+        SourceError: tensors cannot be read, or are on ranks that no strategy can express; all faults at once.
     """
     dropped = matched(checkpoint.root, {**checkpoint.tensors, **checkpoint.unreadable}, drop)
     checkpoint = checkpoint.without(dropped)
     if checkpoint.strategy is not None:
-        kept = {name: placed for name, placed in checkpoint.strategy.tensors.items() if name not in dropped}
-        return replace(checkpoint.strategy, tensors=kept)
-    if not checkpoint.holders:
+        remaining = {name: placed for name, placed in checkpoint.strategy.tensors.items() if name not in dropped}
+        return replace(checkpoint.strategy, tensors=remaining)
+    if not checkpoint.extras.holders:
         raise UsageError(
             f"{checkpoint.root} does not say which rank holds which block",
             code="no-layout",
             facts=["whole tensors need no strategy"],
         )
-    devices = max((layout.devices for layout in checkpoint.layouts.values()), default=len(set(checkpoint.ranks)))
+    devices = max((layout.devices for layout in checkpoint.extras.layouts.values()), default=len(set(checkpoint.ranks)))
     faults = Faults(checkpoint.root)
     for name, reason in checkpoint.unreadable.items():
         faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name))
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
-        ranks = checkpoint.holders.get(name)
+        ranks = checkpoint.extras.holders.get(name)
         if ranks is None or is_training_state(name, tensor):
             continue
         shape = tensor.spec.shape
-        layout = checkpoint.layouts.get(name) or whole(len(shape), devices)
-        if (held := _stages(ranks, devices)) and not devices % layout.devices:
+        layout = checkpoint.extras.layouts.get(name) or whole(len(shape), devices)
+        if (stages_with_tensor := _stages(ranks, devices)) and not devices % layout.devices:
             layout = replace(layout, dev_matrix=_filled(layout, devices))
-            tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(held))
+            tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(stages_with_tensor))
         elif ranks:
-            what = f"is on ranks {ranges_text(ranks)}, which are not whole stages of {devices} ranks in order"
-            faults.add(f"tensor {name!r}", what, code="not-whole-stages", hint=_leave_out(name))
+            fault = f"is on ranks {ranges_text(ranks)}, which are not whole stages of {devices} ranks in order"
+            faults.add(f"tensor {name!r}", fault, code="not-whole-stages", hint=_leave_out(name))
         else:
-            what = "is on ranks that its layout does not describe"
-            faults.add(f"tensor {name!r}", what, code="unknown-blocks", hint=_leave_out(name))
+            fault = "is on ranks that its layout does not describe"
+            faults.add(f"tensor {name!r}", fault, code="unknown-blocks", hint=_leave_out(name))
     faults.raise_if_any(SourceError)
-    stages = range(max(max(ranks, default=0) for ranks in checkpoint.holders.values()) // devices + 1)
+    stages = range(max(max(ranks, default=0) for ranks in checkpoint.extras.holders.values()) // devices + 1)
     several = len(stages) > 1
     return Strategy(tensors, stages, devices, merged=several, current_stage=1 if several else 2)
 
 
 def _stages(ranks: Sequence[int], devices: int) -> list[int]:
-    """Return the stages that ranks are, each in order; none where they are not.
+    """Return the stages that consist of these ranks in order; empty if there are none.
 
     >>> _stages((4, 5, 6, 7, 0, 1, 2, 3), 4), _stages((0, 2), 4), _stages((1, 0), 2)
     ([1, 0], [], [])
@@ -89,7 +90,7 @@ def _stages(ranks: Sequence[int], devices: int) -> list[int]:
 
 
 def _filled(layout: Layout, devices: int) -> tuple[int, ...]:
-    """Return the device matrix of a layout for so many devices, among which it is repeated."""
+    """Return the device matrix of a layout, repeated to cover `devices` devices."""
     outer = devices // layout.devices
     return (outer, *layout.dev_matrix) if outer > 1 else layout.dev_matrix
 
@@ -97,32 +98,31 @@ def _filled(layout: Layout, devices: int) -> tuple[int, ...]:
 def strategy_by_rules(
     rules: Place, checkpoint: Checkpoint, *, target_names: Mapping[str, str] | None = None, predict: bool = False
 ) -> Strategy:
-    """Return the strategy that a rules file makes for the tensors of a checkpoint.
+    """Return the strategy that a rules file defines for the tensors of a checkpoint.
 
     Args:
         rules: a YAML file; see `strategy.rules_file`.
-        checkpoint: has names, shapes and dtypes. What it does not say is cut or whole, and the training's state
-            (global_step and the like), is left out unless a rule matches it.
-        target_names: the names that rules and strategy have for its tensors, of those that are meant; by default its
-            own, of all.
+        checkpoint: the source of names, shapes and dtypes. Tensors without a known layout, and training state
+            (global_step and the like), are left out unless a rule matches them.
+        target_names: the new name of each tensor to include, by name in the checkpoint; by default all, unchanged.
         predict: leave out the states of the optimizer.
 
     Raises:
-        UsageError: the file cannot be read, or is not a rules file for such tensors; all faults at once.
+        UsageError: the file cannot be read, or is not a rules file for these tensors; all faults at once.
         SourceError: the checkpoint seems to have the blocks of one rank.
     """
-    from reshard.strategy.rules_file import strategy_from_file  # not on every start
+    from reshard.strategy.rules_file import strategy_from_file  # lazy import: rarely needed
 
     checkpoint.require_whole()
-    every = {name: name for name in checkpoint.tensors} if target_names is None else target_names
-    tensors = {new: one for old, new in every.items() if (one := checkpoint.tensors[old]).text is None}
-    says = checkpoint.strategy is not None or bool(checkpoint.layouts)
+    names = {name: name for name in checkpoint.tensors} if target_names is None else target_names
+    tensors = {new: checkpoint.tensors[old] for old, new in names.items() if checkpoint.tensors[old].text is None}
+    has_layout = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
     return strategy_from_file(
         rules,
         {name: tensor.spec.shape for name, tensor in tensors.items()},
         dtypes={name: tensor.spec.dtype for name, tensor in tensors.items()},
         only_by_rule={
-            name for name, tensor in tensors.items() if is_training_state(name, tensor) or (says and not tensor.listed)
+            name for name, t in tensors.items() if is_training_state(name, t) or (has_layout and not t.listed)
         },
         predict=predict,
     )

@@ -1,1 +1,1 @@
-"""Where bytes are: local files and URLs, read and written in ranges."""
+"""Storage: read and write byte ranges of local files and of files at URLs."""

@@ -1,13 +1,12 @@
-"""What a place for bytes is, and what one can do: the words that all stores share.
+"""Interfaces that all stores share: capabilities, readers, codings and sinks.
 
-A path or URL becomes a `Place` once (`places.as_place`), and a place knows its store. What a store can do are its
-`Capabilities`; nobody else asks whether a string is a URL. A store that decrypts or decodes is one *around* a store
-(`Around`), which reads through it.
+A path or URL becomes a `Place` once (`places.as_place`), and a place knows its store. A store describes its abilities
+as `Capabilities`, so that no other module tests whether a string is a URL. A store that decrypts or decodes wraps
+another store (`Around`) and reads through it.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.errors import ReshardError
 
 PARTIAL = ".partial"
-"""What the name of an unfinished target file ends with."""
+"""The extension of unfinished target files."""
 
 _DIGITS = 8
 _UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8})?\.partial", re.DOTALL)
@@ -30,16 +29,16 @@ _LONGEST_NAME = 255
 _CUT_BYTES = _LONGEST_NAME - 2 * (1 + _DIGITS) - len(PARTIAL)
 
 Want = tuple[str, int, memoryview]
-"""A path, where a range of bytes begins in the file, and the buffer that it fills."""
+"""A request to read: a path, the offset of a byte range in the file, and the buffer to fill."""
 
 
 def unfinished_path(path: str, digest: str = "") -> str:
     """Return the path of an unfinished file.
 
     Args:
-        path: of the file when it is finished.
-        digest: of what makes the file, or of the run. The name has its first digits: a task that still works for a
-            run whose client is lost does not write into what another run makes there.
+        path: the final path.
+        digest: identifies the run, or the recipe of the file. Its first digits are in the name, so that a task of a
+            run whose client is lost does not write into a file of another run.
 
     >>> unfinished_path("rank_0/a.ckpt", "0123456789abcdef")
     'rank_0/a.ckpt.01234567.partial'
@@ -48,17 +47,20 @@ def unfinished_path(path: str, digest: str = "") -> str:
 
 
 def unfinished_stem(path: str) -> str:
-    """Return what the paths of all unfinished files of a file begin with: its own, cut where its name has no room."""
+    """Return the common prefix of a file's unfinished paths.
+
+    It is the file's own path, with the name shortened if the suffixes would make it too long.
+    """
     directory, slash, name = path.rpartition("/")
     encoded = os.fsencode(name)
-    if not _CUT_BYTES + 1 + _DIGITS < len(encoded) <= _LONGEST_NAME:  # one that is too long itself is refused
+    if not _CUT_BYTES + 1 + _DIGITS < len(encoded) <= _LONGEST_NAME:  # a name that is too long itself is refused
         return path
     cut = encoded[:_CUT_BYTES].decode(errors="ignore")
     return f"{directory}{slash}{cut}~{sha256(encoded).hexdigest()[:_DIGITS]}"
 
 
 def stem_of_unfinished(path: str) -> str:
-    """Return the stem of an unfinished file, with any digits or none; empty where a path is of no such file.
+    """Return the stem of an unfinished file, with or without digits; "" for other files.
 
     >>> [stem_of_unfinished(path) for path in ("a.ckpt.01234567.partial", "a.ckpt.partial", "a.ckpt")]
     ['a.ckpt', 'a.ckpt', '']
@@ -68,7 +70,9 @@ def stem_of_unfinished(path: str) -> str:
 
 
 def is_of_a_run(path: str) -> bool:
-    """Return whether a path is that of an unfinished file of a run; without digits it may be another program's.
+    """Return whether a path names an unfinished file of a run.
+
+    Without digits, the file may belong to another program.
 
     >>> is_of_a_run("a.ckpt.01234567.partial"), is_of_a_run("a.ckpt.partial")
     (True, False)
@@ -77,14 +81,14 @@ def is_of_a_run(path: str) -> bool:
 
 
 class Status(NamedTuple):
-    """What distinguishes one state of a file from another.
+    """The state of a file: size and version.
 
     Attributes:
-        nbytes: its size.
-        mtime_ns: when it last changed, in nanoseconds; of a file at a URL a number that stands for its entity tag or
-            whatever else its file system has.
-        change: of a local file, when anything of it last changed (ctime) and the number of its inode: whoever sets the
-            time back does not set these. No copy has them, and no other machine need see the same.
+        nbytes: the size.
+        mtime_ns: the time of the last change, in nanoseconds; for a file at a URL, a number derived from its entity tag
+            or from another version field of its file system.
+        change: for a local file, its ctime and inode number, which reveal a change even if the mtime was set back. They
+            differ for every copy, and may differ on another machine.
     """
 
     nbytes: int
@@ -93,25 +97,25 @@ class Status(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Status:
-        """Return what the system says of a local file."""
+        """Return the state of a local file, from its `stat`."""
         return cls(status.st_size, status.st_mtime_ns, (status.st_ctime_ns, status.st_ino))
 
     def is_still(self, before: Status) -> bool:
-        """Return whether a file is as it was before, as far as both are known."""
+        """Return whether a file is unchanged; fields that one side lacks are not compared."""
         return self[:2] == before[:2] and ((0, 0) in {self.change, before.change} or self.change == before.change)
 
 
 class Capabilities(NamedTuple):
-    """What a store can do.
+    """The capabilities of a store.
 
     Attributes:
-        positioned: an unfinished file can be written anywhere, by several tasks, and read again to resume it; without,
-            a file is written by one task from its first byte to its last.
-        whole: a file appears under its name when its last byte is there, and not before: it needs no unfinished name.
+        positioned: an unfinished file can be written at any offset, by several tasks, and read again to resume it; if
+            not, one task writes a file from its first byte to its last.
+        whole: a file appears under its name only when it is complete, so it needs no unfinished name.
         appends: a file can be appended to.
         locks: a file can be locked.
-        requests: how many requests at once pay; 1 where a read costs no more than its bytes.
-        library_bytes: resident memory of what it imports.
+        requests: the useful number of concurrent requests; 1 if a read has no latency of its own.
+        library_bytes: resident memory of the imported libraries.
     """
 
     positioned: bool
@@ -123,38 +127,38 @@ class Capabilities(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Each request takes its time, whatever its size: few large ones are better, and many at once."""
+        """Whether each request has high latency: make few large ones, and many at once."""
         return self.requests > 1
 
 
 class Readable(Protocol):
-    """Ranges of bytes to be read, by path. Offsets and sizes are in bytes."""
+    """A reader of byte ranges, by path. Offsets and sizes are in bytes."""
 
     def size(self, path: str) -> int:
         """Return the size of a file."""
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file; `SourceError` where that ends before the buffer is full."""
+        """Fill a buffer from a file; raise `SourceError` if the file ends too early."""
 
 
 class ReadStore(Readable, Protocol):
-    """What reads the files of checkpoints: plain, decrypted or decoded."""
+    """A store that reads files of checkpoints: plain, decrypted or decoded."""
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill buffers from files, many at once where that pays."""
+        """Fill buffers from files, concurrently if requests have high latency."""
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
         """Return whether a file has certain bytes at certain offsets."""
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
-        """Leave nothing of a file, or of its bytes from `first` to `last`, in a page cache."""
+        """Evict a byte range of a file (default: all of it) from the page cache."""
 
     def close(self) -> None:
-        """Close every file that nobody uses."""
+        """Close all files that are not in use."""
 
 
 class Around:
-    """A store around another, which reads what that has."""
+    """A store that wraps another one and reads through it."""
 
     def __init__(self, inner: ReadStore) -> None:
         self.inner = inner
@@ -175,45 +179,45 @@ class Around:
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
         """Return whether a file has certain bytes at certain offsets."""
         for offset, piece in pieces:
-            found = bytearray(len(piece))
-            self.read_into(path, offset, memoryview(found))
-            if found != piece:
+            content = bytearray(len(piece))
+            self.read_into(path, offset, memoryview(content))
+            if content != piece:
                 return False
         return True
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
-        """Leave nothing of a file, or of a part of it, in the page cache."""
+        """Evict a byte range of a file (default: all of it) from the page cache."""
         self.inner.drop_cache(path, first, last)
 
     def close(self) -> None:
-        """Close every file that nobody uses."""
+        """Close all files that are not in use."""
         self.inner.close()
 
 
 class Coding(Protocol):
-    """How source files have other bytes than the tensors' own: encrypted, compressed."""
+    """A codec of source files: encryption or compression."""
 
     def store(self) -> ReadStore:
-        """Return what reads the tensors' own."""
+        """Return a store that reads the decoded files."""
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take for it."""
+        """Return the memory that decoding takes on this number of threads."""
 
     def __hash__(self) -> int:
-        """Return what sets codings apart: there is one store for each."""
+        """Return a hash: there is one store for each distinct coding."""
 
 
 class TargetCoding(Protocol):
-    """How target files get other bytes than the tensors' own: compressed."""
+    """A codec of target files: compression."""
 
     def of(self, path: str) -> str | None:
-        """Return what says how a file is encoded, by its path below the target directory; None of one that is not."""
+        """Return a description of a file's encoding, by its path below the target; None if plain."""
 
     def sink(self, path: str, into: Sink) -> Sink:
-        """Return what takes a file's contents and writes the file, whose size is known only then."""
+        """Return a sink that encodes a file's contents; the size is known only at the end."""
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take for it."""
+        """Return the memory that encoding takes on this number of threads."""
 
 
 class Sink(Protocol):
@@ -221,23 +225,23 @@ class Sink(Protocol):
 
     @property
     def ended(self) -> bool:
-        """The file is complete: nothing more comes."""
+        """Whether the file is complete."""
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write bytes at an offset of the file."""
 
     def finish(self, *, durable: bool) -> None:
-        """End the file, on the disk if `durable`; raise `TargetError` where something of it did not come."""
+        """Finish the file, synced to disk if `durable`; raise `TargetError` if it is incomplete."""
 
     def abort(self) -> None:
-        """Give up; never raises."""
+        """Abort the file; never raises."""
 
 
 class Sinks(dict[int, Sink]):
-    """The files that a task writes, by their numbers; those that are not there yet are opened with the first byte.
+    """The files that a task writes, by file number; each is opened with its first byte.
 
     Attributes:
-        ended: the numbers of the files that are complete.
+        ended: the numbers of the complete files.
     """
 
     def __init__(self, opened: Callable[[int], Sink]) -> None:
@@ -250,12 +254,12 @@ class Sinks(dict[int, Sink]):
         return sink
 
     def open(self, files: Iterable[int]) -> None:
-        """Open files of which nothing need come."""
+        """Open files even if no data will be written to them."""
         for file in files:
             self[file] = self._opened(file)
 
     def write_at(self, file: int, offset: int, data: memoryview | bytes) -> None:
-        """Write bytes into a file; of one that is complete then, nothing is held any more."""
+        """Write bytes into a file; drop its sink once it is complete."""
         sink = self[file]
         sink.write_at(offset, data)
         if sink.ended:
@@ -263,27 +267,27 @@ class Sinks(dict[int, Sink]):
             del self[file]
 
     def finish(self, *, durable: bool) -> None:
-        """End every file."""
+        """Finish all files."""
         for file, sink in list(self.items()):
             sink.finish(durable=durable)
             self.ended.add(file)
             del self[file]
 
     def abort(self) -> None:
-        """Give up what is not ended."""
+        """Abort all unfinished files."""
         for sink in self.values():
             sink.abort()
 
 
 class Ordered:
-    """A file that is written from its first byte to its last; what comes before its turn waits in memory.
+    """A sink that writes a file in order; early pieces wait in memory.
 
     Args:
-        begin: opens what is written in order, when the first byte can be.
+        begin: opens the sink to write to, when the first byte can be written.
         path: for messages.
-        size: of the file; None where that is not known.
-        room: how many bytes may wait, but for constant ones.
-        ends: the file ends with its last byte; without, when `finish` is called.
+        size: the size of the file; None if unknown.
+        room: the number of bytes that may wait; read-only pieces do not count.
+        ends: finish the file with its last byte, not when `finish` is called.
     """
 
     def __init__(
@@ -296,7 +300,7 @@ class Ordered:
         self._waiting: dict[int, bytes | memoryview] = {}
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Write what comes next in the file, or have it wait; bytes that cannot change are not copied."""
+        """Write the next bytes, or let them wait for their turn; read-only bytes are not copied."""
         if offset != self._position:
             if not memoryview(data).readonly:
                 data = bytes(data)
@@ -305,8 +309,8 @@ class Ordered:
             self._waiting[offset] = data
             return
         self._append(data)
-        while (more := self._waiting.pop(self._position, None)) is not None:
-            self._append(more)
+        while (piece := self._waiting.pop(self._position, None)) is not None:
+            self._append(piece)
         if self._ends and self._position == self._size:
             self.finish(durable=False)
 
@@ -317,10 +321,10 @@ class Ordered:
         self._position += len(data)
 
     def finish(self, *, durable: bool) -> None:
-        """End the file.
+        """Finish the file.
 
         Raises:
-            TargetError: something of it did not come, or it cannot be written.
+            TargetError: bytes are missing, or it cannot be written.
         """
         if self._waiting or self._size not in {None, self._position}:
             raise TargetError(
@@ -334,19 +338,19 @@ class Ordered:
         self.ended = True
 
     def abort(self) -> None:
-        """Give up."""
+        """Abort the file."""
         if self._into is not None:
             self._into.abort()
 
 
 class Summing:
-    """A file that is written from its first byte to its last, into which sums of its ranges are filled.
+    """A sink that writes a file in order and fills in the checksums of its ranges.
 
     Args:
-        into: takes the file.
-        sums: of each range where it begins, its bytes, and the places of its sum behind it, at each of which four bytes
-            of zeros come at once; ascending.
-        crc: continues a sum of four bytes with what comes next.
+        into: the sink to write to.
+        sums: for each range, its offset, its size and the offsets of its checksum behind it; ascending. Each checksum
+            arrives as a piece of four zero bytes.
+        crc: continues a checksum of four bytes with the next bytes.
     """
 
     def __init__(
@@ -359,41 +363,41 @@ class Summing:
         self._sums = iter(sums)
         self._range = next(self._sums, None)
         self._value = 0
-        self._found: dict[int, bytes] = {}
+        self._computed: dict[int, bytes] = {}
 
     @property
     def ended(self) -> bool:
-        """The file is complete."""
+        """Whether the file is complete."""
         return self._into.ended
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Write what comes next in the file."""
+        """Write the next bytes of the file."""
         end = offset + len(data)
         while self._range and self._range[0] < end:
             begin, nbytes, places = self._range
             self._value = self._crc(data[max(begin - offset, 0) : begin + nbytes - offset], self._value)
             if begin + nbytes > end:
                 break
-            self._found.update(dict.fromkeys(places, self._value.to_bytes(4, "little")))
+            self._computed.update(dict.fromkeys(places, self._value.to_bytes(4, "little")))
             self._range, self._value = next(self._sums, None), 0
-        self._into.write_at(offset, self._found.pop(offset, data))
+        self._into.write_at(offset, self._computed.pop(offset, data))
 
     def finish(self, *, durable: bool) -> None:
-        """End the file."""
+        """Finish the file."""
         self._into.finish(durable=durable)
 
     def abort(self) -> None:
-        """Give up."""
+        """Abort the file."""
         self._into.abort()
 
 
 @contextmanager
 def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
-    """Turn what the system refuses (permissions, loops of links, names that are too long) into an error of a kind.
+    """Turn an `OSError` (permissions, loops of links, long names) into an error of a class.
 
     Args:
-        error: the kind.
-        path: what is read, if the system does not say.
+        error: the class.
+        path: the path to name if the `OSError` names none.
     """
     try:
         yield
@@ -402,22 +406,24 @@ def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
 
 
 def similar(path: object) -> str:
-    """Return the advice to take a local path that is there and has a name like that of one that is not."""
+    """Return a hint that names an existing path similar to a missing one, or ""."""
+    from difflib import get_close_matches  # on errors only
+
     directory, name = os.path.split(str(path).rstrip("/"))
     with suppress(OSError):
-        if there := difflib.get_close_matches(name, os.listdir(directory or "."), 1):
-            return f"did you mean {os.path.join(directory, there[0])}?"
+        if matches := get_close_matches(name, os.listdir(directory or "."), 1):
+            return f"did you mean {os.path.join(directory, matches[0])}?"
     return ""
 
 
 def read_error(kind: type[ReshardError], path: object, error: OSError, where: str = "") -> ReshardError:
-    """Return the error of a file that does not exist or cannot be read.
+    """Return an error for a file that does not exist or cannot be read.
 
     Args:
-        kind: of the error.
+        kind: the class of the error.
         path: the file.
-        error: what the system says.
-        where: the place in the file, if known.
+        error: the error of the operating system.
+        where: the position in the file, if known.
     """
     if isinstance(error, FileNotFoundError):
         return kind(f"{path} does not exist", code="not-found", hint=similar(path))
@@ -425,7 +431,7 @@ def read_error(kind: type[ReshardError], path: object, error: OSError, where: st
 
 
 def truncated(path: object, end: int, missing: int) -> SourceError:
-    """Return the error of a file that ends before what is read of it."""
+    """Return an error for a file that ends too early."""
     return SourceError(
         f"{path} is truncated, or changed since it was opened",
         code="truncated",

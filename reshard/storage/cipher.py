@@ -1,19 +1,19 @@
-"""Encrypted `.ckpt` files: MindSpore's blocks of plaintext, each encrypted by itself.
+"""Encrypted `.ckpt` files: MindSpore's format of independently encrypted blocks.
 
 A block is, in little-endian 32-bit numbers and bytes:
 
-    magic of the mode · [AES-GCM: 16-byte tag] · length of all that follows · 16 · IV of 16 bytes ·
+    magic of the mode · [AES-GCM: 16-byte tag] · length of the rest · 16 · IV of 16 bytes ·
     length of the ciphertext · ciphertext (in the CBC modes padded by PKCS#7; AES-GCM takes 12 bytes of the IV)
 
 Any range of the plaintext can be decrypted by itself, so an encrypted file is read like a plain one, a few MB at a
 time, and never decrypted to a disk: CBC needs only the 16 bytes of ciphertext before the range, and AES-GCM is counter
-mode under its tag. The tag covers a whole block and is checked, in one pass, before the first byte of the block is
-given out. CBC has none: a wrong key passes the padding of a file's last block once in 256 times, and shows when the
-index of the decrypted file is read to its end, which happens before anything is written.
+mode with a tag. The tag covers a whole block and is checked, in one pass, before the first byte of the block is
+returned. CBC has no tag: a wrong key passes the padding of a file's last block once in 256 times, and is detected when
+the index of the decrypted file is read to its end, which happens before anything is written.
 
-What is written is encrypted on its way. The head of a block, with the tag of AES-GCM, is known when the block is: where
-a file is written in any order no block is held, and where it is written from its first byte to its last, as at a URL,
-one is, of up to 4 MiB.
+Files are encrypted while they are written. The head of a block, with the tag of AES-GCM, is known only at the end of
+the block. If a file can be written in any order, no block is buffered; if it is written in order, as at a URL, one
+block of up to 4 MiB is.
 
 Source: MindSpore 2.10, `utils/crypto.cc`; the layout was checked against its files and its `_decrypt`.
 """
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from reshard.storage.base import Coding, ReadStore, Sink
 
 MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
-"""What the first four bytes of a block say about its mode."""
+"""The modes by the first four bytes of a block."""
 
 MODE = "AES-GCM"
-"""The mode of what is written, unless another is asked for: MindSpore's default, and the one that finds changes."""
+"""The default mode for writing: MindSpore's default, and the only one that detects changes."""
 
 BLOCK_BYTES = 4 << 20
-"""The most plaintext in a block that is written; MindSpore writes 64 MiB, and reads any. A range is read with its
-block, because of the tag."""
+"""The maximum plaintext of a written block; MindSpore writes 64 MiB and reads any size. Smaller blocks make range reads
+cheaper, because the tag covers a whole block."""
 
 MODES = tuple(MAGICS.values())
 
@@ -57,21 +57,21 @@ _DIGITS = re.compile(rb"(?:[0-9a-fA-F]{16}){2,4}")
 _AMBIGUOUS = 32
 _MAGIC_OF = {mode: magic for magic, mode in MAGICS.items()}
 _UNIT = 16  # bytes in a block of AES and of SM4; also the size of an IV and of a tag
-_GCM_IV_BYTES = 12  # MindSpore stores 16 and gives OpenSSL all, which by default takes the first 12
+_GCM_IV_BYTES = 12  # MindSpore stores 16 and passes all to OpenSSL, which by default takes the first 12
 _PIECE_BYTES = 4 << 20
 _IMPORTED_BYTES, _THREAD_BYTES = 20 << 20, 9 << 20  # measured with up to 24 threads, in each mode
-# MindSpore 2.10 puts a CRC trailer of zeros behind the blocks when both are asked for, and cannot read that itself.
+# If both encryption and CRC are requested, MindSpore 2.10 appends a CRC trailer of zeros, which it cannot read itself.
 _TRAILER, _TRAILER_BYTES = b"crc_num", 17
 
 
 def read_key(content: bytes, where: str) -> bytes:
-    r"""Return the key that a file or a variable holds: its bytes, or hexadecimal digits; without a newline at the end.
+    r"""Return the key in a file or variable: raw bytes or hexadecimal digits.
 
-    32 hexadecimal digits may be a key of 32 bytes, or of 16, and are refused.
+    A final newline is ignored. 32 hexadecimal digits are ambiguous (a key of 32 bytes or of 16) and are refused.
 
     Args:
-        content: what it holds.
-        where: for messages, which never show it.
+        content: the contents of the file or variable.
+        where: its name, for messages, which never show the contents.
 
     Raises:
         UsageError: it is not a key.
@@ -104,11 +104,11 @@ class Cipher:
     """A key and the mode in which it is used.
 
     Attributes:
-        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; None for that of each file that is read, and for AES-GCM, MindSpore's
-            default, where files are written.
+        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`. With None, each file is read in its own mode, and files are written in
+            AES-GCM, MindSpore's default.
         key: 16, 24 or 32 bytes for AES, 16 for SM4; not shown.
-        required: what is read with it must be encrypted. Without, as for keys from the environment, a checkpoint of
-            plain files is read as it is; what is written is encrypted nevertheless.
+        required: files read with it must be encrypted. If false, as for keys from the environment, a checkpoint of
+            plain files is read as it is; written files are encrypted in any case.
 
     Raises:
         UsageError: an unknown mode, or a key of another length.
@@ -142,16 +142,16 @@ class Cipher:
 
     @property
     def has_tag(self) -> bool:
-        """Blocks are authenticated (AES-GCM), so that a wrong key and any change are found."""
+        """Whether blocks are authenticated (AES-GCM), which detects wrong keys and changes."""
         return (self.mode or MODE) == "AES-GCM"
 
     @property
     def head_bytes(self) -> int:
-        """How many bytes of a block are not ciphertext."""
+        """The number of bytes of a block that are not ciphertext."""
         return 4 + self.has_tag * _UNIT + 4 + 4 + _UNIT + 4
 
     def encrypted_size(self, nbytes: int) -> int:
-        """Return the size of so many bytes encrypted, all blocks with their heads.
+        """Return the encrypted size of `nbytes` bytes: all blocks with their heads.
 
         >>> Cipher("AES-GCM", bytes(16)).encrypted_size(17), Cipher("AES-CBC", bytes(16)).encrypted_size(16)
         (65, 64)
@@ -163,7 +163,7 @@ class Cipher:
         return self.head_bytes + (nbytes if self.has_tag else nbytes // _UNIT * _UNIT + _UNIT)
 
     def encrypt(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-        """Yield the encrypted blocks of a file that is given in pieces, in order; a block is held at a time."""
+        """Yield the encrypted blocks of a file, given in pieces; buffer one block at a time."""
         block = _Block(self)
         parts: list[bytes] = []
         for piece in pieces:
@@ -181,33 +181,33 @@ class Cipher:
             yield b"".join((block.head(), *parts))
 
     def sink(self, into: Sink) -> Sink:
-        """Return what takes a file in the order of its bytes, and writes it encrypted; a block's head comes last."""
+        """Return a sink that encrypts a file written in order; block heads are written last."""
         return _EncryptingSink(self, into)
 
     def store(self) -> DecryptingStore:
-        """Return what reads the files decrypted."""
+        """Return a store that reads the decrypted files."""
         return DecryptingStore(self)
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that the import of cryptography adds, and the blocks and pieces of so many threads."""
+        """Return the memory of the import of cryptography, and of each thread's blocks and pieces."""
         return _IMPORTED_BYTES + threads * _THREAD_BYTES
 
     def encryptor(self, iv: bytes) -> Any:
-        """Return the library's encryption of one block."""
+        """Return the library's encryptor for one block."""
         modes = _library().modes
         return self._in_mode(modes.GCM(iv[:_GCM_IV_BYTES]) if self.has_tag else modes.CBC(iv)).encryptor()
 
     def authenticator(self, iv: bytes, tag: bytes) -> Any:
-        """Return the library's decryption of one AES-GCM block, which checks the tag at its end."""
+        """Return the library's decryptor for one AES-GCM block, which checks the tag at the end."""
         return self._in_mode(_library().modes.GCM(iv[:_GCM_IV_BYTES], tag)).decryptor()
 
     def decryptor(self, iv: bytes, unit: int, previous: bytes) -> Any:
-        """Return the library's decryption of one block from its 16-byte unit of that number on, without its tag.
+        """Return the library's decryptor for one block from a 16-byte unit on, without the tag.
 
         Args:
             iv: the block's IV.
-            unit: where to begin.
-            previous: the ciphertext of the unit before, for the CBC modes; at the beginning the IV.
+            unit: the number of the first unit.
+            previous: the ciphertext of the previous unit, for the CBC modes; the IV for the first unit.
         """
         modes = _library().modes
         if not self.has_tag:
@@ -222,7 +222,7 @@ class Cipher:
 
 
 class _Block:
-    """A block that is being encrypted: `add` and `end` return ciphertext; then the head is known."""
+    """A block being encrypted: `add` and `end` return ciphertext; `head` is valid after `end`."""
 
     def __init__(self, cipher: Cipher) -> None:
         self.cipher = cipher
@@ -248,23 +248,23 @@ class _Block:
             + struct.pack("<i", self.cipher_bytes)
         )
 
-    def _counted(self, found: bytes) -> bytes:
-        self.cipher_bytes += len(found)
-        return found
+    def _counted(self, ciphertext: bytes) -> bytes:
+        self.cipher_bytes += len(ciphertext)
+        return ciphertext
 
 
 class _EncryptingSink:
-    """A target file that is encrypted on its way; it is given from its first byte to its last."""
+    """A sink that encrypts a file written in order."""
 
     ended = False
 
     def __init__(self, cipher: Cipher, into: Sink) -> None:
         self._cipher, self._into = cipher, into
-        self._begin = 0  # of the block, in the encrypted file
+        self._begin = 0  # offset of the block in the encrypted file
         self._block = _Block(cipher)
 
-    def write_at(self, offset: int, data: memoryview | bytes) -> None:  # noqa: ARG002 -- it is given in order
-        """Write what comes next."""
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:  # noqa: ARG002 -- it is written in order
+        """Encrypt and write the next bytes."""
         view = memoryview(data).cast("B")
         while len(view):
             part = view[: BLOCK_BYTES - self._block.nbytes]
@@ -273,9 +273,9 @@ class _EncryptingSink:
             if self._block.nbytes == BLOCK_BYTES:
                 self._end_block()
 
-    def _append(self, found: bytes, end: int) -> None:
-        if found:
-            self._into.write_at(self._begin + self._cipher.head_bytes + end - len(found), found)
+    def _append(self, ciphertext: bytes, end: int) -> None:
+        if ciphertext:
+            self._into.write_at(self._begin + self._cipher.head_bytes + end - len(ciphertext), ciphertext)
 
     def _end_block(self) -> None:
         self._append(self._block.end(), self._block.cipher_bytes)
@@ -284,19 +284,19 @@ class _EncryptingSink:
         self._block = _Block(self._cipher)
 
     def finish(self, *, durable: bool) -> None:
-        """End the file."""
+        """Finish the file."""
         if self._block.nbytes:
             self._end_block()
         self._into.finish(durable=durable)
         self.ended = True
 
     def abort(self) -> None:
-        """Give up."""
+        """Abort the file."""
         self._into.abort()
 
 
 class _Sealed(NamedTuple):
-    """An encrypted block in a file: where its plaintext begins in the whole, its size, and where its bytes are."""
+    """The position of an encrypted block in plaintext and ciphertext, its IV and its tag."""
 
     cipher: Cipher
     start: int
@@ -308,10 +308,10 @@ class _Sealed(NamedTuple):
 
 
 class DecryptingStore(Around):
-    """Files that are read decrypted. Safe to use from several threads.
+    """A store of decrypted files. Safe to use from several threads.
 
     Raises (when a file is first read):
-        SourceError: the file is not encrypted, in another mode, truncated, or not with this key.
+        SourceError: the file is not encrypted, in another mode, truncated, or encrypted with another key.
         ReshardError: the library `cryptography` is not installed.
     """
 
@@ -324,9 +324,9 @@ class DecryptingStore(Around):
         self._lock_of_blocks = threading.Lock()
 
     def size(self, path: str) -> int:
-        """Return the size of the decrypted file; whoever asks it sees the file that has this name now."""
+        """Return the current size of the decrypted file, ignoring cached state."""
         with self._lock_of_blocks:
-            self._authentic = {known for known in self._authentic if known[0] != path}
+            self._authentic = {block for block in self._authentic if block[0] != path}
             blocks = self._indexes[path] = tuple(self._index(path))
         return blocks[-1].start + blocks[-1].nbytes if blocks else 0
 
@@ -334,7 +334,7 @@ class DecryptingStore(Around):
         """Fill a buffer from the decrypted file.
 
         Raises:
-            SourceError: the file ends before the buffer is full, was changed, or is not with this key.
+            SourceError: the file ends too early, was changed, or was encrypted with another key.
         """
         if path not in self._indexes:
             self.size(path)
@@ -355,7 +355,7 @@ class DecryptingStore(Around):
             )
 
     def cipher_of(self, path: str) -> Cipher | None:
-        """Return what decrypts a file, in its mode; None where no block of it was found."""
+        """Return the cipher of a file, with its mode; None if it has no indexed block."""
         blocks = self._indexes.get(path)
         return blocks[0].cipher if blocks else None
 
@@ -409,7 +409,7 @@ class DecryptingStore(Around):
         return _Sealed(cipher, start, cipher_bytes - padding, offset, cipher_bytes, iv, head[4 : 4 + tag_bytes])
 
     def _padding(self, path: str, cipher: Cipher, offset: int, cipher_bytes: int, iv: bytes) -> int:
-        """Return how many bytes at the end of a CBC block are padding."""
+        """Return the number of padding bytes at the end of a CBC block."""
         last = offset + cipher_bytes - _UNIT
         previous = iv if cipher_bytes == _UNIT else self._raw(path, last - _UNIT, _UNIT)
         plain: bytes = cipher.decryptor(iv, 0, previous).update(self._raw(path, last, _UNIT))
@@ -434,7 +434,7 @@ class DecryptingStore(Around):
             position = end
 
     def _authenticate(self, path: str, block: _Sealed) -> None:
-        """Check the tag of a block, once, before anything of it is used."""
+        """Check the tag of a block, once, before its plaintext is used."""
         with self._lock_of_blocks:
             if (path, block.start) in self._authentic:
                 return
@@ -449,7 +449,7 @@ class DecryptingStore(Around):
             self._authentic.add((path, block.start))
 
     def _raw(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the file as they are."""
+        """Return bytes of the encrypted file."""
         buffer = bytearray(nbytes)
         self.inner.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
@@ -460,7 +460,7 @@ class DecryptingStore(Around):
 
 
 def _library() -> Any:
-    """Import what is used of the library `cryptography`, which is an extra and takes 50 ms."""
+    """Import the needed names of the library `cryptography`, an extra; takes 50 ms."""
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -487,7 +487,7 @@ def _coded(coding: Coding) -> ReadStore:
 
 
 def store_of(coding: Coding | None) -> ReadStore:
-    """Return this process's store for files that are encrypted or encoded otherwise, or for plain ones."""
+    """Return this process's store for files with a coding, or for plain files."""
     return any_store() if coding is None else _coded(coding)
 
 

@@ -1,9 +1,9 @@
-"""Checksums of buffers, and of ranges from those of their parts: CRC-32C, and the CRC-32 of zip files.
+"""Checksums of buffers, and of ranges from their parts: CRC-32C and CRC-32 (zip).
 
 The polynomial of CRC-32C is Castagnoli's (RFC 3720, appendix B.4), which zarr and object stores use too. Buffers are
-summed by google-crc32c, which zarr brings. On 4 MiB buffers (AMD EPYC, 2 processors) it runs at 34 GB/s as ICRAR's
-`crc32c` does, is imported in 2 ms where that takes 26 ms, and is Apache-2.0 where that is LGPL; but it gives up the
-interpreter's lock only for a `bytes`: two threads make 33 GB/s of it against 69 GB/s. That lock is held for 0.12 ms a
+summed by google-crc32c, a dependency of zarr. On 4 MiB buffers (AMD EPYC, 2 processors) it runs at 34 GB/s, as does
+ICRAR's `crc32c`; it is imported in 2 ms rather than 26 ms, and is Apache-2.0 rather than LGPL. But it releases the
+interpreter's lock only for `bytes`: two threads reach 33 GB/s rather than 69 GB/s. It holds the lock for 0.12 ms per
 buffer, which takes 1 ms to move.
 """
 
@@ -26,7 +26,7 @@ _READ_BYTES = 4 << 20
 
 
 def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """Return the CRC-32C of bytes; `value` is that of what comes before them.
+    """Return the CRC-32C of bytes; `value` is the CRC-32C of the bytes before them.
 
     >>> hex(crc32c(b"123456789")), crc32c(b"6789", crc32c(b"12345")) == crc32c(b"123456789")
     ('0xe3069283', True)
@@ -36,12 +36,12 @@ def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
     view = memoryview(buffer).cast("B")
     if view.readonly:
         return int(extend(value, bytes(view)))
-    # It takes no memoryview; an array of ctypes is the same bytes without a copy, and integers to its Python version.
+    # It takes no memoryview; a ctypes array shares the bytes, and its pure Python version accepts it as integers.
     return int(extend(value, (ctypes.c_ubyte * len(view)).from_buffer(view)))
 
 
 def crc32(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """Return the CRC-32 of bytes as zip files have it; `value` is that of what comes before them.
+    """Return the CRC-32 (zip) of bytes; `value` is the CRC-32 of the bytes before them.
 
     >>> hex(crc32(b"123456789")), crc32(b"6789", crc32(b"12345")) == crc32(b"123456789")
     ('0xcbf43926', True)
@@ -51,21 +51,21 @@ def crc32(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
 
 @lru_cache(maxsize=1)
 def _crc32() -> Callable[[bytes | bytearray | memoryview, int], int]:
-    """Return what sums; isal's takes a twentieth of the time of most Pythons' zlib (19 GB/s on that machine)."""
+    """Return the CRC-32 function: isal's (19 GB/s, 20 times most Pythons' zlib), or zlib's."""
     try:
-        from isal.isal_zlib import crc32 as found
+        from isal.isal_zlib import crc32 as function
     except ImportError:
-        from zlib import crc32 as found
-    return cast("Callable[[bytes | bytearray | memoryview, int], int]", found)
+        from zlib import crc32 as function
+    return cast("Callable[[bytes | bytearray | memoryview, int], int]", function)
 
 
 def crc_of_range(
     store: Readable, path: str, begin: int, nbytes: int, crc: Callable[[memoryview, int], int] = crc32c
 ) -> int:
-    """Return the CRC-32C, or another sum, of a range of a file, which is read some MB at a time.
+    """Return the CRC-32C, or another checksum, of a byte range of a file, read in pieces.
 
     Raises:
-        SourceError: the file ends before, or cannot be read.
+        SourceError: the file ends too early, or cannot be read.
     """
     buffer = memoryview(bytearray(min(nbytes, _READ_BYTES)))
     value = 0
@@ -77,7 +77,7 @@ def crc_of_range(
 
 
 def crc32_fault(found: int, carried: int) -> str:
-    """Return in words that bytes have another CRC-32 than a file says; empty where they have that."""
+    """Return how a computed CRC-32 contradicts the one in the file, or "" if they are equal."""
     return "" if found == carried else f"has the CRC-32 {found:08x}; it carries {carried:08x}"
 
 
@@ -85,8 +85,8 @@ class Checksum(NamedTuple):
     """A kind of checksum.
 
     Attributes:
-        extend: returns that of bytes, from that of what comes before them.
-        polynomial: of it, with its bits reflected.
+        extend: returns the checksum of bytes, given the checksum of the bytes before them.
+        polynomial: its polynomial, with bits reflected.
     """
 
     extend: Callable[[memoryview, int], int]
@@ -98,10 +98,10 @@ CRC32 = Checksum(crc32, _ZIP)
 
 
 def combine(first: int, second: int, second_nbytes: int, polynomial: int = CASTAGNOLI) -> int:
-    """Return the CRC-32C of two byte strings, one behind the other, from that of each; or the sum of that polynomial.
+    """Return the checksum of two concatenated byte strings from their checksums.
 
-    The sum of the first is carried over the length of the second: multiplied by x ** (8 n) modulo the polynomial, in
-    O(log n) (the rule of zlib's `crc32_combine`).
+    The default is CRC-32C. The first checksum is carried over the length of the second string: multiplied by x ** (8 n)
+    modulo the polynomial, in O(log n), as in zlib's `crc32_combine`.
 
     >>> combine(crc32c(b"12345"), crc32c(b"6789"), 4) == crc32c(b"123456789")
     True
@@ -110,7 +110,9 @@ def combine(first: int, second: int, second_nbytes: int, polynomial: int = CASTA
 
 
 def combine_ranges(ranges: Iterable[tuple[int, int, int]], polynomial: int = CASTAGNOLI) -> int:
-    """Return the CRC-32C of a whole from those of its ranges, in any order: (begin, number of bytes, sum).
+    """Return the checksum of a whole from its ranges: (begin, size, checksum).
+
+    The default is CRC-32C. The ranges may come in any order.
 
     Raises:
         ValueError: the ranges leave a gap, or overlap.
@@ -121,10 +123,10 @@ def combine_ranges(ranges: Iterable[tuple[int, int, int]], polynomial: int = CAS
     True
     """
     value = end = 0
-    for begin, nbytes, one in sorted(ranges):
+    for begin, nbytes, crc in sorted(ranges):
         if begin != end:
             raise ValueError(f"a range begins at byte {begin}; expected {end}")
-        value = combine(value, one, nbytes, polynomial)
+        value = combine(value, crc, nbytes, polynomial)
         end += nbytes
     return value
 

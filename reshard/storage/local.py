@@ -1,7 +1,7 @@
-"""Where bytes are: reading and writing ranges of files, with a bounded number of them open.
+"""Local files: read and write byte ranges, with a bounded number of open files.
 
-A store is asked by path, not by handle, so that a plan of thousands of files runs under `ulimit -n 256`: the files
-used last stay open, the others are closed and opened again when needed.
+A store takes paths, not handles, so that a plan of thousands of files runs under `ulimit -n 256`: the files used last
+stay open, the others are closed and opened again when needed.
 
 Files are never mapped: page faults are slow, count as resident memory, and stall or kill the process on network
 file systems.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Sink, Want
 
 LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, requests=1, library_bytes=0)
-"""What can be done with the files of this machine."""
+"""The capabilities of local files."""
 
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
@@ -50,22 +50,22 @@ _FICLONE = 0x40049409  # linux/fs.h
 
 
 WRITE_BYTES = 512 << 10
-"""The most that is written at once, at multiples of that in a file.
+"""The largest single write; longer ones are split at multiples of this offset.
 
 With large folios a long write at a multiple of its length takes several times as long (ext4 and XFS, Linux 6.16 on).
 """
 
 NUMBERS = 4
-"""How many threads have numbers of their own."""
+"""The number of distinct thread numbers."""
 
-_Key = tuple[str, int, int]  # of a handle: path, flags, and the number of the thread that reads through it
+_Key = tuple[str, int, int]  # identifies a handle: path, flags, and the number of the thread that reads through it
 
 
 class _Thread(threading.local):
-    """Numbers the threads of this process, in turns.
+    """The number of the current thread, assigned round robin.
 
-    Those that work side by side read through handles of their own, since the kernel reads ahead of a handle's last
-    read, and begin in different places.
+    Concurrent threads read through separate handles, since the kernel reads ahead of a handle's last read, and begin
+    at different places.
     """
 
     _threads = itertools.count()
@@ -99,8 +99,8 @@ class LocalStore:
         return Status.of(status)
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes; whoever asks it sees the file that has this name now."""
-        self._forget(path)  # a held handle may be of a file that was replaced since
+        """Return the file's current size in bytes, ignoring cached handles."""
+        self._forget(path)  # a cached handle may be of a file that was replaced since
         with reading(SourceError, path), self._opened(path, os.O_RDONLY) as fd:
             return os.fstat(fd).st_size
 
@@ -127,7 +127,11 @@ class LocalStore:
                 done += count
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
-        """Return whether a file has certain bytes at certain offsets; `SourceError` if it cannot be read."""
+        """Return whether a file has certain bytes at certain offsets.
+
+        Raises:
+            SourceError: it cannot be read.
+        """
         with self._opened(path, os.O_RDONLY) as fd:
             try:
                 for offset, piece in pieces:
@@ -140,7 +144,7 @@ class LocalStore:
         return True
 
     def drop_glances(self, paths: Collection[str]) -> None:
-        """Before files are read in order: give up what the page cache got of them by reading here and there."""
+        """Evict the pages that scattered small reads cached, before files are read in order."""
         for path, first, last in self._glances.taken(paths):
             with suppress(OSError, SourceError), self._opened(path, os.O_RDONLY) as fd:
                 drop_pages(fd, first, last)
@@ -152,36 +156,36 @@ class LocalStore:
 
     @staticmethod
     def all_unfinished(paths: Collection[str]) -> dict[str, list[str]]:
-        """Return the unfinished files that runs left, by the paths of finished ones; their names have digits."""
-        there: dict[str, list[str]] = {}
+        """Return the unfinished files that runs left, by final path; their names have digits."""
+        by_stem: dict[str, list[str]] = {}
         for directory in {os.path.dirname(path) for path in paths}:
-            with suppress(OSError):  # it is not there yet, or may be written to and not be listed
+            with suppress(OSError):  # it does not exist yet, or is writable but cannot be listed
                 for path in (os.path.join(directory, name) for name in os.listdir(directory) if is_of_a_run(name)):
-                    there.setdefault(stem_of_unfinished(path), []).append(path)
-        return {path: there[stem] for path in paths if (stem := unfinished_stem(path)) in there} if there else {}
+                    by_stem.setdefault(stem_of_unfinished(path), []).append(path)
+        return {path: by_stem[stem] for path in paths if (stem := unfinished_stem(path)) in by_stem} if by_stem else {}
 
     def create(self, path: str, size: int | None) -> Sink:
-        """Make an unfinished file, with its space taken, or without where its size is not known yet.
+        """Create an unfinished file, and allocate its space if its size is known.
 
-        What is in it already stays: where a worker of a cluster is lost, this runs again while others write.
+        Existing contents stay: if a worker of a cluster is lost, this runs again while others write.
 
         Raises:
             BudgetError: the disk has no room; a new file is not left behind.
         """
-        self._forget(path)  # a held handle may be of a file that was removed since
+        self._forget(path)  # a cached handle may be of a file that was removed since
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             fd = _open_own(path)
         except OSError as error:
             raise TargetError(f"cannot create {path}: {error.strerror}", code="cannot-write") from error
-        held = os.fstat(fd).st_size
+        old_size = os.fstat(fd).st_size
         try:
-            if size is not None and held > size:
-                os.ftruncate(fd, size)  # the remains of another run; all that is left of them is written over
+            if size is not None and old_size > size:
+                os.ftruncate(fd, size)  # the remains of another run; the rest is overwritten
             if size:
                 _allocate(fd, size)
         except OSError as error:
-            if not held:
+            if not old_size:
                 with suppress(OSError):
                     os.unlink(path)
             raise write_error(path, error, size or 0) from error
@@ -190,20 +194,23 @@ class LocalStore:
         return _LocalSink(self, path, sized=size is not None)
 
     def sink(self, path: str, *, sized: bool) -> Sink:
-        """Return what writes an unfinished file that is made; unless that is `sized`, it ends with its last byte."""
+        """Return a sink for an unfinished file that exists.
+
+        Unless it is `sized`, the file is cut after the last byte written.
+        """
         return _LocalSink(self, path, sized=sized)
 
     def drop_cache(
         self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True
     ) -> None:
-        """Leave nothing of a file in the page cache, or of its bytes from `first` to `last`.
+        """Evict a byte range of a file (default: all of it) from the page cache.
 
         Args:
             path: the file.
-            first: in bytes.
-            last: in bytes; None for all from `first` on.
-            written: it is an unfinished file; first, have on the disk what is written.
-            wait: for that; without, it is begun, and what was on the disk already leaves the cache.
+            first: where the range begins, in bytes.
+            last: where it ends, in bytes; None for the end of the file.
+            written: it is an unfinished file; sync its data to disk first.
+            wait: wait for the sync; if not, only start it, and evict the pages that are on disk already.
         """
         with self._opened(path, os.O_RDWR if written else os.O_RDONLY) as fd:
             if written and wait:
@@ -214,15 +221,15 @@ class LocalStore:
             drop_pages(fd, first, last)
 
     def start_writeback(self, path: str) -> None:
-        """Have what is written of an unfinished file go to the disk, without waiting until it is there.
+        """Start to write an unfinished file's dirty pages to disk, without waiting.
 
-        The disk then works while more is written, and `sync` has less to wait for and reports what failed.
+        The disk then works during later writes; `sync` has less to wait for, and reports failures.
         """
         with self._opened(path, os.O_RDWR) as fd:
             start_writeback(fd)
 
     def sync(self, path: str) -> None:
-        """Have all bytes of an unfinished file on the disk."""
+        """Sync an unfinished file to disk."""
         with self._opened(path, os.O_RDWR) as fd:
             try:
                 os.fsync(fd)
@@ -230,7 +237,7 @@ class LocalStore:
                 raise write_error(path, error, 0) from error
 
     def sync_finished(self, path: str) -> None:
-        """Have a file that has its final name on the disk, and the name."""
+        """Sync a file that has its final name to disk, and its directory entry."""
         with self._opened(path, os.O_RDONLY) as fd:
             try:
                 os.fsync(fd)
@@ -239,9 +246,9 @@ class LocalStore:
                 raise write_error(path, error, 0) from error
 
     def publish(self, unfinished: str, path: str, *, durable: bool) -> None:
-        """Give an unfinished file its final name, and have that on the disk too if `durable`."""
+        """Rename an unfinished file to its final name; sync the directory too if `durable`."""
         try:
-            self._forget(unfinished)  # closes it, and a network's file system may say only then that bytes are lost
+            self._forget(unfinished)  # closes it; only then may a network file system report lost bytes
             self._forget(path)
             os.replace(unfinished, path)
             with suppress(FileNotFoundError):
@@ -252,7 +259,7 @@ class LocalStore:
             raise write_error(unfinished, error, 0, "rename") from error
 
     def link(self, original: str, unfinished: str) -> None:
-        """Make an unfinished file with the bytes of another: a copy that shares its blocks, or else a hard link."""
+        """Create an unfinished file that shares another's blocks, or else is a hard link to it."""
         self.discard(unfinished)
         try:
             os.makedirs(os.path.dirname(unfinished) or ".", exist_ok=True)
@@ -268,7 +275,7 @@ class LocalStore:
             raise write_error(unfinished, error, 0, f"link {original} to") from error
 
     def remove(self, path: str) -> None:
-        """Remove a finished file, if it is there."""
+        """Remove a finished file, if it exists."""
         self._forget(path)
         try:
             os.unlink(path)
@@ -278,20 +285,20 @@ class LocalStore:
             raise TargetError(f"cannot remove {path}: {error.strerror}", code="cannot-remove") from error
 
     def discard(self, path: str) -> None:
-        """Remove an unfinished file, if it is there; never raises."""
+        """Remove an unfinished file, if it exists; never raises."""
         self._forget(path)
-        with suppress(OSError):  # nothing that fails here may hide why the file is discarded
+        with suppress(OSError):  # a failure here must not hide why the file is discarded
             os.unlink(path)
 
     def close(self) -> None:
-        """Close every file that nobody uses."""
+        """Close all files that are not in use."""
         with self._lock:
             for key, handle in list(self._handles.items()):
                 if not handle.users:
                     os.close(self._handles.pop(key).fd)
 
     def _opened(self, path: str, flags: int) -> _Opened:
-        """Return a context in which a file is open; its value is the descriptor."""
+        """Return a context manager that opens a file; its value is the descriptor."""
         return _Opened(self, (path, flags, thread.number if flags == os.O_RDONLY else 0))
 
     def _acquire(self, key: _Key) -> _Handle:
@@ -320,7 +327,7 @@ class LocalStore:
             os.close(self._handles.pop(key).fd)
 
     def _forget(self, path: str) -> None:
-        """Close a file, or have its last user close it."""
+        """Close a file, or mark it so that its last user closes it."""
         with self._lock:
             for key in ((path, os.O_RDWR, 0), *((path, os.O_RDONLY, number) for number in range(NUMBERS))):
                 handle = self._handles.pop(key, None)
@@ -335,7 +342,7 @@ class LocalStore:
 
 
 class _LocalSink:
-    """An unfinished local file that is written anywhere; see `Sink`."""
+    """An unfinished local file, written at any offset; see `Sink`."""
 
     __slots__ = ("_end", "_path", "_sized", "_store")
     ended = False
@@ -345,7 +352,7 @@ class _LocalSink:
         self._end = 0
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Write all of some bytes."""
+        """Write bytes at an offset of the file."""
         end = offset + len(data)
         with self._store._opened(self._path, os.O_RDWR) as fd:  # noqa: SLF001 -- a part of the store
             try:
@@ -360,7 +367,7 @@ class _LocalSink:
             self._end = max(self._end, end)
 
     def finish(self, *, durable: bool) -> None:
-        """Cut the file where what was written ends, if its size was not known; have it on the disk if `durable`."""
+        """Cut the file after the last byte written if its size was unknown; sync if `durable`."""
         if not self._sized:
             with self._store._opened(self._path, os.O_RDWR) as fd:  # noqa: SLF001
                 try:
@@ -371,11 +378,11 @@ class _LocalSink:
             self._store.sync(self._path)
 
     def abort(self) -> None:
-        """Leave the file for the run to discard, as it does with those of other tasks."""
+        """Do nothing: the run discards the file, as it does with files of other tasks."""
 
 
 class _Opened:
-    """A file in use. A class, because a generator's context costs as much as a small read."""
+    """A context manager for a file in use. A generator would cost as much as a small read."""
 
     __slots__ = ("_handle", "_key", "_store")
 
@@ -403,13 +410,13 @@ def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int
     """Open a regular file for reading, through links, and return its descriptor.
 
     Raises:
-        ReshardError: of the kind given: there is no such file, it may not be read, or it is something else.
+        ReshardError: of class `error`: the file does not exist, cannot be read, or is not regular.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as failed:
         raise read_error(error, path, failed) from failed
-    except ValueError as failed:  # a zero byte, or half of a surrogate pair, which no path can have
+    except ValueError as failed:  # a zero byte, or half of a surrogate pair, which no path may contain
         raise error(f"cannot read {str(path)!r}: {failed}", code="bad-name") from None
     if not S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -420,7 +427,7 @@ def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int
 def _open(path: str, flags: int) -> int:
     if flags == os.O_RDONLY:
         fd = open_regular(path, SourceError)
-        with suppress(OSError, AttributeError):  # advice to read further ahead, which not every system takes
+        with suppress(OSError, AttributeError):  # a hint to read further ahead, which not every system supports
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return fd
     try:
@@ -430,7 +437,10 @@ def _open(path: str, flags: int) -> int:
 
 
 def _open_own(path: str) -> int:
-    """Open or make a file that has no other name: a run that was killed may have left a link to a finished file."""
+    """Open or create a file that has no other name.
+
+    A run that was killed may have left a hard link to a finished file.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o666)
     if os.fstat(fd).st_nlink > 1:
@@ -441,18 +451,18 @@ def _open_own(path: str) -> int:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Take the space for a file, which is as fast as `ftruncate` and finds a full disk before the first byte."""
+    """Allocate the space of a file; as fast as `ftruncate`, and fails early on a full disk."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        # File systems without it (some network ones) answer so; the size is then set without the space.
+        # Some network file systems lack it; the size is then set without allocating space.
         if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}:
             raise
         os.ftruncate(fd, size)
 
 
 def _sync_directory(path: str) -> None:
-    """Have the name of a file on the disk."""
+    """Sync the directory entry of a file to disk."""
     directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -461,9 +471,9 @@ def _sync_directory(path: str) -> None:
 
 
 def _share_blocks(original: str, path: str) -> bool:
-    """Make a file that shares the blocks of another (FICLONE); False where the file system has no such thing.
+    """Create a file that shares the blocks of another (FICLONE); False if not supported.
 
-    It keeps the other's modification time, as a hard link does: an index that stands last must not be older.
+    It keeps the original's modification time, as a hard link does: an index written last must not be older.
     """
     with open(original, "rb") as source, open(path, "xb") as target:
         try:
@@ -477,7 +487,7 @@ def _share_blocks(original: str, path: str) -> bool:
 
 
 def free_bytes(path: str) -> int:
-    """Return how many bytes may be written where a file or directory is, or will be."""
+    """Return the free space at the path of a file or directory, which need not exist yet."""
     while path and not os.path.isdir(path):
         path = os.path.dirname(path)
     status = os.statvfs(path or ".")
@@ -485,7 +495,7 @@ def free_bytes(path: str) -> int:
 
 
 def write_error(path: str, error: OSError, nbytes: int, action: str = "write") -> BudgetError | TargetError:
-    """Return the error of an action on a file that failed, such as to write so many bytes."""
+    """Return an error for a failed action on a file, such as a write of `nbytes` bytes."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         free = ""
         if error.errno == errno.ENOSPC:
@@ -502,5 +512,5 @@ def write_error(path: str, error: OSError, nbytes: int, action: str = "write") -
 
 @lru_cache(maxsize=1)
 def local_store() -> LocalStore:
-    """Return this process's store of local files: one, so that the number of open files is bounded."""
+    """Return this process's only store of local files; it bounds the number of open files."""
     return LocalStore()

@@ -1,7 +1,6 @@
-"""What the kernel's page cache has of files: asking for it, leaving nothing in it, having it written.
+"""The kernel's page cache: read from it without I/O, evict pages, start writeback.
 
-Where the system cannot say what the cache has, or has no call that begins to write, files are read and written all the
-same.
+If the system cannot tell which pages are cached, or cannot start writeback, files are read and written without this.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
 GLANCE_BYTES = 64 << 10
-"""The most bytes of a read that the page cache is asked for first."""
+"""The largest read that tries the page cache first."""
 
-_MOST_NOTED = 1 << 14  # in some 150 bytes each; then all are forgotten
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # only what the page cache has; 0 where the system cannot say, and reads all
+_MOST_NOTED = 1 << 14  # of about 150 bytes each; then all are forgotten
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # reads cached pages only; 0, an ordinary read, if not supported
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 class Glances:
-    """Little reads here and there: where the page cache had nothing of a file is noted.
+    """Scattered small reads, with a record of page cache misses.
 
-    When Linux, reading ahead, comes upon single pages that it has, it reads page by page from there on, which takes
-    twice as long. So what such reads brought into the cache is given up before a file is read in order.
+    If Linux meets single cached pages while it reads ahead, it continues page by page, which takes twice as long. So
+    the pages that such reads cached are evicted before a file is read in order.
 
     Attributes:
-        noted: paths, and which piece of `GLANCE_BYTES`.
+        noted: path and piece number, in units of `GLANCE_BYTES`, of each miss.
     """
 
     def __init__(self) -> None:
@@ -38,9 +37,9 @@ class Glances:
         self._asks = True  # until a file system cannot tell
 
     def read(self, path: str, fd: int, offset: int, buffer: memoryview | bytearray) -> int:
-        """Read a little if the page cache has it, else note where it is; return how many bytes were read.
+        """Read from the page cache, record a miss, and return the number of bytes read.
 
-        Long reads are none of it: nothing is read, and nothing noted.
+        Reads of more than `GLANCE_BYTES` do neither and return 0.
         """
         if not self._asks or not 0 < len(buffer) <= GLANCE_BYTES:
             return 0
@@ -58,26 +57,26 @@ class Glances:
         return done
 
     def taken(self, paths: Collection[str]) -> Iterator[tuple[str, int, int]]:
-        """Yield path, begin and end of what is noted of some files, and forget it.
+        """Yield path, begin and end of each recorded miss in these files, and forget it.
 
-        What the cache had before stays in it, but for up to 128 KB around what it did not have.
+        Pages cached before stay cached, except for up to 128 KB around each miss.
         """
         for path, number in sorted(glance for glance in self.noted.copy() if glance[0] in paths):
-            # A read may end in the next piece, and have brought a little more.
+            # A read may end in the next piece, and read ahead a little further.
             yield path, number * GLANCE_BYTES, (number + 3) * GLANCE_BYTES
             self.noted.discard((path, number))
 
 
 def drop_pages(fd: int, first: int = 0, last: int | None = None) -> None:
-    """Leave nothing in the page cache of a file, or of its bytes from `first` to `last`, but what is to be written."""
-    page = resource.getpagesize()  # the kernel leaves one that is named only in part
+    """Evict the clean pages of a byte range (default: the file) from the page cache."""
+    page = resource.getpagesize()  # the kernel keeps pages that the range covers only in part
     first = first // page * page
     count = 0 if last is None else max(-(-last // page) * page - first, 1)  # 0 is all
     os.posix_fadvise(fd, first, count, os.POSIX_FADV_DONTNEED)
 
 
 def start_writeback(fd: int) -> None:
-    """Have what is written of a file go to the disk, without waiting; where the system has no such call, do nothing."""
+    """Start to write a file's dirty pages to disk, if supported; do not wait."""
     start = sync_file_range()
     if start is not None:
         start(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
@@ -85,7 +84,7 @@ def start_writeback(fd: int) -> None:
 
 @lru_cache(maxsize=1)
 def sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return the system call of that name, which Python has not; None where there is none."""
+    """Return the system call `sync_file_range`, which Python lacks; None if not supported."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
@@ -94,7 +93,7 @@ def sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """Return what distinguishes this start of the kernel from all others; empty where that is not known."""
+    """Return the kernel's identifier of this boot, or "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
             return boot.read().strip()
@@ -104,9 +103,10 @@ def boot_id() -> str:
 
 @lru_cache(maxsize=16)
 def cache_of(directory: str) -> str:
-    """Return what two processes have in common whose files in a directory are one: the kernel and the mounted device.
+    """Return an identifier of the page cache of a directory, or "" if unknown.
 
-    What one of them wrote there, the other one can have put on the disk. Empty where that is not known.
+    It is made of boot and device. Processes with equal identifiers share that cache: one can sync the data that another
+    wrote there.
     """
     try:
         return f"{boot_id()} {os.stat(directory).st_dev}" if boot_id() else ""

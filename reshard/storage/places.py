@@ -1,7 +1,7 @@
-"""Places: a path or URL, resolved once, and the one store that reads whatever lies at any of them.
+"""Places: local paths and URLs with one interface, and a store that reads files at both.
 
-`as_place` makes a `LocalPath` or a `RemotePath` of what the user says. Both answer the same questions, so that nobody
-else need know which it is; what is worth knowing is what its store can do (`can`).
+`as_place` turns a path or URL of the user into a `LocalPath` or a `RemotePath`. Both have the same methods, so that
+other modules need not tell them apart; differences that matter are in the store's capabilities (`can`).
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _LOCAL_SCHEMES = ("file://", "local://")
 
 
 class LocalPath(PosixPath):
-    """A file or directory on this machine: a path, and what else is asked of places."""
+    """A path on this machine, with the additional methods of places."""
 
     __slots__ = ()
 
     @property
     def can(self) -> Capabilities:
-        """What can be done there."""
+        """The capabilities of the store."""
         return LOCAL
 
     def refresh(self) -> None:
-        """See what is there as it is now; on this machine that is always so."""
+        """Do nothing: local listings are not cached."""
 
     def is_there(self) -> bool:
-        """Return whether anything has this name, be it a link that leads nowhere."""
+        """Return whether the path exists, if only as a broken link."""
         return os.path.lexists(self)
 
     def real(self) -> LocalPath:
-        """Return where it is without links; a loop of them does not matter."""
+        """Return the path with links resolved; loops of links are no error."""
         return LocalPath(os.path.realpath(self))
 
     def require_bucket(self) -> None:
@@ -69,17 +69,17 @@ class LocalPath(PosixPath):
         return local_store().status(str(self))
 
     def files(self, depth: int | None = None) -> list[LocalPath]:
-        """Return the files below it, in so many levels of directories; of any number of them where that is None."""
+        """Return the files below it, `depth` levels deep; None for any depth."""
         patterns = ["**/*"] if depth is None else ["/".join("*" * level) for level in range(1, depth + 1)]
         return [path for pattern in patterns for path in self.glob(pattern) if path.is_file()]
 
     def matching(self, pattern: str, directories: re.Pattern[str]) -> list[LocalPath]:
-        """Return the files below it that match a glob, and maybe others, where that costs less.
+        """Return the files below it that match a glob, and maybe more files if that costs less.
 
         Args:
-            pattern: of their paths.
-            directories: what the path of a directory matches that may have some; to glob, one that may not be read has
-                no files.
+            pattern: the glob for their paths.
+            directories: matches the paths of directories that may have such files; they must be readable, because
+                `glob` skips unreadable ones silently.
 
         Raises:
             OSError: such a directory cannot be read.
@@ -92,11 +92,11 @@ class LocalPath(PosixPath):
         return [path for path in self.glob(pattern) if path.is_file()]
 
     def existing(self, names: Iterable[str]) -> list[str]:
-        """Return those of some names below it that are there now."""
+        """Return the names below it that exist now."""
         return [name for name in names if os.path.lexists(self / name)]
 
     def names(self) -> list[str]:
-        """Return the names of what is directly in it now; none where it is not a directory, or may not be read."""
+        """Return the names of its entries; empty if it is not a readable directory."""
         with suppress(OSError, ValueError):
             return os.listdir(self)
         return []
@@ -104,16 +104,16 @@ class LocalPath(PosixPath):
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A file or directory at a URL, without a slash at its end: what of a path is asked of places.
+    """A file or directory at a URL without a trailing slash, with the methods of a path.
 
-    Object stores have no directories: whatever a name begins with, up to a slash, is one.
+    Object stores have no directories: each prefix of a name that ends at a slash counts as one.
     """
 
     url: str
 
     @property
     def can(self) -> Capabilities:
-        """What can be done there."""
+        """The capabilities of the store."""
         return can(self.url)
 
     @property
@@ -152,7 +152,7 @@ class RemotePath:
         return False
 
     def relative_to(self, directory: str | RemotePath) -> PurePosixPath:
-        """Return where it is below a directory."""
+        """Return the path relative to a directory."""
         return PurePosixPath(self.url.removeprefix(f"{directory}/"))
 
     def is_relative_to(self, directory: str | RemotePath) -> bool:
@@ -160,7 +160,7 @@ class RemotePath:
         return f"{self}/".startswith(f"{directory}/")
 
     def refresh(self) -> None:
-        """See what is there as it is now."""
+        """Forget cached listings."""
         forget_listings(self.url)
 
     def is_there(self) -> bool:
@@ -181,25 +181,25 @@ class RemotePath:
         return None
 
     def status(self) -> Status:
-        """Return its size and version, as they are known since `refresh`."""
+        """Return its size and version as of the last `refresh`."""
         return status_of(ask(self.url, "looked at", "info"))
 
     def require_bucket(self) -> None:
         """Check that its bucket exists, if its file system has buckets: a `SourceError` if not."""
         try:
-            ask(f"{self.url}/any", "looked at", "info")  # of a bucket alone the error does not say that it is one
-        except SourceError as error:  # whatever else is wrong is told where it matters
+            ask(f"{self.url}/any", "looked at", "info")  # for a bare bucket, the error does not name a bucket
+        except SourceError as error:  # later reads report other errors
             if error.code == "no-such-bucket":
                 raise SourceError(error.message, code="no-such-bucket") from None
 
     def iterdir(self) -> list[RemotePath]:
-        """Return what is directly in it."""
+        """Return its entries."""
         names = ask(self.url, "listed", "ls", detail=False, nbytes=None)
         root = filesystem(self.url)[1]
         return [self / str(name)[len(root) :].strip("/") for name in names if name != root]
 
     def files(self, depth: int | None = None) -> list[RemotePath]:  # noqa: ARG002 -- to list all is one request
-        """Return all files below it, none where it is not: one request for a thousand of them, in any directories."""
+        """Return all files below it, if any; one request lists a thousand files at any depth."""
         with suppress(GoneError):
             names = ask(self.url, "listed", "find", nbytes=None)
             root = filesystem(self.url)[1]
@@ -207,21 +207,21 @@ class RemotePath:
         return []
 
     def matching(self, pattern: str, directories: re.Pattern[str]) -> list[RemotePath]:  # noqa: ARG002 -- as `files`
-        """Return all files below it, of which some match a glob."""
+        """Return all files below it, even if they do not match."""
         return self.files()
 
     def existing(self, names: Iterable[str]) -> list[str]:
-        """Return those of some names below it that are there now; of names in itself, directories too."""
+        """Return the names below it that exist now; directories count if no name has a slash."""
         names = list(names)
         if not any("/" in name for name in names):
-            there = set(self.names())
-            return [name for name in names if name in there]
+            entries = set(self.names())
+            return [name for name in names if name in entries]
         self.refresh()
         urls = {file.url for file in self.files()}
         return [name for name in names if f"{self}/{name}" in urls]
 
     def names(self) -> list[str]:
-        """Return the names of what is directly in it now; none where it is not a directory."""
+        """Return the names of its entries; empty if it is not a directory."""
         self.refresh()
         return [path.name for path in self.iterdir()] if self.is_dir() else []
 
@@ -234,10 +234,10 @@ class RemotePath:
 
 
 Place = LocalPath | RemotePath
-"""Where a file or a directory is."""
+"""The location of a file or directory."""
 
 AnyName = str | os.PathLike[str] | RemotePath
-"""What a caller may say for a place."""
+"""Anything accepted as a location: path, URL or `Place`."""
 
 
 def is_url(path: object) -> bool:
@@ -264,7 +264,7 @@ def as_place(path: AnyName) -> Place:
 
 
 def can(path: str) -> Capabilities:
-    """Return what can be done at a path or URL.
+    """Return the capabilities of the store at a path or URL.
 
     >>> can("runs/1").positioned, can("memory://runs").positioned
     (True, False)
@@ -274,18 +274,19 @@ def can(path: str) -> Capabilities:
 
 
 def of_each(function: Callable[[T], R], places: Sequence[T]) -> Iterator[R]:
-    """Yield what a function says of each of some places; they are asked side by side where requests take long."""
+    """Map a function over places, concurrently if requests have high latency."""
     requests = max((can(str(place)).requests for place in places), default=1)
     return map(function, places) if requests == 1 else iter(map_threads(function, places, requests))
 
 
 def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
-    """Yield each item of some steps when its buffers are filled; they are filled in turn, so that they may be the same.
+    """Yield the item of each step once its buffers are filled.
 
-    Where a request takes its time, what several steps want is requested at once, about `FETCH_BYTES` of it.
+    Buffers are filled step by step, so steps may share them. At URLs, the reads of several steps are requested at
+    once, about `FETCH_BYTES` at a time.
 
     Args:
-        steps: of each the item, the store to read from, and what is read for it.
+        steps: for each step, the item, the store to read from, and the requests to read.
 
     Raises:
         SourceError: a file ends early or cannot be read.
@@ -308,27 +309,27 @@ def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator
 
 
 def _fetched(steps: Sequence[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
-    """Read what some steps want, all at once, and yield their items one after the other."""
-    held: dict[ReadStore, list[Want]] = {}
+    """Read for several steps at once, then yield their items one by one."""
+    copies: dict[ReadStore, list[Want]] = {}
     for _, store, wants in steps:
-        of_store = held.setdefault(store, [])
+        of_store = copies.setdefault(store, [])
         of_store += [(path, offset, memoryview(bytearray(len(buffer)))) for path, offset, buffer in wants]
-    for store, every in held.items():
-        store.read(every)
-    found = {store: iter(every) for store, every in held.items()}
+    for store, requests in copies.items():
+        store.read(requests)
+    contents = {store: iter(requests) for store, requests in copies.items()}
     for item, store, wants in steps:
-        for (_, _, buffer), (_, _, content) in zip(wants, found[store], strict=False):
+        for (_, _, buffer), (_, _, content) in zip(wants, contents[store], strict=False):
             buffer[:] = content
         yield item
 
 
 def store_at(path: str) -> LocalStore | RemoteStore:
-    """Return this process's store that has a file, by its path or URL."""
+    """Return this process's store for a path or URL."""
     return remote_store() if is_url(path) else local_store()
 
 
 class AnyStore(Around):
-    """Reads local files by their paths and others by their URLs. Safe for threads."""
+    """A store of local files by path and of remote files by URL. Safe for threads."""
 
     def __init__(self) -> None:
         super().__init__(local_store())
@@ -338,7 +339,7 @@ class AnyStore(Around):
         return store_at(path).status(path)
 
     def statuses(self, paths: Sequence[str]) -> list[Status | SourceError]:
-        """Return the state of many files as it is now; or what is wrong with one."""
+        """Return the current state, or the error, of each file."""
 
         def status(path: str) -> Status | SourceError:
             try:
@@ -353,7 +354,7 @@ class AnyStore(Around):
         return store_at(path).size(path)
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill buffers from files: from local ones one after the other, at URLs all at once."""
+        """Fill buffers from files: local ones one by one, remote ones all at once."""
         remote = []
         for want in wants:
             if "://" in want[0]:
@@ -373,7 +374,7 @@ class AnyStore(Around):
         return super().holds(path, pieces) if is_url(path) else self.inner.holds(path, pieces)
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None, *, written: bool = False) -> None:
-        """Leave nothing of a local file, or of a part of it, in the page cache; see `LocalStore.drop_cache`."""
+        """Evict a byte range of a local file from the page cache; see `LocalStore.drop_cache`."""
         if not is_url(path):
             local_store().drop_cache(path, first, last, written=written)
 

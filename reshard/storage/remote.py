@@ -1,13 +1,13 @@
-"""Bytes at URLs, through fsspec: ranges to be read, many in one go, and whole files to be written from first to last.
+"""Files at URLs, through fsspec: read many ranges at once, write files in order.
 
-Every kind of URL that fsspec knows is one: `s3://`, `gs://`, `memory://` and so on. Credentials and addresses come from
-where the file system itself looks for them (its environment variables, or fsspec's own `FSSPEC_S3_ENDPOINT_URL` and
-the like), never from a plan, so that they are neither written down nor sent to other machines.
+All schemes of fsspec are accepted: `s3://`, `gs://`, `memory://` and so on. Credentials and addresses come from the
+sources that the file system itself uses (its environment variables, or fsspec's own, such as `FSSPEC_S3_ENDPOINT_URL`),
+never from a plan, so that they are neither written down nor sent to other machines.
 
-A request to an object store takes as long as a megabyte or more, and such a store has no positioned writes. So of the
-ranges that are read together, those that touch, or nearly, are joined, and all are requested at once. A file is
-written as a stream, which the file system sends in parts. Where it appears only when its last part is there (`_WHOLE`),
-it has its final name then; elsewhere it is written next to it and moved, as on a local disk.
+The latency of a request to an object store equals the transfer of a megabyte or more, and such a store has no
+positioned writes. So adjacent and nearly adjacent ranges of one read are joined, and all are requested at once. A file
+is written as a stream, which the file system sends in parts. If it appears only with its last part (`_WHOLE`), it is
+written under its final name; otherwise under an unfinished name, and moved, as on a local disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from reshard.storage.base import Sink, Want
 
-# What says that a file is another than before, the surest first; which of them there is depends on the file system.
+# Fields that identify the version of a file, the surest first; file systems differ in the fields they have.
 _VERSIONS = (
     "ETag",
     "etag",
@@ -43,30 +43,30 @@ _VERSIONS = (
 )
 
 Range = tuple[str, int, int]
-"""A path, where a range of bytes begins in it, and how many they are."""
+"""A byte range of a file: path, offset and size."""
 
 FETCH_BYTES = 32 << 20
-"""How many bytes a thread requests at once."""
+"""The number of bytes that a thread requests at once."""
 
 LIBRARY_BYTES = 56 << 20
-"""Resident memory of fsspec and a file system's library, s3fs with its client being the largest; measured."""
+"""Resident memory of fsspec and the library of a file system; measured with s3fs, the largest."""
 
 LEAST_PART_BYTES = 8 << 20
-"""The least that is sent in one part of a file; S3 wants 5 MiB."""
+"""The smallest part of a multipart upload; S3 requires 5 MiB."""
 
 _MOST_PARTS = 9_000  # S3 takes 10,000
-_REQUEST_BYTES = 8 << 20  # longer ranges are several requests, which run side by side
+_REQUEST_BYTES = 8 << 20  # longer ranges are split into concurrent requests
 REQUESTS = 16
-"""How many requests are under way at once."""
+"""The number of concurrent requests."""
 
 _GAP = 32 << 10  # less than a request costs
 
-# File systems on which a file appears when its last byte is there.
+# File systems on which a file appears only when it is complete.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
 
 
 def part_bytes(size: int) -> int:
-    """Return how large the parts are in which a file of this size is sent, in bytes.
+    """Return the part size for the upload of a file of this size, in bytes.
 
     >>> part_bytes(1 << 20) >> 20, part_bytes(1 << 40) >> 20
     (8, 117)
@@ -75,13 +75,16 @@ def part_bytes(size: int) -> int:
 
 
 def fetched_bytes(threads: int, band_bytes: int) -> int:
-    """Return the memory that so many threads take to read at URLs: what is requested, as it comes in and as a piece."""
+    """Return the memory that reading at URLs takes on this number of threads.
+
+    Each requested byte is held twice: in the response as it arrives, and in a piece.
+    """
     return LIBRARY_BYTES + threads * 2 * (FETCH_BYTES + band_bytes)
 
 
 @lru_cache(maxsize=64)
 def remote_can(scheme: str) -> Capabilities:
-    """Return what can be done at URLs of a kind."""
+    """Return the capabilities of the store of a URL scheme."""
     return Capabilities(
         positioned=False,
         whole=scheme in _WHOLE,
@@ -93,38 +96,38 @@ def remote_can(scheme: str) -> Capabilities:
 
 
 def appears_whole(path: str) -> bool:
-    """Return whether a file at a URL has its final name as soon as it is complete, and not before."""
+    """Return whether a file at a URL appears under its final name only when it is complete."""
     return remote_can(path.partition("://")[0]).whole
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """Join ranges that touch or nearly do, and cut what is long.
+    """Join adjacent and nearly adjacent ranges, and cut long ones.
 
     >>> joined([("a", 100, 10), ("a", 0, 90), ("b", 0, 1)])
     [('a', 0, 110), ('b', 0, 1)]
     """
-    found: list[Range] = []
+    merged: list[Range] = []
     for path, offset, nbytes in sorted(ranges):
-        if found and found[-1][0] == path and offset <= sum(found[-1][1:]) + _GAP:
-            begin = found[-1][1]
-            found[-1] = (path, begin, max(sum(found[-1][1:]), offset + nbytes) - begin)
+        if merged and merged[-1][0] == path and offset <= sum(merged[-1][1:]) + _GAP:
+            begin = merged[-1][1]
+            merged[-1] = (path, begin, max(sum(merged[-1][1:]), offset + nbytes) - begin)
         else:
-            found.append((path, offset, nbytes))
+            merged.append((path, offset, nbytes))
     return [
         (path, begin, min(_REQUEST_BYTES, offset + nbytes - begin))
-        for path, offset, nbytes in found
+        for path, offset, nbytes in merged
         for begin in range(offset, offset + nbytes, _REQUEST_BYTES)
     ]
 
 
 def status_of(info: Mapping[str, Any]) -> Status:
-    """Return what a file system's description of a file says about its state."""
+    """Return the state of a file from its fsspec `info`."""
     version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
     return Status(int(info["size"]), int.from_bytes(sha256(version.encode()).digest()[:7]) if version else 0)
 
 
 def forget_listings(url: str) -> None:
-    """Ask again what there is; file systems remember listings for as long as the process lives."""
+    """Drop cached listings; file systems keep them for the life of the process."""
     filesystem(url)[0].invalidate_cache()
 
 
@@ -144,10 +147,10 @@ class RemoteStore:
             return status_of(ask(path, "looked at", "info")).nbytes
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill buffers from files: by few requests, all of those for some MB at once.
+        """Fill buffers from files with few requests, about `FETCH_BYTES` at a time concurrently.
 
         Raises:
-            SourceError: a file ends before a buffer is full, or cannot be read.
+            SourceError: a file ends too early, or cannot be read.
         """
         batch: list[Want] = []
         room = FETCH_BYTES
@@ -167,7 +170,7 @@ class RemoteStore:
 
     @staticmethod
     def unfinished(path: str, digest: str = "") -> str:
-        """Return the name that a file has until it is published: its own where it appears whole."""
+        """Return a file's path until it is published: the final one if it appears whole."""
         return path if appears_whole(path) else unfinished_path(path, digest)
 
     def create(self, path: str, size: int | None) -> Sink:
@@ -184,26 +187,26 @@ class RemoteStore:
                 return S3Sink(path, part)
         return _RemoteSink(path, part)
 
-    def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- what is there stays
-        """Give a written file its final name, where it does not have it yet."""
+    def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
+        """Move a written file to its final name, unless it has that already."""
         if unfinished == path:
             return
-        what = "given its final name"
-        if ask(path, what, "exists", kind=TargetError):
-            ask(path, what, "rm_file", kind=TargetError)
-        with telling(path, what, TargetError):
+        action = "given its final name"
+        if ask(path, action, "exists", kind=TargetError):
+            ask(path, action, "rm_file", kind=TargetError)
+        with telling(path, action, TargetError):
             fs, name = filesystem(unfinished)
             fs.mv(name, filesystem(path)[1])
 
     def link(self, original: str, unfinished: str) -> None:
-        """Make a file with the bytes of another: a copy that the file system makes by itself."""
+        """Copy a file within the file system, without transferring its bytes here."""
         _make_directory(unfinished)
         with telling(unfinished, "copied", TargetError):
             copy = filesystem(unfinished)[1]
         ask(original, "copied", "cp_file", copy, kind=TargetError, nbytes=None)
 
     def remove(self, path: str) -> None:
-        """Remove a finished file, if it is there.
+        """Remove a finished file, if it exists.
 
         Raises:
             TargetError: it cannot be removed.
@@ -215,12 +218,12 @@ class RemoteStore:
                 raise
 
     def discard(self, path: str) -> None:
-        """Remove a file, if it is there; never raises."""
-        with suppress(Exception):  # nothing that fails here may hide why the file is removed
+        """Remove a file, if it exists; never raises."""
+        with suppress(Exception):  # a failure here must not hide why the file is removed
             self.remove(path)
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a small file in one go.
+        """Write a small file with one request.
 
         Raises:
             TargetError: it cannot be written.
@@ -229,7 +232,7 @@ class RemoteStore:
         ask(path, "written", "pipe_file", content, kind=TargetError, nbytes=len(content))
 
     def contents(self, path: str) -> bytes | None:
-        """Return what is in a small file; None where it is not there.
+        """Return the contents of a small file; None if it does not exist.
 
         Raises:
             SourceError: it cannot be read.
@@ -240,7 +243,7 @@ class RemoteStore:
 
 
 class _RemoteSink:
-    """A file that is being sent, from its first byte to its last; see `Sink`."""
+    """A file that is uploaded in order; see `Sink`."""
 
     ended = False
 
@@ -257,19 +260,19 @@ class _RemoteSink:
             self._file.write(data)
         self._position += len(data)
 
-    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- what is there is there for good
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
         with telling(self._path, "written", TargetError):
             self._file.close()
         self.ended = True
 
     def abort(self) -> None:
-        with suppress(Exception):  # nothing that fails here may hide why
+        with suppress(Exception):  # a failure here must not hide the first error
             self._file.discard()
         self._leave()
 
     def _leave(self) -> None:
         with suppress(Exception):
-            self._file.closed = True  # or fsspec would complete it as it is when it is collected
+            self._file.closed = True  # or fsspec would complete the partial file on garbage collection
 
     def __del__(self) -> None:
         if not self.ended:
@@ -277,7 +280,7 @@ class _RemoteSink:
 
 
 def whole(path: str) -> bytes:
-    """Return what is in a file; the store's checksum of it is compared, if there is one.
+    """Return the contents of a file, checked against the store's checksum if it has one.
 
     Raises:
         SourceError: it cannot be read.
@@ -291,44 +294,41 @@ def _make_directory(path: str) -> None:
 
 
 def _fill(wants: Sequence[Want]) -> None:
-    """Request what some buffers are to hold, and copy it there."""
+    """Fill buffers by concurrent requests."""
     pieces: dict[str, tuple[list[int], list[bytes]]] = {}
     requests = joined((path, offset, len(buffer)) for path, offset, buffer in wants)
     for (path, offset, _), piece in zip(requests, _requested(requests), strict=True):
-        starts, found = pieces.setdefault(path, ([], []))
+        starts, contents = pieces.setdefault(path, ([], []))
         starts.append(offset)
-        found.append(piece)
+        contents.append(piece)
     for path, offset, buffer in wants:
-        starts, found = pieces[path]
+        starts, contents = pieces[path]
         number = bisect_right(starts, offset) - 1
         done = 0
         while done < len(buffer):
-            part = memoryview(found[number])[offset + done - starts[number] :][: len(buffer) - done]
+            part = memoryview(contents[number])[offset + done - starts[number] :][: len(buffer) - done]
             buffer[done : done + len(part)] = part
             done += len(part)
             number += 1
 
 
 def _requested(requests: Sequence[Range]) -> list[bytes]:
-    """Return what some ranges hold, those of one file system asked for side by side."""
-    found: dict[Range, bytes] = {}
+    """Return the contents of ranges, requested concurrently within each file system."""
+    contents: dict[Range, bytes] = {}
     by_scheme: dict[str, list[Range]] = {}
-    for each in requests:
-        by_scheme.setdefault(each[0].partition("://")[0], []).append(each)
+    for request in requests:
+        by_scheme.setdefault(request[0].partition("://")[0], []).append(request)
     for ranges in by_scheme.values():
         calls = [
             Call(path, "cat_file", (), {"start": offset, "end": offset + nbytes}, nbytes)
             for path, offset, nbytes in ranges
         ]
-        for each, content in zip(ranges, ask_each("read", calls), strict=True):
-            _check_length(*each, content)
-            found[each] = content
-    return [found[each] for each in requests]
-
-
-def _check_length(path: str, offset: int, nbytes: int, piece: bytes) -> None:
-    if len(piece) != nbytes:
-        raise truncated(path, offset + len(piece), nbytes - len(piece))
+        for request, content in zip(ranges, ask_each("read", calls), strict=True):
+            path, offset, nbytes = request
+            if len(content) != nbytes:
+                raise truncated(path, offset + len(content), nbytes - len(content))
+            contents[request] = content
+    return [contents[request] for request in requests]
 
 
 @lru_cache(maxsize=1)

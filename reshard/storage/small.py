@@ -1,8 +1,7 @@
-"""Small files: strategy files, indexes, manifests and saved plans, which are held in memory.
+"""Small files that fit in memory: strategy files, indexes, manifests and saved plans.
 
-To be read: regular files only, which nobody vouches for, of no more bytes than they may have, and JSON once. To be
-written: each whole or not at all. Nothing is written over what is read for it, by whatever name; that is so of
-checkpoints too (`refuse_inputs`).
+Reading accepts untrusted regular files, up to a size limit, and reports duplicate keys of JSON. Writing is atomic. An
+output never replaces one of its inputs, under any of its names; that also holds for checkpoints (`refuse_inputs`).
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ if TYPE_CHECKING:
     from reshard.errors import Faults, ReshardError
     from reshard.storage.places import Place
 
-_COLUMNS, _COLUMNS_BEFORE = 72, 48  # of a line that is shown
-_LARGEST_YAML = 1 << 20  # PyYAML takes some 10 s for so much
+_COLUMNS, _COLUMNS_BEFORE = 72, 48  # the part of a line that is shown
+_LARGEST_YAML = 1 << 20  # PyYAML takes some 10 s for this size
 _ALIAS = "has an alias; write out what it stands for, and put a name that begins with * in quotes"
-_LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, which is as many as Python writes
-_SCHEMES = {"s3a": "s3", "gcs": "gs"}  # two names of one thing
+_LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, Python's limit
+_SCHEMES = {"s3a": "s3", "gcs": "gs"}  # aliases
 
 
 def refuse_existing(path: AnyName, *, overwrite: bool) -> None:
-    """Raise `TargetError` if a file exists and may not be replaced, or if something else has its name."""
+    """Raise `TargetError` if a file exists and may not be replaced, or is not a regular file."""
     place = as_place(path)
     place.refresh()
     _refuse_others(place)
@@ -55,13 +54,16 @@ def refuse_inputs(
     what: str = "read by this command",
     advice: str = "choose another",
 ) -> None:
-    """Refuse to write what is read: by another spelling, through links, or under the name of an unfinished file.
+    """Raise an error if an output is also an input, even by another spelling or through links.
+
+    An input may not have the name of an output's unfinished file either: a run removes such files first, then creates
+    one.
 
     Args:
-        outputs: what is to be written; a run first removes files with names of unfinished ones, and makes one.
-        inputs: what is read for it.
-        what: what that is, for the message.
-        advice: what to do next.
+        outputs: the files to write.
+        inputs: the files that are read for them.
+        what: describes the inputs, for the message.
+        advice: the hint of the error.
 
     Raises:
         TargetError: an output is an input.
@@ -88,25 +90,25 @@ def refuse_inputs(
 
 
 def is_within(path: AnyName, directory: AnyName) -> bool:
-    """Return whether a path is a directory or below it, by whatever spelling, and wherever links lead."""
+    """Return whether a path is a directory or below it, with links resolved."""
     place, above = as_place(path), as_place(directory)
     if isinstance(place, RemotePath) or isinstance(above, RemotePath):
         return f"{_url_of(place)}/".startswith(f"{_url_of(above)}/")
     real = Path(os.path.realpath(place))
-    known = _identities(above)
-    return any(not known.isdisjoint(_identities(each)) for each in (real, *real.parents))
+    identities = _identities(above)
+    return any(not identities.isdisjoint(_identities(ancestor)) for ancestor in (real, *real.parents))
 
 
 def _identities(path: AnyName) -> set[object]:
-    """Return what is the same of all names of one file: where it is without links, and what the system calls it."""
+    """Return a file's identifiers, shared by all its names: real path, device and inode."""
     place = as_place(path)
     if isinstance(place, RemotePath):
         return {_url_of(place)}
-    found: set[object] = {os.path.realpath(place)}
-    with suppress(OSError, ValueError):  # it is not there, or no path at all
+    identities: set[object] = {os.path.realpath(place)}
+    with suppress(OSError, ValueError):  # it does not exist, or is not a valid path
         status = place.stat()
-        found.add((status.st_dev, status.st_ino))
-    return found
+        identities.add((status.st_dev, status.st_ino))
+    return identities
 
 
 def _url_of(place: Place) -> str:
@@ -115,27 +117,27 @@ def _url_of(place: Place) -> str:
 
 
 def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
-    """Write a small file, which appears under its name only when it is complete.
+    """Write a small file atomically: it appears under its name only when it is complete.
 
     Args:
-        path: its name, which may be a URL.
-        content: all of it, or piece after piece.
+        path: the path or URL.
+        content: the contents, whole or in pieces.
 
     Raises:
-        TargetError: it cannot be written, or its name is that of a directory, a device or a pipe.
+        TargetError: it cannot be written, or the path is a directory, a device or a pipe.
     """
     place = as_place(path)
     _refuse_others(place)
     if isinstance(place, RemotePath):
         remote_store().put(str(place), content if isinstance(content, bytes) else b"".join(content))
         return
-    unfinished = Path(unfinished_path(str(place), uuid.uuid4().hex))  # nobody else's
+    unfinished = Path(unfinished_path(str(place), uuid.uuid4().hex))  # unique
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
-            os.fsync(file.fileno())  # or the name may be there after a power failure, and nothing in the file
+            os.fsync(file.fileno())  # or the file may have its name but no contents after a power failure
         unfinished.replace(place)
     except BaseException as error:
         with suppress(OSError):
@@ -152,7 +154,7 @@ def _refuse_others(place: Place) -> None:
         return
     try:
         mode = place.stat().st_mode
-    except OSError:  # it is not there, or writing says why it cannot be
+    except OSError:  # it does not exist, or writing will report the error
         return
     if S_ISDIR(mode):
         raise TargetError(f"{place} is a directory; expected the name of a file", code="not-a-file")
@@ -161,16 +163,16 @@ def _refuse_others(place: Place) -> None:
 
 
 def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -> bytes:
-    """Return the contents of a regular file that is held in memory.
+    """Return the contents of a small regular file.
 
     Args:
-        path: the file, which may be at a URL.
-        what: what it should be, for messages.
-        most: so many bytes and no more are taken.
-        error: what is raised.
+        path: the path or URL.
+        what: the expected kind of file, for messages.
+        most: the size limit, in bytes.
+        error: the class of errors.
 
     Raises:
-        ReshardError: of the kind given: as for `open_regular`, or the file is larger.
+        ReshardError: of class `error`: as for `open_regular`, or the file is larger than the limit.
     """
     if isinstance(path, RemotePath):
         if path.status().nbytes > most:
@@ -180,9 +182,9 @@ def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -
         with os.fdopen(open_regular(path, error), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             large = size > most
-            content = b"" if large else file.read(size + 1)  # not `most`: so much memory would be taken, at once
-            while not large and len(content) <= most and (more := file.read(1 << 20)):
-                content += more  # a file of /proc says nothing of its size
+            content = b"" if large else file.read(size + 1)  # not `most`: `read` would allocate that much at once
+            while not large and len(content) <= most and (piece := file.read(1 << 20)):
+                content += piece  # files of /proc report no size
     except OSError as failed:
         raise read_error(error, path, failed) from None
     if large or len(content) > most:
@@ -191,22 +193,21 @@ def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -
 
 
 def parse_json(content: bytes, repeated: list[str]) -> Any:
-    """Return what JSON in UTF-8 says.
+    """Parse JSON in UTF-8.
 
     Args:
         content: the JSON.
-        repeated: gets the names that stand twice in one object; of these, one reader takes the first and another the
-            last.
+        repeated: receives duplicate names of objects; some parsers take the first value, others the last.
 
     Raises:
         ValueError: it is not JSON, not UTF-8, too deep, or has a number of thousands of digits.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        members = dict(pairs)
+        if len(members) < len(pairs):
             repeated.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        return found
+        return members
 
     try:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=once)
@@ -219,7 +220,7 @@ def parse_json(content: bytes, repeated: list[str]) -> Any:
 
 
 def pointed(text: str, line: int, column: int) -> str:
-    r"""Return a line of a text, as lines of a message, with a caret below one of its columns; both count from 0.
+    r"""Return a line of a text with a caret below a column, for a message; both count from 0.
 
     >>> print("is wrong" + pointed("a: 1\nb: [2", 1, 5))
     is wrong
@@ -228,12 +229,12 @@ def pointed(text: str, line: int, column: int) -> str:
     """
     first = max(0, column - _COLUMNS_BEFORE)
     whole = dict(enumerate(text.splitlines())).get(line, "")  # the end of a text may be a line of its own
-    shown = "".join(char if char.isprintable() else " " for char in whole[first : first + _COLUMNS])
-    return "" if shown.isspace() or not shown else f"\n    {shown}\n    {' ' * (column - first)}^"
+    excerpt = "".join(char if char.isprintable() else " " for char in whole[first : first + _COLUMNS])
+    return "" if excerpt.isspace() or not excerpt else f"\n    {excerpt}\n    {' ' * (column - first)}^"
 
 
 def is_text(text: str) -> bool:
-    r"""Return whether a string can be UTF-8: JSON can have half of a surrogate pair, and nothing else can.
+    r"""Return whether UTF-8 can encode a string: JSON may contain half of a surrogate pair.
 
     >>> is_text("größe"), is_text("\ud800")
     (True, False)
@@ -242,12 +243,12 @@ def is_text(text: str) -> bool:
 
 
 def read_yaml(path: Place, what: str, faults: Faults) -> Any:
-    """Return what a YAML file holds.
+    """Parse a YAML file.
 
     Args:
         path: the file.
-        what: what it should be, for messages.
-        faults: gets the keys that stand twice, of which YAML takes the last.
+        what: the expected kind of file, for messages.
+        faults: receives duplicate keys; YAML takes the last value.
 
     Raises:
         UsageError: it cannot be read, is not YAML, or has aliases.
@@ -255,7 +256,7 @@ def read_yaml(path: Place, what: str, faults: Faults) -> Any:
     import yaml  # used by no other command
 
     class Loader(yaml.SafeLoader):
-        """YAML without aliases, ten lines of which make more values than any memory holds."""
+        """A YAML loader that rejects aliases ("billion laughs")."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
@@ -276,13 +277,13 @@ def read_yaml(path: Place, what: str, faults: Faults) -> Any:
             faults.add(f"line {mark.line + 1}, key {key.value!r}", "is a duplicate", code="duplicate-key")
         top = loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
-        where = _where(error, content.decode(errors="replace")).splitlines()
-        raise UsageError(f"{path} is not YAML", code="not-yaml", facts=where) from None
+        facts = _where(error, content.decode(errors="replace")).splitlines()
+        raise UsageError(f"{path} is not YAML", code="not-yaml", facts=facts) from None
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path} is not YAML", code="not-yaml", facts=[" ".join(str(error).split())]) from None
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply for YAML", code="too-deep") from None
-    except (LookupError, TypeError, AttributeError):  # as PyYAML finds out
+    except (LookupError, TypeError, AttributeError):  # raised by PyYAML itself
         raise UsageError(
             f"{path} is not YAML", code="not-yaml", facts=["a value does not fit the tag before it"]
         ) from None
@@ -293,7 +294,7 @@ def read_yaml(path: Place, what: str, faults: Faults) -> Any:
 
 
 def _where(error: Any, text: str) -> str:
-    """Return the line of an error of PyYAML, what is wrong there, and the line itself with a caret below it."""
+    """Describe an error of PyYAML: line number, problem, and the line with a caret."""
     mark, begun = error.problem_mark, error.context_mark
     if error.context == "while scanning an alias":
         problem, mark = _ALIAS, begun
@@ -304,14 +305,14 @@ def _where(error: Any, text: str) -> str:
 
 
 def _repeated(node: Any) -> Iterator[Any]:
-    """Yield the keys that stand twice in one mapping below a YAML node."""
+    """Yield the duplicate keys of all mappings below a YAML node."""
     if getattr(node, "id", "") == "sequence":
         for item in node.value:
             yield from _repeated(item)
     if getattr(node, "id", "") == "mapping":
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, value in node.value:
-            if isinstance(key.value, str) and key.value in seen:
+            if isinstance(key.value, str) and key.value in names:
                 yield key
-            seen.add(str(key.value))
+            names.add(str(key.value))
             yield from _repeated(value)

@@ -1,9 +1,9 @@
-"""Work on several threads that an interrupt neither locks up nor leaves behind.
+"""Run work on several threads so that an interrupt neither deadlocks nor leaks it.
 
-Python raises KeyboardInterrupt in the main thread between any two instructions, also where `threading` has just taken
-a lock and does not yet see to it that it is given back (https://github.com/python/cpython/issues/74174). Threads that
-want that lock then wait for ever, and so does who waits for them. So the main thread neither feeds a pool nor waits for
-one: another thread does, which interrupts do not reach, and the main thread waits at a queue without such a lock.
+Python raises KeyboardInterrupt in the main thread between any two instructions, even if `threading` has just taken a
+lock and not yet entered the block that releases it (https://github.com/python/cpython/issues/74174). Threads that need
+that lock then wait forever, and so do their callers. So the main thread neither feeds a pool nor waits for one: another
+thread does, which interrupts do not reach, and the main thread waits at a queue without such a lock.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _END = object()
-"""What the work reports last."""
+"""The last value that the work reports."""
 
 
 class _Done(NamedTuple):
-    """How the work ended."""
+    """The outcome of the work."""
 
     result: Any = None
     error: BaseException | None = None
 
 
 class _GivenUpError(Exception):
-    """Raised in work that nobody wants any more."""
+    """Raised inside cancelled work."""
 
 
 def uninterrupted(
     work: Callable[[Callable[[T], None]], R], on_event: Callable[[T], None], give_up: Callable[[], object]
 ) -> R:
-    """Do work that waits for threads where no interrupt reaches it; what is raised here ends it first.
+    """Run `work` shielded from KeyboardInterrupt; on an error here, cancel it and wait.
 
     Args:
-        work: what to do. It gets a function to report something with, which waits until that is done, and raises where
-            the work is given up.
-        on_event: called here with each thing that the work reports.
-        give_up: called where this is interrupted, or `on_event` raises, to have the work end soon. That is waited for,
-            whatever interrupts come meanwhile. (Outside the main thread, `on_event` raises in the work itself.)
+        work: the function to run. Its argument is a function that reports a value: it returns after `on_event` has
+            handled the value, and raises if the work is cancelled.
+        on_event: called in this thread with each value that the work reports.
+        give_up: called on an interrupt, or if `on_event` raises, to make the work end soon. Its end is awaited despite
+            further interrupts. (Outside the main thread, `on_event` raises in the work itself.)
 
     Returns:
-        what the work returns; what it raises is raised.
+        the result of the work; its exceptions propagate.
     """
     if threading.current_thread() is not threading.main_thread():
         return work(on_event)  # interrupts are the main thread's
     interrupted()
     calls: SimpleQueue[Any] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
-    done: list[_Done] = []  # not in the queue: an interrupt may take what that has just given
-    may_begin = [True]  # taken by the work, or where it is given up before it begins
+    done: list[_Done] = []  # not in the queue: an interrupt may lose an item just taken from it
+    may_begin = [True]  # taken by the work, or by a cancellation before the work begins
 
     def report(value: T) -> None:
         calls.put(value)
@@ -73,7 +73,7 @@ def uninterrupted(
             return
         try:
             done.append(_Done(work(report)))
-        except BaseException as error:  # it is raised where the result is wanted
+        except BaseException as error:  # raised in the calling thread
             done.append(_Done(error=error))
         calls.put(_END)
 
@@ -86,7 +86,7 @@ def uninterrupted(
 
     thread = threading.Thread(target=body, name="reshard", daemon=False)
     try:
-        start(lambda: start_new_thread(start, (thread.start,)))  # to start a thread is to wait for it, too
+        start(lambda: start_new_thread(start, (thread.start,)))  # starting a thread waits for it, too
         while (call := calls.get()) is not _END:
             on_event(call)
             answers.put(True)
@@ -108,17 +108,20 @@ def uninterrupted(
         result: R = ended.result
         return result
     finally:
-        del ended  # an error that is held by what raised it would keep all that has to do with it
+        del ended  # a reference cycle of an error and its frame would keep all their objects alive
 
 
 class _Interrupt:
-    """Whether the main thread was interrupted, as it last found."""
+    """The last result of `interrupted` in the main thread."""
 
     is_handled = False
 
 
 def interrupted() -> bool:
-    """Return whether the main thread is cleaning up after an interrupt; other threads get what it last found."""
+    """Return whether the main thread is handling an interrupt.
+
+    Other threads get its last result.
+    """
     if threading.current_thread() is threading.main_thread():
         error = sys.exception()
         while error is not None and not isinstance(error, KeyboardInterrupt):
@@ -127,23 +130,23 @@ def interrupted() -> bool:
     return _Interrupt.is_handled
 
 
-def _take(some: list[bool]) -> bool:
-    """Take what only one may have; False where it is gone."""
+def _take(token: list[bool]) -> bool:
+    """Take a token that only one thread may have; return False if it is taken."""
     with suppress(IndexError):
-        return some.pop()
+        return token.pop()
     return False
 
 
 def run_threads(function: Callable[[T], R], items: Sequence[T], threads: int, on_event: Callable[[R], None]) -> None:
-    """Call a function with each item on some threads, and `on_event` here with each result, in the order of the items.
+    """Call a function with each item on several threads, and `on_event` here with each result.
 
-    Whatever the function or `on_event` raises is raised; of what is not begun by then, nothing is.
+    Results keep the order of the items. Exceptions of both functions propagate; items not begun by then are skipped.
     """
     if not items:
         return
     given_up = False
 
-    def one(item: T) -> R:
+    def call(item: T) -> R:
         if given_up:
             raise _GivenUpError
         return function(item)
@@ -151,7 +154,7 @@ def run_threads(function: Callable[[T], R], items: Sequence[T], threads: int, on
     def work(report: Callable[[R], None]) -> None:
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
-            for result in pool.map(one, items):
+            for result in pool.map(call, items):
                 report(result)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -164,14 +167,14 @@ def run_threads(function: Callable[[T], R], items: Sequence[T], threads: int, on
 
 
 def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
-    """Return what a function makes of each item, on some threads."""
-    found: list[R] = []
-    run_threads(function, items, threads, found.append)
-    return found
+    """Return a function's results for all items, computed on several threads."""
+    results: list[R] = []
+    run_threads(function, items, threads, results.append)
+    return results
 
 
 class LiveRuns:
-    """The tasks of this process that write, by run, and the runs that are given up."""
+    """The number of writing tasks of this process by run, and the cancelled runs."""
 
     def __init__(self) -> None:
         self.tasks: Counter[str] = Counter()
@@ -179,17 +182,17 @@ class LiveRuns:
         self._lock = threading.Lock()
 
     def add(self, run: str, number: int) -> None:
-        """Count tasks of a run."""
+        """Add to the number of tasks of a run."""
         with self._lock:
             self.tasks[run] += number
 
     def check_cancelled(self, run: str) -> None:
-        """Raise if a run is cancelled; a task that writes large files takes long."""
+        """Raise if a run is cancelled; tasks call it often, since they may take long."""
         if run in self.stopped:
             raise ReshardError("the run was cancelled", code="cancelled")
 
     def are_given_up(self) -> bool:
-        """Return whether tasks are at work, all of them for runs that are given up."""
+        """Return whether there are active tasks, all of cancelled runs."""
         with self._lock:
             runs = [run for run, number in self.tasks.items() if number]
         return bool(runs) and self.stopped.issuperset(runs)

@@ -1,8 +1,8 @@
-"""What differs between two strategies, and between a strategy and a checkpoint.
+"""Compare two strategies, or a strategy and a checkpoint.
 
-Two layouts may be written differently and mean the same: `[8]` and `[2, 4]` that split nothing, optimizer sharding -1
-and the number that it stands for, a nested entry and its expansion in JSON. They are the same when every rank holds
-the same block. This needs no shapes: a tensor whose every size divides shows all.
+Two layouts may be written differently and be equivalent: `[8]` and `[2, 4]` that split nothing, optimizer sharding -1
+and the number that it stands for, a nested entry and its expansion in JSON. They are equivalent if every rank holds
+the same block. This needs no shapes: it is enough to compare the blocks of one shape that both divide evenly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor's layouts in one stage, which two strategies have differently."""
+    """The two layouts of a tensor in one stage, if two strategies disagree on it."""
 
     name: str
     stage: int
@@ -33,13 +33,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What differs between two strategies.
+    """The differences between two strategies.
 
     Attributes:
-        only_a: names and stages that the first alone has.
-        only_b: names and stages that the second alone has.
+        only_a: names and stages that only the first has.
+        only_b: names and stages that only the second has.
         blocks: layouts that give some rank another block.
-        fields: layouts that differ in their numbers, and give every rank the same block.
+        fields: layouts that differ in their numbers, but give every rank the same block.
     """
 
     only_a: tuple[tuple[str, int], ...]
@@ -49,7 +49,7 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """Either strategy may stand for the other: every rank holds the same blocks of the same tensors."""
+        """Return whether every rank holds the same blocks of the same tensors."""
         return not (self.only_a or self.only_b or self.blocks)
 
 
@@ -66,11 +66,11 @@ def diff(a: Strategy, b: Strategy) -> Diff:
     blocks: list[Change] = []
     fields: list[Change] = []
     for key, placed in first.items():
-        other = second.get(key)
-        if other is None or placed.layout == other.layout:
+        counterpart = second.get(key)
+        if counterpart is None or placed.layout == counterpart.layout:
             continue
-        same = any(_same_blocks(*pair) for pair in _readings(placed, other))
-        (fields if same else blocks).append(Change(*key, placed.layout, other.layout))
+        same = any(_same_blocks(*pair) for pair in _readings(placed, counterpart))
+        (fields if same else blocks).append(Change(*key, placed.layout, counterpart.layout))
     return Diff(
         tuple(key for key in first if key not in second),
         tuple(key for key in second if key not in first),
@@ -84,7 +84,10 @@ def _by_name_and_stage(strategy: Strategy) -> dict[tuple[str, int], Placed]:
 
 
 def _readings(a: Placed, b: Placed) -> list[tuple[Layout, Layout]]:
-    """Return the pairs of layouts, of equally many dimensions, that two may stand for: JSON expands nested entries."""
+    """Return pairs of layouts with equally many dimensions that two may represent.
+
+    There may be several pairs, because JSON expands nested entries.
+    """
     dims = len(a.layout.tensor_map), len(b.layout.tensor_map)
     if dims[0] == dims[1]:
         return [(a.layout, b.layout)]
@@ -97,13 +100,13 @@ def _readings(a: Placed, b: Placed) -> list[tuple[Layout, Layout]]:
 
 @lru_cache(maxsize=4096)
 def _same_blocks(a: Layout, b: Layout) -> bool:
-    """Return whether two layouts of equally many dimensions give each rank the same block of any tensor."""
+    """Return whether two layouts give each rank the same block of any tensor."""
     if a.devices != b.devices:
         return False
     try:
         shape = least_shape([a, b])
         return a.grid(shape) == b.grid(shape)
-    except LayoutError:  # interleaved, or the sizes of one are not those of the other
+    except LayoutError:  # interleaved, or with different sizes
         return False
 
 
@@ -112,14 +115,14 @@ def _without_subject(error: LayoutError, subject: str) -> LayoutError:
 
 
 def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
-    """Check that every layout of a strategy fits the tensors of a checkpoint, and that each has the other's weights.
+    """Check that a strategy fits a checkpoint, and that they name the same weights.
 
     Returns:
-        what should be known though it is not a fault: optimizer states that only one of them has.
+        warnings: optimizer states that only one of them has.
 
     Raises:
         StrategyError: all faults at once.
-        SourceError: the checkpoint seems to be one rank of several, and its shapes those of blocks.
+        SourceError: the checkpoint seems to be one rank of several, so that its shapes are the shapes of blocks.
     """
     checkpoint.require_whole()
     faults = Faults(checkpoint.root)
@@ -133,9 +136,9 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
                 strategy.grid(name, shape)
             except LayoutError as error:
                 faults.add(f"tensor {name!r}", _without_subject(error, f"tensor {name!r}: "))
-            stated = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
-            if stated:
-                expected = " and ".join(map(shape_text, stated))
+            declared = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
+            if declared:
+                expected = " and ".join(map(shape_text, declared))
                 faults.add(
                     f"tensor {name!r}",
                     f"has shape {shape_text(shape)}; the strategy says {expected}",
@@ -148,7 +151,7 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     for name, tensor in checkpoint.tensors.items():
         if name in strategy.tensors:
             continue
-        one_stage = strategy.others and checkpoint.part is None and not is_training_state(name, tensor)
+        one_stage = strategy.others and checkpoint.opening.stage is None and not is_training_state(name, tensor)
         if name in states or (checkpoint.strategy is None and not one_stage):
             warnings.append(f"tensor {name!r} is in the files, not in the strategy")
         elif tensor.listed or one_stage:

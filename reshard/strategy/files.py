@@ -1,16 +1,17 @@
-"""Strategy files, protobuf and JSON: reading, writing, merging the files of a pipeline's ranks.
+"""Read, write and merge strategy files, protobuf or JSON.
 
 Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `parallel/_parallel_serialization.py`.
 
-* The pipeline stage is only in the operators' entries; `current_stage` says nothing.
-* A file is merged when every tensor name begins with a stage number and a dash.
-* A stage of a merged file that has operators and no tensors has ranks like any other: they hold what no strategy names.
-* The file of stage 0 does not say that there are others. Of the files of a pipeline's ranks, which lie side by side and
-  have the rank as the last number of their names, that of the highest rank does.
-* A nested tensor map comes as one `tensor_map` message a dimension in protobuf, the second one empty for a nested
+* The pipeline stage is only in the operators' entries; `current_stage` has no meaning.
+* A file is merged if every tensor name begins with a stage number and a dash.
+* A stage of a merged file with operators but no tensors has ranks like any other stage: they hold the tensors that no
+  strategy names.
+* The file of stage 0 does not say that there are other stages. The files of a pipeline's ranks are in one directory and
+  have the rank as the last number of their names; the file of the highest rank shows that there are more stages.
+* A nested tensor map is one `tensor_map` message for each dimension in protobuf, the second one empty for a nested
   1-D tensor; JSON has it expanded (see `layout.layout.foldings`).
-* Unknown protobuf fields and JSON keys are kept and written back; but a JSON key that is like a known one, which is
-  missing, is a slip.
+* Unknown protobuf fields and JSON keys are kept and written back. But an unknown JSON key that resembles a missing one
+  is a typing error.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MOST_RANKS = 1 << 20
 _LARGEST_FILE = 1 << 26
 _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
 
-# What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
+# The ranges of the protobuf fields, so that every strategy read from JSON can be written as protobuf, too.
 _INT32, _UINT32, _INT64 = range(-(1 << 31), 1 << 31), range(1 << 32), range(-(1 << 63), 1 << 63)
 _RANGES = {
     "dev_matrix": _UINT32, "tensor_map": _INT32, "param_split_shape": _INT64, "indices_offset": _INT64,
@@ -61,10 +62,10 @@ _RANGES = {
 
 @reading(StrategyError)
 def read_strategy(path: AnyName) -> Strategy:
-    """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
+    """Read a strategy file, or merge a directory of the files of a pipeline's ranks.
 
-    The content decides the format. The files of a directory are merged in memory. Next to a local file that is not
-    merged, the file with the highest number in place of its own is read too: it shows whether there are more stages.
+    The content decides whether a file is protobuf or JSON. If a local file is not merged, the file next to it with the
+    highest number in place of its own is read, too: it shows whether there are more stages.
 
     Args:
         path: a file or a directory, local or at a URL.
@@ -73,44 +74,50 @@ def read_strategy(path: AnyName) -> Strategy:
         StrategyError: the file is missing, cannot be parsed or contradicts itself; all faults at once, each with
             its path in the file.
     """
-    where = as_place(path)
-    if where.is_dir():
-        return merge([(str(file), _read_file(file)) for file in strategy_files(where)])
-    strategy = _read_file(where)
+    location = as_place(path)
+    if location.is_dir():
+        return merge([(str(file), _read_file(file)) for file in strategy_files(location)])
+    strategy = _read_file(location)
     if not strategy.tensors:
         raise StrategyError(
-            f"{where} names no tensor",
+            f"{location} names no tensor",
             code="no-tensors",
             facts=["MindSpore leaves such a file if the network has no parallel parameter, or did not compile"],
         )
-    if not (where.can.waits or strategy.merged or strategy.others):
-        return replace(strategy, others=_has_others_beside(where, strategy))
+    if not (location.can.waits or strategy.merged or strategy.others):
+        return replace(strategy, others=_has_more_stages(location, strategy))
     return strategy
 
 
-def _has_others_beside(path: Place, strategy: Strategy) -> bool:
-    """Return whether a file is of one stage of several, by the strategy file of the last rank, if one is next to it."""
+def _has_more_stages(path: Place, strategy: Strategy) -> bool:
+    """Return whether the strategy file of the last rank shows more stages."""
     parts = _LAST_NUMBER.fullmatch(path.name)
     if parts is None:
         return False
     try:
-        found = [_LAST_NUMBER.fullmatch(other.name) for other in path.parent.iterdir()]
-        alike = [other for other in found if other and _are_alike(other, parts)]
-        last = path.parent / max(alike, key=lambda other: int(other[2]))[0]
+        matches = [_LAST_NUMBER.fullmatch(sibling.name) for sibling in path.parent.iterdir()]
+        alike = [match for match in matches if match and _are_alike(match, parts)]
+        last = path.parent / max(alike, key=lambda match: int(match[2]))[0]
         if last.name == path.name or _are_equal(path, last):  # ranks of one stage have equal files
             return False
-        other = _read_file(last)
-    except (OSError, ReshardError, ValueError):  # whatever it is, it is not asked for
+        last_strategy = _read_file(last)
+    except (OSError, ReshardError, ValueError):  # the user did not ask for this file
         return False
-    return not other.merged and other.devices == strategy.devices and other.stages != strategy.stages
+    return (
+        not last_strategy.merged
+        and last_strategy.devices == strategy.devices
+        and last_strategy.stages != strategy.stages
+    )
 
 
-def _are_equal(path: Place, other: Place) -> bool:
-    return path.status().nbytes == other.status().nbytes and path.read_bytes() == other.read_bytes()
+def _are_equal(a: Place, b: Place) -> bool:
+    return a.status().nbytes == b.status().nbytes and a.read_bytes() == b.read_bytes()
 
 
 def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
-    """Return whether two names differ in their last numbers only, which may stand in them more than once.
+    """Return whether two names differ only in their last numbers.
+
+    The number may appear in a name more than once.
 
     >>> names = ["s_0.ckpt", "s_7.ckpt", "rank_0_rank_0.ckpt", "rank_7_rank_7.ckpt", "run_7_s_7.ckpt"]
     >>> a, b, c, d, e = (_LAST_NUMBER.fullmatch(name) for name in names)
@@ -122,10 +129,10 @@ def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
 
 
 def strategy_files(directory: Place) -> list[Place]:
-    """Return the strategy files of a directory, in the order of the numbers in their names.
+    """Return the strategy files of a directory, ordered by the numbers in names.
 
     Raises:
-        StrategyError: both formats are there, or none.
+        StrategyError: the directory has files of both formats, or no strategy file.
     """
     files: dict[str, list[Place]] = {
         suffix: [p for p in directory.iterdir() if p.suffix == suffix and p.is_file()] for suffix in (".ckpt", ".json")
@@ -148,26 +155,26 @@ def strategy_files(directory: Place) -> list[Place]:
 
 
 def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
-    """Write a strategy file that MindSpore reads: JSON if the name ends with `.json`, else protobuf.
+    """Write a strategy file for MindSpore.
 
-    The file appears under its name only when it is complete.
+    It is JSON if its name ends with `.json`, else protobuf. The file appears under its name only when it is complete.
 
     Raises:
-        UsageError: JSON is asked for and the shape of a tensor with nested entries is not known; or protobuf, and
-            how many dimensions a tensor has that came from JSON, where such entries stand expanded.
+        UsageError: for JSON, the shape of a tensor with nested entries is not known; for protobuf, the number of
+            dimensions of a tensor from JSON, which expands such entries, is not known.
         TargetError: the file cannot be written.
     """
-    place = Path(path)
-    write_whole(place, _to_json(strategy) if place.suffix == ".json" else to_protobuf(strategy))
+    target = Path(path)
+    write_whole(target, _to_json(strategy) if target.suffix == ".json" else to_protobuf(strategy))
 
 
 @reading(StrategyError)
 def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> Strategy:
-    """Merge the strategy files of a pipeline's ranks into one file, and return what it says.
+    """Merge the strategy files of a pipeline's ranks into one, and return it.
 
     Raises:
         StrategyError: a stage is missing, a file is empty, files of one stage disagree; all faults at once.
-        TargetError: the file to write is one of them, or cannot be written.
+        TargetError: the file to write is one of the sources, or cannot be written.
     """
     source = as_place(directory)
     if not source.is_dir():
@@ -205,7 +212,10 @@ def _strategy(
     current_stage: int,
     unknown: Unknown,
 ) -> Strategy:
-    """Put together what a file says, in either format: stages from names or operators, one number of devices."""
+    """Build the strategy from the parsed parts of a file.
+
+    The stages come from names or operators. All tensors must have the same number of devices.
+    """
     staged = merged_names(name for name, *_ in layouts)
     merged = bool(staged)
     operator_stages = {operator.stage for operator in operators}
@@ -218,7 +228,7 @@ def _strategy(
     own_stage = min(operator_stages, default=0)
     if own_stage >= _MOST_STAGES:
         subject.add("operators", f"are of stage {own_stage}; the highest is {_MOST_STAGES - 1}", code="out-of-range")
-    found: dict[str, dict[int, Placed]] = {}
+    by_name: dict[str, dict[int, Placed]] = {}
     for full_name, layout, shape, extra in layouts:
         if len(full_name.encode(errors="replace")) > LONGEST_NAME:
             subject.add(
@@ -228,12 +238,12 @@ def _strategy(
             )
             continue
         stage, name = staged.get(full_name, (own_stage, full_name))
-        if stage in found.setdefault(name, {}):
+        if stage in by_name.setdefault(name, {}):
             subject.add(full_name, "is listed twice", code="duplicate-name")
-        known = shape is not None and len(shape) == len(layout.tensor_map) > 1
-        expanded = known and bool(foldings(layout, shape or (), len(layout.tensor_map) - 1))
-        found[name][stage] = Placed(stage, layout, shape, extra, expanded)
-    tensors = {name: tuple(places[stage] for stage in sorted(places)) for name, places in found.items()}
+        is_plausible = shape is not None and len(shape) == len(layout.tensor_map) > 1
+        expanded = is_plausible and bool(foldings(layout, shape or (), len(layout.tensor_map) - 1))
+        by_name[name][stage] = Placed(stage, layout, shape, extra, expanded)
+    tensors = {name: tuple(places[stage] for stage in sorted(places)) for name, places in by_name.items()}
     devices = agreed_devices(tensors, subject)
     stages = range(own_stage, own_stage + 1)
     if merged:
@@ -267,13 +277,13 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
         faults.add(key, "is listed twice", code="duplicate-key")
     layouts = []
     for name, item in _objects(top, "parallel_layout_item", faults):
-        where = f"$.parallel_layout_item.{name}"
+        key_path = f"$.parallel_layout_item.{name}"
         numbers = {
-            key: _integers(item, key, where, faults, required=key in {"dev_matrix", "tensor_map"})
+            key: _integers(item, key, key_path, faults, required=key in {"dev_matrix", "tensor_map"})
             for key in ("dev_matrix", "tensor_map", "param_split_shape", "indices_offset", "tensor_shape")
         }
         single = {
-            key: _integer(item, key, where, faults)
+            key: _integer(item, key, key_path, faults)
             for key in ("field", "opt_weight_shard_step", "opt_weight_shard_size")
         }
         if any(value is None for value in numbers.values()):
@@ -282,7 +292,7 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
         ndim = len(numbers["tensor_map"] or ())
         if shape is not None and len(shape) != ndim:
             faults.add(
-                f"{where}.tensor_shape",
+                f"{key_path}.tensor_shape",
                 f"is {shape_text(shape)}; expected {ndim} dimensions, as in tensor_map",
                 code="wrong-dimensions",
             )
@@ -297,31 +307,31 @@ def _from_json(content: bytes, path: str, faults: Faults) -> Said:
                 field=single["field"],
             )
         except LayoutError as error:
-            faults.add(where, error)
+            faults.add(key_path, error)
             continue
-        layouts.append((name, layout, shape, _other_items(item, _LAYOUT_KEYS, where, faults)))
+        layouts.append((name, layout, shape, _other_items(item, _LAYOUT_KEYS, key_path, faults)))
     operators = []
     for name, item in _objects(top, "parallel_strategy_item", faults):
-        where = f"$.parallel_strategy_item.{name}"
+        key_path = f"$.parallel_strategy_item.{name}"
         dims = item.get("parallel_strategy", [])
         if not isinstance(dims, list):
             faults.add(
-                f"{where}.parallel_strategy",
+                f"{key_path}.parallel_strategy",
                 f"is {dims!r:.60}; expected a list of lists of integers",
                 code="wrong-type",
             )
             dims = []
         parts = [
-            _checked_list(part, "parallel_strategy", f"{where}.parallel_strategy[{place}]", faults)
-            for place, part in enumerate(dims)
+            _checked_list(part, "parallel_strategy", f"{key_path}.parallel_strategy[{number}]", faults)
+            for number, part in enumerate(dims)
         ]
-        stage = _integer(item, "stage", where, faults)
+        stage = _integer(item, "stage", key_path, faults)
         operators.append(
             Operator(
                 name,
                 stage,
                 tuple(tuple(part or ()) for part in parts),
-                _other_items(item, _OPERATOR_KEYS, where, faults),
+                _other_items(item, _OPERATOR_KEYS, key_path, faults),
             )
         )
     current = _integer(top, "current_stage", "$", faults)
@@ -341,32 +351,32 @@ def _objects(top: Json, key: str, faults: Faults) -> list[tuple[str, Json]]:
     return [(name, item) for name, item in items.items() if isinstance(item, dict)]
 
 
-def _integers(item: Json, key: str, where: str, faults: Faults, *, required: bool) -> list[int] | None:
+def _integers(item: Json, key: str, key_path: str, faults: Faults, *, required: bool) -> list[int] | None:
     if key not in item:
         if required:
-            faults.add(f"{where}.{key}", "is missing", code="missing-key")
+            faults.add(f"{key_path}.{key}", "is missing", code="missing-key")
         return None if required else []
-    return _checked_list(item[key], key, f"{where}.{key}", faults)
+    return _checked_list(item[key], key, f"{key_path}.{key}", faults)
 
 
-def _checked_list(value: object, key: str, where: str, faults: Faults) -> list[int] | None:
-    """Return a value that is a list of integers in their range; anything else is a fault."""
+def _checked_list(value: object, key: str, key_path: str, faults: Faults) -> list[int] | None:
+    """Return a value if it is a list of integers in their range; else report a fault."""
     if not isinstance(value, list) or not all(type(number) is int for number in value):
-        faults.add(where, f"is {value!r:.60}; expected a list of integers", code="wrong-type")
+        faults.add(key_path, f"is {value!r:.60}; expected a list of integers", code="wrong-type")
         return None
     for number in value:
         if number not in _RANGES[key]:
-            faults.add(where, f"holds {number!r:.60}; expected {_range_text(key)}", code="out-of-range")
+            faults.add(key_path, f"holds {number!r:.60}; expected {_range_text(key)}", code="out-of-range")
             return None
     return value
 
 
-def _integer(item: Json, key: str, where: str, faults: Faults) -> int:
+def _integer(item: Json, key: str, key_path: str, faults: Faults) -> int:
     value = item.get(key, 0)
     if type(value) is not int:
-        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected an integer", code="wrong-type")
+        faults.add(f"{key_path}.{key}", f"is {value!r:.60}; expected an integer", code="wrong-type")
     elif value not in _RANGES[key]:
-        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected {_range_text(key)}", code="out-of-range")
+        faults.add(f"{key_path}.{key}", f"is {value!r:.60}; expected {_range_text(key)}", code="out-of-range")
     else:
         return value
     return 0
@@ -376,14 +386,14 @@ def _range_text(key: str) -> str:
     return f"{_RANGES[key].start} to {_RANGES[key].stop - 1}"
 
 
-def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> Unknown:
-    """Return what is not known; a key that is like a known one, which is missing, is a fault."""
-    others = tuple((key, value) for key, value in item.items() if key not in known)
-    missing = sorted(known - item.keys())
-    for key, _ in others:
+def _other_items(item: Json, known_keys: set[str], key_path: str, faults: Faults) -> Unknown:
+    """Return the unknown items; report a fault if a key resembles a missing one."""
+    unknown = tuple((key, value) for key, value in item.items() if key not in known_keys)
+    missing = sorted(known_keys - item.keys())
+    for key, _ in unknown:
         if meant := difflib.get_close_matches(key.lower(), missing, n=1, cutoff=_ALIKE):
-            faults.add(f"{where}.{key}", f"is unknown; did you mean {meant[0]!r}?", code="unknown-key")
-    return others or b""
+            faults.add(f"{key_path}.{key}", f"is unknown; did you mean {meant[0]!r}?", code="unknown-key")
+    return unknown or b""
 
 
 def _to_json(strategy: Strategy) -> bytes:
@@ -427,7 +437,10 @@ def _known_items(unknown: object) -> Json:
 
 
 def _expanded(name: str, layout: Layout, shape: Shape | None) -> tuple[list[int], Shape | None]:
-    """Return a layout's map and shape as JSON has them: all but the last axis of an entry a dimension of its own."""
+    """Expand a layout's map and shape for JSON.
+
+    All but the last axis of a nested entry become dimensions of their own.
+    """
     if all(len(axes) <= 1 for axes in layout.tensor_map):
         return flat(layout.tensor_map), shape
     if shape is None:

@@ -1,11 +1,11 @@
-"""Which source ranks a target rank needs: few of them, known from two strategies without any file.
+"""Find a small set of source ranks that a target rank needs, from two strategies without any file.
 
-1. For a tensor that both strategies name, take a shape that both layouts cut evenly. It stands for the real one, as
-   the edges of equal parts lie at the same fractions of every shape.
+1. For a tensor that both strategies name, take a shape that both layouts cut evenly. It can replace the real one, as
+   the edges of equal parts are at the same fractions of every shape.
 2. Every source block that overlaps the target rank's block is needed. The ranks that hold it are a *group*: one of
    them suffices.
-3. The rank that is in most groups is taken, again and again, until each group has one; then those are left out whose
-   groups have others. None of what remains can be left out; a smaller set may exist, which is hard to find.
+3. Choose the rank that is in most groups, and repeat until each group has a chosen rank. Then drop every rank whose
+   groups all have another. Each remaining rank is necessary; a smaller set may exist, but is hard to find.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ Group = frozenset[int]
 
 
 def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[int, ...]:
-    """Return source ranks, few of them, that have all that a target rank gets of the tensors that both name.
+    """Return a few source ranks that hold all blocks that a target rank needs.
 
-    A tensor that several pipeline stages hold is taken from the lowest, as `reshard.open` does: the files of later ones
-    may lack it. Of ranks that would do equally well the target rank's own number is taken, so that what each rank has
-    a value of its own for stays with its number. There is at least one rank, from which copies come.
+    Only tensors that both strategies name count. A tensor that several pipeline stages hold is read from the lowest,
+    as `reshard.open` does: the files of later stages may lack it. Among equally good ranks, the target rank's own
+    number is preferred, so that tensors that differ by rank stay with their number. There is at least one rank, which
+    supplies the tensors that are copied whole.
 
     Args:
         source: the strategy of the files.
-        target: the strategy wanted; None for whole tensors.
-        rank: the target rank; of whole tensors there is only one, whatever its number.
+        target: the strategy of the result; None for whole tensors.
+        rank: the target rank; any number if the tensors are whole.
 
     Returns:
         source ranks, ascending.
@@ -55,20 +56,20 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
     (((0, 1), (2, 3)), (0, 2), (0, 1, 2, 3))
     """
     groups = {group for _, of_stages in _needs(source, target, rank) for group in of_stages[0]}
-    own = rank if rank in source.ranks else source.ranks.start
-    return tuple(sorted(_cover(groups, own))) or (own,)
+    preferred = rank if rank in source.ranks else source.ranks.start
+    return tuple(sorted(_cover(groups, preferred))) or (preferred,)
 
 
 def lacking_ranks(
     source: Strategy, target: Strategy | None, rank: int, present: Collection[int]
 ) -> dict[int, list[str]]:
-    """Return source ranks that a target rank needs besides those present, each with the tensors that it would supply.
+    """Return missing source ranks of a target rank, with the tensors of each.
 
     Args:
         source: the strategy of the files.
-        target: the strategy wanted; None for whole tensors.
+        target: the strategy of the result; None for whole tensors.
         rank: the target rank.
-        present: the source ranks whose files are there.
+        present: the source ranks whose files exist.
 
     Raises:
         UsageError: the target has no such rank.
@@ -79,22 +80,22 @@ def lacking_ranks(
     >>> lacking_ranks(Strategy.of({"w": Layout.of([2, 2], [1, -1])}), None, 0, {0, 1})
     {2: ['w']}
     """
-    held = frozenset(present)
+    available = frozenset(present)
     needing: dict[Group, list[str]] = defaultdict(list)
     for name, of_stages in _needs(source, target, rank):
-        unmet = [[group for group in groups if not group & held] for groups in of_stages]
+        unmet = [[group for group in groups if not group & available] for groups in of_stages]
         if all(unmet):
             for group in unmet[0]:
                 needing[group].append(name)
-    found = sorted(_cover(needing, rank))
+    missing = sorted(_cover(needing, rank))
     return {
-        lacking: list(dict.fromkeys(name for group, some in needing.items() if lacking in group for name in some))
-        for lacking in found
+        lacking: list(dict.fromkeys(name for group, tensors in needing.items() if lacking in group for name in tensors))
+        for lacking in missing
     }
 
 
 def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tuple[str, list[frozenset[Group]]]]:
-    """Yield each tensor that both name and the rank gets, with the groups that it needs of each source stage."""
+    """Yield the shared tensors of a rank, with its groups in each source stage."""
     if target is not None and rank not in target.ranks:
         raise UsageError(
             f"the target has no rank {rank}; it has ranks {target.ranks.start} to {target.ranks.stop - 1}",
@@ -102,79 +103,84 @@ def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tup
         )
     stage = target.stage_of(rank) if target else 0
     local = rank % target.devices if target else 0
-    known: dict[object, frozenset[Group]] = {}
+    cache: dict[object, frozenset[Group]] = {}
     for name, places in source.tensors.items():
-        wanted = None
+        counterpart = None
         if target is not None:
-            wanted = next((placed for placed in target.tensors.get(name, ()) if placed.stage == stage), None)
-            if wanted is None:
+            counterpart = next((placed for placed in target.tensors.get(name, ()) if placed.stage == stage), None)
+            if counterpart is None:
                 continue
-        found = []
+        of_stages = []
         for placed in places:
-            key = (placed, wanted)
-            if key not in known:
+            key = (placed, counterpart)
+            if key not in cache:
                 try:
-                    known[key] = _groups(placed, wanted, placed.stage * source.devices, local)
+                    cache[key] = _groups(placed, counterpart, placed.stage * source.devices, local)
                 except LayoutError as error:
                     raise error.about(f"tensor {name!r}") from None
-            found.append(known[key])
-        yield name, found
+            of_stages.append(cache[key])
+        yield name, of_stages
 
 
 def _groups(source: Placed, target: Placed | None, first_rank: int, local: int) -> frozenset[Group]:
-    """Return the groups of source ranks that a target rank needs for one tensor."""
-    found: set[Group] = set()
+    """Return the groups of source ranks that one tensor of a target rank needs."""
+    groups: set[Group] = set()
     for before, after, shape in _readings(source, target):
-        held = grid(shape, ((before, first_rank),))
+        stored = grid(shape, ((before, first_rank),))
         block = Block.whole(shape) if after is None else grid(shape, ((after, 0),)).by_rank()[local]
-        found.update(frozenset(ranks) for other, ranks in zip(held.blocks, held.ranks, strict=True) if other & block)
-    return frozenset(found)
+        groups.update(
+            frozenset(ranks) for piece, ranks in zip(stored.blocks, stored.ranks, strict=True) if piece & block
+        )
+    return frozenset(groups)
 
 
 def _readings(source: Placed, target: Placed | None) -> list[tuple[Layout, Layout | None, Shape]]:
-    """Return the layouts of both sides with a shape that both cut evenly, for each shape that they may mean.
+    """Return the possible layouts of both sides, with a shape that both cut evenly.
 
-    Only JSON strategies, which write nested entries expanded, may mean several.
+    There may be several only for JSON strategies, which write nested entries expanded.
     """
     if target is None:
         return [(source.layout, None, source.shape or least_shape([source.layout]))]
-    found: list[tuple[Layout, Layout | None, Shape]] = []
+    readings: list[tuple[Layout, Layout | None, Shape]] = []
     ndims = range(1 + max(len(source.layout.tensor_map), len(target.layout.tensor_map)))
     for ndim in ndims:
-        for (before, size), (after, other) in product(_folded(source, ndim), _folded(target, ndim)):
-            if size is None or other is None or size == other:
-                found.append((before, after, size or other or least_shape([before, after])))
-    if not found:
+        for (before, source_shape), (after, target_shape) in product(_folded(source, ndim), _folded(target, ndim)):
+            if source_shape is None or target_shape is None or source_shape == target_shape:
+                readings.append((before, after, source_shape or target_shape or least_shape([before, after])))
+    if not readings:
         raise LayoutError(
             f"source layout {source.layout} and target layout {target.layout} fit no common shape",
             code="no-common-shape",
         )
-    return found
+    return readings
 
 
 def _folded(placed: Placed, ndim: int) -> list[tuple[Layout, Shape | None]]:
-    """Return what a layout may be for a tensor of so many dimensions, with its shape where that is known."""
+    """Return the possible layouts of `ndim` dimensions, each with its shape."""
     if placed.expanded and placed.shape is not None:
         return [*foldings(placed.layout, placed.shape, ndim)]
     return [(placed.layout, placed.shape)] if len(placed.layout.tensor_map) == ndim else []
 
 
-def _cover(groups: Iterable[Group], own: int) -> set[int]:
-    """Return ranks of which every group has one and none can be left out; `own` is taken before its equals."""
+def _cover(groups: Iterable[Group], preferred: int) -> set[int]:
+    """Return a minimal set of ranks with a member in every group.
+
+    Among equally good ranks `preferred` wins.
+    """
     member_of: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
         for rank in group:
             member_of[rank].append(group)
-    left = set(groups)
-    count = Counter({rank: len(some) for rank, some in member_of.items()})
-    taken: set[int] = set()
-    while left:
-        rank = min(count, key=lambda rank: (-count[rank], rank != own, rank))
-        taken.add(rank)
-        for group in left.intersection(member_of[rank]):
-            left.discard(group)
+    uncovered = set(groups)
+    count = Counter({rank: len(members) for rank, members in member_of.items()})
+    chosen: set[int] = set()
+    while uncovered:
+        rank = min(count, key=lambda rank: (-count[rank], rank != preferred, rank))
+        chosen.add(rank)
+        for group in uncovered.intersection(member_of[rank]):
+            uncovered.discard(group)
             count.subtract(group)
-    for rank in sorted(taken, key=lambda rank: (rank == own, rank)):
-        if all(len(group & taken) > 1 for group in member_of[rank]):
-            taken.discard(rank)  # those that came later have what it was taken for
-    return taken
+    for rank in sorted(chosen, key=lambda rank: (rank == preferred, rank)):
+        if all(len(group & chosen) > 1 for group in member_of[rank]):
+            chosen.discard(rank)  # ranks chosen later cover its groups
+    return chosen

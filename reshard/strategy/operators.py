@@ -1,24 +1,26 @@
-"""What the strategies of operators say of the layouts of their parameters, as MindSpore compiles them.
+"""Derive the layouts of parameters from the strategies of operators, as MindSpore compiles them.
 
 The tutorials shard operators: `ops.MatMul().shard(((2, 1), (1, 2)))` cuts the rows of the input in 2 and the columns of
-the weight in 2. Over 8 devices MindSpore makes of it, for the weight, `dev_matrix [2, 2, 2]` and `tensor_map [-1, 1]`:
+the weight in 2. Over 8 devices MindSpore gives the weight `dev_matrix [2, 2, 2]` and `tensor_map [-1, 1]`:
 
-1. An operator has dimensions of its own: `m, k, n` of a MatMul. Each is cut into as many parts as its inputs say.
-2. They are the axes of the device matrix, in the operator's order: batch, m, k, n of a (Batch)MatMul; those of the
-   output of Add, Mul and the like; those of the indices, then of the table, of Gather; n, c, h, w, o of Conv2D.
-3. Devices that are not used compute the same again. They are the innermost axis; the outermost one where Gather cuts
-   the rows of its table.
-4. Axes of extent 1 are left out. If none is left, the device matrix is `[devices]`.
-5. A dimension of the parameter that is cut names its axis; one that is not, -1.
+1. An operator has its own dimensions, such as `m, k, n` of a MatMul. The strategies of its inputs say how each is cut.
+2. They are the axes of the device matrix, in the operator's order: batch, m, k, n of a (Batch)MatMul; the dimensions of
+   the output of Add, Mul and similar operators; the dimensions of the indices, then of the table, of Gather; and
+   n, c, h, w, o of Conv2D.
+3. Unused devices repeat the computation. They are the innermost axis, or the outermost one if Gather cuts the rows of
+   its table.
+4. Axes of extent 1 are left out. If no axis is left, the device matrix is `[devices]`.
+5. For each dimension of the parameter the tensor map has its axis, or -1 if it is not cut.
 
 An operator without a strategy is cut along its batch: the parameter is whole everywhere, `[devices]` and -1s. (For this
-the batch must divide by the number of devices, else axes of other extents appear, of the same blocks. The parameter of
-a BatchMatMul or an Add that itself has the batch dimension is cut there, too: give its operator.) Strategies in layouts
-(`Layout((2, 2, 2), ("dp", "sp", "mp"))`) need none of this: the weight's layout is `rules` over that mesh as it is.
+the batch must divide by the number of devices; otherwise axes of other extents appear, with the same blocks. The
+parameter of a BatchMatMul or an Add that itself has the batch dimension is cut there, too: give its operator.)
+Strategies in layouts (`Layout((2, 2, 2), ("dp", "sp", "mp"))`) do not need this module: the weight's layout is `rules`
+over that mesh.
 
 Source: compilations by MindSpore 2.10.0, listed in `test_operators.py`, and its strategy files in `tests/data`.
-What cannot be known so: the strategies that a search finds (`auto_parallel`), and which of its operators decides for a
-parameter that has several.
+Two things need a compilation: the strategies that a search finds (`auto_parallel`), and the operator that decides if a
+parameter has several.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
 
 Strategies = tuple[tuple[int, ...], ...]
-"""For each input of an operator, into how many parts each of its dimensions is cut."""
+"""For each input of an operator, the number of parts of each dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorStrategy:
-    """What an operator's strategy says of one of its parameters.
+    """An operator's strategy, from the view of one of its parameters.
 
     Attributes:
-        parts: into how many parts each of the operator's own dimensions is cut, outermost device axis first.
-        dims: for each dimension of the parameter, the operator's dimension that it is; None where it is not cut.
-        rows_gathered: the parameter is a table that Gather takes rows from, and its rows are cut.
+        parts: the number of parts of each of the operator's own dimensions, outermost device axis first.
+        dims: for each dimension of the parameter, the matching dimension of the operator; None if it is not cut.
+        rows_gathered: the parameter is the table of a Gather, and its rows are cut.
     """
 
     parts: Shape
@@ -57,7 +59,7 @@ class OperatorStrategy:
         """Return the parameter's layout over the devices of a stage.
 
         Raises:
-            LayoutError: the strategy uses more devices than there are, or a number that does not divide it.
+            LayoutError: the number of devices that the strategy uses does not divide `devices`.
 
         >>> print(matmul(((2, 1), (1, 2))).layout(8), "|", matmul(((2, 1), (1, 2))).layout(4))
         [2, 2, 2] map [-1, 1] | [2, 2] map [-1, 0]
@@ -75,22 +77,22 @@ class OperatorStrategy:
             )
         repeats = (devices // used,)
         extents = repeats + self.parts if self.rows_gathered else self.parts + repeats
-        kept = [axis for axis, extent in enumerate(extents) if extent > 1]
+        split_axes = [axis for axis, extent in enumerate(extents) if extent > 1]
         axes = [None if dim is None else dim + self.rows_gathered for dim in self.dims]
-        tensor_map = [len(kept) - 1 - kept.index(axis) if axis in kept else -1 for axis in axes]
-        return Layout.of([extents[axis] for axis in kept] or [1], tensor_map)
+        tensor_map = [len(split_axes) - 1 - split_axes.index(axis) if axis in split_axes else -1 for axis in axes]
+        return Layout.of([extents[axis] for axis in split_axes] or [1], tensor_map)
 
 
 def matmul(
     strategies: Strategies, *, transpose_a: bool = False, transpose_b: bool = False, parameter: int = 1
 ) -> OperatorStrategy:
-    """Return what the strategy of a MatMul says of a weight.
+    """Return the strategy of a MatMul for its weight.
 
     Args:
-        strategies: of the two inputs, as given to `shard`.
-        transpose_a: as the operator has it; `nn.Dense` has `transpose_b=True`.
-        transpose_b: likewise.
-        parameter: which of the inputs the weight is.
+        strategies: the strategies of the two inputs, as given to `shard`.
+        transpose_a: the option of the operator; `nn.Dense` has `transpose_b=True`.
+        transpose_b: the option of the operator.
+        parameter: the number of the input that is the weight.
 
     Raises:
         LayoutError: the strategies do not fit such an operator.
@@ -108,9 +110,9 @@ def matmul(
 def batch_matmul(
     strategies: Strategies, *, transpose_a: bool = False, transpose_b: bool = False, parameter: int = 1
 ) -> OperatorStrategy:
-    """Return what the strategy of a BatchMatMul says of a weight, which may have fewer batch dimensions.
+    """Return the strategy of a BatchMatMul for its weight.
 
-    Args and errors are those of `matmul`.
+    The weight may have fewer batch dimensions. See `matmul` for arguments and errors.
 
     >>> print(batch_matmul(((4, 1, 1), (4, 1, 2))).layout(8))
     [4, 2] map [1, -1, 0]
@@ -130,7 +132,9 @@ def _matmul(
 
 
 def add(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
-    """Return what the strategy of Add, BiasAdd, Mul, Sub and the like says of a parameter (broadcast as in numpy).
+    """Return the strategy of Add, BiasAdd, Mul, Sub or similar for a parameter.
+
+    Dimensions are broadcast as in numpy.
 
     >>> print(add(((4, 2), (2,))).layout(8), "|", add(((4, 1), (1,))).layout(8))
     [4, 2] map [0] | [4, 2] map [-1]
@@ -142,7 +146,9 @@ def add(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
 
 
 def layer_norm(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
-    """Return what the strategy of LayerNorm or RmsNorm says of its gamma and its beta, which are never cut.
+    """Return the strategy of LayerNorm or RmsNorm for gamma or beta.
+
+    These are never cut.
 
     >>> print(layer_norm(((4, 1), (1,), (1,))).layout(8))
     [4, 2] map [-1]
@@ -159,10 +165,11 @@ def layer_norm(strategies: Strategies, *, parameter: int = 1) -> OperatorStrateg
 
 
 def gather(strategies: Strategies, *, parameter: int = 0) -> OperatorStrategy:
-    """Return what the strategy of Gather along axis 0, which embeddings are, says of the table.
+    """Return the strategy of Gather along axis 0, as in embeddings, for the table.
 
     Raises:
-        LayoutError: also where MindSpore refuses: rows cut, more of table or indices cut, and devices left over.
+        LayoutError: also if MindSpore refuses it: rows and more of the table or the indices are cut, with unused
+            devices.
 
     >>> print(gather(((2, 1), (4,))).layout(8), "|", gather(((2, 1), (1,))).layout(8))
     [4, 2] map [0, -1] | [4, 2] map [0, -1]
@@ -170,12 +177,14 @@ def gather(strategies: Strategies, *, parameter: int = 0) -> OperatorStrategy:
     _check("Gather", strategies, inputs=(2,))
     table = [f"t{number}" for number in range(len(strategies[0]))]
     indices = [f"i{number}" for number in range(len(strategies[1]))]
-    found = _operator("Gather", indices + table, [table, indices], strategies, parameter)
-    return replace(found, rows_gathered=strategies[0][0] > 1)
+    strategy = _operator("Gather", indices + table, [table, indices], strategies, parameter)
+    return replace(strategy, rows_gathered=strategies[0][0] > 1)
 
 
 def conv2d(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
-    """Return what the strategy of a Conv2D (input n, c, h, w; weight o, c, height, width) says of its weight.
+    """Return the strategy of a Conv2D for its weight.
+
+    The input is n, c, h, w and the weight is o, c, height, width.
 
     >>> print(conv2d(((2, 2, 1, 1), (2, 2, 1, 1))).layout(8))
     [2, 2, 2] map [0, 1, -1, -1]
@@ -195,7 +204,7 @@ OPERATORS: dict[str, Callable[..., OperatorStrategy]] = {
 
 
 def _check(kind: str, strategies: Strategies, *, inputs: tuple[int, ...], least: int = 1) -> None:
-    """Refuse what has the form of no strategy of an operator with so many inputs of at least so many dimensions."""
+    """Check the number of inputs, their dimensions and their parts."""
     if len(strategies) not in inputs or any(len(cuts) < least for cuts in strategies):
         raise LayoutError(
             f"strategy {strategies} does not fit {kind}; expected {inputs[0]} inputs", code="operator-mismatch"
@@ -221,8 +230,8 @@ def _operator(
         order: the operator's own dimensions, outermost device axis first.
         inputs: the labels of each input's dimensions.
         strategies: the parts of each input's dimensions.
-        parameter: which input is meant.
-        stretched: labels of dimensions that are broadcast, so that one input may be cut there and the other not.
+        parameter: the number of the input that is the parameter.
+        stretched: labels of dimensions that are broadcast: one input may be cut there and the other not.
     """
     _check(kind, strategies, inputs=(len(inputs),))
     if [len(cuts) for cuts in strategies] != [len(labels) for labels in inputs] or parameter not in range(len(inputs)):

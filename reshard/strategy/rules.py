@@ -1,24 +1,24 @@
-"""Strategies without compiling a network: from a mesh and rules, or from the strategies of operators.
+"""Build strategies without compiling a network: from a mesh and rules, or from operator strategies.
 
-What the tutorials compile a target network for is its strategy file, and little of the network shows in it:
+The tutorials compile a target network only for its strategy file, which depends on little of the network:
 
-1. Each weight gets a layout: of the first rule whose glob matches its name, in the order given. A weight that no rule
-   matches is whole on every device of its stage.
-2. Optimizer states (and `accu_grads.*`) get what their weight gets, whatever the rules would say of their names: a
-   state's name ends with a dot and its weight's. One of another shape than its weight goes by the rules, as does a
-   tensor whose full name is a rule.
-3. With optimizer parallel, each weight's block is cut again along dimension 0 over the devices that share it. As
-   MindSpore 2.10.0 compiles it, this is left out where nothing shares the block; where the whole weight is smaller than
-   `parallel_optimizer_threshold` x 1024 bytes; and where the block's rows do not divide by the number of pieces. There
-   are as many pieces as devices share the block, or `optimizer_weight_shard_size` if that is less and more than 1;
-   if that does not divide their number, it is left out, too.
-4. In a pipeline the mesh is that of one stage; globs say in which stage, or stages, each weight lives.
+1. Each weight gets the layout of the first rule whose glob matches its name, in the order given. A weight without a
+   matching rule is whole on every device of its stage.
+2. Optimizer states (and `accu_grads.*`) get the layout of their weight, even if a rule matches their names: a state's
+   name ends with a dot and its weight's name. The rules apply only to a state of another shape than its weight, and to
+   a tensor whose full name is a rule.
+3. With optimizer parallel, each weight's block is cut again along dimension 0 over the devices that share it. As in
+   MindSpore 2.10.0, this is skipped if only one device has the block; if the whole weight is smaller than
+   `parallel_optimizer_threshold` x 1024 bytes; and if the block's rows do not divide by the number of pieces. There
+   is one piece for each device that shares the block, or `optimizer_weight_shard_size` if that is less and more than 1;
+   if that does not divide the number of devices, the cut is skipped, too.
+4. In a pipeline the mesh covers one stage; globs give the stage, or stages, of each weight.
 
-A tensor of no dimensions, and one whose rule is None, is not in the strategy, and is copied as it is (`global_step`).
+A tensor without dimensions, or with a rule of None, is not in the strategy, and is copied unchanged (`global_step`).
 
-Against MindSpore's own files (`test_rules.py` counts) every block agrees. What only a compilation tells: layouts
-that a search chose or propagated (`auto_parallel`), so give those as rules; which weights are frozen, which
-`only_trainable_params` leaves out of a file; and which have `parallel_optimizer=False`, so name those in
+Every block agrees with MindSpore's own files (`test_rules.py` counts them). Only a compilation can tell three things:
+layouts that a search chose or propagated (`auto_parallel`), so give these as rules; frozen weights, which
+`only_trainable_params` leaves out of a file; and weights with `parallel_optimizer=False`, so name these in
 `optimizer_parallel_except`.
 """
 
@@ -44,30 +44,30 @@ if TYPE_CHECKING:
     from reshard.strategy.names import State
     from reshard.strategy.operators import OperatorStrategy
 
-    LayoutOf = Callable[[Shape], Layout]  # of a tensor of a shape
+    LayoutOf = Callable[[Shape], Layout]  # returns the layout of a tensor of a shape
 
 AxisEntry = str | tuple[str, ...] | None
-"""What splits a dimension: a mesh axis, several (major first), or nothing."""
+"""The mesh axes that split a dimension: one, several (major first), or None."""
 
 Rule = Sequence[AxisEntry] | Mapping[str, Any] | None
 """An entry for each dimension, the rest not split; None: not in the strategy.
 
-Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`layout.placements`). Over
-other axes of the same devices, as experts are: `{"mesh": {"dp": 2, "ep": 4}, "layout": ["ep"]}`.
+Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`layout.placements`). For
+other axes of the same devices, as for experts: `{"mesh": {"dp": 2, "ep": 4}, "layout": ["ep"]}`.
 """
 
 
 class Options(TypedDict, total=False):
-    """What strategies from rules and from operators have in common.
+    """The common options of strategies from rules and from operators.
 
     Attributes:
-        dtypes: of the tensors, by name, for the threshold; float32 where it is not given.
+        dtypes: the dtypes of the tensors, by name, for the threshold; float32 by default.
         optimizer_parallel: cut blocks again over the devices that share them (`enable_parallel_optimizer`).
-        optimizer_weight_shard_size: into at most so many pieces; -1 for all devices that share a block.
-        parallel_optimizer_threshold: weights smaller than this are not cut by it, in KB of 1024 bytes; 64.
-        optimizer_parallel_except: globs of weights that are not cut by it (`Parameter.parallel_optimizer = False`).
-        pipeline: globs of weights to the stage that each is in, or the stages; the first match counts.
-        only_by_rule: names of tensors that are left out unless a rule matches them, as MindSpore does `global_step`.
+        optimizer_weight_shard_size: the maximum number of pieces; -1 for all devices that share a block.
+        parallel_optimizer_threshold: the smallest weight that is cut again, in KB of 1024 bytes; 64 by default.
+        optimizer_parallel_except: globs of weights that are not cut again (`Parameter.parallel_optimizer = False`).
+        pipeline: globs of weights to their stage or stages; the first match counts.
+        only_by_rule: names of tensors that are left out unless a rule matches them, as `global_step` in MindSpore.
         predict: leave out optimizer states and `accu_grads.*`, as `infer_predict_layout` does.
     """
 
@@ -81,7 +81,7 @@ class Options(TypedDict, total=False):
     predict: bool
 
 
-_MOST_WAYS = 64  # numbers of parts that a hint lists
+_MOST_WAYS = 64  # the largest number of parts in a hint
 _MOST_STAGES = 1 << 16
 
 OPTIONS = frozenset(Options.__annotations__) - {"dtypes", "only_by_rule", "predict"}
@@ -100,22 +100,24 @@ def from_rules(
     Args:
         shapes: the whole shape of every tensor.
         mesh: the extents of the axes by name, outermost first: the device matrix.
-        rules: globs of tensor names to what splits their dimensions; the first match counts.
+        rules: globs of tensor names to rules for their dimensions; the first match counts.
         options: see `Options`.
-        faults: collects what is wrong, under the name of a file.
+        faults: collects the faults, under the name of a file.
 
     Raises:
         UsageError: all faults at once, each with its place.
     """
     faults = faults or Faults("rules")
     extents = _mesh(mesh, "mesh", faults)
-    made = {
+    layout_rules = {
         glob: _mesh_rule(rule, extents, _at("rules", glob), faults) for glob, rule in _items(rules, "rules", faults)
     }
     _check_options(options, faults)
     faults.raise_if_any(UsageError)
     unsplit = Layout(tuple(extents.values()), ())
-    return _build(shapes, made, lambda shape: replace(unsplit, tensor_map=((),) * len(shape)), "rules", options, faults)
+    return _build(
+        shapes, layout_rules, lambda shape: replace(unsplit, tensor_map=((),) * len(shape)), "rules", options, faults
+    )
 
 
 def from_operators(
@@ -125,14 +127,14 @@ def from_operators(
     options: Options,
     faults: Faults | None = None,
 ) -> Strategy:
-    """Build a strategy from the strategies of operators; see `Strategy.from_operators`.
+    """Build a strategy from operators; see `Strategy.from_operators`.
 
     Args:
         shapes: the whole shape of every tensor.
-        operators: globs of tensor names to the strategy of the operator that uses them, or to a layout as it is.
+        operators: globs of tensor names to the strategy of the operator that uses them, or to a layout.
         devices: ranks in each stage.
         options: see `Options`.
-        faults: collects what is wrong, under the name of a file.
+        faults: collects the faults, under the name of a file.
 
     Raises:
         UsageError: all faults at once, each with its place.
@@ -142,7 +144,7 @@ def from_operators(
     if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
         faults.add("$.devices", f"is {devices!r:.60}; expected a number from 1 to {MOST_DEVICES}", code="out-of-range")
         faults.raise_if_any(UsageError)
-    made: dict[str, Any] = {}
+    layout_rules: dict[str, Any] = {}
     for glob, operator in _items(operators, "operators", faults):
         try:
             layout = operator if operator is None or isinstance(operator, Layout) else operator.layout(devices)
@@ -155,9 +157,9 @@ def from_operators(
                 f"is a layout of {layout.devices} devices; a stage has {devices}",
                 code="devices-differ",
             )
-        made[glob] = layout and _exactly(layout)
+        layout_rules[glob] = layout and _exactly(layout)
     faults.raise_if_any(UsageError)
-    return _build(shapes, made, lambda shape: whole(len(shape), devices), "operators", options, faults)
+    return _build(shapes, layout_rules, lambda shape: whole(len(shape), devices), "operators", options, faults)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def _at(key: str, name: str) -> str:
 
 
 def _items(value: object, key: str, faults: Faults) -> list[tuple[str, Any]]:
-    """Return the items of a mapping of strings; anything else is a fault."""
+    """Return the items of a mapping with text keys; report a fault for anything else."""
     if not isinstance(value, Mapping):
         faults.add(f"$.{key}", f"is {value!r:.60}; expected a mapping", code="wrong-type")
         return []
@@ -196,37 +198,39 @@ def _mesh(mesh: object, key: str, faults: Faults) -> dict[str, int]:
     return extents
 
 
-def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults) -> LayoutOf | None:
-    """Return what gives a rule's layout for a shape; a rule that is none is a fault."""
+def _mesh_rule(rule: object, mesh: Mapping[str, int], key_path: str, faults: Faults) -> LayoutOf | None:
+    """Return a function from shapes to the layouts of a rule; report faults."""
     if rule is None:
         return None
-    values = {axis: len(mesh) - 1 - place for place, axis in enumerate(mesh)}
+    values = {axis: len(mesh) - 1 - number for number, axis in enumerate(mesh)}
     tensor_map: list[tuple[int, ...]] = []
     if isinstance(rule, Mapping) and rule.keys() == {"mesh", "layout"}:
-        own = _mesh(rule["mesh"], f"{where.removeprefix('$.')}.mesh", faults)
-        if prod(own.values()) != prod(mesh.values()):
-            devices = f"{prod(own.values())} devices; a stage has {prod(mesh.values())}"
-            faults.add(f"{where}.mesh", f"has {devices}", code="devices-differ")
-        return _mesh_rule(rule["layout"], own, f"{where}.layout", faults)
+        rule_mesh = _mesh(rule["mesh"], f"{key_path.removeprefix('$.')}.mesh", faults)
+        if prod(rule_mesh.values()) != prod(mesh.values()):
+            devices = f"{prod(rule_mesh.values())} devices; a stage has {prod(mesh.values())}"
+            faults.add(f"{key_path}.mesh", f"has {devices}", code="devices-differ")
+        return _mesh_rule(rule["layout"], rule_mesh, f"{key_path}.layout", faults)
     if isinstance(rule, str) or not isinstance(rule, Sequence):
         expected = "a list with one entry per dimension, a mesh and a layout, or null"
-        faults.add(where, f"is {rule!r:.60}; expected {expected}", code="wrong-type")
+        faults.add(key_path, f"is {rule!r:.60}; expected {expected}", code="wrong-type")
         return None
     if any(is_placement(entry) and entry not in mesh for entry in rule):
-        return _placements_rule(rule, mesh, where, faults)
+        return _placements_rule(rule, mesh, key_path, faults)
     used: set[str] = set()
     for dim, entry in enumerate(rule):
         axes = () if entry in (None, "None", []) else (entry,) if isinstance(entry, str) else entry
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
             faults.add(
-                f"{where}[{dim}]", f"is {entry!r:.60}; expected an axis, a list of axes, or null", code="wrong-type"
+                f"{key_path}[{dim}]", f"is {entry!r:.60}; expected an axis, a list of axes, or null", code="wrong-type"
             )
             continue
         for axis in axes:
             if axis not in mesh:
-                faults.add(f"{where}[{dim}]", f"names axis {axis!r}; the mesh has {names(mesh)}", code="unknown-axis")
+                faults.add(
+                    f"{key_path}[{dim}]", f"names axis {axis!r}; the mesh has {names(mesh)}", code="unknown-axis"
+                )
             elif axis in used:
-                faults.add(f"{where}[{dim}]", f"uses axis {axis!r} a second time", code="repeated-axis")
+                faults.add(f"{key_path}[{dim}]", f"uses axis {axis!r} a second time", code="repeated-axis")
             used.add(axis)
         tensor_map.append(tuple(values.get(axis, 0) for axis in axes))
     extents = tuple(mesh.values())
@@ -240,11 +244,11 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
     return layout
 
 
-def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], where: str, faults: Faults) -> LayoutOf | None:
-    """Return what gives the layout of placements; those that are none are faults."""
+def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], key_path: str, faults: Faults) -> LayoutOf | None:
+    """Return a function from shapes to the layouts of placements; report faults."""
     if len(rule) != len(mesh):
         faults.add(
-            where,
+            key_path,
             f"has {len(rule)} placements; expected one for each axis of the mesh ({names(mesh)})",
             code="wrong-count",
         )
@@ -253,7 +257,7 @@ def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], where: str
         try:
             placements.append(placement(str(entry)))
         except LayoutError as error:
-            faults.add(f"{where}[{number}]", error)
+            faults.add(f"{key_path}[{number}]", error)
     return lambda shape: placed(tuple(mesh.values()), placements, shape)
 
 
@@ -281,7 +285,7 @@ def _build(
 ) -> Strategy:
     """Apply rules, pipeline and optimizer parallel to every tensor (the steps above)."""
     homes: dict[str, str] = {}  # the weight of each tensor, and itself for a weight
-    owners: dict[str, str] = {}  # that whose rule counts
+    owners: dict[str, str] = {}  # the tensor whose rule applies
     states = optimizer_states(shapes)
     for name, shape in shapes.items():
         if name in states and name not in rules and options.get("predict", False):
@@ -291,15 +295,15 @@ def _build(
         owners[name] = weight if weight is not None and tuple(shapes[weight]) == tuple(shape) else name
     ruled = _first_matches(rules, dict.fromkeys(owners.values()), key, shapes, faults)
     by_rule = frozenset(options.get("only_by_rule", ()))
-    listed = {
+    strategy_shapes = {
         name: tuple(shapes[name])
         for name, glob in ruled.items()
         if (rules[glob] is not None if glob is not None else shapes[name] and name not in by_rule)
     }
-    layouts = _layouts(listed, rules, ruled, unmatched, key, faults)
+    layouts = _layouts(strategy_shapes, rules, ruled, unmatched, key, faults)
     if options.get("optimizer_parallel", False):
-        layouts = _optimizer_parallel(listed, layouts, options, faults)
-    stages = _stages([homes[name] for name in listed], shapes, options.get("pipeline"), faults)
+        layouts = _optimizer_parallel(strategy_shapes, layouts, options, faults)
+    stages = _stages([homes[name] for name in strategy_shapes], shapes, options.get("pipeline"), faults)
     faults.raise_if_any(UsageError)
     by_name: dict[str, Layout | Mapping[int, Layout]] = {
         name: dict.fromkeys(stages[homes[name]], layouts[owner]) for name, owner in owners.items() if owner in layouts
@@ -309,29 +313,32 @@ def _build(
     return Strategy.of(by_name, shapes={name: tuple(shapes[name]) for name in by_name})
 
 
-def _weight(name: str, states: Mapping[str, State], known: Collection[str]) -> str | None:
-    """Return the weight of an optimizer state, also of a state of a state (`accu_grads.adam_m.w`)."""
+def _weight(name: str, states: Mapping[str, State], weights: Collection[str]) -> str | None:
+    """Return the weight of an optimizer state, or None.
+
+    A state may be the state of a state (`accu_grads.adam_m.w`).
+    """
     weight = name
     while weight in states:
         weight = states[weight].weight
-    return weight if weight != name and weight in known else None
+    return weight if weight != name and weight in weights else None
 
 
 def _first_matches(
-    patterns: Collection[str], weights: Collection[str], key: str, every: Collection[str], faults: Faults
+    patterns: Collection[str], weights: Collection[str], key: str, tensor_names: Collection[str], faults: Faults
 ) -> dict[str, str | None]:
-    """Return each weight's first matching glob, or None. A glob that is never the first is a fault."""
+    """Return each weight's first matching glob; report globs that are never first."""
     first = {name: next((glob for glob in patterns if matches(name, [glob])), None) for name in weights}
     used = set(first.values())
     for glob in (glob for glob in patterns if glob not in used):
-        if matched := matching(glob, every):
+        if matched := matching(glob, tensor_names):
             faults.add(
                 _at(key, glob),
                 f"is never used: an earlier pattern takes {names(matched)}, or it is an optimizer state",
                 code="unused-pattern",
             )
         else:
-            faults.add(_at(key, glob), partial(no_match, glob, every), code="no-match")
+            faults.add(_at(key, glob), partial(no_match, glob, tensor_names), code="no-match")
     return first
 
 
@@ -343,7 +350,10 @@ def _layouts(
     key: str,
     faults: Faults,
 ) -> dict[str, Layout]:
-    """Return the layout that the rules give to each weight; those that do not fit are faults, reported once a rule."""
+    """Return the layout of each weight by the rules.
+
+    Layouts that do not fit are faults, reported once for each rule.
+    """
     layouts: dict[str, Layout] = {}
     wrong: dict[tuple[str, str, str], list[str]] = {}
     hints: dict[str, str] = {}
@@ -358,12 +368,12 @@ def _layouts(
             continue
         for dim, (extent, ways) in enumerate(zip(shape, splits, strict=True)):
             if extent % ways and not (dim == 0 and layouts[name].param_split_shape):
-                what = f"cannot cut dimension {dim}, of size {extent}, into {ways} equal parts"
+                fault = f"cannot cut dimension {dim}, of size {extent}, into {ways} equal parts"
                 ways_that_fit = ", ".join(str(n) for n in range(2, min(extent, _MOST_WAYS) + 1) if extent % n == 0)
-                hints.setdefault(what, f"{extent} can be cut into {ways_that_fit or 'no'} parts; null leaves it whole")
-                wrong.setdefault((glob or "", what, "not-divisible"), []).append(name)
-    for (glob, what, code), tensors in wrong.items():
-        faults.add(_at(key, glob), f"{what} ({names(tensors)})", code=code, hint=hints.get(what, ""))
+                hints.setdefault(fault, f"{extent} can be cut into {ways_that_fit or 'no'} parts; null leaves it whole")
+                wrong.setdefault((glob or "", fault, "not-divisible"), []).append(name)
+    for (glob, fault, code), tensors in wrong.items():
+        faults.add(_at(key, glob), f"{fault} ({names(tensors)})", code=code, hint=hints.get(fault, ""))
     return layouts
 
 
@@ -371,14 +381,16 @@ def _layouts(
 
 
 def optimizer_sharded(layout: Layout, shape: Shape, nbytes: int, *, size: int = -1, threshold: int = 64) -> Layout:
-    """Cut a weight's blocks again over the devices that share them, where MindSpore does (step 3 above).
+    """Cut a weight's blocks again over the devices that share them.
+
+    This is done only if MindSpore does it: see step 3 above.
 
     Args:
-        layout: the weight's, without optimizer parallel.
-        shape: of the whole weight.
-        nbytes: of the whole weight.
-        size: at most so many pieces; -1 or 1 for no limit.
-        threshold: smaller weights are left alone, in KB of 1024 bytes.
+        layout: the weight's layout without optimizer parallel.
+        shape: the shape of the whole weight.
+        nbytes: the size of the whole weight.
+        size: the maximum number of pieces; -1 or 1 for no limit.
+        threshold: the smallest weight that is cut, in KB of 1024 bytes.
 
     >>> rows = Layout.of([2, 4], [0, -1])
     >>> print(optimizer_sharded(rows, (128, 128), 65536)), print(optimizer_sharded(rows, (127, 128), 65024))
@@ -406,32 +418,34 @@ def _optimizer_parallel(
     shapes: Mapping[str, Shape], layouts: Mapping[str, Layout], options: Options, faults: Faults
 ) -> dict[str, Layout]:
     excepted = options.get("optimizer_parallel_except", ())
-    for place, glob in enumerate(excepted):
+    for number, glob in enumerate(excepted):
         if not matching(glob, layouts):
             faults.add(
-                f"$.optimizer_parallel_except[{place}]",
+                f"$.optimizer_parallel_except[{number}]",
                 f"{glob!r} matches no weight; there are {names(layouts)}",
                 code="no-match",
             )
     dtypes = options.get("dtypes") or {}
-    found = {}
+    sharded = {}
     for name, layout in layouts.items():
         dtype = dtypes.get(name, "float32")
         itemsize = (by_name(dtype, UsageError) if isinstance(dtype, str) else dtype).itemsize
-        found[name] = layout
+        sharded[name] = layout
         if not matches(name, excepted):
-            found[name] = optimizer_sharded(
+            sharded[name] = optimizer_sharded(
                 layout,
                 shapes[name],
                 prod(shapes[name]) * itemsize,
                 size=options.get("optimizer_weight_shard_size", -1),
                 threshold=options.get("parallel_optimizer_threshold", 64),
             )
-    return found
+    return sharded
 
 
-def _stages(weights: Collection[str], every: Collection[str], pipeline: object, faults: Faults) -> dict[str, list[int]]:
-    """Return the stages of each weight; a weight in none and a stage without any are faults."""
+def _stages(
+    weights: Collection[str], tensor_names: Collection[str], pipeline: object, faults: Faults
+) -> dict[str, list[int]]:
+    """Return the stages of each weight; report unplaced weights and empty stages."""
     if pipeline is None:
         return {name: [0] for name in weights}
     by_glob: dict[str, list[int]] = {}
@@ -449,7 +463,7 @@ def _stages(weights: Collection[str], every: Collection[str], pipeline: object, 
             )
             stages = []
         by_glob[glob] = list(stages)
-    first = _first_matches(by_glob, weights, "pipeline", every, faults)
+    first = _first_matches(by_glob, weights, "pipeline", tensor_names, faults)
     homeless = [name for name, glob in first.items() if glob is None]
     if homeless:
         faults.add("$.pipeline", f"gives no stage to {names(homeless)}", code="unplaced-tensor")

@@ -1,10 +1,10 @@
-"""Rules files: YAML that says how the tensors of a target are cut, for `reshard strategy make`.
+"""Read rules files: YAML that describes how tensors are cut, for `reshard strategy make`.
 
     mesh: {dp: 2, mp: 4}              # the devices of a stage, outermost axis first
     rules:                            # globs of names; the first match counts
       "*.wq.weight": [mp]             # dimension 0 by mp, the others whole
       "*.wo.weight": [null, [dp, mp]] # dimension 1 by both, dp major
-      "*.wk.weight": [shard(0), replicate]  # PyTorch's placements: what each axis of the mesh does
+      "*.wk.weight": [shard(0), replicate]  # PyTorch's placements: one for each axis of the mesh
       "*.experts.*": {mesh: {edp: 2, ep: 4}, layout: [ep]}  # over other axes of the same devices
       "learning_rate*": null          # not in the strategy: copied as it is
     optimizer_parallel: true
@@ -13,7 +13,7 @@
     optimizer_parallel_except: ["embedding*"]
     pipeline: {"layers.[0-3].*": 0, "layers.[4-7].*": 1, "embedding*": [0, 1]}
 
-Or, instead of mesh and rules, the strategies that the network's operators are given, over so many devices a stage:
+Or, instead of mesh and rules, the strategies of the network's operators, and the number of devices in a stage:
 
     devices: 8
     operators:
@@ -53,7 +53,7 @@ def strategy_from_file(
     Args:
         path: a YAML file.
         shapes: the whole shape of every tensor.
-        dtypes: of the tensors, for the threshold of optimizer parallel.
+        dtypes: the dtypes of the tensors, for the threshold of optimizer parallel.
         only_by_rule: names of tensors that are left out unless a rule matches them.
         predict: leave out the states of the optimizer.
 
@@ -99,32 +99,32 @@ def strategy_from_file(
 
 
 def _operators(value: object, faults: Faults) -> dict[str, OperatorStrategy | None]:
-    """Return the operators of a rules file: `{matmul: [[2, 1], [1, 2]], transpose_b: true}`."""
+    """Parse operators such as `{matmul: [[2, 1], [1, 2]], transpose_b: true}`."""
     if not isinstance(value, dict):
         if value is not None:
             faults.add("$.operators", f"is {value!r:.60}; expected a mapping", code="wrong-type")
         return {}
     operators: dict[str, OperatorStrategy | None] = {}
     for glob, item in value.items():
-        where = f"$.operators[{glob!r}]"
+        key_path = f"$.operators[{glob!r}]"
         kinds = [key for key in item if key in OPERATORS] if isinstance(item, dict) else []
         if item is None:
             operators[glob] = None
         elif len(kinds) != 1:
             faults.add(
-                where,
+                key_path,
                 f"is {item!r:.60}; expected one of {names(OPERATORS, most=9)} with its strategy",
                 code="unknown-operator",
             )
         else:
-            more = {key: option for key, option in item.items() if key != kinds[0]}
+            options = {key: option for key, option in item.items() if key != kinds[0]}
             try:
-                operators[glob] = OPERATORS[kinds[0]](tuple(map(tuple, item[kinds[0]])), **more)
+                operators[glob] = OPERATORS[kinds[0]](tuple(map(tuple, item[kinds[0]])), **options)
             except LayoutError as error:
-                faults.add(where, error)
+                faults.add(key_path, error)
             except TypeError:
                 faults.add(
-                    where,
+                    key_path,
                     f"is {item!r:.60}; expected e.g. {{matmul: [[2, 1], [1, 2]], transpose_b: true}}",
                     code="wrong-type",
                 )

@@ -1,8 +1,8 @@
-"""What a JSON file of this program's own must hold, checked before anything of it is used.
+"""Validate this program's own JSON files against schemas, before they are used.
 
-A schema is plain data: a `Kind` of value; `[kind]` for a list of them; `(kind, kind)` for a list of exactly these; an
-object's keys and their kinds, all of them needed and no other known; `{TEXT: kind}` for an object of any keys; and
-`Maybe(kind)` where there may be null instead.
+A schema is plain data: a `Kind` of value; `[kind]` for a list of such values; `(kind, kind)` for a list of exactly two
+values; a dict of an object's keys and their kinds, all required and no others allowed; `{TEXT: kind}` for an object of
+any keys; and `Maybe(kind)` for a value or null.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of value: what it is called in messages, and what recognizes it."""
+    """A kind of value: its name in messages, and a predicate that recognizes it."""
 
     called: str
     holds: Callable[[Any], bool]
@@ -31,17 +31,17 @@ class Maybe(NamedTuple):
 
 
 def _is_text(value: object) -> bool:
-    """Return whether a value is text that can be a name: without null bytes, and halves of surrogate pairs."""
+    """Return whether a value is text without null bytes or lone surrogates."""
     return isinstance(value, str) and "\0" not in value and is_text(value)
 
 
 def _is_line(value: object) -> bool:
-    """Return whether a value is text that, shown to a user, cannot look like a line of its own."""
+    """Return whether a value is one line of text, so that it cannot fake output."""
     return _is_text(value) and len(str(value).splitlines()) <= 1 and "\n" not in str(value)
 
 
 def is_inner_path(path: str) -> bool:
-    """Return whether a path, below a directory, leads to something inside of it; links are not resolved.
+    """Return whether a path stays inside its directory; links are not resolved.
 
     >>> [is_inner_path(path) for path in ("rank_0/a.ckpt", "a/../../b", "/etc/passwd")]
     [True, False, False]
@@ -62,26 +62,26 @@ INNER_PATH = Kind(
 
 
 def parse(content: bytes) -> Any:
-    """Return what JSON says.
+    """Parse JSON without repeated keys.
 
     Raises:
         ValueError: it is not JSON, nested absurdly deep, or an object has a key twice.
     """
     repeated: list[str] = []
     try:
-        found = parse_json(content, repeated)
+        value = parse_json(content, repeated)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if repeated:
         raise ValueError(f"the key {repeated[0]!r:.60} is there twice in an object")
-    return found
+    return value
 
 
-def check(value: object, schema: object, where: str = "$") -> None:
-    """Hold a value of JSON against a schema.
+def check(value: object, schema: object, key_path: str = "$") -> None:
+    """Validate a JSON value against a schema.
 
     Raises:
-        ValueError: it does not fit; the message says the first place, what is there and what is expected.
+        ValueError: it does not fit; the message has the first wrong path, its value and the expected kind.
 
     >>> check({"a": [1, 2]}, {"a": [COUNT], "b": Maybe(TEXT)})
     Traceback (most recent call last):
@@ -94,33 +94,33 @@ def check(value: object, schema: object, where: str = "$") -> None:
     """
     if isinstance(schema, Kind):
         if not schema.holds(value):
-            raise ValueError(f"{where} is {value!r:.60}; expected {schema.called}")
+            raise ValueError(f"{key_path} is {value!r:.60}; expected {schema.called}")
     elif isinstance(schema, Maybe):
         if value is not None:
-            check(value, schema.schema, where)
+            check(value, schema.schema, key_path)
     elif isinstance(schema, list | tuple):
         if not isinstance(value, list) or (isinstance(schema, tuple) and len(value) != len(schema)):
-            many = f"of {len(schema)} items" if isinstance(schema, tuple) else "of any length"
-            raise ValueError(f"{where} is {value!r:.60}; expected a list {many}")
+            length = f"of {len(schema)} items" if isinstance(schema, tuple) else "of any length"
+            raise ValueError(f"{key_path} is {value!r:.60}; expected a list {length}")
         schemas = schema if isinstance(schema, tuple) else schema * len(value)
         for number, (item, kind) in enumerate(zip(value, schemas, strict=True)):
-            check(item, kind, f"{where}[{number}]")
+            check(item, kind, f"{key_path}[{number}]")
     elif isinstance(schema, dict):
-        _check_object(value, schema, where)
+        _check_object(value, schema, key_path)
 
 
-def _check_object(value: object, schema: dict[Any, object], where: str) -> None:
+def _check_object(value: object, schema: dict[Any, object], key_path: str) -> None:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {value!r:.60}; expected an object")  # noqa: TRY004 -- the file's fault
+        raise ValueError(f"{key_path} is {value!r:.60}; expected an object")  # noqa: TRY004 -- the file's fault
     if TEXT in schema:
         for key, item in value.items():
-            check(key, TEXT, f"a key of {where}")
-            check(item, schema[TEXT], f"{where}[{key!r:.60}]")
+            check(key, TEXT, f"a key of {key_path}")
+            check(item, schema[TEXT], f"{key_path}[{key!r:.60}]")
         return
     for key in schema:
         if key not in value:
-            raise ValueError(f"{where} has no {key!r}")
+            raise ValueError(f"{key_path} has no {key!r}")
     for key, item in value.items():
         if key not in schema:
-            raise ValueError(f"{where} has {key!r:.60}, which is not known")
-        check(item, schema[key], f"{where}.{key}")
+            raise ValueError(f"{key_path} has {key!r:.60}, which is not known")
+        check(item, schema[key], f"{key_path}.{key}")

@@ -1,7 +1,7 @@
 """Strategies: a layout for every tensor of a model, over its pipeline stages.
 
-The global number of a rank is stage x devices per stage + its number in the stage. One tensor may live in several
-stages (tied embeddings); as a source it is read whole from the lowest stage that holds it.
+The global number of a rank is stage x devices per stage + its number in the stage. One tensor may be in several
+stages (tied embeddings); in a source it is read whole from the lowest stage that holds it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 
 
 def merged_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return the stage and the own name of each tensor of a merged file; nothing where any name has no stage.
+    """Split the names of a merged file into stages and own names.
+
+    The result is empty if any name has no stage.
 
     >>> merged_names(["0-w", "1-w"]), merged_names(["0-w", "w"])
     ({'0-w': (0, 'w'), '1-w': (1, 'w')}, {})
     """
-    found: dict[str, tuple[int, str]] = {}
+    split: dict[str, tuple[int, str]] = {}
     for name in names:
         match = MERGED_NAME.fullmatch(name)
         if match is None:
             return {}
-        found[name] = int(match[1][:9]), match[2]
-    return found
+        split[name] = int(match[1][:9]), match[2]
+    return split
 
 
 class Placed(NamedTuple):
@@ -50,10 +52,10 @@ class Placed(NamedTuple):
 
     Attributes:
         stage: the pipeline stage, from 0.
-        layout: how the tensor is cut over the devices of that stage.
-        shape: the whole tensor's shape, where it is known.
+        layout: the layout over the devices of that stage.
+        shape: the whole tensor's shape, if known.
         expanded: layout and shape may have more dimensions than the tensor: JSON writes nested entries expanded.
-        unknown: what the file says beyond the format known here, kept for writing: protobuf bytes or JSON items.
+        unknown: unknown fields of the file, kept for writing: protobuf bytes or JSON items.
     """
 
     stage: int
@@ -74,18 +76,18 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Which layout each tensor has, in each pipeline stage that holds it.
+    """The layout of each tensor in each pipeline stage that holds it.
 
     Attributes:
         tensors: for each tensor name, its layouts by stage, ascending.
         stages: the stages described; `range(1, 2)` for the file of one stage of a longer pipeline.
         devices: ranks in each stage.
         operators: operators' strategies, as the file gives them.
-        merged: the file has stage numbers in its names, which pipelines have after merging.
-        current_stage: as the file gives it; it has no meaning.
-        unknown: what the file says beyond the format known here, kept for writing.
-        others: the pipeline is known to have more stages than those described: the file says so (stage 1 and higher),
-            the files next to it do, or one stage was chosen of several. Not compared when strategies are.
+        merged: the names in the file have stage numbers, as after merging the files of a pipeline.
+        current_stage: the field of the file; it has no meaning.
+        unknown: unknown fields of the file, kept for writing.
+        others: the pipeline is known to have more stages than `stages`: the file says so (stage 1 and higher), the
+            files next to it do, or one of several stages was chosen. Ignored when strategies are compared.
 
     >>> strategy = Strategy.of({"w": Layout.of([4], [0, -1])})
     >>> strategy.ranks, strategy.grid("w", (8, 2)).ranks
@@ -137,15 +139,15 @@ class Strategy:
         rules: Mapping[str, Rule],
         **options: Unpack[Options],
     ) -> Strategy:
-        """Build the strategy of a network that is not compiled, from a device mesh and rules.
+        """Build the strategy of a network without compiling it, from a mesh and rules.
 
         Args:
             shapes: the whole shape of every tensor.
             mesh: the extents of the axes of a stage's device mesh by name, outermost first.
-            rules: globs of tensor names to what splits each dimension: an axis, several (major first), or None.
-                The first match counts; a shorter rule leaves the other dimensions whole, as no rule does all.
-                Optimizer states go with their weights. A rule that is None leaves tensors out of the strategy. Or
-                PyTorch's placements, one for each axis: `["shard(0)", "replicate"]`.
+            rules: globs of tensor names to an entry for each dimension: an axis that splits it, several (major first),
+                or None. The first match counts. Dimensions without an entry stay whole, and so do tensors that no rule
+                matches. Optimizer states follow their weights. A rule of None leaves tensors out of the strategy. A
+                rule may also be PyTorch's placements, one for each axis: `["shard(0)", "replicate"]`.
             options: `dtypes`, `optimizer_parallel`, `optimizer_weight_shard_size`, `parallel_optimizer_threshold`,
                 `optimizer_parallel_except`, `pipeline`, `only_by_rule`, `predict`; see `strategy.rules.Options`.
 
@@ -170,12 +172,12 @@ class Strategy:
         devices: int,
         **options: Unpack[Options],
     ) -> Strategy:
-        """Build the strategy of a network that is not compiled, from the strategies of its operators.
+        """Build the strategy of a network without compiling it, from its operators.
 
         Args:
             shapes: the whole shape of every tensor.
-            operators: globs of parameter names to what the operator that uses them says (`reshard.operators`), or
-                to a layout; the first match counts. Parameters that none matches are whole: their operators are cut
+            operators: globs of parameter names to the strategy of the operator that uses them (`reshard.operators`),
+                or to a layout; the first match counts. Parameters without a match are whole: their operators are cut
                 along the batch.
             devices: ranks in each stage.
             options: as for `from_rules`.
@@ -195,7 +197,7 @@ class Strategy:
 
     @property
     def ranks(self) -> range:
-        """The global numbers of the ranks described."""
+        """Return the global numbers of the ranks of all stages."""
         return range(self.stages.start * self.devices, self.stages.stop * self.devices)
 
     def stage_of(self, rank: int) -> int:
@@ -203,7 +205,7 @@ class Strategy:
         return rank // self.devices
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Return the stages that hold a tensor; none if the strategy does not name it."""
+        """Return the stages that hold a tensor; empty if the strategy does not name it."""
         return tuple(placed.stage for placed in self.tensors.get(name, ()))
 
     def names_of(self, stage: int) -> list[str]:
@@ -211,12 +213,12 @@ class Strategy:
         return [name for name, places in self.tensors.items() if any(p.stage == stage for p in places)]
 
     def in_file_order(self) -> Iterator[tuple[str, Placed]]:
-        """Yield every tensor of every stage under its name in the file, stage after stage."""
+        """Yield the tensors of each stage under their names in the file, stage by stage."""
         for name, placed in self.by_stage():
             yield (f"{placed.stage}-{name}" if self.merged else name), placed
 
     def grid(self, name: str, shape: Shape, *, stage: int | None = None) -> Grid:
-        """Return which global ranks hold which block of a tensor, in every stage or in one.
+        """Return the blocks of a tensor and the global ranks that hold them.
 
         Args:
             name: a tensor that the strategy names.
@@ -233,10 +235,12 @@ class Strategy:
             raise error.about(f"tensor {name!r}") from None
 
     def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        """Return how a tensor is cut in each stage that holds it, over global ranks, optimizer sharding folded in.
+        """Return the mesh of a tensor in each stage that holds it, over global ranks.
+
+        Optimizer sharding is folded into the layouts.
 
         Raises:
-            LayoutError: a layout does not fit the shape, or cannot be written so.
+            LayoutError: a layout does not fit the shape, or cannot be folded.
         """
         try:
             return tuple(Mesh.of(_unfolded(p, shape).folded(), p.stage * self.devices) for p in self.tensors[name])
@@ -244,16 +248,15 @@ class Strategy:
             raise error.about(f"tensor {name!r}") from None
 
     def shape_of(self, name: str) -> Shape | None:
-        """Return the whole shape that the strategy gives a tensor; None where it does not say one."""
-        stated = (placed.shape for placed in self.tensors[name] if not placed.expanded)
-        return next((shape for shape in stated if shape is not None), None)
+        """Return the whole shape of a tensor in the strategy, or None if it has no shape."""
+        shapes = (placed.shape for placed in self.tensors[name] if not placed.expanded)
+        return next((shape for shape in shapes if shape is not None), None)
 
     def whole_shape(self, name: str, shard: Shape, *, stage: int) -> Shape:
-        """Return a tensor's whole shape, from the shape that the ranks of a stage store.
+        """Return a tensor's whole shape, given the shape that the ranks of a stage store.
 
         Raises:
-            LayoutError: the layout has another number of dimensions, or an expanded JSON layout could stand for
-                two shapes.
+            LayoutError: the layout has another number of dimensions, or an expanded JSON layout fits two shapes.
         """
         placed = next(p for p in self.tensors[name] if p.stage == stage)
         try:
@@ -277,14 +280,14 @@ class Strategy:
         )
 
     def by_stage(self) -> list[tuple[str, Placed]]:
-        """Return every tensor of every stage with its name, stage after stage, in the file's order."""
+        """Return the tensors of each stage with their names, in the file's order."""
         placed = [(name, placed) for name, places in self.tensors.items() for placed in places]
         return sorted(placed, key=lambda item: item[1].stage)
 
     def of_stage(self, stage: int) -> Strategy:
-        """Return what this strategy says of one stage of a pipeline.
+        """Return the strategy of one stage of a pipeline.
 
-        The strategy file of one stage need not say which one it is: one that says 0 is taken for the stage asked for.
+        The strategy file of a single stage need not have its number: a file of stage 0 counts as the requested stage.
 
         Raises:
             StrategyError: there is no such stage.
@@ -307,7 +310,9 @@ class Strategy:
         )
 
     def with_layout(self, name: str, layout: Layout | None) -> Strategy:
-        """Return a copy in which a tensor has this layout in every stage, or is not named (None).
+        """Return a copy with another layout of a tensor, or without it (None).
+
+        The layout is the same in every stage.
 
         Raises:
             StrategyError: the layout is for another number of devices.
@@ -326,11 +331,11 @@ class Strategy:
         return replace(self, tensors=tensors)
 
     def picture(self, name: str, shape: Shape | None = None, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, and next to it the same for another strategy.
+        """Draw the block of each rank for a tensor, optionally next to another strategy.
 
         Args:
             name: a tensor that the strategies name.
-            shape: the whole tensor's; by default what the strategy says, else the least that the layouts divide.
+            shape: the whole tensor's; by default the strategy's, else the smallest that the layouts divide.
             target: the strategy to draw next to it.
 
         Raises:
@@ -356,7 +361,7 @@ class Strategy:
 
 
 def _unfolded(placed: Placed, shape: Shape) -> Layout:
-    """Return a layout with as many dimensions as the tensor; JSON writes nested entries expanded."""
+    """Return a layout of the tensor's dimensions; JSON expands nested entries."""
     if placed.shape is None or not placed.expanded or len(placed.layout.tensor_map) == len(shape):
         return placed.layout
     for layout, folded in foldings(placed.layout, placed.shape, len(shape)):
@@ -370,7 +375,7 @@ def _unfolded(placed: Placed, shape: Shape) -> Layout:
 
 
 def agreed_devices(tensors: Mapping[str, Iterable[Placed]], faults: Faults) -> int:
-    """Return the number of devices in each stage; tensors that disagree with the first become faults."""
+    """Return the number of devices in each stage; report tensors that disagree."""
     devices = 0
     for name, places in tensors.items():
         for placed in places:
@@ -386,12 +391,12 @@ def agreed_devices(tensors: Mapping[str, Iterable[Placed]], faults: Faults) -> i
 
 
 def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
-    """Join the files of the ranks of a pipeline into one strategy, as `merge_pipeline_strategys` does.
+    """Merge the files of a pipeline's ranks, as `merge_pipeline_strategys` does.
 
-    Files of the same stage must agree; every stage from 0 to the last must be there.
+    Files of the same stage must agree; no stage from 0 to the last may be missing.
 
     Args:
-        parts: each file's name, for messages, and what it says.
+        parts: each file's name, for messages, and its strategy.
 
     Raises:
         StrategyError: all faults at once.

@@ -1,1 +1,1 @@
-"""Which files a target has, and which blocks of which tensors go into each."""
+"""Lay out the files of targets, and assign blocks of tensors to them."""

@@ -1,11 +1,11 @@
-"""A Checkpoint 2.0 of MindSpore Transformers: an iteration in the directory of a run.
+"""A Checkpoint 2.0 of MindSpore Transformers: an iteration in a run directory.
 
-Whole tensors need no metadata: mindformers takes them on every mesh. Of blocks `metadata.json` says where they are, and
-its keys are read by position there; the number of a block, row by row, joins its two halves. A tensor that stages cut
-differently is stored as the first of them has it, since there is one layout for each name.
+Whole tensors need no metadata: mindformers loads them on every mesh. `metadata.json` locates blocks, and mindformers
+reads its keys by position; its two halves are joined by the number of a block in row-major order. A tensor that stages
+cut differently is stored in the layout of the first stage, since there is one layout for each name.
 
-Files get their names first, then `metadata.json` and `common.json`, and last of all the tracker, which names the
-iteration.
+Tensor files get their names first, then `metadata.json` and `common.json`, and finally the tracker file, which names
+the iteration.
 
 Sources: mindformers 2.1.0 `checkpoint/{checkpoint,metadata,sharded_tensor,utils}.py`, and its own files
 (`tests/data/checkpoint2`).
@@ -53,32 +53,35 @@ if TYPE_CHECKING:
     from reshard.targets.destination import Arrangement, Item
 
 PREFIX = "checkpoint"
-"""What names of files begin with where nothing else is known, as in mindformers' dynamic-graph mode."""
+"""Default prefix of file names, as in mindformers' dynamic-graph mode."""
 
 _COMMON_KEYS = (
     "epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status",
 )  # fmt: skip
-"""Of mindformers' `CommonInfo`, which refuses any other."""
+"""Keys of mindformers' `CommonInfo`, which refuses any other key."""
 
-_NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # which a training leaves out, too
+_NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # a training may leave these out, too
 _LARGEST_COMMON = 1 << 20
-_LONGEST_PREFIX = 200  # of 255 bytes that a name may have
+_LONGEST_PREFIX = 200  # a file name may have 255 bytes
 _LARGEST_GROUP = 64
-_PLACE_BYTES = 250  # of making the metadata, for a rank that stores a block
-_RANK_BYTES = 20  # and for the number of a rank
+_PLACE_BYTES = 250  # resident memory of making the metadata, for a rank that stores a block
+_RANK_BYTES = 20  # the same for the number of a rank
 _BREAKING = re.compile("[,()'\"\\\\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint2:
-    """`iteration_N/PREFIX-model-K-of.safetensors` and so on, `common.json`, `metadata.json` of blocks, and the tracker.
+    """The files of a Checkpoint 2.0.
+
+    These are `iteration_N/PREFIX-model-K-of.safetensors` and so on, `common.json`, `metadata.json` of blocks, and the
+    tracker.
 
     Attributes:
-        step: N, how many steps were done; by default what the source says.
-        prefix: what names of files begin with, `""` for nothing; by default as in the source, else `checkpoint`.
-        max_shard_size: how many bytes of whole tensors a file may hold, unless one tensor has more. Of blocks there is
-            a file of weights and one of states for each rank.
-        common: the contents of `common.json`; by default that of the source, or made of what the source says.
+        step: N, the number of steps done; by default the source's step.
+        prefix: the prefix of file names, or `""`; by default the source's prefix, else `checkpoint`.
+        max_shard_size: how many bytes of whole tensors a file may hold, unless one tensor has more. Blocks are in a
+            file of weights and a file of states for each rank.
+        common: the contents of `common.json`; by default the source's file, or made from the source's progress.
     """
 
     step: int | None = None
@@ -90,7 +93,7 @@ class Checkpoint2:
         check_size(self.max_shard_size)
         check_step(self.step)
         try:
-            _said(self.common or "{}")
+            _parse_common(self.common or "{}")
         except ValueError as error:
             raise UsageError(
                 f"common is not a JSON object, as {COMMON} is", code="not-json", facts=[str(error)]
@@ -103,10 +106,10 @@ class Checkpoint2:
             )
 
     def of(self, source: Checkpoint) -> Checkpoint2:
-        """Return it with all that it does not say filled in from a source.
+        """Return a copy with missing values filled in from a source.
 
         Raises:
-            UsageError: nothing says which step it is.
+            UsageError: the step is unknown.
         """
         progress = _progress(source)
         step = progress["global_step"] if self.step is None else self.step
@@ -117,8 +120,8 @@ class Checkpoint2:
             )  # fmt: skip
         prefix, common = self.prefix, self.common
         if prefix is None:
-            found = (CHECKPOINT2.files.fullmatch(as_place(file.path).name) for file in source.files)
-            prefix = next((match["prefix"].removesuffix("-") for match in found if match), PREFIX)
+            matches = (CHECKPOINT2.files.fullmatch(as_place(file.path).name) for file in source.files)
+            prefix = next((match["prefix"].removesuffix("-") for match in matches if match), PREFIX)
         if common is None:
             common = common_of(source)
         if common is None:
@@ -127,24 +130,24 @@ class Checkpoint2:
 
     @property
     def directory(self) -> str:
-        """The name of the iteration's directory."""
+        """Name of the iteration's directory."""
         return f"iteration_{self.step:08d}"
 
     def path(self, kind: str, extension: str) -> str:
-        """Return the path of a file of a kind, in which its number and how many there are remain to be put."""
+        """Return the path of a kind of files, with placeholders for number and count."""
         prefix = f"{self.prefix}-" if self.prefix else ""
         return f"{self.directory}/{prefix}{kind}-{{number:07d}}-{{count:07d}}{extension}"
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
-        """Fill one file after the other, those of weights first."""
+        """Fill one file after the other, files of weights first."""
         paths: list[str] = []
-        of: dict[str, int] = {}
-        for kind, some in _kinds(tensors):
-            numbers = one_after_the_other(some, self.max_shard_size)
-            of |= {name: len(paths) + number for name, number in numbers.items()}
+        file_of: dict[str, int] = {}
+        for kind, kind_tensors in _kinds(tensors):
+            numbers = one_after_the_other(kind_tensors, self.max_shard_size)
+            file_of |= {name: len(paths) + number for name, number in numbers.items()}
             count = max(numbers.values()) + 1
             paths += [self.path(kind, extension).format(number=number, count=count) for number in range(count)]
-        return ShardFiles(tuple(paths), of, notes=_NOTES)
+        return ShardFiles(tuple(paths), file_of, notes=_NOTES)
 
 
 _NOTES = {"format": "ms"}
@@ -158,35 +161,37 @@ class _FilesOfRanks:
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         kinds = _kinds(tensors)
-        of = {tensor.name: part for part, (_, some) in enumerate(kinds) for tensor in some}
-        return ShardFiles(tuple(self.files.path(kind, extension) for kind, _ in kinds), of, notes=_NOTES, numbered=True)
+        part_of = {tensor.name: part for part, (_, kind_tensors) in enumerate(kinds) for tensor in kind_tensors}
+        return ShardFiles(
+            tuple(self.files.path(kind, extension) for kind, _ in kinds), part_of, notes=_NOTES, numbered=True
+        )
 
 
 def _kinds(tensors: Sequence[Stored]) -> list[tuple[str, list[Stored]]]:
-    """Return the tensors of each kind of file; text is with the weights."""
+    """Return the tensors of each kind of file; text belongs to the weights."""
     states = optimizer_states({tensor.name for tensor in tensors})
-    of: dict[str, list[Stored]] = {"model": [], "opt": []}
+    tensors_of: dict[str, list[Stored]] = {"model": [], "opt": []}
     for tensor in tensors:
         is_state = tensor.name in states or tensor.name in TRAINING_STATE
-        of["opt" if is_state and not tensor.is_text else "model"].append(tensor)
-    return [(kind, some) for kind, some in of.items() if some]
+        tensors_of["opt" if is_state and not tensor.is_text else "model"].append(tensor)
+    return [(kind, kind_tensors) for kind, kind_tensors in tensors_of.items() if kind_tensors]
 
 
 class Checkpoint2Target(Ranks):
-    """The files of an iteration, and what stands beside it."""
+    """The files of an iteration, its metadata and the tracker file."""
 
     format = safetensors.NAME
 
     def __init__(
         self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults
     ) -> None:
-        self._way, self._arrangement = request.files, request.target
-        self._every = None if request.target is None else _Every(request.target, items)
-        if self._every is not None:
+        self._layout, self._arrangement = request.files, request.target
+        self._full = None if request.target is None else _FullArrangement(request.target, items)
+        if self._full is not None:
             files = _FilesOfRanks(request.files)
-            request = replace(request, files=files, target=self._every)  # type: ignore[arg-type]  # an `Arrangement`
+            request = replace(request, files=files, target=self._full)  # type: ignore[arg-type]  # an `Arrangement`
         super().__init__(source, request, items, objects, faults)
-        if self._every is not None:
+        if self._full is not None:
             for item in items:
                 if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
                     faults.add(
@@ -195,51 +200,53 @@ class Checkpoint2Target(Ranks):
                         "so mindformers could not read the metadata",
                         code="bad-name", hint="rename it",
                     )  # fmt: skip
-            self.memory = (("metadata", sum(self._metadata_bytes(self._every))),)
+            self.memory = (("metadata", sum(self._metadata_bytes(self._full))),)
 
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
-        """Return what is asked for, with all that the files do not say filled in from the source."""
+        """Return the request, with the files completed from the source."""
         if request.of_some:
             raise UsageError("a Checkpoint 2.0 has all ranks", code="needs-all-ranks", hint="leave ranks and stage out")
         return replace(request, files=request.files.of(source))
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
-        """Lay out every file, and write what stands beside them."""
-        found = super().files(routed, texts)
-        first, directory = self.ranks[0], self._way.directory
-        contents = [(COMMON, (self._way.common or "").encode())]
-        if self._every is not None:
-            contents.insert(0, (METADATA, self._metadata(self._every)))
-        beside = [TargetFile(first, f"{directory}/{name}", literal(text), last=True) for name, text in contents]
-        tracker = literal(f"{self._way.step}".encode())
-        return (*found, *beside, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
+        """Lay out every file, and make the metadata and the tracker file."""
+        tensor_files = super().files(routed, texts)
+        first, directory = self.ranks[0], self._layout.directory
+        contents = [(COMMON, (self._layout.common or "").encode())]
+        if self._full is not None:
+            contents.insert(0, (METADATA, self._metadata(self._full)))
+        metadata_files = [TargetFile(first, f"{directory}/{name}", literal(text), last=True) for name, text in contents]
+        tracker = literal(f"{self._layout.step}".encode())
+        return (*tensor_files, *metadata_files, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of tensors that all ranks get whole, and of a `common.json` that has another step, or not all."""
-        found = copied_whole(self._source, self._arrangement, self._items)
-        said = _said(self._way.common or "{}")
-        unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and said.get(key) is None]
-        if unknown and self._way.common != common_of(self._source):
-            found += (f"{COMMON} says null for what is not known: {names(unknown)}",)
-        if said.get("global_step") not in (None, self._way.step):
-            found += (f"{COMMON} has global_step {said['global_step']!r:.60}, and the iteration is {self._way.step}",)
-        return found
+        """Warn of tensors that all ranks get whole, and of faults of `common.json`."""
+        result = copied_whole(self._source, self._arrangement, self._items)
+        common = _parse_common(self._layout.common or "{}")
+        unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and common.get(key) is None]
+        if unknown and self._layout.common != common_of(self._source):
+            result += (f"{COMMON} says null for what is not known: {names(unknown)}",)
+        if common.get("global_step") not in (None, self._layout.step):
+            result += (
+                f"{COMMON} has global_step {common['global_step']!r:.60}, and the iteration is {self._layout.step}",
+            )
+        return result
 
     def _stored_at(self, ranks: Sequence[int], group: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
-        """Yield what the metadata say of each place of a block: also which ranks hold it, who may find it there.
+        """Yield the storage entries of a block, with the ranks that may read it there.
 
-        Of many that all store it each finds its own; to list all of them at each would be a file of gigabytes.
+        If many ranks store the block, each entry names only its own rank; naming all in each would take gigabytes.
         """
         for rank in ranks:
             name = self.path(rank, part).rpartition("/")[2]
-            group_there = [rank] if _finds_own(ranks, group) else group
-            yield {"file_name": name, "storage_rank": rank, "rank_group": group_there}
+            readers = [rank] if _finds_own(ranks, group) else group
+            yield {"file_name": name, "storage_rank": rank, "rank_group": readers}
 
-    def _metadata_bytes(self, target: _Every) -> Iterator[int]:
-        """Yield about how much memory each block takes when the metadata are made: its places, and ranks named there.
+    def _metadata_bytes(self, target: _FullArrangement) -> Iterator[int]:
+        """Yield the approximate memory of each block's storage entries and their ranks.
 
-        The layout of its tensor names all that hold it twice more: as ranks, and by the numbers of replicas.
+        The layout of its tensor names the ranks that hold it twice more: as ranks, and as replica numbers.
         """
         for item in self._items:
             name, shape = item.name, item.tensor.spec.shape
@@ -249,70 +256,72 @@ class Checkpoint2Target(Ranks):
                     named = len(ranks) if _finds_own(ranks, group) else len(ranks) * len(group)
                     yield _PLACE_BYTES * len(ranks) + _RANK_BYTES * (named + 2 * len(group))
 
-    def _metadata(self, target: _Every) -> bytes:
-        """Return the metadata, whose tensors alike share their texts."""
+    def _metadata(self, target: _FullArrangement) -> bytes:
+        """Return the metadata; similar tensors share their JSON texts."""
         described: dict[tuple[str, Shape, Grid, Mesh | None], str] = {}
-        listed: dict[tuple[Grid, Grid, int], list[str]] = {}
-        tensors, places = [], BytesIO()
+        entries_of: dict[tuple[Grid, Grid, int], list[str]] = {}
+        tensors, entries = [], BytesIO()
         for item in self._items:
             name, shape = item.name, item.tensor.spec.shape
             if not self.cuts(name) or item.tensor.text is not None:
                 continue
             stored, grid, mesh = self.stored(name, shape), target.grid(name, shape), target.mesh(name, shape)
-            assert stored is not None  # noqa: S101 -- or it were a fault
+            assert stored is not None  # noqa: S101 -- otherwise it is a fault
             key = (item.dtype.mindspore or item.dtype.name.replace("_", ""), shape, grid, mesh)
             if key not in described:
                 described[key] = _json(_described(*key))
             tensors.append(f"{_json(name)}:{described[key]}")
             part = self.part_of(name)
-            if (stored, grid, part) not in listed:
+            if (stored, grid, part) not in entries_of:
                 blocks = zip(stored.ranks, grid.ranks, strict=True)
-                listed[stored, grid, part] = [_json(list(self._stored_at(some, group, part))) for some, group in blocks]
-            for number, text in enumerate(listed[stored, grid, part]):
-                places.write(f"{',' if places.tell() else ''}{_json(str((name, (number,))))}:{text}".encode())
+                entries_of[stored, grid, part] = [
+                    _json(list(self._stored_at(storing, group, part))) for storing, group in blocks
+                ]
+            for number, text in enumerate(entries_of[stored, grid, part]):
+                entries.write(f"{',' if entries.tell() else ''}{_json(str((name, (number,))))}:{text}".encode())
         head = f'{{"state_dict_metadata":{{{",".join(tensors)}}},"storage_data":{{'
-        return b"".join((head.encode(), places.getvalue(), b"}}"))
+        return b"".join((head.encode(), entries.getvalue(), b"}}"))
 
 
 def _finds_own(ranks: Sequence[int], group: Sequence[int]) -> bool:
-    """Return whether each rank that holds a block is only said to find it in its own file."""
+    """Return whether each rank that holds a block is directed to its own file only."""
     return ranks == group and len(group) > _LARGEST_GROUP
 
 
-class _Every:
-    """An arrangement that names every tensor, and has one layout for each: `Arrangement`.
+class _FullArrangement:
+    """An `Arrangement` that names every tensor, with a single layout for each.
 
-    What a strategy does not name is whole on every rank. Copies that differ from rank to rank are not named.
+    A tensor that the strategy does not name is whole on every rank. Copies that differ by rank are not named.
     """
 
     def __init__(self, arrangement: Arrangement, items: Iterable[Item]) -> None:
-        self._of = arrangement
+        self._arrangement = arrangement
         self.ranks, self.devices = arrangement.ranks, arrangement.devices
-        more = not isinstance(arrangement, Pattern)  # what a pattern does not list its training does not load either
-        every = (item for item in items if item.name in arrangement.tensors or (more and not item.tensor.varies))
-        self.tensors = {item.name: None for item in every}
+        is_strategy = not isinstance(arrangement, Pattern)  # a training loads only the tensors that its pattern lists
+        named = (item for item in items if item.name in arrangement.tensors or (is_strategy and not item.tensor.varies))
+        self.tensors = {item.name: None for item in named}
         self._grids: dict[Grid, Grid] = {}
 
     def shape_of(self, name: str) -> Shape | None:
-        return self._of.shape_of(name) if name in self._of.tensors else None
+        return self._arrangement.shape_of(name) if name in self._arrangement.tensors else None
 
     def grid(self, name: str, shape: Shape) -> Grid:
-        """Return which ranks hold which block, of stages that cut it as the first does."""
-        if name not in self._of.tensors:
+        """Return the blocks and their ranks, with the first stage's layout."""
+        if name not in self._arrangement.tensors:
             return Mesh(whole(len(shape), len(self.ranks)), tuple(self.ranks), ()).grid(shape)
-        every, mesh = self._of.grid(name, shape), self.mesh(name, shape)
+        grid, mesh = self._arrangement.grid(name, shape), self.mesh(name, shape)
         if mesh is None or len(self.meshes(name, shape)) == 1:
-            return every
-        if every not in self._grids:
-            own = mesh.grid(shape)
-            self._grids[every] = every if own.blocks == every.blocks else own
-        return self._grids[every]
+            return grid
+        if grid not in self._grids:
+            first = mesh.grid(shape)
+            self._grids[grid] = grid if first.blocks == grid.blocks else first
+        return self._grids[grid]
 
     def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        return self._of.meshes(name, shape) if name in self._of.tensors else ()
+        return self._arrangement.meshes(name, shape) if name in self._arrangement.tensors else ()
 
     def mesh(self, name: str, shape: Shape) -> Mesh | None:
-        """Return the first layout of a tensor and its ranks; None of one that is whole wherever it is.
+        """Return the first mesh of a tensor, or None if it is whole on all its ranks.
 
         Raises:
             LayoutError: blocks are of several sizes.
@@ -327,17 +336,16 @@ class _Every:
 
 
 def _described(dtype: str, shape: Shape, grid: Grid, mesh: Mesh | None) -> dict[str, Any]:
-    """Return what the metadata say of a tensor. Blocks are listed in the order of the first ranks that hold them."""
+    """Return the metadata of a tensor, with blocks in the order of their lowest ranks."""
     replicas: int | list[int] = 0
     layout = None
     if mesh is not None:
-        of_rank = {rank: number for number, some in enumerate(grid.ranks) for rank in some}
-        held = [of_rank[rank] for rank in mesh.ranks]
-        seen: dict[int, int] = {}
+        of_rank = {rank: number for number, ranks in enumerate(grid.ranks) for rank in ranks}
+        counts: dict[int, int] = {}
         replicas = []
-        for number in held:
-            replicas.append(seen.get(number, 0))
-            seen[number] = replicas[-1] + 1
+        for number in (of_rank[rank] for rank in mesh.ranks):
+            replicas.append(counts.get(number, 0))
+            counts[number] = replicas[-1] + 1
         layout = {  # in the order in which mindformers reads them
             "device_matrix": mesh.layout.dev_matrix,
             "tensor_map": [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in mesh.layout.tensor_map],
@@ -365,56 +373,58 @@ def _json(content: object) -> str:
 
 
 def common_of(source: Checkpoint) -> str | None:
-    """Return the contents of the `common.json` of a source, which a store keeps too; None where it has none."""
+    """Return the contents of `common.json` of a source or a zarr store, or None."""
     if source.format == ZARR:
         from reshard.readers.zarr import noted_provenance  # not on every start
 
-        noted = (noted_provenance(as_place(source.root)) or {}).get("common")
-        with suppress(ValueError):  # whatever wrote it
-            return noted if isinstance(noted, str) and len(noted) <= _LARGEST_COMMON and _said(noted) else None
+        common = (noted_provenance(as_place(source.root)) or {}).get("common")
+        with suppress(ValueError):  # any program may have written it
+            if isinstance(common, str) and len(common) <= _LARGEST_COMMON and _parse_common(common):
+                return common
         return None
     path = as_place(source.root) / COMMON
-    if not source.described_by or not path.is_file():
+    if not source.extras.described_by or not path.is_file():
         return None
     return read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
 
 
-def _said(common: str) -> dict[str, Any]:
-    """Return what `common.json` says, or raise `ValueError` where it is not a JSON object."""
-    found = parse_json(common.encode(), [])
-    if not isinstance(found, dict):
-        raise ValueError("it is not an object")  # noqa: TRY004 -- of what the file says
-    return found
+def _parse_common(common: str) -> dict[str, Any]:
+    """Parse `common.json`; raise `ValueError` if it is not a JSON object."""
+    parsed = parse_json(common.encode(), [])
+    if not isinstance(parsed, dict):
+        raise ValueError("it is not an object")  # noqa: TRY004 -- it is about a file's contents
+    return parsed
 
 
 def _iteration(source: Checkpoint) -> int | None:
-    """Return how many steps a run says were done: the name of the directory, or `common.json` where that is renamed."""
-    if source.described_by and source.format != ZARR and (number := iteration_of(as_place(source.root))) is not None:
+    """Return the steps done, by the directory name, `common.json` or a DCP, or None."""
+    has_metadata = source.extras.described_by and source.format != ZARR
+    if has_metadata and (number := iteration_of(as_place(source.root))) is not None:
         return number
     from reshard.readers.dcp.objects import iteration  # not on every start
 
     common = common_of(source)
-    step = _said(common).get("global_step") if common else iteration(source)
+    step = _parse_common(common).get("global_step") if common else iteration(source)
     return step if type(step) is int and 0 <= step < MOST_STEPS else None
 
 
 def _progress(source: Checkpoint) -> dict[str, Any]:
-    """Return what a source says of how far the training was; None for what it does not say.
+    """Return the training's progress by key of `common.json`; unknown values are None.
 
-    In names of files steps are counted from the beginning of the epoch.
+    File names count steps from the beginning of the epoch.
     """
-    found: dict[str, Any] = {key: _number(source, key, int) for key in ("epoch_num", "step_num", "global_step")}
-    found["loss_scale"] = _number(source, "loss_scale", int, float)
-    if source.step is not None:
-        epoch, step = map(int, source.step.name.split("_"))
-        said = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
-        found = {key: said.get(key) if value is None else value for key, value in found.items()}
+    progress: dict[str, Any] = {key: _number(source, key, int) for key in ("epoch_num", "step_num", "global_step")}
+    progress["loss_scale"] = _number(source, "loss_scale", int, float)
+    if source.opening.step is not None:
+        epoch, step = map(int, source.opening.step.name.split("_"))
+        from_name = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
+        progress = {key: from_name.get(key) if value is None else value for key, value in progress.items()}
     iteration = _iteration(source)
-    return found if iteration is None else found | {"global_step": iteration}
+    return progress if iteration is None else progress | {"global_step": iteration}
 
 
 def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:
-    """Return the one number of some types that a tensor has; None where there is none, or several, or one below 0."""
+    """Return the value of a tensor with one number of `types`, or None if below 0."""
     tensor = source.tensors.get(name)
     if tensor is None or tensor.text is not None or tensor.varies or prod(tensor.spec.shape) != 1:
         return None

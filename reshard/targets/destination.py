@@ -1,7 +1,7 @@
-"""Destinations: what lays out the files of a target, and says which blocks of which tensors go into each.
+"""Destinations lay out the files of a target, and assign blocks to them.
 
-`plan.build` asks one: for every tensor which blocks are wanted, and in which of its files; then, when it is known which
-blocks these are, for the files.
+`plan.build` first asks a destination for the target blocks of every tensor and the files that they go into; then, once
+all blocks are known, for the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Item(NamedTuple):
-    """A tensor that is planned: its name in the target, the tensor of the source, its dtype in the target."""
+    """A planned tensor: its target name, the source tensor, and its target dtype."""
 
     name: str
     tensor: Tensor
@@ -38,12 +38,12 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The blocks of a tensor that are wanted; equal only to itself, since tensors share it.
+    """The target blocks of a tensor. Compared by identity, since tensors share it.
 
     Attributes:
         blocks: the blocks.
-        files: for each, the numbers of the target files that get it.
-        unit_rows: how many rows of the tensor whole files have, where each is written by one task; else 0.
+        files: the numbers of the target files that get each block.
+        unit_rows: how many rows of the tensor a whole file has, if each file is written by one task; else 0.
     """
 
     blocks: tuple[Block, ...]
@@ -56,14 +56,14 @@ class TargetFile(NamedTuple):
 
     Attributes:
         rank: the target rank that it is for.
-        path: where it goes, below the target directory.
-        layout: its size, its own bytes and the places of the contents; shared by ranks with equal contents.
-        last: it gets its name after all others, and after those of its kind before it: the index of a unified set.
-        pointer: it says which of several checkpoints of a directory is meant: it is replaced whoever's it is, and stays
-            until then where another is meant.
-        link: the path of the file that it is a link to: of the target, where replicas are linked, or of the source, an
-            absolute one; nothing is written then.
-        done: it is there already, as it shall be; nothing is written then either.
+        path: its path below the target directory.
+        layout: its size, its literal bytes and the offsets of its contents; shared by ranks with equal contents.
+        last: it gets its name after all other files, and after earlier files with `last`: the index of a unified set.
+        pointer: it is a tracker file, which names the current checkpoint of a directory; always replaced, last, even
+            if it names another checkpoint.
+        link: the path of the file that it links to: a target path if replicas are linked, or the absolute path of a
+            source file; the file is not written then.
+        done: it is already complete; the file is not written then either.
     """
 
     rank: int
@@ -76,44 +76,44 @@ class TargetFile(NamedTuple):
 
 
 class Arrangement(Protocol):
-    """Which rank of a target is to hold which block of which tensor, such as a `Strategy`."""
+    """The assignment of blocks of tensors to target ranks, such as a `Strategy`."""
 
     @property
     def tensors(self) -> Mapping[str, object]:
-        """The tensors, by their names."""
+        """Tensors by name."""
 
     @property
     def ranks(self) -> range:
-        """The ranks."""
+        """Ranks of the target."""
 
     @property
     def devices(self) -> int:
-        """How many ranks store a block once where that is asked for: those of a stage."""
+        """Number of ranks of a stage, which together store a block once if requested."""
 
     def grid(self, name: str, shape: Shape) -> Grid:
-        """Return which ranks hold which block of a tensor; raise `LayoutError` where that does not fit its shape."""
+        """Return a tensor's blocks and their ranks; raise `LayoutError` if they do not fit."""
 
     def shape_of(self, name: str) -> Shape | None:
-        """Return the whole shape that is expected of a tensor; None where that is not said."""
+        """Return the expected whole shape of a tensor, or None if it is not known."""
 
     def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        """Return how a tensor is cut over which ranks, in each stage; none where all ranks that hold it have all."""
+        """Return the mesh of a tensor in each stage; empty if it is whole on its ranks."""
 
 
 class Destination(Protocol):
     """A way to lay out the files of a target.
 
     Attributes:
-        format: the name of the files' format; of the class the only one that there may be, empty where there are more.
+        format: the name of the files' format; on the class, the only supported format, or empty if there are several.
         ranks: the ranks of the target that are written.
         exclusive: the target directory may have nothing else in it.
-        coding: how the files are encoded; None where their contents are plain.
-        cipher: encrypts the files; None where they are plain.
-        memory: what it takes besides what every plan does.
+        coding: how the files are encoded; None if their contents are plain.
+        cipher: encrypts the files; None if they are plain.
+        memory: the memory that it needs beyond that of every plan.
         carried: the names of the source's objects that are carried byte for byte.
-        carries: objects, and tensors that are bound to the source's format, go there, too.
-        links: its files are links to those of the source, so that nothing is moved.
-        dropped: names in the source that cannot be linked, and need not be.
+        carries: objects, and tensors that are bound to the source's format, are carried to the target.
+        links: its files are links to the source's files, so that no bytes are moved.
+        dropped: source names that cannot be linked, and that the selection allows to drop.
     """
 
     format: str = ""
@@ -130,47 +130,49 @@ class Destination(Protocol):
     def __init__(
         self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults, /
     ) -> None:
-        """Find out what goes where.
+        """Assign blocks to files.
 
         Args:
             source: the checkpoint that is read.
-            request: what is asked for, settled.
-            items: the tensors that are planned.
-            objects: old names to new ones of what is carried, where that can be.
-            faults: gets what is wrong with it.
+            request: the resolved options.
+            items: the planned tensors.
+            objects: old names to new names of carried objects, if it can carry objects.
+            faults: collects the faults found.
         """
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint, /) -> Request:
-        """Return what is asked for, with what that leaves open.
+        """Resolve the options that a request leaves open.
 
         Raises:
-            UsageError: it does not go together, or with the source.
+            UsageError: the options contradict each other or the source.
         """
         return request
 
     def wanted(self, item: Item) -> Wanted | None:
-        """Return which blocks of a tensor are wanted and where; None where a fault was found, which is kept."""
+        """Return the target blocks of a tensor, or None after adding a fault."""
 
-    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- some look for it
-        """Return whether it says itself how a tensor is cut, so that a copy may not differ from rank to rank."""
+    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- subclasses use it
+        """Return whether it defines a tensor's blocks; if so, copies must not differ."""
         return False
 
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> Sequence[tuple[Where, Wanted]]:  # noqa: ARG002 -- likewise
-        """Return, for a tensor whose copies differ, which of them is read for which files: that of the lowest rank.
+    def copies(self, item: Item, read: Mapping[int, set[int]]) -> Sequence[tuple[Where, Wanted]]:  # noqa: ARG002 -- subclasses use it
+        """Return the copies to read if copies differ, with their target blocks.
+
+        By default all files get the copy of the lowest rank.
 
         Args:
             item: the tensor.
-            read: for each target file, the source files that are read for it anyway.
+            read: the source files that are read for each target file anyway.
         """
-        wanted = self.wanted(item)
-        return [(item.tensor.sharding.replicas[0][0], wanted)] if wanted else []
+        target_blocks = self.wanted(item)
+        return [(item.tensor.sharding.replicas[0][0], target_blocks)] if target_blocks else []
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file; those with equal contents share a layout."""
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what a user should know of what is written; nothing as a rule."""
+        """Return warnings for the user about the target; empty by default."""
         return ()
 
 
@@ -180,7 +182,10 @@ def literal(content: bytes) -> FileLayout:
 
 
 def merged_notes(files: Sequence[SourceFile], more: Mapping[str, str], *, deduplicated: bool) -> dict[str, str]:
-    """Return the notes of source files, the first one's first; MindSpore marks its safetensors files with `format`."""
+    """Merge the notes of source files; earlier files win.
+
+    The note `format` marks safetensors files of MindSpore.
+    """
     notes = {"format": "ms"}
     for file in reversed(files):
         notes.update(file.index.metadata)

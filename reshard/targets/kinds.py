@@ -1,4 +1,4 @@
-"""What a target may be: the words of `--to` and `format`, the options that each takes, and what makes its files."""
+"""Kinds of targets: words of `--to` and `format`, options, and destinations."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from reshard.targets.destination import Destination
 
 RANKS = ("safetensors", "ckpt")
-"""Those of files of ranks."""
+"""Words for files of ranks."""
 
 WHOLE = {"hf": "a Hugging Face set", "mindspore": "a unified set of MindSpore", ZARR: "a zarr store"}
-"""Those of whole tensors alone."""
+"""Words for targets of whole tensors only."""
 
 _BLOCKS = (*RANKS, DCP_NAME, CHECKPOINT2)
 TAKEN_BY: Mapping[str, Sequence[str]] = {
@@ -56,16 +56,16 @@ TAKEN_BY: Mapping[str, Sequence[str]] = {
     "shard_size": (ZARR,),
     "compression": (ZARR,),
 }
-"""Which words take each option that is not for all of them."""
+"""The words that accept each option, for options that not all words accept."""
 
 CUT = ("layouts_of", "target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
-"""The options that are about ranks of the target."""
+"""Options for the ranks of the target."""
 
 AnyFiles = TargetFiles | ZarrGroup | DCP | LinkedDCP
-"""A way to lay out the files of a target."""
+"""A file layout of a target."""
 
 OF_FORMATS: dict[str | None, type[ZarrGroup | DCP]] = {ZARR: ZarrGroup, DCP_NAME: DCP}
-"""The formats of whole directories, each with its way to lay them out."""
+"""Formats of whole directories, with their file layouts."""
 
 _DESTINATIONS: dict[type, str] = {
     Checkpoint2: "checkpoint2.Checkpoint2Target",
@@ -76,18 +76,19 @@ _DESTINATIONS: dict[type, str] = {
 
 
 def destination_of(files: AnyFiles) -> type[Destination]:
-    """Return what makes files that are laid out so: those of ranks, where nothing else is said."""
-    known = (_DESTINATIONS[kind] for kind in type(files).__mro__ if kind in _DESTINATIONS)
-    module, _, name = next(known, "ranks.Ranks").rpartition(".")
-    found: type[Destination] = getattr(import_module(f"reshard.targets.{module}"), name)  # not all on every start
-    return found
+    """Return the destination class for a file layout; `Ranks` by default."""
+    names = (_DESTINATIONS[base] for base in type(files).__mro__ if base in _DESTINATIONS)
+    module, _, name = next(names, "ranks.Ranks").rpartition(".")
+    # Import the module only if needed.
+    destination: type[Destination] = getattr(import_module(f"reshard.targets.{module}"), name)
+    return destination
 
 
 def word_of(name: str) -> str:
-    """Return the word that a name of a format means.
+    """Return the word for a format name.
 
     Raises:
-        UsageError: there is no such format.
+        UsageError: the format is unknown.
 
     >>> word_of("huggingface"), word_of("ckpt")
     ('hf', 'ckpt')
@@ -99,30 +100,30 @@ def word_of(name: str) -> str:
 
 
 def named_word(target: AnyName) -> tuple[str, str] | None:
-    """Return the word that the name of a target says, and why; None if the name says nothing."""
-    place = as_place(target)
-    if place.suffix == f".{ZARR}":
-        return ZARR, f"as {place.name} is the name of a zarr store"
+    """Return the word implied by the name of a target, and the reason; or None."""
+    path = as_place(target)
+    if path.suffix == f".{ZARR}":
+        return ZARR, f"as {path.name} is the name of a zarr store"
     if is_file_name(target):
-        return place.suffix[1:], f"as {place.name} is the name of such a file"
+        return path.suffix[1:], f"as {path.name} is the name of such a file"
     return None
 
 
 def is_file_name(target: AnyName) -> bool:
-    """Return whether a target is one file, by its name, and is no directory."""
-    place = as_place(target)
-    return place.suffix[1:] in RANKS and not place.is_dir()
+    """Return whether a target has the name of a single file, and is not a directory."""
+    path = as_place(target)
+    return path.suffix[1:] in RANKS and not path.is_dir()
 
 
 def source_word(checkpoint: Checkpoint) -> str:
-    """Return the word for what a checkpoint is itself."""
+    """Return the word for the kind of a checkpoint."""
     if checkpoint.format == ZARR:
         return ZARR
     root = as_place(checkpoint.root)
     if root.is_dir():
         if checkpoint.format in {DCP_NAME, DCP_ITEMS}:
             return DCP_NAME
-        if checkpoint.described_by in {CHECKPOINT2_NAME, METADATA}:
+        if checkpoint.extras.described_by in {CHECKPOINT2_NAME, METADATA}:
             return CHECKPOINT2
         for name, word in zip(SET_INDEXES, ("mindspore", "hf"), strict=True):
             if (root / name).is_file():
@@ -131,29 +132,31 @@ def source_word(checkpoint: Checkpoint) -> str:
 
 
 def check_options(word: str, options: Collection[str]) -> None:
-    """Check that options mean something for a target.
+    """Check that a target accepts options.
 
     Args:
-        word: what the target is.
-        options: the names of the options that are given, as in `TAKEN_BY`.
+        word: the kind of the target.
+        options: the names of the options, as in `TAKEN_BY`.
 
     Raises:
-        UsageError: some do not.
+        UsageError: the target does not accept an option.
     """
     wrong = [name for name in options if word not in TAKEN_BY.get(name, TO)]
     if not wrong:
         return
-    listed = joined(", ", [Text(Option(name)) for name in wrong])
+    options_text = joined(", ", [Text(Option(name)) for name in wrong])
     code = "option-of-another-format"
     if word in WHOLE and (cut := [name for name in wrong if name in CUT]):
         raise UsageError(
             f"{WHOLE[word]} holds whole tensors", code=code,
             hint=Text("leave ", joined(", ", [Text(Option(name)) for name in cut]), " out"),
         )  # fmt: skip
-    first, *others = TAKEN_BY[wrong[0]]
+    first, *alternatives = TAKEN_BY[wrong[0]]
     raise UsageError(
-        Text(listed, f" does not go with the format {word}"), code=code,
-        hint=Text("leave ", listed, " out, or choose ", Option("to", first), *(f" or {other}" for other in others)),
+        Text(options_text, f" does not go with the format {word}"), code=code,
+        hint=Text("leave ", options_text, " out, or choose ", Option("to", first),
+            *(f" or {alternative}" for alternative in alternatives),
+        ),
     )  # fmt: skip
 
 
@@ -168,36 +171,36 @@ def files_of(
     shard_size: int | None = None,
     compression: str | None = None,
 ) -> AnyFiles | None:
-    """Return how the files of a target are laid out; None for the files of ranks.
+    """Return the file layout of a target, or None for the files of ranks.
 
     Args:
-        word: what the target is.
-        name: of the target, if it is one file.
+        word: the kind of the target.
+        name: the name of the target, if it is a single file.
         prefix: as in `Checkpoint2`.
-        step: likewise, and as in `DCP`.
-        max_shard_size: likewise, and as in the sets.
+        step: as in `Checkpoint2` and `DCP`.
+        max_shard_size: as in `Checkpoint2`, `DCP` and the sets.
         chunk_size: as in `ZarrGroup`.
-        shard_size: likewise.
-        compression: likewise.
+        shard_size: as in `ZarrGroup`.
+        compression: as in `ZarrGroup`.
     """
     if word == ZARR:
         return ZarrGroup(chunk_size, shard_size, compression)
     if word in RANKS:
         return None if name is None else NamedFile(name)
-    some: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    size_option: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if word == DCP_NAME:
-        return DCP(step=step, **some)
+        return DCP(step=step, **size_option)
     if word == CHECKPOINT2:
-        return Checkpoint2(step, prefix, **some)
-    return HuggingFaceSet(**some) if word == "hf" else MindSporeSet(**some)
+        return Checkpoint2(step, prefix, **size_option)
+    return HuggingFaceSet(**size_option) if word == "hf" else MindSporeSet(**size_option)
 
 
 def file_format(word: str) -> str | None:
-    """Return the format of the files of a target; None for a Checkpoint 2.0, which decides that itself.
+    """Return the format of the files of a target; None for a Checkpoint 2.0.
 
     >>> file_format("hf"), file_format("dcp")
     ('safetensors', 'dcp')
     """
     if word == CHECKPOINT2:
-        return None  # it says so itself
+        return None  # a Checkpoint 2.0 has its own format
     return word if word in {*RANKS, ZARR, DCP_NAME} else "safetensors"

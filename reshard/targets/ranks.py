@@ -1,6 +1,6 @@
 """The files of the ranks of a strategy, or of one rank of whole tensors.
 
-They are in rank directories, have names that were given, or are a set (`formats.sets`).
+They are in rank directories, have explicit names, or form a set (`formats.sets`).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Ranks(Destination):
         self._remove_redundancy = request.remove_redundancy
         self._fitted: dict[str, Grid | None] = {}
         self._grids = self._stored_once()
-        self._places = self._named()
-        self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._places)}
+        self._rank_files = self._list_files()
+        self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._rank_files)}
         self._originals = self._equal_ranks() if request.link_replicas else {rank: rank for rank in self.ranks}
         self._wanted: dict[tuple[Grid | Shape, int], Wanted] = {}
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if its target is the pattern of a Checkpoint 2.0."""
+        """Return the request; raise `UsageError` if its target is a pattern."""
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
                 "the target is a pattern of a Checkpoint 2.0, not a Strategy", code="wrong-type",
@@ -67,7 +67,7 @@ class Ranks(Destination):
         return self._target is not None and name in self._target.tensors
 
     def wanted(self, item: Item) -> Wanted | None:
-        """Return the blocks that the ranks get, with their files; None where the layout does not fit."""
+        """Return the target blocks with their files, or None if the layout does not fit."""
         shape = item.tensor.spec.shape
         number = self._shard_files.of[item.name]
         if not self.cuts(item.name):
@@ -83,15 +83,15 @@ class Ranks(Destination):
                 (block, tuple(self._files[rank, number] for rank in ranks if self._originals.get(rank) == rank))
                 for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
             ]
-            kept = [(block, files) for block, files in wanted if files]
-            self._wanted[grid, number] = Wanted(tuple(b for b, _ in kept), tuple(f for _, f in kept))
+            written = [(block, files) for block, files in wanted if files]
+            self._wanted[grid, number] = Wanted(tuple(b for b, _ in written), tuple(f for _, f in written))
         return self._wanted[grid, number]
 
     def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:
-        """Return, for each copy that some target rank gets, where it is and the files of those ranks.
+        """Return each copy that a target rank gets, with the files of these ranks.
 
-        Rank r gets that of source rank `r mod n` if its file is read for r anyway, else of the lowest rank so read that
-        has it, else of the lowest that has it.
+        Rank r gets the copy of source rank `r mod n` if its file is read for r anyway, else the copy of the lowest rank
+        whose file is read for r, else the copy of the lowest rank that has one.
         """
         replicas = item.tensor.sharding.replicas[0]
         ranks = self._source.ranks
@@ -100,7 +100,7 @@ class Ranks(Destination):
         chosen: dict[Where, list[int]] = {}
         read_for: dict[int, set[int]] = {}
         for file, numbers in read.items():
-            read_for.setdefault(self._places[file][0], set()).update(ranks[number] for number in numbers)
+            read_for.setdefault(self._rank_files[file][0], set()).update(ranks[number] for number in numbers)
         lowest = min(by_rank)
         for rank in self._written_ranks():
             near = read_for.get(rank, set()) & by_rank.keys()
@@ -112,41 +112,41 @@ class Ranks(Destination):
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file; ranks with equal contents share a layout."""
         contents: list[Content] = []
-        held: list[list[int]] = [[] for _ in self._places]  # numbers of contents, which files share
-        known: dict[tuple[str, Shape], int] = {}
+        numbers_of_file: list[list[int]] = [[] for _ in self._rank_files]  # indexes into `contents`, which files share
+        number_of: dict[tuple[str, Shape], int] = {}
         for item, route in routed:
             for shape, files in route.shapes:
-                number = known.setdefault((item.name, shape), len(contents))
+                number = number_of.setdefault((item.name, shape), len(contents))
                 if number == len(contents):
                     contents.append(Content(item.name, item.dtype, shape))
                 for file in files:
-                    held[file].append(number)
+                    numbers_of_file[file].append(number)
         for item in texts:
             for rank in self._written_ranks():
-                held[self._files[rank, self._shard_files.of[item.name]]].append(len(contents))
+                numbers_of_file[self._files[rank, self._shard_files.of[item.name]]].append(len(contents))
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
-        order = {item.name: place for place, item in enumerate(self._items)}
-        places = [order[content.name] for content in contents]
+        order = {item.name: index for index, item in enumerate(self._items)}
+        positions = [order[content.name] for content in contents]
         layouts: dict[tuple[int, ...], FileLayout] = {}
         deduplicated = self._remove_redundancy and not self._shard_files.numbered
         notes = merged_notes(self._source.files, self._shard_files.notes, deduplicated=deduplicated)
-        found = []
-        for (rank, _, path), listed in zip(self._places, held, strict=True):
-            listed.sort(key=places.__getitem__)
-            key = tuple(listed)
+        result = []
+        for (rank, _, path), numbers in zip(self._rank_files, numbers_of_file, strict=True):
+            numbers.sort(key=positions.__getitem__)
+            key = tuple(numbers)
             if key not in layouts:
-                layouts[key] = self._lay_out([contents[n] for n in listed], notes)
-            found.append(TargetFile(rank, path, layouts[key]))
-        found = self._linked(found)
+                layouts[key] = self._lay_out([contents[n] for n in numbers], notes)
+            result.append(TargetFile(rank, path, layouts[key]))
+        result = self._linked(result)
         if self._shard_files.index:
             path, content_bytes = self._shard_files.index
-            found.append(TargetFile(self.ranks[0], path, literal(content_bytes), last=True))
-        if len({file.path for file in found}) < len(found):
+            result.append(TargetFile(self.ranks[0], path, literal(content_bytes), last=True))
+        if len({file.path for file in result}) < len(result):
             raise UsageError(
                 f"several ranks would write to one file of {names(self._shard_files.paths)}", code="duplicate-name",
                 hint="add {rank} to the file name",
             )  # fmt: skip
-        return tuple(found)
+        return tuple(result)
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of tensors that every rank gets whole."""
@@ -163,18 +163,18 @@ class Ranks(Destination):
         return [rank for rank in self.ranks if self._originals[rank] == rank]
 
     def _stored_once(self) -> dict[str, Grid]:
-        """Return the grids of the target's tensors where not every rank of them stores its block; else none."""
+        """Return the grids of tensors without redundancy; empty if not requested."""
         if not self._remove_redundancy or self._target is None:
             return {}
-        listed = [item for item in self._items if self.cuts(item.name)]
-        grids = {item.name: self._grid(item.name, item.tensor.spec.shape) for item in listed}
-        itemsizes = {item.name: item.dtype.itemsize for item in listed}
-        found = {name: grid for name, grid in grids.items() if grid is not None}
-        kept = stored_once(found, devices=self._target.devices, itemsizes=itemsizes)
-        return kept if self._shard_files.numbered else _none_empty(kept, found, itemsizes)
+        cut = [item for item in self._items if self.cuts(item.name)]
+        grids = {item.name: self._grid(item.name, item.tensor.spec.shape) for item in cut}
+        itemsizes = {item.name: item.dtype.itemsize for item in cut}
+        fitted_grids = {name: grid for name, grid in grids.items() if grid is not None}
+        reduced = stored_once(fitted_grids, devices=self._target.devices, itemsizes=itemsizes)
+        return reduced if self._shard_files.numbered else _none_empty(reduced, fitted_grids, itemsizes)
 
-    def _named(self) -> list[tuple[int, int, str]]:
-        """Return the files: for each the rank, which of its files it is, and the path."""
+    def _list_files(self) -> list[tuple[int, int, str]]:
+        """Return the rank, the index among the rank's files, and the path of each file."""
         paths = self._shard_files.paths
         if not self._shard_files.numbered:
             parts = list(enumerate(paths))
@@ -190,61 +190,61 @@ class Ranks(Destination):
         holders: list[set[int]] = [set(self.ranks) if part in everywhere else set() for part in range(len(paths))]
         for part, grid in cut:
             holders[part].update(*grid.ranks)
-        numbers = [{rank: number for number, rank in enumerate(sorted(some))} for some in holders]
+        numbers = [{rank: number for number, rank in enumerate(sorted(ranks))} for ranks in holders]
         return [
-            (rank, part, paths[part].format(number=some[rank], count=len(some)))
+            (rank, part, paths[part].format(number=number_of[rank], count=len(number_of)))
             for rank in self.ranks
-            for part, some in enumerate(numbers)
-            if rank in some
+            for part, number_of in enumerate(numbers)
+            if rank in number_of
         ]
 
     def part_of(self, name: str) -> int:
-        """Return which of a rank's files a tensor is in."""
+        """Return the index of a tensor's file among a rank's files."""
         return self._shard_files.of[name]
 
     def path(self, rank: int, part: int) -> str:
         """Return the path of one of the files of a rank."""
-        return self._places[self._files[rank, part]][2]
+        return self._rank_files[self._files[rank, part]][2]
 
     def stored(self, name: str, shape: Shape) -> Grid | None:
-        """Return which ranks store which block of a tensor that the target names; None where it does not fit."""
+        """Return the blocks of a listed tensor and the ranks that store them, or None."""
         return self._grids.get(name) or self._grid(name, shape)
 
     def _grid(self, name: str, shape: Shape) -> Grid | None:
-        """Return which ranks of the target hold which block; None where it does not fit, a fault that is kept once."""
+        """Return a tensor's blocks and ranks; on misfit, add a single fault and return None."""
         if name not in self._fitted:
             assert self._target is not None  # noqa: S101 -- it names the tensor
             self._fitted[name] = fitted(self._target, name, shape, self._faults)
         return self._fitted[name]
 
     def _equal_ranks(self) -> dict[int, int]:
-        """Return, for each rank, the lowest one that gets the same file, byte for byte."""
+        """Return the lowest rank with an identical file, for each rank."""
         if any(item.tensor.varies for item in self._items):
             return {rank: rank for rank in self.ranks}
         cut = [item for item in self._items if self.cuts(item.name)]
         fitted = {self.stored(item.name, item.tensor.spec.shape): None for item in cut}
-        held: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        blocks_of: dict[int, list[int]] = {rank: [] for rank in self.ranks}
         for grid in fitted:
             if grid is not None:
                 by_rank = {rank: number for number, ranks in enumerate(grid.ranks) for rank in ranks}
-                for rank, numbers in held.items():
+                for rank, numbers in blocks_of.items():
                     numbers.append(by_rank.get(rank, -1))
         first: dict[tuple[int, ...], int] = {}
-        return {rank: first.setdefault(tuple(numbers), rank) for rank, numbers in held.items()}
+        return {rank: first.setdefault(tuple(numbers), rank) for rank, numbers in blocks_of.items()}
 
     def _linked(self, files: list[TargetFile]) -> list[TargetFile]:
-        """Make the files of replicas links to those of the rank that is written."""
-        found = []
-        for file, (rank, part, _) in zip(files, self._places, strict=True):
+        """Make files of replicas links to the files of the rank that is written."""
+        result = []
+        for file, (rank, part, _) in zip(files, self._rank_files, strict=True):
             original = files[self._files[self._originals[rank], part]]
-            found.append(
+            result.append(
                 file if original is file else original._replace(path=file.path, rank=file.rank, link=original.path)
             )
-        return found
+        return result
 
 
 def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence[Item]) -> tuple[str, ...]:
-    """Warn of tensors of a source of whole ones that every rank gets whole: no strategy says how they are cut."""
+    """Warn of tensors copied whole to every rank because no strategy names them."""
     if target is None or source.strategy is not None:
         return ()
     whole = [
@@ -259,7 +259,7 @@ def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence
 
 
 def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid | None:
-    """Return which ranks of a target hold which block of a tensor that it names; None, and a fault, where none can."""
+    """Return a tensor's blocks and their ranks, or add a fault and return None."""
     try:
         grid = target.grid(name, shape)
     except LayoutError as error:
@@ -267,21 +267,24 @@ def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid
         bare = error.changed(lambda text: text.removeprefix(prefix) if text.startswith(prefix) else text)
         faults.add(f"tensor {name!r}", bare)
         return None
-    stated = target.shape_of(name)
-    if stated not in {None, shape}:
+    expected = target.shape_of(name)
+    if expected not in {None, shape}:
         faults.add(
-            f"tensor {name!r}", f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated or ())}",
+            f"tensor {name!r}", f"has shape {shape_text(shape)}; the target strategy says {shape_text(expected or ())}",
             code="wrong-shape",
         )  # fmt: skip
         return None
     return grid
 
 
-def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:
-    """Let a rank that would store nothing store its smallest block after all; MindSpore reads no file without any."""
-    storing = {rank for grid in kept.values() for ranks in grid.ranks for rank in ranks}
+def _none_empty(reduced: dict[str, Grid], full: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:
+    """Let every rank store a block, since MindSpore reads no file without tensors.
+
+    A rank without blocks stores its smallest block.
+    """
+    storing = {rank for grid in reduced.values() for ranks in grid.ranks for rank in ranks}
     of_grid: dict[Grid, tuple[int, str]] = {}
-    for name, grid in every.items():
+    for name, grid in full.items():
         of_grid[grid] = min(of_grid.get(grid, (itemsizes[name], name)), (itemsizes[name], name))
     smallest: dict[int, tuple[int, str, int]] = {}
     for grid, (itemsize, name) in of_grid.items():
@@ -290,20 +293,20 @@ def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Map
             for rank in set(ranks) - storing:
                 smallest[rank] = min(smallest.get(rank, choice), choice)
     for rank, (_, name, number) in sorted(smallest.items()):
-        stored = list(kept[name].ranks)
+        stored = list(reduced[name].ranks)
         stored[number] = tuple(sorted((*stored[number], rank)))
-        kept[name] = replace(kept[name], ranks=tuple(stored))
-    return kept
+        reduced[name] = replace(reduced[name], ranks=tuple(stored))
+    return reduced
 
 
 def _wanted_ranks(target: Arrangement | None, ranks: Iterable[int] | None) -> tuple[int, ...]:
-    every = range(1) if target is None else target.ranks
-    wanted = tuple(every if ranks is None else sorted(set(ranks)))
-    outside = [rank for rank in wanted if rank not in every]
-    if outside or not wanted:
-        has = f"the target has ranks {every.start} to {every.stop - 1}"
+    available = range(1) if target is None else target.ranks
+    result = tuple(available if ranks is None else sorted(set(ranks)))
+    outside = [rank for rank in result if rank not in available]
+    if outside or not result:
+        has = f"the target has ranks {available.start} to {available.stop - 1}"
         if not outside:
             raise UsageError("no rank is asked for", code="no-ranks", facts=[has])
         are = "is" if len(outside) == 1 else "are"
         raise UsageError(f"{ranks_text(outside)} {are} not in the target", code="no-such-rank", facts=[has])
-    return wanted
+    return result

@@ -1,4 +1,4 @@
-"""For each file of the source one with the same tensors."""
+"""A target with a file for each source file, with the same tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class SameFiles(Destination):
-    """For each file of the source one with the same tensors, in another format: `Destination`.
+    """A `Destination` that writes each source file again in another format.
 
-    Names are those of each file, so that tensors of several files may have the same; the tensors of the n-th file are
-    in `items[n]`, and go to `paths[n]`.
+    Names are local to each file, so that tensors of several files may have the same name; the tensors of the n-th file
+    are in `items[n]`, and go to `paths[n]`.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class SameFiles(Destination):
         return True
 
     def wanted(self, item: Item) -> Wanted:
-        """Return the whole of what a file has of a tensor, for the same file."""
+        """Return the whole tensor of a file as a block for the corresponding file."""
         ((at,),) = item.tensor.sharding.replicas
         key = (item.tensor.spec.shape, at.file)
         if key not in self._wanted:
             self._wanted[key] = Wanted((Block.whole(key[0]),), ((at.file,),))
         return self._wanted[key]
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
+    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
         """Lay out every file; those with equal contents share a layout."""
         layouts: dict[tuple[tuple[Content, ...], tuple[tuple[str, str], ...]], FileLayout] = {}
         shared: dict[Content, Content] = {}
-        found = []
+        result = []
         for file, rank, items, path in zip(
             self._source.files, self._source.ranks, self._items, self._paths, strict=True
         ):
@@ -69,5 +69,5 @@ class SameFiles(Destination):
             key = tuple(contents), tuple(sorted(notes.items()))
             if key not in layouts:
                 layouts[key] = self._lay_out(contents, notes)
-            found.append(TargetFile(rank, path, layouts[key]))
-        return tuple(found)
+            result.append(TargetFile(rank, path, layouts[key]))
+        return tuple(result)

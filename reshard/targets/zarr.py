@@ -1,6 +1,6 @@
-"""A zarr store of whole tensors, of which each chunk is a block to be made, in a file or a shard.
+"""A zarr store of whole tensors; each chunk is a block in a file or a shard.
 
-Its files are numbered array by array: chunks or shards, then metadata; the group's metadata are the last.
+Its files are numbered array by array: chunks or shards, then metadata; the group's metadata come last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 FILE_BYTES = 1000
-"""Resident memory of a file of chunks in a plan; measured."""
+"""Resident memory of a chunk file in a plan, as measured."""
 
 
 class ZarrStore(Destination):
@@ -47,7 +47,7 @@ class ZarrStore(Destination):
         self._source, self._items, self._group = source, items, request.files
         self._arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self._arrays}
-        self._first: dict[str, int] = {}  # of an array, the number of its first file
+        self._first: dict[str, int] = {}  # the number of the first file of each array
         number = 0
         for name, array in self._arrays.items():
             self._first[name] = number
@@ -57,7 +57,7 @@ class ZarrStore(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if it is for anything but whole tensors."""
+        """Return the request; raise `UsageError` if it is not for whole tensors."""
         if request.target or request.of_some or request.once:
             raise UsageError(
                 "a zarr store holds whole tensors", code="needs-whole-tensors",
@@ -66,21 +66,21 @@ class ZarrStore(Destination):
         return request
 
     def wanted(self, item: Item) -> Wanted:
-        """Return the blocks that have chunks, or shards, of their own."""
+        """Return the blocks of chunks or shards."""
         array, first = self._arrays[item.name], self._first[item.name]
         files = tuple((first + number,) for number, unit in enumerate(array.units) for _ in unit.blocks)
         return Wanted(array.blocks, files, array.unit[0] if array.unit else 0)
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
-        """Lay out every file of chunks, and write the metadata."""
+        """Lay out every chunk file, and make the metadata."""
         items = {item.name: item for item in self._items}
-        found: list[TargetFile] = []
+        result: list[TargetFile] = []
         for name, array in self._arrays.items():
             directory = self._directories[name]
             layouts = _layouts(array, name)
-            found += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
+            result += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
             metadata = array.metadata(self._attributes(items[name], array))
-            found.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
+            result.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
         common = common_of(self._source)
         attributes = {
             "tensors": list(items),
@@ -89,85 +89,85 @@ class ZarrStore(Destination):
             **provenance(self._source, times=self._group.times),
             **({} if common is None else {"common": common}),
         }
-        found.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
-        return tuple(found)
+        result.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
+        return tuple(result)
 
     def _chosen(self) -> dict[str, Array]:
-        """Return how each tensor is stored; tensors alike share it."""
-        known: dict[tuple[Shape, DType, tuple[Block, ...]], Array] = {}
-        found = {}
+        """Return the array of each tensor; similar tensors share an array."""
+        by_key: dict[tuple[Shape, DType, tuple[Block, ...]], Array] = {}
+        arrays = {}
         for name, tensor, dtype in self._items:
             if tensor.text is None:
-                blocks = () if tensor.space else tensor.sharding.blocks  # of its own shape, or of a finer one
+                blocks = () if tensor.space else tensor.sharding.blocks  # no blocks if the shards are of a finer shape
                 key = (tensor.spec.shape, dtype, blocks)
-                if key not in known:
-                    known[key] = self._group.array(*key)
-                found[name] = known[key]
-        return found
+                if key not in by_key:
+                    by_key[key] = self._group.array(*key)
+                arrays[name] = by_key[key]
+        return arrays
 
     def _encoding(self) -> Encoding | None:
-        """Return how chunks are compressed."""
+        """Return the encoding of chunks, or None if they are not compressed."""
         if self._group.level is None:
             return None
-        from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes  # not on every start
+        from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes  # imported only if needed
 
-        known: dict[tuple[Array, Shape], ToCompress] = {}
+        by_key: dict[tuple[Array, Shape], ToCompress] = {}
         units = {}
         for name, array in self._arrays.items():
             for unit in array.units:
                 key = (array, unit.valid)
-                if key not in known:
-                    there = tuple(place for place, valid in enumerate(unit.valid) if valid)
-                    valid = tuple(unit.valid[place] for place in there)
-                    known[key] = ToCompress(array.chunk_bytes, valid, there, len(unit.valid) if array.shard else 0)
-                units[f"{self._directories[name]}/{unit.path}"] = known[key]
-        every = set(self._arrays.values())
-        held = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in every if prod(a.shape)), default=0)
-        return Encoding(units, self._group.level, held, max((a.chunk_bytes for a in every), default=0))
+                if key not in by_key:
+                    positions = tuple(position for position, valid in enumerate(unit.valid) if valid)
+                    valid = tuple(unit.valid[position] for position in positions)
+                    by_key[key] = ToCompress(array.chunk_bytes, valid, positions, len(unit.valid) if array.shard else 0)
+                units[f"{self._directories[name]}/{unit.path}"] = by_key[key]
+        arrays = set(self._arrays.values())
+        buffered = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in arrays if prod(a.shape)), default=0)
+        return Encoding(units, self._group.level, buffered, max((a.chunk_bytes for a in arrays), default=0))
 
     def _attributes(self, item: Item, array: Array) -> dict[str, Any]:
-        """Return what the metadata of an array say beyond what zarr asks for."""
+        """Return the attributes of an array that zarr does not need."""
         strategy, tensor = self._source.strategy, item.tensor
-        placed = strategy.tensors.get(tensor.spec.name) if strategy and tensor.listed else None
-        found: dict[str, Any] = {"dtype": array.dtype.name, "listed": tensor.listed}
-        if placed:
-            found["layout"] = str(placed[0].layout)
+        placements = strategy.tensors.get(tensor.spec.name) if strategy and tensor.listed else None
+        attributes: dict[str, Any] = {"dtype": array.dtype.name, "listed": tensor.listed}
+        if placements:
+            attributes["layout"] = str(placements[0].layout)
         if self._directories[item.name] != item.name:
-            found["name"] = item.name
-        return found
+            attributes["name"] = item.name
+        return attributes
 
 
 def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
-    """Yield the layout of each file of an array; alike files share it."""
-    known: dict[tuple[int, ...], FileLayout] = {}
+    """Yield the layout of each file of an array; similar files share a layout."""
+    by_key: dict[tuple[int, ...], FileLayout] = {}
     for unit in array.units:
         key = unit.valid
-        if key not in known:
-            known[key] = array.file_layout(name, unit)
-        yield known[key]
+        if key not in by_key:
+            by_key[key] = array.file_layout(name, unit)
+        yield by_key[key]
 
 
 def provenance(source: Checkpoint, *, times: bool) -> dict[str, Any]:
-    """Return what a store says of where it comes from: files, strategy, this program.
+    """Return the provenance to record in a store: source files, strategy, version.
 
     Args:
         source: the checkpoint.
-        times: with the times of the files, by which a change is found. Without them it is the same wherever and
-            whenever the same files lie.
+        times: include the times of the files, to detect changes. Without them the result does not depend on the
+            location and age of the files.
     """
     from reshard import __version__
 
     files = {file.path: file for file in source.files}
     base = os.path.commonpath([PurePath(path).parent for path in files])
-    listed = [
+    files_data = [
         {"path": os.path.relpath(path, base), "nbytes": file.nbytes} | ({"mtime_ns": file.mtime_ns} if times else {})
         for path, file in files.items()
     ]
-    return {"sources": listed, "strategy": strategy_digest(source), "version": __version__}
+    return {"sources": files_data, "strategy": strategy_digest(source), "version": __version__}
 
 
 def strategy_digest(source: Checkpoint) -> str | None:
-    """Return a digest of the layouts of a source's tensors; None of one of whole tensors."""
+    """Return a digest of the layouts of a source's tensors, or None if they are whole."""
     strategy = source.strategy
     if strategy is None:
         return None

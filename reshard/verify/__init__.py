@@ -1,1 +1,1 @@
-"""One checkpoint compared with another, with its strategy, or with a manifest."""
+"""Compare a checkpoint with another one, its strategy, or a manifest."""

@@ -1,4 +1,4 @@
-"""What a verification finds: each thing that is not as it should be, with its place."""
+"""Differences that a verification reports, with their location."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Kind = Literal["values", "missing", "extra", "dtype", "shape", "text", "note", "
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not as it should be.
+    """One difference between a checkpoint and its expected state.
 
     Attributes:
-        kind: `values` (elements differ), `missing` or `extra` (a tensor, in the target or in one rank's file, which
-            may be there so that it cannot be read), `dtype`, `shape`, `text` (a `str` entry), `note` (in the
-            `__metadata__` of a file), `object` (what is no tensor, of a distributed checkpoint); and against a manifest
-            `file` (not there, or not readable), `size`, `checksum`, which is also that of a file that contradicts the
-            checksums that it carries.
-        text: what was found and what was expected, in words.
-        name: the tensor, as the target calls it; None where a file, or a note of it, is meant.
-        side: `source` where a replica in the source differs from another one there.
-        rank: of the file; None where no file is meant.
-        path: of the file.
-        block: the part of the tensor that the file holds, or shall hold.
-        index: of the first element that differs, in the whole tensor, of `values`; so are all that follow.
-        count: how many elements differ, of those that were compared.
-        found: the bits of that element, as hexadecimal digits; of `dtype`, the dtype.
-        expected: what it should be.
-        reference: the source file that says so.
-        dtype: of both, of `values`.
-        largest: the largest absolute difference of the elements that differ, NaNs left out, in float64.
-        nans: how many of the elements that differ are NaN, in either file.
+        kind: `values` (elements differ), `missing` or `extra` (a tensor, in the target or in the file of one rank; it
+            may be there but unreadable), `dtype`, `shape`, `text` (a `str` entry), `note` (in the `__metadata__` of a
+            file), `object` (not a tensor, in a distributed checkpoint); and against a manifest `file` (missing or
+            unreadable), `size`, `checksum`. The last is also used for a file that contradicts its own checksums.
+        text: a message with the actual and the expected state.
+        name: the name of the tensor in the target; None for a difference of a file or its note.
+        side: `source` if a replica in the source differs from another replica there.
+        rank: the rank of the file; None if there is no file.
+        path: the path of the file.
+        block: the block of the tensor that the file holds or should hold.
+        index: the index of the first differing element in the whole tensor. This and all further attributes are only
+            for `values`, except `found` and `expected`.
+        count: number of compared elements that differ.
+        found: the bits of the first differing element, as hexadecimal digits; for `dtype`, the dtype.
+        expected: the expected value of `found`.
+        reference: the source file with the expected element.
+        dtype: the dtype of both elements.
+        largest: the largest absolute difference of differing elements without NaNs, in float64.
+        nans: number of differing elements that are NaN in either file.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def index_in_block(self) -> tuple[int, ...] | None:
-        """The index in the block that the file holds, of the first element that differs.
+        """Return the index of the first differing element in the block of the file.
 
         >>> from reshard.layout.block import Block
         >>> Difference("values", "", block=Block((4, 0), (8, 2)), index=(5, 1)).index_in_block
@@ -63,4 +63,4 @@ class Difference:
         """
         if self.index is None or self.block is None:
             return None
-        return tuple(place - start for place, start in zip(self.index, self.block.start, strict=False))
+        return tuple(position - start for position, start in zip(self.index, self.block.start, strict=False))

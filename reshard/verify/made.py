@@ -1,7 +1,7 @@
-"""A target compared with what its ledger says that it was made from: no strategy, source or selection need be given.
+"""Compare a target with the source in its ledger, without further arguments.
 
-Where the source is not there any more, or its key is not, the files are compared with the sizes and the checksums that
-the run noted, which encrypted ones do not have. Of what somebody else made of them since, that says so, too.
+If the source or its key is missing, the files are compared with the recorded sizes and checksums, which encrypted files
+do not have. This also detects later changes by other programs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 Sums = tuple[tuple[Difference, ...], int, int]
-"""What is not as it was noted; how many ranges were compared, and their bytes."""
+"""Differences from the ledger, the number of compared ranges, and their bytes."""
 
 
 def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection, bool]:
-    """Return the source that a ledger tells, as it was selected, what was, and whether each replica is there once.
+    """Return source and selection in a ledger, and whether the target is deduplicated.
+
+    The selection has been applied to the source.
 
     Raises:
-        SourceError: the source is not there any more, cannot be read, or is encrypted and there is no key.
+        SourceError: the source is gone, cannot be read, or is encrypted and there is no key.
     """
     try:
         source = noted_source(made.content["source"], cipher)
@@ -54,7 +56,7 @@ def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection,
 
 
 def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
-    """Return the target of a ledger, opened as it tells: `SourceError` where that is not possible."""
+    """Open the target of a ledger with the recorded options, or raise `SourceError`."""
     strategy = made.strategy
     if self_described(as_place(made.target)) or (strategy is None and len(made.ranks) == 1):
         return open_checkpoint(made.target, contents=False, cipher=cipher)
@@ -65,11 +67,11 @@ def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
 
 
 def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> tuple[Cipher | None, Cipher | None]:
-    """Return the keys of the target and of the source, which are required where these were encrypted.
+    """Return the keys of target and source, required if these were encrypted.
 
     Raises:
-        UsageError: a key is missing that it takes to compare an encrypted target, of which a ledger has no checksums;
-            the message says which.
+        UsageError: a key is missing that is needed to compare an encrypted target, which has no checksums in the
+            ledger; the message says which.
     """
     keys: list[Cipher | None] = []
     for side, key in (("target", cipher), ("source", source_cipher)):
@@ -90,7 +92,7 @@ def noted_source(
     cipher: Cipher | None,
     key: Option = Option("source_key"),  # noqa: B008 -- a tuple
 ) -> Checkpoint:
-    """Open the source that a ledger has noted: `SourceError` if that is not possible."""
+    """Open the source in a ledger; raise `SourceError` on failure."""
     if given["encrypted"] and cipher is None:
         raise SourceError(
             f"{given['root']} is encrypted",
@@ -103,7 +105,7 @@ def noted_source(
     paths: dict[int, list[str]] = {}
     for rank, path in given["files"]:
         paths.setdefault(rank, []).append(path)
-    found = _opened(
+    source = _opened(
         given["root"],
         paths,
         read_small_strategy(given["strategy"]),
@@ -113,17 +115,17 @@ def noted_source(
         elsewhere=given["elsewhere"],
         cipher=cipher,
     )
-    return found.without(set(given["left_out"]))
+    return source.without(set(given["left_out"]))
 
 
 def _opened(
     root: str, files: dict[int, list[str]], strategy: Any, part: int | None, *, partial: bool, cipher: Cipher | None,
     varying: tuple[str, ...] = (), elsewhere: tuple[str, ...] = (),
 ) -> Checkpoint:  # fmt: skip
-    """Open the files of each rank; those of several without a strategy are a checkpoint of no tensors."""
+    """Open the files of each rank; several ranks without a strategy have no tensors."""
     return reopen(
         root,
-        {rank: [as_place(path) for path in some] for rank, some in sorted(files.items())},
+        {rank: [as_place(path) for path in rank_files] for rank, rank_files in sorted(files.items())},
         strategy=strategy,
         part=part,
         partial=partial,
@@ -136,9 +138,9 @@ def _opened(
 
 
 def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], None]) -> Sums:
-    """Compare the files of a target with the sizes and checksums that its ledger noted."""
+    """Compare the files of a target with the sizes and checksums in its ledger."""
     differences: list[Difference] = []
-    wanted: list[tuple[tuple[str, tuple[int, int, int]], str, Runs]] = []
+    ranges: list[tuple[tuple[str, tuple[int, int, int]], str, Runs]] = []
     root = as_place(made.root)
     records = known(made.root, made.records, directory=made.ledger).records
     sizes = of_each(_size, [root / file for file in records])
@@ -152,19 +154,19 @@ def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], No
         elif record.ready and size != record.ready[0]:
             add("size", file, f"has {size} bytes; {record.ready[0]} were written")
         else:
-            wanted += [((file, one), f"{root}/{file}", (one[:2],)) for one in dict.fromkeys(record.ranges)]
-    sums, read = sum_contents(wanted, threads=threads, on_progress=on_progress)
+            ranges += [((file, span), f"{root}/{file}", (span[:2],)) for span in dict.fromkeys(record.ranges)]
+    sums, read = sum_contents(ranges, threads=threads, on_progress=on_progress)
     wrong: dict[str, list[str]] = {}
-    for (file, (begin, nbytes, crc)), found in sums.items():
-        if found != crc:
+    for (file, (begin, nbytes, crc)), value in sums.items():
+        if value != crc:
             wrong.setdefault(file, []).append(f"{begin} to {begin + nbytes}")
-    for file, some in wrong.items():
-        add("checksum", file, f"has other bytes than were written at {names(some, most=3)}")
-    return tuple(differences), len(wanted), read
+    for file, spans in wrong.items():
+        add("checksum", file, f"has other bytes than were written at {names(spans, most=3)}")
+    return tuple(differences), len(ranges), read
 
 
-def _size(place: Place) -> int | SourceError:
+def _size(path: Place) -> int | SourceError:
     try:
-        return any_store().size(str(place))
+        return any_store().size(str(path))
     except SourceError as error:
         return error

@@ -1,6 +1,6 @@
-"""Manifests: the size of every file of a checkpoint, a checksum of every tensor's part in it, and one of all else.
+"""Manifests: the sizes of files, and checksums of tensors and all other bytes.
 
-A manifest goes with files that leave the machine: they can be checked by it alone, without a strategy. As JSON it is
+A manifest accompanies files that leave the machine: they can be checked with it alone, without a strategy. Its JSON:
 
     {"reshard_manifest": 2,
      "files": {
@@ -8,10 +8,10 @@ A manifest goes with files that leave the machine: they can be checked by it alo
          "nbytes": 8237, "crc32c": "0d4f5e11", "tensors": {"w": ["float32", [2, 8], "8a9136aa"]}},
        "param_name_map.json": {"nbytes": 312, "crc32c": "62a8ab43"}}}
 
-with paths below the directory, and the CRC-32C of the contents of each tensor in the file, row-major, little-endian;
-of the UTF-8 bytes of a `str` entry. The file's own `crc32c` is that of all its bytes that are not contents of tensors,
-from first to last: of the header with all notes, of `str` entries as they are stored, of padding and trailers; so that
-no bit of a file is without a checksum. A file without tensors (the index of a set) has this one only.
+with paths below the directory, and the CRC-32C of the contents of each tensor in the file, row-major, little-endian, or
+of the UTF-8 bytes of a `str` entry. The `crc32c` of the file covers all its bytes outside of tensor contents, from
+first to last: the header with all notes, `str` entries as they are stored, padding and trailers; so every bit of a file
+has a checksum. A file without tensors (the index of a set) has only this one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SUM = re.compile("[0-9a-f]{8}")
 
 
 class Part(NamedTuple):
-    """What a file has of a tensor: dtype, shape and the CRC-32C of the bytes."""
+    """The part of a tensor in a file: dtype, shape and the CRC-32C of the bytes."""
 
     dtype: DType
     shape: Shape
@@ -54,12 +54,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
-    """What is known of a file.
+    """The size and the checksums of a file.
 
     Attributes:
         nbytes: its size.
-        crc32c: of all its bytes that are not contents of tensors.
-        tensors: what it has of each tensor.
+        crc32c: the CRC-32C of all bytes outside of tensor contents.
+        tensors: the part of each tensor in it.
     """
 
     nbytes: int
@@ -68,13 +68,13 @@ class FileSums:
 
     @property
     def checksums(self) -> int:
-        """How many checksums there are: one of each tensor's part, and one of all else."""
+        """Return the number of checksums: one of each tensor, and one of the rest."""
         return len(self.tensors) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is known of the files of a checkpoint, by their paths below its directory.
+    """The sizes and checksums of checkpoint files, by path below the directory.
 
     Raises:
         SourceError: a path leads out of the directory.
@@ -92,12 +92,12 @@ class Manifest:
         nbytes: Mapping[str, int],
         crc32c: Mapping[str, int],
     ) -> Manifest:
-        """Build a manifest from the checksums of blocks, such as those that the receipts of a run combine to.
+        """Build a manifest from checksums of blocks, such as those that a run combined.
 
         Args:
-            tensors: for each checkpoint file, and each tensor in it, dtype, shape and CRC-32C.
+            tensors: by checkpoint file and tensor: dtype, shape and CRC-32C.
             nbytes: the size of each file.
-            crc32c: of each file, the CRC-32C of all that is not contents of tensors.
+            crc32c: by file: the CRC-32C of all bytes outside of tensor contents.
 
         >>> from reshard.dtypes import BFLOAT16
         >>> made = Manifest.of({"a.ckpt": {"w": (BFLOAT16, (2,), 7)}}, {"a.ckpt": 100, "i": 3}, {"a.ckpt": 8, "i": 9})
@@ -112,7 +112,7 @@ class Manifest:
 
     @property
     def checksums(self) -> int:
-        """How many checksums there are, of all files."""
+        """Return the number of checksums of all files."""
         return sum(file.checksums for file in self.files.values())
 
     def __repr__(self) -> str:
@@ -130,15 +130,15 @@ class Manifest:
 def write_manifest(
     manifest: Manifest | Iterable[tuple[str, FileSums]], path: AnyName, *, overwrite: bool = False
 ) -> int:
-    """Write a manifest as JSON, a line for each file; the same manifest gives the same bytes.
+    """Write a manifest as JSON, a line per file; the output is deterministic.
 
     Args:
-        manifest: what is known of the files; or that of one file after the other, in the order of their paths.
-        path: where it goes, which may be a URL. It appears there only when it is complete.
-        overwrite: replace a file that is there.
+        manifest: the manifest, or an iterator of its items, sorted by path.
+        path: the path or URL to write to. It appears only when it is complete.
+        overwrite: replace an existing file.
 
     Returns:
-        how many checksums it has.
+        the number of checksums in it.
 
     Raises:
         SourceError: a path leads out of the directory.
@@ -163,7 +163,7 @@ def write_manifest(
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Raise `SourceError` where a manifest cannot have a path: it leads out, is too long, or has control characters."""
+    """Raise `SourceError` if a path leads out, is too long, or has control characters."""
     faults = Faults("manifest")
     _check_paths(paths, faults)
     faults.raise_if_any(SourceError)
@@ -179,11 +179,11 @@ def _file_data(file: FileSums) -> dict[str, object]:
 
 
 def read_manifest(path: AnyName) -> Manifest:
-    """Read a manifest, which may be at a URL, and check that it is one.
+    """Read and validate a manifest, which may be at a URL.
 
     Raises:
-        SourceError: it cannot be read, is not a manifest, is of another version, or names paths outside of a directory;
-            all faults at once.
+        SourceError: it cannot be read, is not a manifest, has another version, or has paths that lead out of the
+            directory; all faults at once.
     """
     faults = Faults(f"manifest {path}")
     repeated: list[str] = []
@@ -207,8 +207,8 @@ def read_manifest(path: AnyName) -> Manifest:
             f"manifest {path} has version {version!r:.40}; expected {VERSION}", code="unsupported-version", hint=advice
         )
     match content:
-        case {"files": dict(listed), **rest} if set(rest) == {_VERSION_KEY}:
-            files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in listed.items()}
+        case {"files": dict(items), **rest} if set(rest) == {_VERSION_KEY}:
+            files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in items.items()}
         case _:
             raise SourceError(
                 f"manifest {path} is not valid",
@@ -220,7 +220,7 @@ def read_manifest(path: AnyName) -> Manifest:
     return Manifest({name: file for name, file in files.items() if file is not None})
 
 
-def _file(item: object, where: str, faults: Faults) -> FileSums | None:
+def _file(item: object, subject: str, faults: Faults) -> FileSums | None:
     match item:
         case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
             _is_count(nbytes)
@@ -229,26 +229,26 @@ def _file(item: object, where: str, faults: Faults) -> FileSums | None:
             and isinstance(tensors := rest.get("tensors", {}), dict)
         ):
             parts = {
-                name: _part(name, part, f"{where}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
+                name: _part(name, part, f"{subject}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
             }
             return FileSums(nbytes, int(crc, 16), {name: part for name, part in parts.items() if part is not None})
-    what = "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"
-    faults.add(where, what, code="bad-entry")
+    fault = "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"
+    faults.add(subject, fault, code="bad-entry")
     return None
 
 
-def _part(name: str, item: object, where: str, faults: Faults) -> Part | None:
+def _part(name: str, item: object, subject: str, faults: Faults) -> Part | None:
     if not _is_short(name):
-        what = f"is a name of {len(name)} characters; names have at most {LONGEST_NAME} bytes"
-        faults.add(where, what, code="name-too-long")
+        fault = f"is a name of {len(name)} characters; names have at most {LONGEST_NAME} bytes"
+        faults.add(subject, fault, code="name-too-long")
         return None
     match item:
         case [str(dtype), list(shape), str(crc)] if (
             dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
         ):
             return Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
-    what = 'is not a dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]'
-    faults.add(where, what, code="bad-tensor")
+    fault = 'is not a dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]'
+    faults.add(subject, fault, code="bad-tensor")
     return None
 
 
@@ -261,13 +261,13 @@ def _is_count(number: object) -> bool:
 
 
 def _check_paths(paths: Iterable[str], faults: Faults) -> None:
-    """Every path must be a plain one below a directory."""
+    """Report paths that are not plain paths below a directory."""
     for path in paths:
         if not _is_short(path):
-            what = f"has {len(path)} characters; paths have at most {LONGEST_NAME} bytes"
-            faults.add(f"path {path!r:.200}", what, code="name-too-long")
+            fault = f"has {len(path)} characters; paths have at most {LONGEST_NAME} bytes"
+            faults.add(f"path {path!r:.200}", fault, code="name-too-long")
             continue
         pure = PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
-            what = "is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"
-            faults.add(f"path {path!r:.200}", what, code="outside-directory")
+            fault = "is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"
+            faults.add(f"path {path!r:.200}", fault, code="outside-directory")

@@ -1,8 +1,8 @@
-"""Manifests of files that are read, and of what a run wrote; and comparing files with one.
+"""Make manifests from files or runs, and compare files with a manifest.
 
-What files hold that a run wrote is known from their layouts, the checksums from its receipts; what is not contents of
-tensors is in the plan, too: the literals of a layout, one behind the other. Only a block whose receipts do not make it
-up (one that was written twice around a crash, or by a run without checksums) is read again.
+The contents of files that a run wrote are known from their layouts, the checksums of tensors from its receipts, and the
+remaining bytes from the plan: the literals of a layout in order. A block is read again only if receipts do not cover it
+(because it was written twice around a crash, or by a run without checksums).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """What comparing files with a manifest found.
+    """The result of comparing files with a manifest.
 
     Attributes:
-        differences: what is not as the manifest says.
-        paths: the files that were checked, as the manifest calls them.
-        read: how many bytes were read.
+        differences: the differences from the manifest.
+        paths: the files that were checked, as paths in the manifest.
+        read: number of bytes read.
     """
 
     differences: tuple[Difference, ...]
@@ -58,10 +58,10 @@ def sum_files(
     """Read files, and return their manifest.
 
     Args:
-        root: the directory that the paths of the manifest go out from.
+        root: the directory to which the paths of the manifest are relative.
         files: the checkpoint files below it.
         others: paths below it of files that are not checkpoints, such as the index of a set.
-        threads: how many read.
+        threads: number of reading threads.
         progress: called with the bytes read and the bytes to be read.
 
     Raises:
@@ -69,81 +69,82 @@ def sum_files(
     """
     top = root.absolute()
     paths = {file.path: as_place(file.path).relative_to(str(top)).as_posix() for file in files}
-    held = {paths[file.path]: (file.index.entries, gaps(file.index, file.nbytes)) for file in files}
+    contents = {paths[file.path]: (file.index.entries, gaps(file.index, file.nbytes)) for file in files}
     sizes = {paths[file.path]: file.nbytes for file in files}
     for name in others:
         sizes[name] = (top / name).status().nbytes
-        held[name] = {}, ((0, sizes[name]),)
-    sums, _ = _sums(top, held, threads, progress)
+        contents[name] = {}, ((0, sizes[name]),)
+    sums, _ = _sums(top, contents, threads, progress)
     tensors = {
         path: {name: (entry.dtype, shape_of(entry), sums[path, name]) for name, entry in entries.items()}
-        for path, (entries, _) in held.items()
+        for path, (entries, _) in contents.items()
     }
-    return Manifest.of(tensors, sizes, {path: sums[path, None] for path in held})
+    return Manifest.of(tensors, sizes, {path: sums[path, None] for path in contents})
 
 
 def check_files(
     root: Place, manifest: Manifest, *, partial: bool, threads: int, progress: Callable[[int, int], None]
 ) -> Checked:
-    """Compare the files below a directory with a manifest; nothing else is needed.
+    """Compare the files below a directory with a manifest.
 
     Args:
         root: the directory.
-        manifest: says what the files hold.
-        partial: files may be lacking.
-        threads: how many read.
+        manifest: the manifest.
+        partial: files may be missing.
+        threads: number of reading threads.
         progress: called with the bytes read and the bytes to be read.
     """
     top = root.real()
     places = [top / path for path in manifest.files]
     differences: list[Difference] = []
     paths: list[str] = []
-    held: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
-    found = of_each(lambda place: _look(top, place, manifest), places)
-    for (path, file), one in zip(manifest.files.items(), found, strict=True):
-        if one is None and partial:
+    contents: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
+    indexes = of_each(lambda path: _look(top, path, manifest), places)
+    for (path, file), index in zip(manifest.files.items(), indexes, strict=True):
+        if index is None and partial:
             continue
         paths.append(path)
-        if one is None:
+        if index is None:
             differences.append(Difference("file", "is not there", path=path))
-        elif isinstance(one, Difference):
-            differences.append(one)
+        elif isinstance(index, Difference):
+            differences.append(index)
         else:
-            entries, faults = _entries(path, one, file)
+            entries, faults = _entries(path, index, file)
             differences += faults
-            held[path] = entries, None if faults else gaps(one, file.nbytes)  # or the header is known to be another
-    sums, read = _sums(top, held, threads, progress)
+            # With faults, the header is known to differ: there is no need to sum it.
+            contents[path] = entries, None if faults else gaps(index, file.nbytes)
+    sums, read = _sums(top, contents, threads, progress)
     for (path, name), value in sums.items():
         file = manifest.files[path]
         expected = file.crc32c if name is None else file.tensors[name].crc32c
         if value != expected:
-            what = "the header, or what else is not contents, " if name is None and file.tensors else ""
-            text = f"{what}has the CRC-32C {value:08x}; expected {expected:08x}"
+            subject = "the header, or what else is not contents, " if name is None and file.tensors else ""
+            text = f"{subject}has the CRC-32C {value:08x}; expected {expected:08x}"
             differences.append(Difference("checksum", text, name, path=path))
     return Checked(tuple(differences), tuple(paths), read)
 
 
-def _look(top: Place, place: Place, manifest: Manifest) -> FileIndex | Difference | None:
-    """Return what a file holds, or what is wrong with it as a whole; None where it is not there."""
-    if not place.is_there():
+def _look(top: Place, file_path: Place, manifest: Manifest) -> FileIndex | Difference | None:
+    """Return the index of a file, or a fault of the file; None if it is missing."""
+    if not file_path.is_there():
         return None
-    path = place.relative_to(str(top)).as_posix()
+    path = file_path.relative_to(str(top)).as_posix()
     file = manifest.files[path]
-    if not place.real().is_relative_to(str(top)):
+    if not file_path.real().is_relative_to(str(top)):
         return Difference("file", "leads out of the directory, and is not followed", path=path)
-    if not place.is_file():
+    if not file_path.is_file():
         return Difference("file", "is not a regular file", path=path)
     try:
-        if (nbytes := place.status().nbytes) != file.nbytes:
+        if (nbytes := file_path.status().nbytes) != file.nbytes:
             return Difference("size", f"has {nbytes} bytes; expected {file.nbytes}", path=path)
-        return index_file(str(place)) if file.tensors else FileIndex("", {})
+        return index_file(str(file_path)) if file.tensors else FileIndex("", {})
     except SourceError as error:
         return Difference("file", f"cannot be read: {error.message}", path=path)
 
 
 def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Entry], list[Difference]]:
-    """Return the tensors of a file that are worth summing, and in what its header differs from the manifest."""
-    found: dict[str, Entry] = {}
+    """Return the tensors that match the manifest, and the differences of others."""
+    matching: dict[str, Entry] = {}
     differences: list[Difference] = []
     for name, part in file.tensors.items():
         entry = index.entries.get(name)
@@ -154,52 +155,54 @@ def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Ent
             kind: Kind = "dtype" if entry.dtype is not part.dtype else "shape"
             differences.append(Difference(kind, fault, name=name, path=path))
         else:
-            found[name] = entry
+            matching[name] = entry
     differences += [
         Difference("extra", "is in the file, not in the manifest", name=name, path=path)
         for name in index.entries
         if name not in file.tensors
     ]
-    return found, differences
+    return matching, differences
 
 
 def shape_of(entry: Entry) -> tuple[int, ...]:
-    """Return the shape of what a file has; formats differ in what they say of text."""
+    """Return the shape of an entry; () for text, on which formats disagree."""
     return () if entry.dtype is STR else entry.shape
 
 
 def _sums(
     top: Place,
-    held: Mapping[str, tuple[Mapping[str, Entry], Runs | None]],
+    contents: Mapping[str, tuple[Mapping[str, Entry], Runs | None]],
     threads: int,
     progress: Callable[[int, int], None],
 ) -> tuple[dict[tuple[str, str | None], int], int]:
-    """Return the checksums of tensors in files, and of the rest of files, without a name; and how much was read."""
+    """Return checksums by path and tensor (None: rest of the file), and bytes read."""
     sums: dict[tuple[str, str | None], int] = {}
-    wanted: list[tuple[tuple[str, str | None], str, Runs]] = []
-    for path, (entries, rest) in held.items():
-        place = str(top / path)
+    to_sum: list[tuple[tuple[str, str | None], str, Runs]] = []
+    for path, (entries, rest) in contents.items():
+        file_path = str(top / path)
         if rest is not None:
-            wanted.append(((path, None), place, rest))
+            to_sum.append(((path, None), file_path, rest))
         for name, entry in entries.items():
             if entry.text is None:
-                wanted.append(((path, name), place, entry.runs))
+                to_sum.append(((path, name), file_path, entry.runs))
             else:
                 sums[path, name] = crc32c(entry.text.encode())
-    found, read = sum_contents(wanted, threads=threads, on_progress=progress)
-    return sums | found, read
+    computed, read = sum_contents(to_sum, threads=threads, on_progress=progress)
+    return sums | computed, read
 
 
 def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool = False) -> Manifest | int:
-    """Return the manifest of what a run wrote; with a path, write it file by file, and return its number of checksums.
+    """Return the manifest of a run; with a path, write it and return its length.
+
+    It is written file by file; its length is the number of checksums.
 
     Raises:
-        UsageError: there are no checksums: of a run without them or without a ledger, into a zarr store, or of files
-            that are encoded.
-        SourceError: a block must be read for its sum, and cannot be.
+        UsageError: there are no checksums: the run had them or the ledger disabled, wrote a zarr store, or encoded the
+            files.
+        SourceError: a block without a checksum cannot be read.
         TargetError: the manifest exists, cannot be written, or is a target file or a source file.
     """
-    from reshard.run.ledger import Checksums  # a run has it; to verify takes none of its modules
+    from reshard.run.ledger import Checksums  # lazy import: verification needs no modules of a run
 
     sums = report.checksums
     if not isinstance(sums, Checksums):
@@ -208,42 +211,42 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
             code="no-checksums",
             hint="run with checksums=True and a ledger, or read the files with reshard.make_manifest",
         )
-    found = sums_of_files(sums.root, sums.files, sums)
+    items = sums_of_files(sums.root, sums.files, sums)
     if path is None:
-        return Manifest(dict(found))
+        return Manifest(dict(items))
     advice = "choose another name for the manifest"
     refuse_inputs([path], sums.sources, "one of the source files", advice)
     refuse_inputs([path], [f"{sums.root}/{file}" for file in report.files], "one of the target files", advice)
-    return write_manifest(found, path, overwrite=overwrite)
+    return write_manifest(items, path, overwrite=overwrite)
 
 
 def sums_of_files(
     root: str, files: Iterable[TargetFile], sums: Mapping[str, Mapping[str, int]]
 ) -> Iterator[tuple[str, FileSums]]:
-    """Yield the path and the sums of files that are written, in the order of their paths: what a manifest has of them.
+    """Yield the manifest items of files that a run wrote, sorted by path.
 
-    They are made one file at a time, so that no more is held than of one.
+    Files are handled one by one to save memory.
 
     Args:
-        root: the directory that the files are in.
-        files: those of a plan.
-        sums: for each of them, by its path, the CRC-32C of the contents of its tensors, as far as they are known.
+        root: the directory of the files.
+        files: the files of a plan.
+        sums: by file path: the known CRC-32C sums of the contents of its tensors.
 
     Raises:
-        SourceError: a block must be read for its sum, and cannot be.
+        SourceError: a block without a checksum cannot be read.
     """
-    known: dict[FileLayout, int] = {}  # of a layout's literals
+    literal_sums: dict[FileLayout, int] = {}  # sums of the literals of a layout
     for file in sorted(files, key=lambda file: file.path):
         layout = file.layout
-        if layout not in known:
-            known[layout] = crc32c(b"".join(content for _, content in sorted(layout.literals)))
-        given = sums[file.path]
-        left = [
+        if layout not in literal_sums:
+            literal_sums[layout] = crc32c(b"".join(content for _, content in sorted(layout.literals)))
+        known_sums = sums[file.path]
+        unknown = [
             (content.name, f"{root}/{file.path}", content.runs)
             for content in layout.contents
-            if content.text is None and content.name not in given
+            if content.text is None and content.name not in known_sums
         ]
-        read, _ = sum_contents(left, threads=thread_count(None)) if left else ({}, 0)
+        read, _ = sum_contents(unknown, threads=thread_count(None)) if unknown else ({}, 0)
         parts = {
             content.name: Part(
                 content.dtype,
@@ -252,8 +255,8 @@ def sums_of_files(
                 if content.text is not None
                 else read[content.name]
                 if content.name in read
-                else given[content.name],
+                else known_sums[content.name],
             )
             for content in layout.contents
         }
-        yield file.path, FileSums(layout.size, known[layout], parts)
+        yield file.path, FileSums(layout.size, literal_sums[layout], parts)

@@ -1,7 +1,7 @@
-"""Which tensors of a source and a target are the same ones, and in what their headers differ.
+"""Match the tensors of a source and a target, and compare their headers.
 
-Names, selections and dtypes are those of a conversion with the same options (`plan.select`). Two checkpoints of rank
-directories that no strategy joins are matched rank by rank, as `convert` leaves them.
+Names, selections and dtypes follow a conversion with the same options (`plan.select`). Two checkpoints in rank
+directories without a strategy are matched rank by rank, as `convert` writes them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _LACKS = Text(
 
 @dataclass(slots=True)
 class Matched:
-    """What was matched.
+    """The result of matching two checkpoints.
 
     Attributes:
-        pairs: source and target name of the tensors that are alike in dtype and shape.
-        differences: what headers tell.
-        dropped: names of the source's tensors that the target need not have, and has not.
-        left_out: names of the target's tensors that were not asked for.
-        warnings: what should be known though it is not a difference.
-        absent: blocks that are in no file of one side, and cannot be compared.
+        pairs: source and target names of tensors with the expected dtype and shape.
+        differences: differences in headers.
+        dropped: names of source tensors that the target does not have, and need not have.
+        left_out: names of target tensors that were not requested.
+        warnings: warnings; not differences.
+        absent: number of blocks that are in no file of one side, and cannot be compared.
     """
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
@@ -56,26 +56,28 @@ class Matched:
 
 
 def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint, int | None]]:
-    """Yield what is compared with what: the two checkpoints, or, where no strategy joins their ranks, rank by rank.
+    """Yield the pairs to compare: the checkpoints, or rank by rank without a strategy.
 
-    With each pair comes its rank; None with the two checkpoints.
+    The third item is the rank of the pair, or None for the checkpoints.
     """
     if source.tensors and target.tensors:
         yield source, target, None
         return
-    for one, what, other in ((source, "source", target), (target, "target", source)):
-        if not one.tensors and (other.tensors or set(source.ranks) != set(target.ranks)):
+    for side, side_name, opposite in ((source, "source", target), (target, "target", source)):
+        if not side.tensors and (opposite.tensors or set(source.ranks) != set(target.ranks)):
             raise SourceError(
-                f"{one.root} has {len(set(one.ranks))} ranks, and nothing says how they were sharded",
+                f"{side.root} has {len(set(side.ranks))} ranks, and nothing says how they were sharded",
                 code="no-layout",
-                hint=Text("pass ", Option("strategy").of(what), ", or ", Option("layout", "*", "RULE").of(what)),
+                hint=Text(
+                    "pass ", Option("strategy").of(side_name), ", or ", Option("layout", "*", "RULE").of(side_name)
+                ),
             )
     for rank in sorted(set(source.ranks)):
         yield _of_rank(source, rank), _of_rank(target, rank), rank
 
 
 def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """Return what one rank holds, as a checkpoint of whole tensors whose files are numbered as before."""
+    """Return the tensors of one rank as a checkpoint; file numbers stay the same."""
     numbers = _numbers(checkpoint, rank)
     files = [checkpoint.files[number] for number in numbers]
     tensors = assemble_whole(checkpoint.root, checkpoint.files, checkpoint.ranks, numbers)
@@ -85,7 +87,7 @@ def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 
 def _numbers(checkpoint: Checkpoint, rank: int | None) -> list[int]:
     """Return the numbers of the files of a rank; None means all."""
-    return [number for number, other in enumerate(checkpoint.ranks) if rank in {None, other}]
+    return [number for number, file_rank in enumerate(checkpoint.ranks) if rank in {None, file_rank}]
 
 
 def match(
@@ -96,14 +98,14 @@ def match(
     rank: int | None = None,
     deduplicated: bool = False,
 ) -> Matched:
-    """Find each source tensor in the target, by the name that a conversion gives it, on every rank that it gives it to.
+    """Find each source tensor in the target, by its converted name, on all its ranks.
 
     Args:
-        source: what a conversion reads.
-        target: compared with what it writes.
-        selection: what the conversion was asked for.
-        rank: the two are what this rank holds of two checkpoints; None where they are the checkpoints.
-        deduplicated: the target stores each replica once, whether its files say so or not.
+        source: the input of a conversion.
+        target: the checkpoint to compare with the output of the conversion.
+        selection: the options of the conversion.
+        rank: the rank whose tensors the two have (`pairs_of_ranks`); None if they are whole checkpoints.
+        deduplicated: the target stores replicas once, even if no header says so.
     """
     lenient = replace(selection, drop=("*",), allow_missing=("*",))
     carries = target.format == DCP_ITEMS
@@ -112,104 +114,107 @@ def match(
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
     new_names = selection.renamed(list(source.every))
     states = all_states(source, target.strategy, target.tensors)
-    found = Matched(warnings=list(selected.warnings))
+    result = Matched(warnings=list(selected.warnings))
     replicas = Replicas(target, once=deduplicated or is_deduplicated(target), converted=True)
     paths = {target.ranks[number]: target.files[number].path for number in reversed(range(len(target.files)))}
     unreadable = _unreadable(target, rank)
     for name in chosen:
         new = new_names[name]
-        other = target.tensors.get(new)
-        if other is not None:
-            _compare_headers(found, source, target, source.tensors[name], other, selection)
-            found.differences.extend(
+        counterpart = target.tensors.get(new)
+        if counterpart is not None:
+            _compare_headers(result, source, target, source.tensors[name], counterpart, selection)
+            result.differences.extend(
                 Difference("missing", _LACKS, new, "target", lack.rank, paths.get(lack.rank), lack.block)
-                for lack in replicas.lacking(other)
+                for lack in replicas.lacking(counterpart)
                 if (lack.rank, new) not in unreadable
             )
-        elif new in target.unreadable:  # which is a difference of its own, of `unreadable`
+        elif new in target.unreadable:  # reported by `_add_unreadable`
             continue
         elif _may_lack(source, target, name, new, selection, states) or replicas.may_be_elsewhere(
             new, source.tensors[name].spec.shape
         ):
-            found.dropped.append(name)
+            result.dropped.append(name)
         else:
             path = None if rank is None else paths[rank]
-            found.differences.append(Difference("missing", _ABSENT, new, "target", rank, path))
-    _compare_objects(found, source, target, dict(selected.objects))
+            result.differences.append(Difference("missing", _ABSENT, new, "target", rank, path))
+    _compare_objects(result, source, target, dict(selected.objects))
     expected = {new_names[name] for name in chosen}
     for name in set(source.unreadable) & set(selected.dropped):
         if new_names[name] in target.unreadable and source.format == target.format == DCP_ITEMS:  # files are linked
-            found.warnings.append(f"{name} cannot be read on either side, and is not compared")
-            unreadable = {one: why for one, why in unreadable.items() if one[1] != new_names[name]}
+            result.warnings.append(f"{name} cannot be read on either side, and is not compared")
+            unreadable = {key: why for key, why in unreadable.items() if key[1] != new_names[name]}
             continue
-        found.dropped.append(name)
+        result.dropped.append(name)
         if not matches(name, selection.drop):
             fault = Text(f"{source.unreadable[name]}; to leave it out give ", Option("drop", name))
-            found.differences.append(Difference("missing", fault, name=name))
+            result.differences.append(Difference("missing", fault, name=name))
             expected.add(new_names[name])
-    known = {new_names[name] for name in (*source.tensors, *source.unreadable)}
+    source_names = {new_names[name] for name in (*source.tensors, *source.unreadable)}
     for name in target.tensors:
         if name in expected:
             continue
-        if name in known or source.part is not None or matches(name, selection.allow_missing):
-            found.left_out.append(name)
+        if name in source_names or source.opening.stage is not None or matches(name, selection.allow_missing):
+            result.left_out.append(name)
         else:
-            found.differences.append(Difference("extra", "is in the target, not in the source", name=name))
+            result.differences.append(Difference("extra", "is in the target, not in the source", name=name))
     written = {new for _, new in selected.kept}
     dropped = {name for _, name in unreadable if name not in written and matches(name, selection.drop)}
-    _add_unreadable(found, unreadable, written, dropped | (known - expected))
-    found.differences.extend(_of_notes(source, target, rank))
-    return found
+    _add_unreadable(result, unreadable, written, dropped | (source_names - expected))
+    result.differences.extend(_of_notes(source, target, rank))
+    return result
 
 
 def _add_unreadable(
-    found: Matched,
+    result: Matched,
     unreadable: Mapping[tuple[int | None, str], tuple[str, str | None]],
     written: Collection[str],
     unasked: Collection[str],
 ) -> None:
-    """Add what of a target cannot be read; it differs from all that a conversion writes."""
+    """Add differences for unreadable entries of a target."""
     for (rank, name), (reason, path) in unreadable.items():
         if name in unasked:
-            found.left_out.append(name)
+            result.left_out.append(name)
         else:
             kind: Kind = "missing" if name in written else "extra"
-            found.differences.append(Difference(kind, f"{reason}, and is not compared", name, "target", rank, path))
+            result.differences.append(Difference(kind, f"{reason}, and is not compared", name, "target", rank, path))
 
 
 def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int | None, str], tuple[str, str | None]]:
-    """Return what of a target cannot be read, by rank and name: the reason, and the path of the file.
+    """Return reason and path of unreadable entries of a target, by rank and name.
 
-    Of a tensor that the files have, and that cannot be put together of what they have, there is neither rank nor path.
+    If a tensor has entries, but cannot be assembled from them, rank and path are None.
     """
-    found: dict[tuple[int | None, str], tuple[str, str | None]] = {
+    entries_of_files: dict[tuple[int | None, str], tuple[str, str | None]] = {
         (target.ranks[number], name): (reason, target.files[number].path)
         for number in _numbers(target, rank)
         for name, reason in target.files[number].index.unreadable
         if name in target.unreadable
     }
-    entries = {name for _, name in found}
-    return found | {(None, name): (reason, None) for name, reason in target.unreadable.items() if name not in entries}
+    entries = {name for _, name in entries_of_files}
+    return entries_of_files | {
+        (None, name): (reason, None) for name, reason in target.unreadable.items() if name not in entries
+    }
 
 
 def compares_notes(source: Checkpoint, target: Checkpoint) -> bool:
-    """Return whether both have files with notes, which a conversion carries over from one to the other."""
+    """Return whether both have files with notes, which a conversion copies."""
     return all(any(file.index.format == SAFETENSORS for file in side.files) for side in (source, target))
 
 
 def _of_notes(source: Checkpoint, target: Checkpoint, rank: int | None) -> Iterator[Difference]:
-    """Compare the notes of the target's files with those of the source's, which a conversion carries over.
+    """Compare the notes of target files with the notes of source files.
 
-    Source files whose notes differ leave open which of them a target file has. `format` says who wrote a file.
+    If the notes of source files differ, a target file may have any of them. The note `format` is skipped, because it
+    names the program that wrote a file.
     """
     if not compares_notes(source, target):
         return
-    given = [dict(source.files[number].index.metadata) for number in _numbers(source, rank)]
+    source_notes = [dict(source.files[number].index.metadata) for number in _numbers(source, rank)]
     for number in _numbers(target, rank):
         file = target.files[number]
         notes = dict(file.index.metadata)
-        for key in sorted({key for some in (notes, *given) for key in some} - {"format"}):
-            values = [some.get(key) for some in given]
+        for key in sorted({key for item in (notes, *source_notes) for key in item} - {"format"}):
+            values = [item.get(key) for item in source_notes]
             if file.index.format == SAFETENSORS and notes.get(key) not in values:
                 fault = f"has {_noted(key, notes.get(key))}; the source has {_noted(key, values[0])}"
                 yield Difference("note", fault, None, "target", target.ranks[number], file.path)
@@ -222,85 +227,85 @@ def _noted(key: str, value: str | None) -> str:
 def _may_lack(
     source: Checkpoint, target: Checkpoint, name: str, new: str, selection: Selection, states: Collection[str]
 ) -> bool:
-    """Return whether the target need not have a tensor that is asked for."""
+    """Return whether a requested tensor may be missing from the target."""
     strategy = target.strategy
     if strategy is None:
         return False
-    if new in target.elsewhere:
+    if new in target.opening.elsewhere:
         return True
-    if new not in strategy.tensors:  # a conversion drops what the target does not name; weights, where it is asked to
-        may = name in states or target.part is not None or matches(name, selection.drop)
+    if new not in strategy.tensors:  # a conversion drops tensors outside the target strategy; weights only on request
+        may = name in states or target.opening.stage is not None or matches(name, selection.drop)
         return may and has_no_place(source, strategy, name)
-    present = {strategy.stage_of(rank) for rank in target.ranks}  # opened as partial, there may be no rank of it
+    present = {strategy.stage_of(rank) for rank in target.ranks}  # if opened as partial, its ranks may be absent
     return not present.intersection(strategy.stages_of(new))
 
 
 def _compare_headers(
-    found: Matched, source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor, selection: Selection
+    result: Matched, source: Checkpoint, target: Checkpoint, tensor: Tensor, counterpart: Tensor, selection: Selection
 ) -> None:
-    """Compare what headers say of a tensor on both sides; what agrees goes on to be compared."""
-    name = other.spec.name
-    if tensor.text is not None or other.text is not None:
-        found.differences.extend(_of_texts(source, target, tensor, other))
+    """Compare the headers of a tensor on both sides; add matching tensors to `pairs`."""
+    name = counterpart.spec.name
+    if tensor.text is not None or counterpart.text is not None:
+        result.differences.extend(_of_texts(source, target, tensor, counterpart))
         return
     dtype = selection.target_dtype(source, tensor.spec.name)
-    if other.spec.dtype is not dtype:
+    if counterpart.spec.dtype is not dtype:
         cast = f", cast to {dtype}" if dtype is not tensor.spec.dtype else ""
-        fault = f"is {other.spec.dtype}; {tensor.spec.dtype} in the source{cast}"
-        found.differences.append(
-            Difference("dtype", fault, name=name, found=f"{other.spec.dtype}", expected=f"{dtype}")
+        fault = f"is {counterpart.spec.dtype}; {tensor.spec.dtype} in the source{cast}"
+        result.differences.append(
+            Difference("dtype", fault, name=name, found=f"{counterpart.spec.dtype}", expected=f"{dtype}")
         )
-    elif other.spec.shape != tensor.spec.shape:
-        fault = f"is {shape_text(other.spec.shape)}; the source has {shape_text(tensor.spec.shape)}"
-        found.differences.append(Difference("shape", fault, name=name))
+    elif counterpart.spec.shape != tensor.spec.shape:
+        fault = f"is {shape_text(counterpart.spec.shape)}; the source has {shape_text(tensor.spec.shape)}"
+        result.differences.append(Difference("shape", fault, name=name))
     else:
-        absent = sum(not replicas for one in (tensor, other) for replicas in one.sharding.replicas)
-        found.absent += absent
+        absent = sum(not replicas for side in (tensor, counterpart) for replicas in side.sharding.replicas)
+        result.absent += absent
         if absent:
-            found.warnings.append(f"{absent} blocks of {name} are in no file, and are not compared")
-        found.pairs.append((tensor.spec.name, name))
+            result.warnings.append(f"{absent} blocks of {name} are in no file, and are not compared")
+        result.pairs.append((tensor.spec.name, name))
 
 
-def _compare_objects(found: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
-    """Compare objects, by their names in both, and files beside the tensors, with those of a target that holds such."""
-    if not (names or source.beside):
+def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
+    """Compare objects and sidecar files, by their names, if the target can have them."""
+    if not (names or source.extras.beside):
         return
-    from reshard.readers.dcp.objects import contents, problems  # not on every start
+    from reshard.readers.dcp.objects import contents, problems  # lazy import: rarely needed
 
-    every = {**source.beside, **source.objects}
-    named = {**{name: name for name in source.beside}, **names}
-    lost, there = problems(every), {**target.beside, **target.objects}
+    source_objects = {**source.extras.beside, **source.extras.objects}
+    named = {**{name: name for name in source.extras.beside}, **names}
+    lost, target_objects = problems(source_objects), {**target.extras.beside, **target.extras.objects}
     pairs = {}
     for old, new in named.items():
-        other = there.get(new)
-        if other is not None and old not in lost:
-            pairs[old] = other
+        counterpart = target_objects.get(new)
+        if counterpart is not None and old not in lost:
+            pairs[old] = counterpart
         elif old in lost or target.format != DCP_ITEMS:
-            found.dropped.append(old)
+            result.dropped.append(old)
         else:
-            found.differences.append(Difference("object", _ABSENT, new))
+            result.differences.append(Difference("object", _ABSENT, new))
     wrong = problems(pairs)
     for old, fault in wrong.items():
-        found.differences.append(Difference("object", fault, named[old], path=pairs.pop(old).path))
-    held = contents({old: every[old] for old in pairs})
-    for (old, content), (_, other_content) in zip(held, contents(pairs), strict=True):
+        result.differences.append(Difference("object", fault, named[old], path=pairs.pop(old).path))
+    source_contents = contents({old: source_objects[old] for old in pairs})
+    for (old, content), (_, other_content) in zip(source_contents, contents(pairs), strict=True):
         if content != other_content:
-            fault = f"has other bytes than that of the source in {every[old].path}"
-            found.differences.append(Difference("object", fault, named[old], path=pairs[old].path))
+            fault = f"has other bytes than that of the source in {source_objects[old].path}"
+            result.differences.append(Difference("object", fault, named[old], path=pairs[old].path))
 
 
-def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor) -> Iterator[Difference]:
-    """Compare `str` entries: each copy in the target must be that of some source rank."""
-    held = {tensor.text}
-    if source.origin is None:  # whose entries have the names of tensors
-        held = {source.entry_text(at.file, tensor.spec.name) for some in tensor.sharding.replicas for at in some}
-    for replicas in other.sharding.replicas:
+def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, counterpart: Tensor) -> Iterator[Difference]:
+    """Compare `str` entries: each copy must equal the text of a source rank."""
+    texts = {tensor.text}
+    if source.origin is None:  # its entries have the names of its tensors
+        texts = {source.entry_text(at.file, tensor.spec.name) for copies in tensor.sharding.replicas for at in copies}
+    for replicas in counterpart.sharding.replicas:
         for number in (at.file for at in replicas):
-            text = target.entry_text(number, other.spec.name)
-            if text not in held:
-                fault = f"is {_shown(text)}; the source has {_shown(next(iter(held)))}"
+            text = target.entry_text(number, counterpart.spec.name)
+            if text not in texts:
+                fault = f"is {_shown(text)}; the source has {_shown(next(iter(texts)))}"
                 file = target.files[number]
-                yield Difference("text", fault, other.spec.name, "target", target.ranks[number], file.path)
+                yield Difference("text", fault, counterpart.spec.name, "target", target.ranks[number], file.path)
 
 
 def _shown(text: str | None) -> str:

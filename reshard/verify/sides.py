@@ -1,16 +1,17 @@
-"""The two sides of a comparison: opened as options or ledgers say, and which of them is made from the other, and how.
+"""Open the two sides of a comparison, and find out how one was made from the other.
 
-A ledger names the source of its target, and so may that source's own: a lineage. If two lineages meet, the ledgers say
-by which changes (names, casts, rules, an adapter, tensors left out) one side is made from the other, or both from one:
+A ledger names the source of its target, whose own ledger may name a further source: a lineage. If two lineages meet,
+the ledgers tell by which changes (names, casts, rules, an adapter, tensors left out) one side was made from the other,
+or both from a common source:
 
-* B is what A was made from, or stands for it, as only A was changed: A is compared with what its changes make of B.
-* A is what B was made from, or stands for it: B is compared with what its changes make of A.
-* Both were changed in the same way, or neither: they are compared as they are.
-* Both were changed, in different ways: likewise, and a note says so.
+* A was made from B, or from a source equal to B since only A was changed: apply the changes of A to B and compare.
+* B was made from A, or from a source equal to A: apply the changes of B to A and compare.
+* Both were changed in the same way, or neither: compare them unchanged.
+* Both were changed in different ways: compare them unchanged, and say so in a note.
 
-If the lineages do not meet (B is a copy of A's source, say), A's changes are applied if they make A's names of B's at
-least as well as B's own are, which a changed dtype or value does not tell. Ledgers choose what is compared, no more:
-all of it is read, and the verdict names each change.
+If the lineages do not meet (for example if B is a copy of the source of A), the changes of A are applied if the changed
+names of B match at least as many names of A as the original names do; dtypes and values do not matter for this. Ledgers
+only choose what to compare: everything is read, and the verdict names each change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from reshard.plan.planfile import read_selection
 from reshard.plan.select import Selection, derived, select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
-from reshard.source.checkpoint import Checkpoint
+from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.made import read_small_strategy
 from reshard.storage.places import as_place, is_url
 from reshard.verify.made import noted_source, target_of
@@ -44,14 +45,14 @@ _LONGEST_LINEAGE = 16
 
 
 class Sides(NamedTuple):
-    """What is compared.
+    """The two sides of a comparison.
 
     Attributes:
         target: the side that was made.
-        source: the side that it was made from, with its adapter and rules.
-        selection: what else the making changes.
-        deduplicated: the target has each replica once.
-        note: why these are compared so, if not because they were named in this order.
+        source: the side that it was made from, with adapter and rules applied.
+        selection: further changes of the conversion.
+        deduplicated: the target stores replicas once.
+        note: the reason for this comparison, if it differs from the order of the arguments.
     """
 
     target: Checkpoint
@@ -62,14 +63,14 @@ class Sides(NamedTuple):
 
 
 class _Lineage(NamedTuple):
-    """A checkpoint, its source, the source of that and so on; and for each but the last how it was made."""
+    """A checkpoint and its chain of sources; and the provenance of each but the last."""
 
     places: list[str]
     steps: list[Made]
 
 
 class _Change(NamedTuple):
-    """How a target differs from its source by what was asked for, and a key by which two of them are equal."""
+    """The changes of a conversion, with a key that is equal for equal changes."""
 
     key: str
     selection: Selection
@@ -77,9 +78,9 @@ class _Change(NamedTuple):
 
     @property
     def only_leaves_out(self) -> bool:
-        """Return whether names and values stay what they were."""
-        asked = self.selection
-        return not (asked.name_map or asked.cast or asked.rules or asked.lora)
+        """Return whether names and values are unchanged."""
+        selection = self.selection
+        return not (selection.name_map or selection.cast or selection.rules or selection.lora)
 
 
 def opened(
@@ -89,11 +90,13 @@ def opened(
     what: str = "target",
     **reading: Any,
 ) -> Checkpoint:
-    """Open a checkpoint to be verified; rank directories without a strategy become one that has no tensors.
+    """Open a checkpoint for verification; allow several ranks without a strategy.
+
+    These become a checkpoint without tensors.
 
     Args:
         path: as for `reshard.open`.
-        strategy: likewise.
+        strategy: as for `reshard.open`.
         what: `source` or `target`, for messages.
         reading: other options of `reshard.open`.
 
@@ -103,13 +106,13 @@ def opened(
     try:
         unruled = strategy is None and not reading.get("layouts") and reading.get("stage") is None
         if unruled and not self_described(as_place(path), reading.get("iteration")):
-            some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
-            files, ranks, warnings, step, cipher = read_headers(path, **some)
+            options = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
+            files, ranks, warnings, step, cipher = read_headers(path, **options)
             if len(set(ranks)) > 1:
                 unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
                 return Checkpoint(
-                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, cipher=cipher,
-                    step=step,
+                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, coding=cipher,
+                    opening=Opening(step=step),
                 )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
@@ -125,100 +128,100 @@ def sides_of(
     cipher: Cipher | None = None,
     against_cipher: Cipher | None = None,
 ) -> Sides:
-    """Open two checkpoints, and return which is compared with what is made of the other.
+    """Open two checkpoints, and decide which one is the target.
 
     Args:
-        target: a path, opened as ledgers say; or a checkpoint, taken as it is.
-        against: likewise.
-        selection: how `target` is made of `against`; None to take that from their ledgers. One that has nothing but
-            `drop` and `allow_missing` is added to it.
-        deduplicated: `target` has each replica once, whether its ledger says so or not; that of a checkpoint is not
-            asked, as it was opened otherwise.
+        target: a path, opened with the options in ledgers; or an open checkpoint, used unchanged.
+        against: a path or checkpoint, like `target`.
+        selection: the changes from `against` to `target`; None to read them from ledgers. A selection with only `drop`
+            and `allow_missing` is added to the ledgers.
+        deduplicated: `target` stores replicas once, even if its ledger does not say so; the ledger of an open
+            checkpoint is not used for this.
         cipher: decrypts `target`.
         against_cipher: decrypts `against`.
 
     Raises:
-        SourceError: one cannot be opened, or an adapter or rules cannot be applied.
+        SourceError: a side cannot be opened, or an adapter or rules cannot be applied.
         UsageError: the selection matches nothing.
     """
-    own, other = _lineage(target), _lineage(against)
-    up, down, related = _meeting(own, other)
-    mine, theirs = own.steps[:up], other.steps[:down]
-    first = _open(target, "target", own, theirs if related and not up else [], cipher)
-    second = _open(against, "source", other, mine if related and not down else [], against_cipher)
+    target_lineage, source_lineage = _lineage(target), _lineage(against)
+    up, down, related = _meeting(target_lineage, source_lineage)
+    mine, theirs = target_lineage.steps[:up], source_lineage.steps[:down]
+    first = _open(target, "target", target_lineage, theirs if related and not up else [], cipher)
+    second = _open(against, "source", source_lineage, mine if related and not down else [], against_cipher)
     if first.tensors and not second.tensors:
-        second = _open_copy(against, own, against_cipher) or second
-    once = deduplicated or (not isinstance(target, Checkpoint) and _is_deduplicated(own))
-    more = selection or Selection()
+        second = _open_copy(against, target_lineage, against_cipher) or second
+    once = deduplicated or (not isinstance(target, Checkpoint) and _is_deduplicated(target_lineage))
+    given_selection = selection or Selection()
     is_said = selection is not None and (selection == Selection() or _changed_by(selection) != Selection())
     if is_said or first.origin is not None or second.origin is not None:
-        return Sides(first, derived(second, more), more, once)
-    plain = Sides(first, second, replace(more, drop=_drops(mine) + more.drop), once)
+        return Sides(first, derived(second, given_selection), given_selection, once)
+    plain = Sides(first, second, replace(given_selection, drop=_drops(mine) + given_selection.drop), once)
     changed, changed_too = _unshared(mine, theirs)
     way = _way(changed, changed_too, up if related else 1, down if related else 1)
     if way is None:
-        note = f"{names([first.root, second.root])} were changed in different ways since {own.places[up]}"
+        note = f"{names([first.root, second.root])} were changed in different ways since {target_lineage.places[up]}"
         return plain._replace(note=f"{note}; verify each by its path alone") if related else plain
     if way == "plain":
         return plain
     is_forward = way == "forward"
-    made, source, steps, distance = (first, second, mine, down) if is_forward else (second, first, theirs, up)
+    derived_side, source, steps, distance = (first, second, mine, down) if is_forward else (second, first, theirs, up)
     exact = related and distance == 0 and len(steps) == 1
     change = next(iter(changed if is_forward else changed_too), None)
-    asked = replace(
+    combined = replace(
         change.selection if change else Selection(),
-        drop=_drops(steps) + more.drop,
-        allow_missing=(_selection(steps[0]).allow_missing if exact else ()) + more.allow_missing,
+        drop=_drops(steps) + given_selection.drop,
+        allow_missing=(_selection(steps[0]).allow_missing if exact else ()) + given_selection.allow_missing,
     )
     if not exact:
         source = source.without(change.left_out if change else ())
-        if not _fits(made, source, asked):
+        if not _fits(derived_side, source, combined):
             return plain
-    notes = [] if exact and is_forward else [_note(made, source, steps[0], exact=exact)]
+    notes = [] if exact and is_forward else [_note(derived_side, source, steps[0], exact=exact)]
     if change is not None:
         notes.append(Text("changes are those of its ledger; ", Option("as_is"), " compares without them"))
-    once = once if is_forward else not isinstance(against, Checkpoint) and _is_deduplicated(other)
-    return Sides(made, derived(source, asked), asked, once, joined("; ", notes))
+    once = once if is_forward else not isinstance(against, Checkpoint) and _is_deduplicated(source_lineage)
+    return Sides(derived_side, derived(source, combined), combined, once, joined("; ", notes))
 
 
 def _way(
     changed: Sequence[_Change], changed_too: Sequence[_Change], up: int, down: int
 ) -> Literal["plain", "forward", "reverse"] | None:
-    """Return which side is compared with what is made of the other; None if neither can be made of the other.
+    """Return the direction of a comparison; None if neither was made from the other.
 
     Args:
-        changed: how the target was changed since the checkpoint that both are made from.
-        changed_too: how the source was changed since then.
-        up: how many conversions made the target of that checkpoint.
-        down: how many made the source of it.
+        changed: the changes of the target since the common checkpoint.
+        changed_too: the changes of the source since the common checkpoint.
+        up: number of conversions from the common checkpoint to the target.
+        down: number of conversions from the common checkpoint to the source.
     """
     if not changed and not changed_too:
         return "forward" if up and not down else "reverse" if down and not up else "plain"
-    if len(changed) == 1 and all(one.only_leaves_out for one in changed_too):
+    if len(changed) == 1 and all(change.only_leaves_out for change in changed_too):
         return "forward"
-    if len(changed_too) == 1 and all(one.only_leaves_out for one in changed):
+    if len(changed_too) == 1 and all(change.only_leaves_out for change in changed):
         return "reverse"
     return None
 
 
-def _note(made: Checkpoint, source: Checkpoint, step: Made, *, exact: bool) -> str:
-    """Return why two checkpoints are compared as they are."""
+def _note(derived_side: Checkpoint, source: Checkpoint, step: Made, *, exact: bool) -> str:
+    """Return the note that explains the comparison."""
     root = step.content["source"]["root"]
     if exact:
-        return f"{made.root} was made from {source.root}, as its ledger says, and is compared with it"
-    return f"{made.root} was made from {root}, as its ledger says; {source.root} is taken for that"
+        return f"{derived_side.root} was made from {source.root}, as its ledger says, and is compared with it"
+    return f"{derived_side.root} was made from {root}, as its ledger says; {source.root} is taken for that"
 
 
 def _open(
     side: AnyName | Checkpoint, what: str, lineage: _Lineage, below: Sequence[Made], cipher: Cipher | None
 ) -> Checkpoint:
-    """Open one side: as the ledger of what was made from it says, as its own ledger says, or as it is.
+    """Open one side with the options in a ledger, if there is one.
 
     Args:
-        side: a path, or a checkpoint, which is taken as it is.
+        side: a path, or an open checkpoint, which is returned.
         what: `source` or `target`, for messages.
-        lineage: what it was made from.
-        below: how others were made from it, one after the other.
+        lineage: its lineage.
+        below: the conversions that later made the other side from it.
         cipher: decrypts it.
     """
     if isinstance(side, Checkpoint):
@@ -226,7 +229,7 @@ def _open(
     root = str(as_place(side))
     try:
         if below:
-            with suppress(GoneError):  # other files may be there now
+            with suppress(GoneError):  # the files may have been replaced
                 return replace(noted_source(below[-1].content["source"], cipher, Option(f"{what}_key")), root=root)
         if lineage.steps:
             return replace(target_of(lineage.steps[0], cipher), root=root)
@@ -236,12 +239,12 @@ def _open(
 
 
 def _open_copy(side: AnyName | Checkpoint, lineage: _Lineage, cipher: Cipher | None) -> Checkpoint | None:
-    """Open ranks that nothing joins with the strategy of another's source, if they fit it; else return None."""
+    """Open a side with the strategy of a source; None if it does not fit."""
     if isinstance(side, Checkpoint) or not lineage.steps:
         return None
-    noted = lineage.steps[0].content["source"]
-    strategy = read_small_strategy(noted["strategy"])
-    if strategy is None or noted["stage"] is not None:
+    recorded = lineage.steps[0].content["source"]
+    strategy = read_small_strategy(recorded["strategy"])
+    if strategy is None or recorded["stage"] is not None:
         return None
     with suppress(SourceError):
         return open_checkpoint(side, strategy=strategy, contents="blocks", cipher=cipher)
@@ -249,36 +252,36 @@ def _open_copy(side: AnyName | Checkpoint, lineage: _Lineage, cipher: Cipher | N
 
 
 def _lineage(side: AnyName | Checkpoint) -> _Lineage:
-    """Return what a checkpoint was made from, as far as ledgers are there."""
-    place = side.root if isinstance(side, Checkpoint) else side
-    found = _Lineage([_key(place)], [])
-    while len(found.steps) < _LONGEST_LINEAGE and (made := made_at(place)):
-        place = made.content["source"]["root"]
-        if (key := _key(place)) in found.places:
+    """Return the lineage of a checkpoint, as recorded in ledgers."""
+    path = side.root if isinstance(side, Checkpoint) else side
+    lineage = _Lineage([_key(path)], [])
+    while len(lineage.steps) < _LONGEST_LINEAGE and (provenance := made_at(path)):
+        path = provenance.content["source"]["root"]
+        if (key := _key(path)) in lineage.places:
             break
-        found.places.append(key)
-        found.steps.append(made)
-    return found
+        lineage.places.append(key)
+        lineage.steps.append(provenance)
+    return lineage
 
 
 def _key(path: AnyName) -> str:
-    """Return a name by which two paths of one checkpoint are equal."""
-    place = as_place(path)
-    with suppress(SourceError):  # a run that names no checkpoint
-        place = iteration_at(place)
-    return str(place) if is_url(place) else os.path.realpath(str(place))
+    """Return a canonical path, equal for all paths of a checkpoint."""
+    location = as_place(path)
+    with suppress(SourceError):  # a run directory without a checkpoint
+        location = iteration_at(location)
+    return str(location) if is_url(location) else os.path.realpath(str(location))
 
 
-def _meeting(own: _Lineage, other: _Lineage) -> tuple[int, int, bool]:
-    """Return how far up two lineages meet, and whether they do; if not, the first step of each counts."""
-    for up, place in enumerate(own.places):
-        if place in other.places:
-            return up, other.places.index(place), True
-    return min(1, len(own.steps)), min(1, len(other.steps)), False
+def _meeting(first: _Lineage, second: _Lineage) -> tuple[int, int, bool]:
+    """Return the steps to the common checkpoint, and whether there is one."""
+    for up, path in enumerate(first.places):
+        if path in second.places:
+            return up, second.places.index(path), True
+    return min(1, len(first.steps)), min(1, len(second.steps)), False
 
 
 def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_Change], list[_Change]]:
-    """Return the changes that two lineages do not have in common since they met."""
+    """Return the changes of two lineages, without equal first changes."""
     both = [[change for step in steps if (change := _change(step))] for steps in (mine, theirs)]
     while both[0] and both[1] and both[0][-1].key == both[1][-1].key:
         del both[0][-1], both[1][-1]
@@ -286,19 +289,19 @@ def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_Chang
 
 
 def _change(step: Made) -> _Change | None:
-    """Return what a conversion changed; None if nothing but files, blocks and formats."""
+    """Return the changes of names and values in a conversion, or None."""
     left_out = frozenset(step.content["source"]["left_out"])
-    asked = _changed_by(_selection(step))
-    if asked == Selection() and not left_out:
+    selection = _changed_by(_selection(step))
+    if selection == Selection() and not left_out:
         return None
-    said = {**step.content["selection"], "drop": [], "allow_missing": []}
-    if asked.lora and asked.lora.digest:  # the adapter may have been moved
-        said["lora"] = {**said["lora"], "root": ""}
-    return _Change(json.dumps([said, sorted(left_out)], sort_keys=True), asked, left_out)
+    content = {**step.content["selection"], "drop": [], "allow_missing": []}
+    if selection.lora and selection.lora.digest:  # the adapter may have been moved
+        content["lora"] = {**content["lora"], "root": ""}
+    return _Change(json.dumps([content, sorted(left_out)], sort_keys=True), selection, left_out)
 
 
 def _changed_by(selection: Selection) -> Selection:
-    """Return a selection without what may be missing."""
+    """Return a selection without `drop` and `allow_missing`."""
     return replace(selection, drop=(), allow_missing=())
 
 
@@ -320,8 +323,8 @@ def _is_deduplicated(lineage: _Lineage) -> bool:
 
 
 def _fits(target: Checkpoint, source: Checkpoint, selection: Selection) -> bool:
-    """Return whether a selection gives a source's tensors names of the target's, no fewer than they have of them."""
-    bare = replace(selection, lora=None)  # which changes no name
+    """Return whether a selection keeps or increases the number of matching names."""
+    bare = replace(selection, lora=None)  # an adapter changes no name
     try:
         new_names, _ = select_listed(derived(source, bare), bare)
     except ReshardError:

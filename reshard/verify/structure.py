@@ -1,7 +1,7 @@
-"""Whether a checkpoint is all there and valid, from headers alone, and what unfinished runs left next to it.
+"""Check from headers alone that a checkpoint is complete and valid.
 
-Which rank shall hold which block is known from the strategy; of what it does not name, only that all ranks of a stage
-save the same names, because they run the same network.
+The strategy tells which rank should have which block. For tensors outside the strategy, all ranks of a stage must have
+the same names, because they run the same network.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ if TYPE_CHECKING:
 
 
 def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: bool = False) -> list[str]:
-    """Check all that headers tell, beyond what was checked when the checkpoint was opened.
+    """Check everything in headers that opening the checkpoint did not check.
 
     Args:
-        target: a checkpoint; one that has no tensors is of ranks that no strategy joins.
-        selection: `allow_missing` has globs of tensors that need not be there, `drop` of entries that nobody can read.
-        deduplicated: each replica is stored once, whether the files say so or not.
+        target: a checkpoint; without tensors if no strategy joins its ranks.
+        selection: `allow_missing` has globs of tensors that may be missing, `drop` of unreadable entries.
+        deduplicated: replicas are stored once, even if no header says so.
 
     Returns:
-        what should be known though it is not a fault.
+        warnings.
 
     Raises:
-        SourceError: something is not valid; all faults at once.
+        SourceError: the checkpoint is invalid; all faults at once.
     """
     faults = Faults(target.root)
-    warnings = [warning for warning in target.warnings if warning not in target.defects]
-    if target.defects:  # all of one file
-        where, whats = target.defects[0].partition(": ")[0], [text.partition(": ")[2] for text in target.defects]
-        faults.add(where, "; ".join(whats), code="wrong-description")
+    defects = target.extras.defects
+    warnings = [warning for warning in target.warnings if warning not in defects]
+    if defects:  # they are about one file
+        subject, texts = defects[0].partition(": ")[0], [text.partition(": ")[2] for text in defects]
+        faults.add(subject, "; ".join(texts), code="wrong-description")
     for number, file in enumerate(target.files):
         for name, reason in file.index.unreadable:
             if name in target.unreadable and not matches(name, selection.drop):
@@ -58,8 +59,8 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
         absent = sorted({*range(max(present))} - present)
         if absent:
             have = "has" if len(absent) == 1 else "have"
-            what = f"{have} no file, though there are ranks up to {max(present)}"
-            faults.add(ranks_text(absent), what, code="missing-ranks")
+            fault = f"{have} no file, though there are ranks up to {max(present)}"
+            faults.add(ranks_text(absent), fault, code="missing-ranks")
         empty = [r for r, file in zip(target.ranks, target.files, strict=True) if not file.index.entries]
         if empty:
             warnings.append(f"the file of {ranks_text(empty)} has no tensor, and others have tensors")
@@ -80,28 +81,28 @@ def _leave_out(name: str) -> Text:
 
 
 def _check_cover(target: Checkpoint, faults: Faults) -> None:
-    """Every element of a tensor must be in exactly one of its distinct blocks."""
-    known: dict[Sharding, str | None] = {}
+    """Report tensors whose distinct blocks overlap, or do not cover them."""
+    cover_faults: dict[Sharding, str | None] = {}
     for name, tensor in target.tensors.items():
-        if tensor.sharding not in known:
-            known[tensor.sharding] = cover_fault(tensor.spec.shape, tensor.sharding.blocks)
-        if fault := known[tensor.sharding]:
+        if tensor.sharding not in cover_faults:
+            cover_faults[tensor.sharding] = cover_fault(tensor.spec.shape, tensor.sharding.blocks)
+        if fault := cover_faults[tensor.sharding]:
             faults.add(f"tensor {name!r}", fault, code="not-covered")
 
 
 def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable[str], faults: Faults) -> None:
-    """Every weight that the strategy names must be there, as far as ranks of its stages are."""
+    """Report missing weights of the strategy, if ranks of their stages exist."""
     states = optimizer_states({**target.tensors, **strategy.tensors})
     stages = {strategy.stage_of(rank) for rank in target.ranks}
     for name in strategy.tensors:
-        known = name in target.tensors or name in target.unreadable or name in states
-        if not known and stages.intersection(strategy.stages_of(name)) and not matches(name, allow_missing):
+        is_present = name in target.tensors or name in target.unreadable or name in states
+        if not is_present and stages.intersection(strategy.stages_of(name)) and not matches(name, allow_missing):
             hint = Text("to do without it, pass ", Option("allow_missing", name))
             faults.add(f"tensor {name!r}", "is in the strategy but in no file", code="missing-tensor", hint=hint)
 
 
 def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, once: bool) -> None:
-    """Every rank that is there must have what the strategy gives it, as far as any rank of its stage has it."""
+    """Report ranks that lack a tensor which other ranks of their stage have."""
     replicas = Replicas(target, once=once, converted=False)
     unreadable = {
         (rank, name) for rank, file in zip(target.ranks, target.files, strict=True) for name, _ in file.index.unreadable
@@ -113,8 +114,8 @@ def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, on
             for rank in dict.fromkeys(lack.rank for lack in lacks if (lack.rank, name) not in unreadable):
                 lacking.setdefault(rank, []).append(name)
     alike: dict[tuple[str, ...], list[int]] = {}
-    for rank, some in sorted(lacking.items()):
-        alike.setdefault(tuple(some), []).append(rank)
+    for rank, missing in sorted(lacking.items()):
+        alike.setdefault(tuple(missing), []).append(rank)
     for lacked, ranks in alike.items():
         is_not = "is not" if len(lacked) == 1 else "are not"
         its_file = "its file" if len(ranks) == 1 else "their files"
@@ -127,15 +128,15 @@ def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, on
 
 
 def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
-    """Return which stages have nothing of what they share with others."""
+    """Return a warning about stages that have no part of tensors shared across stages."""
     lacking: dict[str, None] = {}
     stages: set[int] = set()
     present = {strategy.stage_of(rank) for rank in target.ranks}
     for name, tensor in target.tensors.items():
         if in_several_stages(target, tensor):
             replicas = in_every_stage(target, tensor).sharding.replicas
-            held = {strategy.stage_of(target.ranks[at.file]) for some in replicas for at in some}
-            if without := present.intersection(strategy.stages_of(name)) - held:
+            stages_with_tensor = {strategy.stage_of(target.ranks[at.file]) for copies in replicas for at in copies}
+            if without := present.intersection(strategy.stages_of(name)) - stages_with_tensor:
                 lacking[name] = None
                 stages |= without
     if not lacking:

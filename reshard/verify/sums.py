@@ -1,6 +1,6 @@
-"""Checksums of ranges of files: each byte is read once, on some threads or a cluster, wherever the files are.
+"""Compute checksums of ranges of files, with threads or a cluster.
 
-Some files carry checksums of their own contents, which what loads them mostly does not look at: `check_carried` does.
+Some files contain checksums of their own contents, which most loaders ignore; `check_carried` checks them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound="Hashable")
 
 _Range = tuple[K, str, "Runs", int, int]
-"""What it is part of, the file, where that is in it; and where the range begins among the contents, and its bytes."""
+"""The key of the contents, the file, their runs in it; the offset of the range in the contents, and its bytes."""
 
 
 def thread_count(threads: int | None) -> int:
-    """Return how many threads there are: by default one for each available processor, at most `budget.THREADS`."""
+    """Return the number of threads, by default one per processor up to a limit."""
     if threads is None:
         return min(len(os.sched_getaffinity(0)), budget.THREADS)
     if threads < 1:
@@ -51,26 +51,25 @@ def sum_contents(
     coding: Coding | None = None,
     client: Any = None,
 ) -> tuple[dict[K, int], int]:
-    """Return the checksums of some contents of files, and how many bytes were read.
+    """Return checksums of contents of files, and the number of bytes read.
 
     Args:
-        wanted: a key, each once, the file and where in it the contents are; near each other those that are so in a
-            file.
-        threads: how many read.
+        wanted: a unique key, the file and the runs of each content, in about the order of the file.
+        threads: number of reading threads.
         on_progress: called with the bytes read and the bytes to be read.
-        kind: of checksum.
-        coding: how the bytes of the files are to be read.
+        kind: the kind of checksum.
+        coding: decodes or decrypts the bytes of the files.
         client: a `distributed.Client`, whose workers read in place of the threads.
 
     Raises:
-        SourceError: a file cannot be read, or is shorter than was said.
+        SourceError: a file cannot be read, or is shorter than its runs.
     """
     tasks: list[list[_Range[K]]] = [[]]
-    found: dict[K, list[tuple[int, int, int]]] = {}
+    sums: dict[K, list[tuple[int, int, int]]] = {}
     room = budget.TASK_BYTES
     total = read = 0
     for key, path, runs in wanted:
-        found[key] = []
+        sums[key] = []
         nbytes = sum(length for _, length in runs)
         for begin in range(0, nbytes, budget.TASK_BYTES):
             length = min(budget.TASK_BYTES, nbytes - begin)
@@ -83,9 +82,9 @@ def sum_contents(
 
     def add(summed: list[tuple[K, int, int, int]]) -> None:
         nonlocal read
-        for key, *one in summed:
-            found[key].append((one[0], one[1], one[2]))
-            read += one[1]
+        for key, *span in summed:
+            sums[key].append((span[0], span[1], span[2]))
+            read += span[1]
         if on_progress is not None:
             on_progress(read, total)
 
@@ -93,12 +92,12 @@ def sum_contents(
         map_tasks(_summed, (kind, coding), tasks, threads=threads, client=client, on_result=add)
     finally:
         store_of(coding).close()
-    return {key: combine_ranges(some, kind.polynomial) for key, some in found.items()}, read
+    return {key: combine_ranges(ranges, kind.polynomial) for key, ranges in sums.items()}, read
 
 
-def _summed(how: tuple[Checksum, Coding | None], task: Sequence[_Range[K]]) -> list[tuple[K, int, int, int]]:
-    """Return where each range begins, its bytes and its sum."""
-    kind, coding = how
+def _summed(options: tuple[Checksum, Coding | None], task: Sequence[_Range[K]]) -> list[tuple[K, int, int, int]]:
+    """Return the key, begin, bytes and checksum of each range."""
+    kind, coding = options
     sums = [0] * len(task)
     for number, band in in_batches(_bands(task, store_of(coding))):
         sums[number] = kind.extend(band, sums[number])
@@ -108,7 +107,7 @@ def _summed(how: tuple[Checksum, Coding | None], task: Sequence[_Range[K]]) -> l
 def _bands(
     task: Sequence[_Range[K]], store: ReadStore
 ) -> Iterator[tuple[tuple[int, memoryview], ReadStore, list[Want]]]:
-    """Yield what is read in turn: some bytes of a range, with its number."""
+    """Yield bands of each range, with its number, store and read requests."""
     for number, (_, path, runs, begin, nbytes) in enumerate(task):
         for start in range(begin, begin + nbytes, budget.BAND_BYTES):
             band = scratch(min(budget.BAND_BYTES, begin + nbytes - start))
@@ -116,14 +115,14 @@ def _bands(
 
 
 class SumsChecked(NamedTuple):
-    """What came of comparing files with the checksums that they carry.
+    """The result of comparing files with the checksums that they contain.
 
     Attributes:
-        differences: what does not have its checksum, or contradicts itself.
-        nbytes: how many bytes of the files have checksums, headers included.
-        rest: how many have none.
-        bare: names of what could carry checksums, and has none.
-        unread: names of what may carry checksums, and was not read to its end.
+        differences: contents with a wrong checksum, and contradictions within a file.
+        nbytes: number of bytes of the files that have checksums, including headers.
+        rest: number of bytes without checksums.
+        bare: names of contents that could have checksums, but have none.
+        unread: names of contents that may have checksums, but were not read to the end.
     """
 
     differences: tuple[Difference, ...]
@@ -136,11 +135,11 @@ class SumsChecked(NamedTuple):
 def check_carried(
     target: Checkpoint, *, threads: int, on_progress: Callable[[int, int], object], client: Any = None
 ) -> SumsChecked:
-    """Compare the files of a checkpoint with the checksums that they carry; those without any are not read.
+    """Compare files with the checksums that they contain; skip contents without any.
 
     Args:
         target: the checkpoint.
-        threads: how many read.
+        threads: number of reading threads.
         on_progress: called with the bytes read and the bytes to be read.
         client: as for `sum_contents`.
 
@@ -152,7 +151,7 @@ def check_carried(
     unread: dict[str, None] = {}
     left_out: set[tuple[int, int, int]] = set()
     covered: set[tuple[int, int, int]] = set()
-    wanted: dict[tuple[int, Runs, int], list[tuple[str, str]]] = {}  # two names may have one item
+    to_sum: dict[tuple[int, Runs, int], list[tuple[str, str]]] = {}  # two names may share one item
 
     def add(number: int, name: str, text: str) -> None:
         file = target.files[number]
@@ -163,8 +162,8 @@ def check_carried(
         sums = file.index.sums
         return number, [] if sums is None else list(sums.read(file.path, store_of(target.coding)))
 
-    def note(held: tuple[int, list[Summed]]) -> None:
-        number, parts = held
+    def note(item: tuple[int, list[Summed]]) -> None:
+        number, parts = item
         for part in parts:
             for fault in part.faults:
                 add(number, part.name, fault)
@@ -176,18 +175,18 @@ def check_carried(
                 covered.add((number, *part.run))
             else:
                 bare[name] = None
-            for what, runs, crc in part.left:
-                wanted.setdefault((number, runs, crc), []).append((part.name, what))
+            for subject, runs, crc in part.left:
+                to_sum.setdefault((number, runs, crc), []).append((part.name, subject))
 
     run_threads(read, range(len(target.files)), threads, note)
-    found, _ = sum_contents(
-        ((key, target.files[key[0]].path, key[1]) for key in wanted),
+    values, _ = sum_contents(
+        ((key, target.files[key[0]].path, key[1]) for key in to_sum),
         threads=threads, on_progress=on_progress, kind=CRC32, coding=target.coding, client=client,
     )  # fmt: skip
-    for key, value in found.items():
+    for key, value in values.items():
         number, _, crc = key
-        for name, what in wanted[key] if (fault := crc32_fault(value, crc)) else ():
-            add(number, name, f"{what} {fault}")
-    nbytes, left = (sum(length for *_, length in some) for some in (covered, left_out))
-    rest = sum(file.nbytes for file in target.files) - nbytes - left
+        for name, subject in to_sum[key] if (fault := crc32_fault(value, crc)) else ():
+            add(number, name, f"{subject} {fault}")
+    nbytes, unread_bytes = (sum(length for *_, length in runs_set) for runs_set in (covered, left_out))
+    rest = sum(file.nbytes for file in target.files) - nbytes - unread_bytes
     return SumsChecked(tuple(differences), nbytes, rest, tuple(bare), tuple(unread))

@@ -1,13 +1,13 @@
-"""`reshard.verify`: is a checkpoint valid, is it that which another became, are its files those of a manifest.
+"""Verify a checkpoint alone, against its source, or against a manifest.
 
-* Alone: every rank is there and has what the strategy gives it, headers are valid, every block is there and covers its
-  tensor once, names and shapes are as the strategy says. Headers are read, and contents where files carry checksums of
-  them (`sums`), as PyTorch's distributed checkpoints do; then replicas are compared, too.
-* Against a source: what a conversion with the same options would have written is what is there, on every rank, bit for
-  bit, and replicas agree on both sides (`compare`).
-* Against a manifest: sizes and checksums are what they were (`manifest_files`); every bit of a file is in one of them.
+* Alone: every rank exists and has the tensors that the strategy assigns to it, headers are valid, blocks exist and
+  cover each tensor once, names and shapes match the strategy. Headers are read, and contents if files contain checksums
+  of them (`sums`), like distributed checkpoints of PyTorch; then replicas are compared, too.
+* Against a source: every rank has exactly the bits that a conversion with the same options would have written, and
+  replicas agree on both sides (`compare`).
+* Against a manifest: sizes and checksums match (`manifest_files`); checksums cover every bit of a file.
 
-What a way does not look at is in `Verification.unchecked`.
+`Verification.unchecked` lists what was not checked.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from reshard.verify.sums import SumsChecked
 
     OnProgress = Callable[[int, int], None]
-    """Gets the bytes done and the bytes to be done."""
+    """Called with the bytes done and the bytes to be done."""
 
 _NEVER = "checksums that files carry (crc_num), and how text entries are stored"
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How contents are read: with which of the options of `verify`, and what reports progress."""
+    """Options of `verify` for reading contents, and the progress callback."""
 
     memory: int | None
     threads: int
@@ -75,34 +75,34 @@ class _How:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was verified, and what is not as it should be.
+    """The result of a verification.
 
     Attributes:
-        target: the directory or file that was looked at.
-        against: the source that it was compared with, or the manifest; None where it was verified alone.
-        ranks: ranks whose files were looked at; none for a manifest, which knows of none.
-        files: how many files of the target were looked at.
-        tensors: how many tensors were looked at.
-        copies: how many blocks in files were looked at or compared with others, replicas included.
+        target: the directory or file that was verified.
+        against: the source or manifest that it was compared with; None if it was verified alone.
+        ranks: ranks whose files were checked; empty for a manifest, which has no ranks.
+        files: number of target files checked.
+        tensors: number of tensors checked.
+        copies: number of blocks in files that were checked or compared, including replicas.
         bytes_read: bytes of contents read, of both sides; against a manifest, or alone, bytes of the files.
-        total_bytes: what a comparison of all rows reads.
-        differences: what is not as it should be.
-        dropped: tensors of the source that the target may lack, and lacks.
-        left_out: tensors of the target that were not asked for.
+        total_bytes: bytes that a comparison of all rows reads.
+        differences: the differences from the expected state.
+        dropped: source tensors that the target does not have, and need not have.
+        left_out: target tensors that were not requested.
         sample: the share of rows that was compared; None for all.
-        seed: of the sample.
+        seed: the seed of the sample.
         warnings: warnings; not differences.
-        seconds: how long it took.
-        unchecked: what of the files was not looked at, and could be anything.
-        step: which of the checkpoints of a training run the target is; None where the names of its files do not say.
-        against_step: likewise of the source.
-        by_checksums: sizes and checksums were compared, those that the ledger has, because the source is gone.
-        changes: in what the target is not its source, as asked for, or as ledgers say.
-        note: why these two are compared, and in this order, if ledgers say so; how to compare what cannot be.
-        absent: how many blocks are in no file of one side, and were not compared.
-        complete: nothing that should be there is missing, as a strategy, an index, a source or a manifest says.
+        seconds: duration of the verification.
+        unchecked: descriptions of parts of the files that were not checked.
+        step: the training step of the target; None if the names of its files have none.
+        against_step: the training step of the source; None if the names of its files have none.
+        by_checksums: only sizes and checksums in the ledger were compared, because the source is gone.
+        changes: the changes from source to target, as requested, or as recorded in ledgers.
+        note: the reason for comparing these two in this order, if it is from ledgers; advice for incomparable tensors.
+        absent: number of blocks that are in no file of one side, and were not compared.
+        complete: a strategy, an index, a source or a manifest shows that nothing is missing.
         by_ranks: the files are in rank directories.
-        independent: how many files of the target were read with the library safetensors, not by this program's reader.
+        independent: number of target files that were read with the library safetensors, not by this program's reader.
     """
 
     target: str
@@ -133,17 +133,17 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Everything that was looked at is as it should be."""
+        """Return whether there are no differences."""
         return not self.differences
 
     def __bool__(self) -> bool:
         return self.equal
 
     def __repr__(self) -> str:
-        found = f"{len(self.differences)} differences" if self.differences else "as it should be"
+        verdict = f"{len(self.differences)} differences" if self.differences else "as it should be"
         against = f" against {names([self.against])}" if self.against else ""
         of = f"{names([self.target])}{against}"
-        return f"<Verification of {of}: {found}, {self.tensors} tensors, {self.bytes_read} bytes>"
+        return f"<Verification of {of}: {verdict}, {self.tensors} tensors, {self.bytes_read} bytes>"
 
     def _repr_html_(self) -> str:
         return str(upward("html")(self))
@@ -169,7 +169,10 @@ def verify(
     client: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Verification:
-    """Verify a checkpoint: `reshard.verify` says what the arguments are; memory is in bytes, a selection is one."""
+    """Verify a checkpoint; see `reshard.verify`.
+
+    Unlike there, `memory` is in bytes, and `selection` is a `Selection`.
+    """
     began = time.perf_counter()
     if against is not None and manifest is not None:
         raise UsageError(
@@ -184,12 +187,12 @@ def verify(
             hint="leave one out",
         )
     _refuse_idle_selection(selection, against)
-    how = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed, independent)
-    made = (
+    options = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed, independent)
+    provenance = (
         None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
     )
-    _check_sample(sample, against if made is None else made)
-    _refuse_idle_library(independent=independent, is_compared=against is not None or made is not None)
+    _check_sample(sample, against if provenance is None else provenance)
+    _refuse_idle_library(independent=independent, is_compared=against is not None or provenance is not None)
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError(
@@ -204,9 +207,9 @@ def verify(
                 hint=Text("leave out ", Option("target_key")),
             )
         _refuse_idle(target, memory, client, source_cipher)
-        found = _against_manifest(as_place(target), manifest, partial, how)
-    elif made is not None:
-        found = _against_made(made, cipher, source_cipher, how)
+        result = _against_manifest(as_place(target), manifest, partial, options)
+    elif provenance is not None:
+        result = _against_made(provenance, cipher, source_cipher, options)
     else:
         from reshard.verify.sides import opened, sides_of
 
@@ -218,22 +221,22 @@ def verify(
             sides = sides_of(
                 target, against, selection, deduplicated=deduplicated, cipher=cipher, against_cipher=source_cipher
             )
-            found = _against_source(sides, how)
+            result = _against_source(sides, options)
             if any(file.index.sums is not None for file in sides.target.files):
                 rest = f"values are compared, not the checksums in the files of {sides.target.root}"
-                found = replace(found, note=joined("; ", [*([found.note] if found.note else []), rest]))
+                result = replace(result, note=joined("; ", [*([result.note] if result.note else []), rest]))
         elif isinstance(target, Checkpoint):
             reads = any(file.index.sums is not None for file in target.files)
             _refuse_idle(target.root, memory, None if reads else client, source_cipher)
-            found = _alone(target, selection or Selection(), deduplicated, how)
-    return replace(found, seconds=time.perf_counter() - began)
+            result = _alone(target, selection or Selection(), deduplicated, options)
+    return replace(result, seconds=time.perf_counter() - began)
 
 
 def as_it_is(selection: Selection | None, against: object) -> Selection:
-    """Return the selection of a comparison without changes, whatever ledgers say.
+    """Return the selection of a comparison without changes, ignoring ledgers.
 
     Raises:
-        UsageError: there is no source, or changes are asked for, too.
+        UsageError: there is no source, or changes are requested, too.
     """
     if against is None:
         raise UsageError(
@@ -249,7 +252,7 @@ def as_it_is(selection: Selection | None, against: object) -> Selection:
 
 
 def _check_sample(sample: float | None, source: object) -> None:
-    """Refuse a sample that is no share, or that nothing is taken of."""
+    """Reject a sample that is not a share, or without a source."""
     if sample is not None and not 0 < sample <= 1:
         raise UsageError(f"sample is {sample}; expected a share above 0, up to 1", code="out-of-range")
     if sample is not None and source is None:
@@ -261,9 +264,13 @@ def _check_sample(sample: float | None, source: object) -> None:
 
 
 def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
-    """Refuse what only a comparison with a source obeys."""
-    given = ((Option("memory"), memory), (Option("client"), client), (Option("source_key"), required(source_cipher)))
-    for option, value in given:
+    """Reject options that need a comparison with a source."""
+    arguments = (
+        (Option("memory"), memory),
+        (Option("client"), client),
+        (Option("source_key"), required(source_cipher)),
+    )
+    for option, value in arguments:
         if value is not None:
             raise UsageError(
                 Text(option, " is only for a comparison with a source"),
@@ -274,7 +281,7 @@ def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher
 
 
 def _refuse_idle_library(*, independent: bool, is_compared: bool) -> None:
-    """Refuse to read files with the library that are compared with no source."""
+    """Reject the option `independent` without a source."""
     if independent and not is_compared:
         raise UsageError(
             "the safetensors library reads what is compared with a source, and there is none", code="needs-source",
@@ -283,9 +290,9 @@ def _refuse_idle_library(*, independent: bool, is_compared: bool) -> None:
 
 
 def _refuse_idle_selection(selection: Selection | None, against: object) -> None:
-    """Refuse to select, rename or cast what is compared with no source."""
-    asked = replace(selection or Selection(), drop=(), allow_missing=())
-    if against is None and asked != Selection():
+    """Reject a selection with names, casts or rules without a source."""
+    changes_only = replace(selection or Selection(), drop=(), allow_missing=())
+    if against is None and changes_only != Selection():
         raise UsageError(
             "names, casts and rules are only for a comparison with a source",
             code="needs-source",
@@ -296,47 +303,53 @@ def _refuse_idle_selection(selection: Selection | None, against: object) -> None
 def _made(
     target: AnyName | Checkpoint, strategy: object, against: object, selection: Selection | None, *, partial: bool
 ) -> Made | None:
-    """Return what the ledger of a target says, where nothing else is given that would say otherwise."""
+    """Return the provenance of a target, unless other arguments override it."""
     if isinstance(target, Checkpoint) or strategy is not None or against is not None or selection is not None:
         return None
     return None if partial else made_at(target)
 
 
-def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | None, how: _How) -> Verification:
-    """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
-    from reshard.verify.made import check_sums, keys_of, source_of, target_of  # not on every start
+def _against_made(provenance: Made, cipher: Cipher | None, source_cipher: Cipher | None, options: _How) -> Verification:
+    """Compare a target with the source in its ledger, or with the checksums in it."""
+    from reshard.verify.made import check_sums, keys_of, source_of, target_of  # lazy import: rarely needed
     from reshard.verify.sides import Sides
 
-    asked = required(source_cipher)
-    cipher, source_cipher = keys_of(made, cipher, source_cipher)
-    given = made.content["source"]["root"]
+    key_given = required(source_cipher)
+    cipher, source_cipher = keys_of(provenance, cipher, source_cipher)
+    source_root = provenance.content["source"]["root"]
     try:
-        source, selection, deduplicated = source_of(made, source_cipher)
+        source, selection, deduplicated = source_of(provenance, source_cipher)
     except SourceError as error:
-        may_be_gone = asked is None and isinstance(error, GoneError)
-        if how.independent or made.content["target"]["encrypted"] or (required(source_cipher) and not may_be_gone):
+        may_be_gone = key_given is None and isinstance(error, GoneError)
+        if (
+            options.independent
+            or provenance.content["target"]["encrypted"]
+            or (required(source_cipher) and not may_be_gone)
+        ):
             raise
-        differences, count, read = check_sums(made, threads=how.threads, on_progress=how.on_progress)
-        warning = Text(f"compared with the sizes and checksums that its ledger has, not with {given}: ", error.text)
+        differences, count, read = check_sums(provenance, threads=options.threads, on_progress=options.on_progress)
+        warning = Text(
+            f"compared with the sizes and checksums that its ledger has, not with {source_root}: ", error.text
+        )
         return Verification(
-            made.target,
+            provenance.target,
             "its ledger",
-            tuple(made.ranks),
-            len(made.records),
+            tuple(provenance.ranks),
+            len(provenance.records),
             0,
             count,
             read,
             read,
             differences,
-            warnings=(warning, *leftovers(as_place(made.target))),
+            warnings=(warning, *leftovers(as_place(provenance.target))),
             unchecked=("headers, and what has no checksum", _NEVER),
             by_checksums=True,
         )
     try:
-        target = target_of(made, cipher)
+        target = target_of(provenance, cipher)
     except SourceError as error:
         raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
-    return _against_source(Sides(target, source, selection, deduplicated), how)
+    return _against_source(Sides(target, source, selection, deduplicated), options)
 
 
 def make_manifest(
@@ -347,18 +360,18 @@ def make_manifest(
     threads: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
-    """Read the files of a checkpoint, and return their manifest; no strategy is needed.
+    """Read the files of a checkpoint, and return their manifest.
 
     Args:
-        target: as for `reshard.open`; paths in the manifest are below it, or next to it if it is a file.
+        target: as for `reshard.open`; paths in the manifest are relative to it, or to its parent if it is a file.
         rank_pattern: as for `reshard.open`.
-        suffix: likewise.
-        threads: how many; by default one for each available processor, at most 4.
-        progress: called with bytes read (as `written`) and to be read.
+        suffix: as for `reshard.open`.
+        threads: number of threads; by default one for each available processor, at most 4.
+        progress: called with the bytes read (as `written`) and the bytes to be read.
 
     Raises:
         SourceError: a file cannot be read, or is corrupt.
-        UsageError: it is a zarr store, or encrypted.
+        UsageError: the target is a zarr store, or encrypted.
     """
     on_progress = _on_progress(progress, time.perf_counter())
     try:
@@ -375,39 +388,41 @@ def make_manifest(
             code="no-manifest",
             hint="compare it with its source",
         )
-    place = as_place(target)
-    root = place if place.is_dir() else place.parent
-    others = [name for name in SET_INDEXES if root == place and (root / name).is_file()]
-    return sum_files(root, files, others, threads=thread_count(threads), progress=on_progress)
+    path = as_place(target)
+    root = path if path.is_dir() else path.parent
+    indexes = [name for name in SET_INDEXES if root == path and (root / name).is_file()]
+    return sum_files(root, files, indexes, threads=thread_count(threads), progress=on_progress)
 
 
 def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
-    """Return what reports progress to a user's callback."""
+    """Return a function that reports progress to the callback of a user."""
     if progress is None:
         return lambda _done, _total: None
-    from reshard.run.run import Progress  # it brings dask, which nothing else here needs
+    from reshard.run.run import Progress  # lazy import: only this needs dask
 
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
 
-def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _How) -> Verification:
-    """Check all that headers tell, of which what is not valid is an error; then the checksums that files carry."""
+def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options: _How) -> Verification:
+    """Check headers, raising an error for faults; then checksums or replicas."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
-    carried = check_carried(target, threads=how.threads, on_progress=how.on_progress, client=how.client)
-    differences, nbytes, looked = list(carried.differences), carried.nbytes, None
-    several = [name for name, one in target.tensors.items() if any(len(some) > 1 for some in one.sharding.replicas)]
-    if several and target.described_by and (nbytes or not target.holders):
-        from reshard.verify.compare.replicas import compare_replicas  # it brings numpy
+    carried = check_carried(target, threads=options.threads, on_progress=options.on_progress, client=options.client)
+    differences, nbytes, statistics = list(carried.differences), carried.nbytes, None
+    several = [
+        name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
+    ]
+    if several and target.extras.described_by and (nbytes or not target.extras.holders):
+        from reshard.verify.compare.replicas import compare_replicas  # lazy import: needs numpy
 
-        compared = compare_replicas(target, several, how.threads, how.client, how.on_progress)
+        compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)
         differences += compared.differences
         nbytes += compared.nbytes
     elif several:
         from reshard.verify.compare.samples import sample_replicas
 
-        torn, looked = sample_replicas(target)
+        torn, statistics = sample_replicas(target)
         differences += torn
-    unnamed = () if target.strategy or target.described_by else ("names and shapes, which no strategy tells",)
+    unnamed = () if target.strategy or target.extras.described_by else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
         None,
@@ -419,78 +434,90 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
         nbytes,
         tuple(differences),
         warnings=(*warnings, *leftovers(as_place(target.root))),
-        unchecked=(*_unread(target, carried, looked), *unnamed),
-        step=target.step,
+        unchecked=(*_unread(target, carried, statistics), *unnamed),
+        step=target.opening.step,
         complete=_says_what_it_has(target),
         by_ranks=any(rank_of(as_place(file.path)) for file in target.files),
     )
 
 
 def _says_what_it_has(target: Checkpoint) -> bool:
-    """Return whether anything says what a checkpoint should have: a strategy, metadata, or the index of a set."""
-    if target.strategy or target.described_by:
+    """Return whether a strategy, metadata or an index lists the expected tensors."""
+    if target.strategy or target.extras.described_by:
         return True
     root = as_place(target.root)
     return root.is_dir() and read_index(root) is not None
 
 
-def _unread(target: Checkpoint, carried: SumsChecked, looked: Looked | None) -> Iterator[str]:
-    """Yield what of files was not looked at, or has nothing to be compared with."""
+def _unread(target: Checkpoint, carried: SumsChecked, statistics: Looked | None) -> Iterator[str]:
+    """Yield descriptions of parts of files that were not checked."""
     if not carried.nbytes and not carried.unread:
-        sampled = f", but for samples of {looked.copies:,} of {looked.of_copies:,} replicas" if looked else ""
-        more = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
-        yield f"contents{sampled}{more if made_at(target.root) is not None else ''}"
+        sampled = (
+            f", but for samples of {statistics.copies:,} of {statistics.of_copies:,} replicas" if statistics else ""
+        )
+        advice = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
+        yield f"contents{sampled}{advice if made_at(target.root) is not None else ''}"
     elif carried.rest > 0:
         yield f"{bytes_text(carried.rest)} of the files, which carry no checksums of them"
     if carried.unread:
         yield f"contents of {names(carried.unread, most=3)}: objects in zstd streams that decode to more than 1 GB"
     if carried.bare:
         yield f"contents of {names(carried.bare, most=3)}, of which PyTorch was told to make no checksums"
-    if target.beside:
-        yield f"{names(target.beside)} beside the tensors"
+    if target.extras.beside:
+        yield f"{names(target.extras.beside)} beside the tensors"
     if any(file.index.sums is None for file in target.files):
         yield "notes (__metadata__)"
         yield _NEVER
-    if carried.nbytes and target.described_by and target.described_by != target.format:
-        yield f"{target.described_by}, which carries no checksum of itself"
+    if carried.nbytes and target.extras.described_by and target.extras.described_by != target.format:
+        yield f"{target.extras.described_by}, which carries no checksum of itself"
 
 
-def _against_source(sides: Sides, how: _How) -> Verification:
-    """Compare what a conversion of the source would have made with what is there."""
-    from reshard.verify.compare import checks, compare  # it brings numpy
+def _against_source(sides: Sides, options: _How) -> Verification:
+    """Compare the target with the result of converting the source."""
+    from reshard.verify.compare import checks, compare  # lazy import: needs numpy
     from reshard.verify.compare.ties import compare_ties
 
     target, source, selection, deduplicated, note = sides
-    sample, seed = how.sample, how.seed
+    sample, seed = options.sample, options.seed
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
-    if how.independent:
+    if options.independent:
         target = by_library(target)
-    budget = comparison_budget((source, target), casts=bool(selection.cast), memory=how.memory, threads=how.threads)
-    every: list[Check] = []
+    budget = comparison_budget(
+        (source, target), casts=bool(selection.cast), memory=options.memory, threads=options.threads
+    )
+    all_checks: list[Check] = []
     differences: list[Difference] = []
     dropped: list[str] = []
     left_out: list[str] = []
     pairs: dict[str, str] = {}
     absent = 0
     warnings = [*source.warnings, *target.warnings]
-    if target.described_by:  # by which experts may be stacked otherwise
+    if target.extras.described_by:  # it may stack experts in another shape
         named = selection.renamed(list(source.tensors), source.every)
-        there = {name: target.tensors[new].spec.shape for name, new in named.items() if new in target.tensors}
-        source, restacked = with_shapes(source, there)
+        target_shapes = {name: target.tensors[new].spec.shape for name, new in named.items() if new in target.tensors}
+        source, restacked = with_shapes(source, target_shapes)
         warnings += restacked
     for one_source, one_target, rank in pairs_of_ranks(source, target):
         matched = match(one_source, one_target, selection, rank=rank, deduplicated=deduplicated)
-        every += checks(one_source, one_target, matched.pairs, budget.band_bytes)
+        all_checks += checks(one_source, one_target, matched.pairs, budget.band_bytes)
         differences += matched.differences
         dropped += matched.dropped
         left_out += matched.left_out
         warnings += matched.warnings
         pairs |= matched.pairs
         absent += matched.absent
-    compared = compare(source, target, every, budget, how.client, how.on_progress, sample=sample, seed=seed)
+    compared = compare(
+        source, target, all_checks, budget, options.client, options.on_progress, sample=sample, seed=seed
+    )
     ties = compare_ties(
-        source, {check.source_name for check in every}, budget, how.client, how.on_progress, sample=sample, seed=seed
+        source,
+        {check.source_name for check in all_checks},
+        budget,
+        options.client,
+        options.on_progress,
+        sample=sample,
+        seed=seed,
     )
     differences += [*compared.differences, *ties.differences]
     warnings += [
@@ -501,8 +528,8 @@ def _against_source(sides: Sides, how: _How) -> Verification:
         source.root,
         tuple(sorted(set(target.ranks))),
         len(target.files),
-        len({check.name for check in every}),
-        sum(len(copies) for check in every for copies in check.move.way.writes),
+        len({check.name for check in all_checks}),
+        sum(len(copies) for check in all_checks for copies in check.move.way.writes),
         compared.nbytes + ties.nbytes,
         compared.total_bytes + ties.total_bytes,
         tuple(differences),
@@ -516,54 +543,54 @@ def _against_source(sides: Sides, how: _How) -> Verification:
             _NEVER,
             *_unread_by_library(target),
         ),
-        step=target.step,
-        against_step=source.step,
+        step=target.opening.step,
+        against_step=source.opening.step,
         changes=changes(source, selection, pairs.items()),
         note=joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),
         absent=absent,
-        independent=_read_by_library(target) if how.independent else 0,
+        independent=_read_by_library(target) if options.independent else 0,
     )
 
 
 def _read_by_library(target: Checkpoint) -> int:
-    """Return how many files the library reads."""
-    return len(target.decoding.tensors) if isinstance(target.decoding, SafetensorsLibrary) else 0
+    """Return the number of files that the library reads."""
+    return len(target.coding.tensors) if isinstance(target.coding, SafetensorsLibrary) else 0
 
 
 def _unread_by_library(target: Checkpoint) -> Iterator[str]:
-    """Yield what the library cannot read, of what it was to read."""
-    if isinstance(target.decoding, SafetensorsLibrary) and target.decoding.unread:
-        yield f"{names(target.decoding.unread, most=3)} by the safetensors library, as numpy has no float8"
+    """Yield a description of the tensors that the library could not read."""
+    if isinstance(target.coding, SafetensorsLibrary) and target.coding.unread:
+        yield f"{names(target.coding.unread, most=3)} by the safetensors library, as numpy has no float8"
 
 
 def _casts(differences: list[Difference]) -> Iterator[Text]:
-    """Yield how to compare tensors whose dtypes differ."""
-    pairs = Counter((one.found, one.expected) for one in differences if one.kind == "dtype")
-    for (found, expected), count in pairs.items():
-        if found and expected and (advice := cast_advice(found, expected, count)):
+    """Yield advice on comparing tensors whose dtypes differ."""
+    pairs = Counter((difference.found, difference.expected) for difference in differences if difference.kind == "dtype")
+    for (actual, expected), count in pairs.items():
+        if actual and expected and (advice := cast_advice(actual, expected, count)):
             yield advice
 
 
-def _against_manifest(target: Place, manifest: Manifest | AnyName, partial: bool, how: _How) -> Verification:
+def _against_manifest(target: Place, manifest: Manifest | AnyName, partial: bool, options: _How) -> Verification:
     """Compare files with a manifest."""
-    known = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
+    expected = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
     target.refresh()
     root = target if target.is_dir() else target.parent
     warnings = leftovers(target)
     files = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
-    others = sorted({path.relative_to(str(root)).as_posix() for path in files} - set(known.files))
-    warnings += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
-    checked = check_files(root, known, partial=partial, threads=how.threads, progress=how.on_progress)
-    absent = len(known.files) - len(checked.paths)
+    unlisted = sorted({path.relative_to(str(root)).as_posix() for path in files} - set(expected.files))
+    warnings += [f"{names(unlisted, most=3)}: not in the manifest, and not checked"] if unlisted else []
+    checked = check_files(root, expected, partial=partial, threads=options.threads, progress=options.on_progress)
+    absent = len(expected.files) - len(checked.paths)
     if absent and partial:
-        warnings.append(f"{absent} of the {len(known.files)} files of the manifest are not here")
+        warnings.append(f"{absent} of the {len(expected.files)} files of the manifest are not here")
     return Verification(
         str(target),
         "a manifest" if isinstance(manifest, Manifest) else str(manifest),
         (),
         len(checked.paths),
-        len({name for path in checked.paths for name in known.files[path].tensors}),
-        sum(len(known.files[path].tensors) for path in checked.paths),
+        len({name for path in checked.paths for name in expected.files[path].tensors}),
+        sum(len(expected.files[path].tensors) for path in checked.paths),
         checked.read,
         checked.read,
         checked.differences,

@@ -84,15 +84,15 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     )
     header = ("rank", "file", "format", "tensors", "bytes")
     files = _first(header, rows, len(checkpoint.files), _MOST_FILES, "file", right=("rank", "tensors", "bytes"))
-    strategy = checkpoint.strategy
+    strategy, left_out = checkpoint.strategy, len(checkpoint.left_out)
     if strategy:
         stages = ("stages", f"{len(strategy.stages)}", "")
     else:
-        stages = ("stages", "1", "layouts of its own" if checkpoint.layouts else "no strategy")
+        stages = ("stages", "1", "layouts of its own" if checkpoint.extras.layouts else "no strategy")
     parts = [
         heading("Checkpoint", checkpoint.root),
         tiles(
-            ("tensors", f"{len(checkpoint):,}", f"{len(checkpoint.left_out):,} left out" * bool(checkpoint.left_out)),
+            ("tensors", f"{len(checkpoint.tensors):,}", f"{left_out:,} left out" if left_out else ""),
             ("whole tensors", bytes_text(checkpoint.nbytes), "replicas once"),
             ("files", f"{len(checkpoint.files):,}", f"{formats}, {stored}"),
             ("ranks", f"{len(ranks):,}", ranges_text(ranks)),
@@ -105,7 +105,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     facts, objects = objects_of(checkpoint)
     by_title = {
         "Not readable": checkpoint.unreadable,
-        "Bound": checkpoint.bound,
+        "Bound": checkpoint.extras.bound,
         "Megatron": {word: str(fact) for word, fact in facts.items()},
         "Not tensors": objects,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import bytes_text
@@ -16,8 +16,7 @@ from reshard.errors import bytes_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reshard.plan.plan import Plan
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Progress
 
 READING = "reading headers and planning"
 """The phase before a run."""
@@ -26,16 +25,6 @@ _PAUSE = 0.1  # seconds between two drawings of a bar
 _CELLS = 24  # of the bar in characters
 # An output without a number begins 12 pixels further left in the HTML that a notebook is exported to.
 _STYLE = "padding: 4px 0 4px 12px; font: 13px var(--jp-ui-font-family, system-ui, sans-serif)"
-
-
-def run(
-    plan: Plan, directory: Any, *, progress: Callable[[Progress], None] | bool | None = None, **options: Any
-) -> Report:
-    """Run a plan: `Plan.run`, with a bar in a notebook or on a terminal if `progress` is true, lines elsewhere."""
-    from reshard.run.run import run as run_plan  # it brings dask
-
-    with shown() if progress is True else nullcontext(progress or None) as callback:
-        return run_plan(plan, directory, progress=callback, **options)
 
 
 # --- notebooks --------------------------------------------------------------------------------------------------

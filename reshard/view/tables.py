@@ -17,7 +17,7 @@ from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Where
 from reshard.layout.block import Block
 from reshard.plan.select import all_states
-from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched
+from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
 from reshard.view.text import count_text, looked_text, shards_text, source_lines, step_data, table_lines
@@ -51,11 +51,13 @@ class Groups(Mapping[str, Checkpoint]):
         checkpoint: the checkpoint whose tensors they are.
         by: the property that they are grouped by.
         members: the names of the tensors of each group.
+        shown_as: converts a group's checkpoint to the class that users see.
     """
 
     checkpoint: Checkpoint
     by: str
     members: Mapping[str, tuple[str, ...]]
+    shown_as: Callable[[Checkpoint], Any]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,8 +79,8 @@ class Groups(Mapping[str, Checkpoint]):
             for group, members in self.members.items()
         }
 
-    def __getitem__(self, group: str) -> Checkpoint:
-        return self.checkpoint.sel(*self.members[group])
+    def __getitem__(self, group: str) -> Any:
+        return self.shown_as(self.checkpoint.sel(*self.members[group]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.members)
@@ -106,11 +108,12 @@ class Groups(Mapping[str, Checkpoint]):
         return groups_html(self)
 
 
-def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
+def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any]) -> Groups:
     """Group the tensors of a checkpoint.
 
     Args:
         checkpoint: the checkpoint.
+        shown_as: see `Groups`.
         by: `name`, where names that differ in numbers only are one group (`layers.{0-31}.wq.weight`), `prefix`, the
             part before the first dot, `dtype`, or `kind` (`kinds`).
 
@@ -119,15 +122,15 @@ def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
     """
     by_group: dict[str, list[str]] = {}
     if by == "name":
-        for group, _, members in group_members((name, None) for name in checkpoint):
+        for group, _, members in group_members((name, None) for name in checkpoint.tensors):
             by_group.setdefault(group, []).extend(members)
     elif by in _KEYS:
         key = _KEYS[by](checkpoint)
-        for name in checkpoint:
+        for name in checkpoint.tensors:
             by_group.setdefault(key(name), []).append(name)
     else:
         raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}", code="bad-value")
-    return Groups(checkpoint, by, {group: tuple(members) for group, members in by_group.items()})
+    return Groups(checkpoint, by, {group: tuple(members) for group, members in by_group.items()}, shown_as)
 
 
 def kinds(checkpoint: Checkpoint) -> dict[str, str]:
@@ -185,7 +188,7 @@ def rank_parts(
             entries = chain.from_iterable(file.index.entries.items() for file in own)
             contents[headers] = frozenset((name, entry.dtype, entry.shape) for name, entry in entries)
         alike.setdefault(contents[headers], {})[rank] = own
-    return [replace(_as_they_are(root, group), step=step) for group in alike.values()]
+    return [replace(_as_they_are(root, group), opening=Opening(step=step)) for group in alike.values()]
 
 
 def _as_they_are(root: str, files: Mapping[int, Sequence[SourceFile]]) -> Checkpoint:
@@ -243,7 +246,7 @@ def checkpoint_text(
     """
     known: dict[Sharding, str] = {}
     more: dict[str, Callable[[Tensor], str]] = {}
-    cut = checkpoint.strategy is not None or bool(checkpoint.layouts)
+    cut = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
         more["layout"] = lambda tensor: cut_words(checkpoint, tensor, known)
     if raw:
@@ -251,7 +254,7 @@ def checkpoint_text(
         if cut:
             more["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
         more["shards x replicas"] = lambda tensor: shards_text(tensor, counts)
-    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step)
+    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
     facts, objects = objects_of(checkpoint)
     if facts:
         lines.append(f"Megatron: {printable(', '.join(f'{word} {fact}' for word, fact in facts.items()))}")
@@ -259,7 +262,7 @@ def checkpoint_text(
     if cut and raw:
         lines += [*LEGEND.splitlines(), ""]
     lines += [*_totals(checkpoint, width), ""]
-    if looked := looked_text(checkpoint.looked):
+    if looked := looked_text(checkpoint.opening.looked):
         lines.append(f"sampled: {looked}")
     in_files = f" in whole tensors, {bytes_text(_stored(checkpoint))} in the files with replicas" if cut else ""
     lines.append(f"{_counted(checkpoint)}{in_files}")
@@ -289,7 +292,7 @@ def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None
 def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:
     """Write the tensors of `rank_parts`, ranks with equal files as one; options are those of `checkpoint_text`."""
     files = [file for part in parts for file in part.files]
-    lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].step)
+    lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].opening.step)
     for part in parts:
         ranks = sorted(set(part.ranks))
         whose = f"ranks {ranges_text(ranks)}: each " if len(ranks) > 1 else f"rank {ranks[0]}: "
@@ -301,8 +304,8 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
 
 
 def _counted(checkpoint: Checkpoint) -> str:
-    every = len(checkpoint) + len(checkpoint.left_out)
-    selected = f"{len(checkpoint):,} of " if checkpoint.left_out else ""
+    every = len(checkpoint.tensors) + len(checkpoint.left_out)
+    selected = f"{len(checkpoint.tensors):,} of " if checkpoint.left_out else ""
     return f"{selected}{count_text(every, 'tensor')}, {bytes_text(checkpoint.nbytes)}"
 
 
@@ -330,7 +333,7 @@ def _rows(
 
 def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, str]]:
     """Read and return the facts about the training, and the text of each object that is no tensor."""
-    if not (checkpoint.objects or checkpoint.beside):
+    if not (checkpoint.extras.objects or checkpoint.extras.beside):
         return {}, {}
     from reshard.readers.dcp.objects import facts, shown_objects  # not on every start
 
@@ -338,7 +341,7 @@ def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, 
 
 
 def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
-    reasons = {"not readable": checkpoint.unreadable, "bound": checkpoint.bound, "not a tensor": objects}
+    reasons = {"not readable": checkpoint.unreadable, "bound": checkpoint.extras.bound, "not a tensor": objects}
     folded = {title: group_names(by_name.items()) for title, by_name in reasons.items()}
     return [
         f"{title}: {printable(name)}: {printable(text)}" for title, rows in folded.items() for name, text, _ in rows
@@ -369,7 +372,12 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
                 blocks, _, replicas = shards_text(tensor, known).partition(" x ")
-                yield (*row, layouts_text(part, [tensor]) if part.strategy or part.layouts else "", blocks, replicas)
+                yield (
+                    *row,
+                    layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else "",
+                    blocks,
+                    replicas,
+                )
             else:
                 yield (ranks, *row)
 
@@ -383,9 +391,9 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
         **_files_data([checkpoint]),
         "nbytes": checkpoint.nbytes,
         "warnings": list(checkpoint.warnings),
-        "sampled": checkpoint.looked and checkpoint.looked._asdict(),
+        "sampled": checkpoint.opening.looked and checkpoint.opening.looked._asdict(),
         "unreadable": dict(checkpoint.unreadable),
-        "bound": dict(checkpoint.bound),
+        "bound": dict(checkpoint.extras.bound),
         "objects": objects,
         "training": facts,
         "totals": [total._asdict() for total in totals(checkpoint)],
@@ -423,7 +431,7 @@ def _files_data(parts: Sequence[Checkpoint]) -> dict[str, object]:
     files = [(rank, file) for part in parts for rank, file in zip(part.ranks, part.files, strict=True)]
     return {
         "source": parts[0].root,
-        "step": step_data(parts[0].step),
+        "step": step_data(parts[0].opening.step),
         "ranks": sorted({rank for rank, _ in files}),
         "files": [
             {"rank": rank, "path": file.path, "format": file.index.format, "nbytes": file.nbytes}

@@ -219,7 +219,7 @@ def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | 
 def _plan_table(plan: Plan, directory: str) -> list[Text]:
     """Write all facts of a plan."""
     stats, source = plan.stats, plan.source
-    first, *more = source_lines(source.root, source.files, source.ranks, source.step)
+    first, *more = source_lines(source.root, source.files, source.ranks, source.opening.step)
     amplification = stats.read_amplification
     more_than_needed = f", {amplification:.2f} x what is needed" if amplification > 1 else ""
     read = f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}{more_than_needed}"
@@ -240,7 +240,7 @@ def _plan_table(plan: Plan, directory: str) -> list[Text]:
         *(("left out", text) for text in _left_out(plan)),
         ("dropped", list_text(plan.dropped) if plan.dropped else None),
         ("missing", list_text(plan.missing) if plan.missing else None),
-        ("sampled", looked_text(source.looked)),
+        ("sampled", looked_text(source.opening.looked)),
         *(("" if number else "files", text) for number, text in enumerate(files)),
     ]
     return [Text(f"{title:<8} ", text) for title, text in rows if text]
@@ -257,7 +257,7 @@ def _changed_lines(plan: Plan) -> list[str]:
 
 def _step_lines(plan: Plan) -> list[Text]:
     """Write which of several checkpoints is read, if there are several."""
-    step = plan.source.step
+    step = plan.source.opening.step
     return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
 
 
@@ -316,7 +316,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
     return {
         "dry_run": report is None,
         "source": plan.source.root,
-        "step": step_data(plan.source.step),
+        "step": step_data(plan.source.opening.step),
         "target": directory,
         "format": plan.format,
         "encryption": plan.cipher and plan.cipher.mode,
@@ -330,7 +330,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "left_out": list(plan.left_out),
         "changes": [change._asdict() for change in changes_of(plan)],
         "warnings": list(plan.warnings),
-        "sampled": plan.source.looked and plan.source.looked._asdict(),
+        "sampled": plan.source.opening.looked and plan.source.opening.looked._asdict(),
         "files": [{"rank": file.rank, "path": file.path, "nbytes": plan.size_of(file)} for file in plan.files],
     }
 
@@ -380,7 +380,7 @@ def report_text(
 def _checked_text(plan: Plan, report: Report) -> str:
     """Write how many tensors there are, which checks were made, and the peak of memory."""
     parts = [_tensors_text(plan)]
-    looked = plan.source.looked
+    looked = plan.source.opening.looked
     if looked and looked.of_copies:
         every = "all" if looked.copies == looked.of_copies else f"{looked.copies:,} of"
         parts.append(f"{every} {count_text(looked.of_copies, 'replica')} sampled")
@@ -405,7 +405,7 @@ def _details(plan: Plan, report: Report) -> Iterator[str]:
         yield f"dropped, because the target does not have it: {list_text(report.dropped)}"
     if report.missing:
         yield f"missing, because the source does not have it: {list_text(report.missing)}"
-    if looked := looked_text(plan.source.looked):
+    if looked := looked_text(plan.source.opening.looked):
         yield f"sampled, when the source was opened: {looked}"
     if report.checksums is None:
         yield "checksums: none made"

@@ -138,7 +138,7 @@ def extents_text(tensor: Tensor) -> str:
 def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
     """Return the layouts of a tensor by stage; none if neither a strategy nor metadata name it."""
     if checkpoint.strategy is None or not tensor.listed:
-        layout = checkpoint.layouts.get(tensor.spec.name)
+        layout = checkpoint.extras.layouts.get(tensor.spec.name)
         return [] if layout is None else [(0, layout)]
     return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
 
@@ -167,7 +167,7 @@ def cut_words(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]
         if tensor.sharding not in known:
             known[tensor.sharding] = sharding_words(tensor.sharding, tensor.spec.shape)
         return known[tensor.sharding]
-    write = placement_words if checkpoint.described_by == _SAVED_BY_TORCH else layout_words
+    write = placement_words if checkpoint.extras.described_by == _SAVED_BY_TORCH else layout_words
     stages = {stage: write(layout) for stage, layout in layouts}
     if len(set(stages.values())) == 1:
         return next(iter(stages.values()))
@@ -242,7 +242,7 @@ def picture_text(checkpoint: Checkpoint, name: str) -> str:
     Raises:
         KeyError: the checkpoint has no such tensor; the nearest names are given.
     """
-    checkpoint[name]  # for its error
+    checkpoint.require(name)
     tensor = checkpoint.tensors[name]
     places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
     if places and checkpoint.strategy:

@@ -35,7 +35,7 @@ def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> Plan:
     """Plan by file, carry it out, and see that it reads what the plan says and writes what a plan by tensor does."""
     root = write_ranks(tmp_path / "src", FULL, before)
     plan = partitioned(reshard.plan(reshard.open(root, strategy=before), after)._record, "file", str(tmp_path))
-    report = plan.run(tmp_path / "out")
+    report = reshard.Plan(plan).run(tmp_path / "out")
     assert report.bytes_read == plan.stats.bytes_read
     assert_rank_files(tmp_path / "out", FULL, after)
     return plan
@@ -59,7 +59,7 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most:
         )
         plan.run(root / "b", fsync=False)
         alone = partitioned(plan._record, "file", str(root))
-        report = alone.run(root / "c", fsync=False)
+        report = reshard.Plan(alone).run(root / "c", fsync=False)
         assert tree(root / "c") == tree(root / "b")
         assert report.bytes_read == alone.stats.bytes_read >= plan.stats.bytes_read
         assert sorted(n for group in files_of(alone) for n in group) == list(range(len(plan._record.files)))
@@ -113,7 +113,7 @@ def test_small_replicas_do_not_put_files_together(tmp_path: Path) -> None:
     plan = partitioned(reshard.plan(source, layouts[4])._record, "file", str(tmp_path))
     assert len(files_of(plan)) == 4
     assert plan.stats.bytes_read == plan.stats.bytes_needed + 3 * 48 * 4
-    assert plan.run(tmp_path / "out").bytes_read == plan.stats.bytes_read
+    assert reshard.Plan(plan).run(tmp_path / "out").bytes_read == plan.stats.bytes_read
 
 
 def test_values_that_differ_between_ranks(tmp_path: Path) -> None:

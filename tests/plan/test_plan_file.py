@@ -138,7 +138,10 @@ def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
 def test_a_choice_of_tensors(root: Path, tmp_path: Path) -> None:
     chosen = reshard.open(root, strategy=SOURCE).sel("layers.*", "note")
     again = assert_runs_alike(reshard.plan(chosen, TARGET), root, tmp_path)
-    assert (list(again._record.source), again._record.source.left_out) == (list(chosen), chosen._record.left_out)
+    assert (list(again._record.source.tensors), again._record.source.left_out) == (
+        list(chosen),
+        chosen._record.left_out,
+    )
 
 
 def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
@@ -153,7 +156,7 @@ def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
     shutil.rmtree(root / "rank_3")
     source = reshard.open(root, strategy=strategy, partial=True)
     again = assert_runs_alike(reshard.plan(source), root, tmp_path / "b")
-    assert again._record.source.partial
+    assert again._record.source.opening.partial
 
 
 @pytest.mark.parametrize("name", [name for name in helpers.case_names() if not name.startswith("lost")])
@@ -171,7 +174,7 @@ def test_one_stage_of_a_pipeline(mindspore_data: Path, tmp_path: Path) -> None:
     case = mindspore_data / "cases" / "pipe_1"
     root = shutil.copytree(case / "src_ckpt", tmp_path / "src")
     plan = reshard.plan(reshard.open(root, strategy=case / "src_strategy.ckpt", stage=1))
-    assert plan._record.source.part == 1
+    assert plan._record.source.opening.stage == 1
     assert assert_runs_alike(plan, root, tmp_path)._record.files[0].path.endswith("_part1.ckpt")
 
 
@@ -335,7 +338,7 @@ def test_what_would_do_something_else(saved: Path) -> None:
 
 def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) -> None:
     with refused(UsageError, "not-savable", "file by file"):
-        plan_convert(root, "ckpt").save(tmp_path / "plan.json")
+        reshard.Plan(plan_convert(root, "ckpt")).save(tmp_path / "plan.json")
     some = SomeFiles(ShardFiles(("a",), dict.fromkeys([*SHAPES, "global_step", "note"], 0)), (0,), with_index=False)
     with refused(UsageError, "not-savable", "SomeFiles"):
         reshard.plan(reshard.Checkpoint(plan._record.source), files=some).save(tmp_path / "plan.json")

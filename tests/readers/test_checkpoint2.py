@@ -102,7 +102,7 @@ def test_they_are_converted_and_verified(mindspore_data: Path, tmp_path: Path, n
     })  # fmt: skip
     reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     plan = reshard.plan(source)
     plan.save(tmp_path / "plan.json")
@@ -224,7 +224,7 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
 
 
 def test_what_has_no_iterations_has_none(case: Callable[[str], Path], tmp_path: Path) -> None:
-    reshard.open(case(SPLIT))._record.to_zarr(tmp_path / "z", fsync=False)
+    reshard.open(case(SPLIT)).to_zarr(tmp_path / "z", fsync=False)
     write_file(tmp_path / "w.safetensors", {"w": np.zeros(4, np.float32)})
     for path in ("z", "w.safetensors"):
         with refused(UsageError, "no-iterations", path, "iteration=3"):
@@ -255,7 +255,7 @@ def test_numbers_that_contradict_the_layout(case: Callable[[str], Path]) -> None
     place = case(SUBMESH)
     found = reshard.open(place)
     assert_equal(found, full_of(place))
-    (defect,) = found._record.defects
+    (defect,) = found._record.extras.defects
     assert "numbers the blocks of" in defect
     assert NORM in defect
     assert defect in found.warnings
@@ -344,7 +344,7 @@ def test_states_that_the_metadata_leave_out(case: Callable[[str], Path]) -> None
             for key in [key for key in places if f"'{name}'" in key]:
                 del places[key]
 
-    assert not reshard.open(place)._record.defects  # global_step is not listed there either
+    assert not reshard.open(place)._record.extras.defects  # global_step is not listed there either
     change(place, left_out)
     assert_equal(reshard.open(place), full_of(place))
     failed(4, "wrong-description", "verify", place, places=("metadata.json", "adam_v."))
@@ -484,7 +484,7 @@ def test_whole_tensors_in_several_files_need_no_metadata(case: Callable[[str], P
     (place / "common.json").unlink()
     found = reshard.open(place)
     assert_equal(found, held)
-    assert found._record.described_by == "Checkpoint 2.0"
+    assert found._record.extras.described_by == "Checkpoint 2.0"
 
 
 @pytest.mark.parametrize(

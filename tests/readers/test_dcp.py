@@ -69,7 +69,7 @@ def test_real_ones_are_their_whole_tensors(case: Callable[[str], Path], name: st
         assert_equal(found, full_of(root))
         assert not found.warnings
         assert not found.unreadable
-        assert set(found._record.objects) == {"extra.step"}
+        assert set(found._record.extras.objects) == {"extra.step"}
     ranks = 4 if name == "dcp_fsdp2_tp2" else 2
     assert found.ranks == tuple(range(ranks))
 
@@ -90,7 +90,7 @@ def test_they_are_converted_and_verified(case: Callable[[str], Path], tmp_path: 
         tmp_path / "back", fsync=False
     )
     assert_equal(reshard.open(tmp_path / "back"), full)
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     plan = reshard.plan(source)
     plan.save(tmp_path / "plan.json")
@@ -154,7 +154,7 @@ def test_objects_are_listed(case: Callable[[str], Path]) -> None:
         "extra.step": "is an object that is not read"
     }
     assert "is an object that is not read" in reshard.open(root)._repr_html_()
-    assert not reshard.open(root).sel("model.*")._record.objects
+    assert not reshard.open(root).sel("model.*")._record.extras.objects
     with refused(UsageError, "no-tensors"):
         reshard.plan(reshard.open(root), selection=Selection(include=("extra.*",)))
 
@@ -170,7 +170,7 @@ def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
     assert_equal(found, FULL)
     assert len(found.tensors["w"].shards) == 4
     assert [len(shard.replicas) for shard in found.tensors["n"].shards] == [3]
-    assert set(found._record.objects) == {"lr"}
+    assert set(found._record.extras.objects) == {"lr"}
     columns = Strategy.of({"w": Layout.of([3], [-1, 0]), "n": Layout.of([3], [-1])})
     kept = Selection(drop=("b",))
     reshard.plan(found, columns, selection=kept).run(tmp_path / "columns", fsync=False)
@@ -179,7 +179,7 @@ def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
     )
     reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
-    found._record.to_zarr(tmp_path / "zarr", fsync=False)
+    found.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), FULL)
     assert reshard.verify(tmp_path / "hf").equal
     assert reshard.verify(root).tensors

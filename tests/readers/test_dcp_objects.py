@@ -60,26 +60,25 @@ def of(tmp_path: Path, **objects: bytes) -> reshard.Checkpoint:
 
 def test_real_ones_are_plain_data(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("kinds")
-    assert {name: read_object(found, name) for name in found._record.objects} == KINDS
+    assert {name: read_object(found, name) for name in found._record.extras.objects} == KINDS
     found = opened("fsdp2_uneven")
     group = "optim.param_groups.0."
-    assert {
-        name.removeprefix(group): read_object(found, name) for name in found._record.objects if name.startswith(group)
-    } == GROUP
-    assert found._record.paths
-    assert found._record.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
+    members = [name for name in found._record.extras.objects if name.startswith(group)]
+    assert {name.removeprefix(group): read_object(found, name) for name in members} == GROUP
+    assert found._record.extras.paths
+    assert found._record.extras.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
     with pytest.raises(KeyError, match="nothing"):
         read_object(found, "nothing")
 
 
 def test_what_megatron_keeps_beside(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("mcore_tp2_pp2")
-    assert set(found._record.beside) == {"common.pt", "metadata.json"}
+    assert set(found._record.extras.beside) == {"common.pt", "metadata.json"}
     assert read_object(found, "common.pt") == COMMON
     assert read_object(found, "metadata.json")["sharded_backend"] == "torch_dist"
     assert read_object(found, "decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
     assert not found.warnings
-    assert found._record.paths is None
+    assert found._record.extras.paths is None
     assert reshard.Checkpoint2().of(found._record).step == 5
 
 
@@ -226,7 +225,7 @@ def test_objects_of_ranks_that_each_have_one(tmp_path: Path, mindspore_data: Pat
     root = shutil.copytree(mindspore_data / "dcp" / "rank_local" / "checkpoint", tmp_path / "src")
     source = reshard.open(root)
     assert source.warnings == ("several ranks have an object n each; that of the first rank is taken",)
-    assert source._record.objects["n"].path == f"{root}/__0_0.distcp"
+    assert source._record.extras.objects["n"].path == f"{root}/__0_0.distcp"
     assert type(read_object(source, "n")) is int
 
 

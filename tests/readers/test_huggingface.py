@@ -73,7 +73,7 @@ def test_every_row_of_what_pytorch_does_wrong_is_right(three: Path, tmp_path: Pa
     columns = Strategy.of({"w": Layout.of([2], [-1, 0])})
     reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), FULL)
     reshard.plan(source).save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")

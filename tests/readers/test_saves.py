@@ -47,7 +47,7 @@ def test_a_real_one_is_its_whole_tensors(case: Path, tmp_path: Path) -> None:
     assert_equal(source, full)
     assert not source.warnings
     assert not source.unreadable
-    assert not source._record.objects
+    assert not source._record.extras.objects
     assert "4 torch.save files, 4 ranks (0-3)" in done("inspect", root).stdout
     done("unify", root, tmp_path / "hf", "--style", "huggingface")
     assert_equal(reshard.open(tmp_path / "hf"), full)
@@ -56,7 +56,7 @@ def test_a_real_one_is_its_whole_tensors(case: Path, tmp_path: Path) -> None:
     )
     reshard.plan(source, columns, format="safetensors").run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=columns), full)
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     reshard.plan(source).save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
     for target in ("hf", "rows", "zarr", "whole"):
@@ -140,7 +140,7 @@ def test_kinds_of_files_and_what_is_nested(tmp_path: Path) -> None:
     a = np.arange(24, dtype=np.float32).reshape(6, 4)
     full = {"w": w, "a": a, "c": a, "n.0": FULL["b"], "optim.state.0.step": np.float32(3), "optim.state.0.exp_avg": w}
     assert_equal(found, {**full, "extra_state.rng.cpu": own[0]})
-    assert {name: one.problem for name, one in found._record.objects.items()} == {
+    assert {name: one.problem for name, one in found._record.extras.objects.items()} == {
         "n.1.x": "a pickled int, which is not read",
         "optim.param_groups.0.lr": "a pickled float, which is not read",
         "optim.param_groups.0.params": "a pickled list, which is not read",
@@ -161,7 +161,7 @@ def test_tensors_under_any_keys_and_at_any_places(tmp_path: Path) -> None:
     keys = ["d.(0, 1)", "d.()", "d.('x', None)", "n.None", "n.q", "f.0.5", "f.True", "f.-2"]
     assert_equal(found, dict.fromkeys([*keys, "l.70", "t.0.0.0"], FULL["b"]))
     assert not found.unreadable
-    assert found._record.objects["k"].problem == "a pickled list, which is not read"
+    assert found._record.extras.objects["k"].problem == "a pickled list, which is not read"
 
 
 def attribute(**state: object) -> Made:
@@ -192,7 +192,7 @@ def test_what_holds_a_tensor_is_left_out_by_name_alone(tmp_path: Path, name: str
     path = write_save(tmp_path / "s.pt", {"w": tensor(FULL["w"]), "x": HOLDERS[name], "o": attribute(a=1)})
     found = reshard.open(path)
     assert set(found) == {"w"}
-    assert set(found._record.objects) == {"o"}
+    assert set(found._record.extras.objects) == {"o"}
     assert re.fullmatch("is a pickled .* with tensors in it, which is not read", found.unreadable["x"])
     failed(4, "unreadable-tensor", "unify", path, tmp_path / "u", places=("--drop 'x'",))
     done("unify", path, tmp_path / "u", "--drop", "x")
@@ -210,7 +210,7 @@ def test_an_object_that_holds_a_tensor_in_one_file_alone(tmp_path: Path) -> None
         write_rank(tmp_path, rank, 2, {"w": tensor(FULL["w"]), "x": attribute(a=inner)})
     found = reshard.open(tmp_path)
     assert set(found.unreadable) == {"x"}
-    assert not found._record.objects
+    assert not found._record.extras.objects
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])

@@ -116,7 +116,7 @@ def test_every_way_through(tmp_path: Path, kind: str) -> None:
         done("verify", root, "--against", tmp_path / target)
         done("verify", tmp_path / target)
     assert "its contents have the checksums" in done("verify", root).stdout
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"))
 
 
@@ -181,7 +181,7 @@ def test_replicas_of_which_one_is_turned(tmp_path: Path, changed: int) -> None:
     alike = {0: [("w", box, plain), ("b", ((0,), (5,)), item(full["b"]))], 1: [("w", box, turned)]}
     root = write_torch(tmp_path / "dcp", full, alike)
     source = reshard.open(root)
-    assert (source._record.looked.copies, source._record.looked.whole) == (1, 0)  # type: ignore[union-attr]
+    assert (source._record.opening.looked.copies, source._record.opening.looked.whole) == (1, 0)  # type: ignore[union-attr]
     reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
     columns = Strategy.of({"w": Layout.of([2], [-1, 0]), "b": Layout.of([2], [-1])})  # put together where copies are
     reshard.plan(reshard.open(tmp_path / "hf"), columns, format="dcp").run(tmp_path / "columns", fsync=False)

@@ -75,7 +75,7 @@ def test_real_ones_are_their_whole_tensors(mindspore_data: Path, tmp_path: Path,
 def test_zarr_and_saved_plans(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     root = mindspore_data / "dcp" / name
     full, source = full_of(root), reshard.open(root / "checkpoint")
-    source._record.to_zarr(tmp_path / "zarr", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     reshard.plan(source).save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
@@ -120,9 +120,9 @@ def test_a_run_of_megatron(mindspore_data: Path, tmp_path: Path) -> None:
 
 def test_objects_are_listed(mindspore_data: Path) -> None:
     found = reshard.open(mindspore_data / "dcp" / "kinds" / "checkpoint")
-    assert "objects.bytes" in found._record.objects
+    assert "objects.bytes" in found._record.extras.objects
     assert "objects.rng" in found  # which is a tensor
-    assert len(found._record.objects) == 12
+    assert len(found._record.extras.objects) == 12
     shown = done("inspect", mindspore_data / "dcp" / "mcore_tp2_pp2" / "checkpoint").stdout
     assert "not a tensor: decoder.layers.mlp.linear_fc{1-2}._extra_state/shard_{0-3}_4: [None]" in shown
 
@@ -214,7 +214,7 @@ def test_names_that_no_metadata_have(case: Callable[[str], Path], other: str) ->
     root = case("rank_local")
     before = reshard.open(root)
     (root / other).write_bytes(b"x")
-    assert reshard.open(root)._record.described_by == before._record.described_by
+    assert reshard.open(root)._record.extras.described_by == before._record.extras.described_by
 
 
 ODD: dict[str, tuple[dict[str, Any], Any]] = {
@@ -313,7 +313,7 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
         reshard.plan(found, target, format="dcp").run(tmp_path / name, fsync=False)
         assert_equal(reshard.open(tmp_path / name), {"w": FULL["w"], BUCKET: FULL["b"]})
         assert reshard.verify(tmp_path / name, against=root).equal
-        assert reshard.open(tmp_path / name)._record.bound
+        assert reshard.open(tmp_path / name)._record.extras.bound
 
 
 def test_buckets_are_carried_as_they_are(tmp_path: Path) -> None:

@@ -107,10 +107,10 @@ def test_what_is_held_of_streams_follows_from_each_tensor(tmp_path: Path, monkey
     items = {rank: [one] for rank, one in enumerate(columns)}
     items[0].append(("w", LARGE_BOX, stream(item(LARGE))))
     root = write_torch(tmp_path, {"s": small, "w": LARGE}, items, transform_descriptors=ZSTD)
-    coding = reshard.open(root)._record.decoding
+    coding = reshard.open(root)._record.coding
     assert coding.nbytes(1) - IMPORTED_BYTES < 64 * (1 << 18) * 9 // 8 + 7 * LARGE.nbytes
     monkeypatch.setattr(dcp, "_MOST_HELD", 1 << 20)
-    assert reshard.open(root)._record.decoding.nbytes(1) - IMPORTED_BYTES < 8 * LARGE.nbytes
+    assert reshard.open(root)._record.coding.nbytes(1) - IMPORTED_BYTES < 8 * LARGE.nbytes
 
 
 def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

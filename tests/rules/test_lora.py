@@ -130,7 +130,7 @@ def test_blocks_in_several_runs(base: reshard.Checkpoint, lora: LoRA) -> None:
     ((begin, nbytes),) = tensor.shards[0].replicas[0].runs
     runs = ((begin, 70), (begin + 70, 130), (begin + 200, nbytes - 200))
     parted = Tensor.of(tensor.spec, [Shard(tensor.shards[0].block, (Extent(0, runs),))])
-    source = replace(base._record, tensors={**base.tensors, name: parted})
+    source = reshard.Checkpoint(replace(base._record, tensors={**base.tensors, name: parted}))
     assert_arrays(source.merge_lora(lora), EXPECTED)
 
 
@@ -416,7 +416,10 @@ def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     )
     assert_rank_files(out, written(EXPECTED), None)
     for options in ([], ["--against", base.root], ["--against", base.root, "--lora", lora.root]):
-        assert f" = {base.root} after changes ({merged_text}); every bit of 5 tensors\n" in done("verify", out, *options).output
+        assert (
+            f" = {base.root} after changes ({merged_text}); every bit of 5 tensors\n"
+            in done("verify", out, *options).output
+        )
     done("plan", base.root, "--lora", lora.root, "--lora-alpha", "8", "-o", plan)
     done("run", plan, tmp_path / "ran", "--no-fsync")
     assert_rank_files(tmp_path / "ran", written(merged(weights(), matrices(weights()), 8 / RANK)), None)

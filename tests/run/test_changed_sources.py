@@ -43,7 +43,7 @@ def test_a_changed_source_is_refused(command: list[str | Path], tmp_path: Path) 
 
 def test_a_source_that_was_touched_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET)
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     path = Path(source._record.files[0].path)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
@@ -123,7 +123,7 @@ def test_what_is_begun_is_not_gone_on_with_where_a_source_changed_and_has_its_ti
     source: reshard.Checkpoint, tmp_path: Path, change: Callable[[Path], object]
 ) -> None:
     """A file would have blocks of two sources. Nor is it refused: a copy or a link looks the same."""
-    stopped(reshard.plan(source, TARGET)._record, tmp_path / "out")
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
     same_time(Path(source._record.files[1].path), change)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
     assert plan.run(tmp_path / "out").resumed == 0
@@ -161,7 +161,7 @@ def test_what_travels_has_no_inode_of_this_machine(source: reshard.Checkpoint, t
 def test_a_source_with_another_header_is_another(source: reshard.Checkpoint, tmp_path: Path, ends: bool) -> None:
     """Though it has the size and the time that it had: two tensors of as many bytes lie the other way round."""
     plan = reshard.plan(source, TARGET)
-    plan.run(tmp_path / "out") if ends else stopped(plan._record, tmp_path / "out")
+    plan.run(tmp_path / "out") if ends else stopped(plan, tmp_path / "out")
     before = tree(tmp_path / "out")
     path = Path(source._record.files[1].path)
     status, old = path.stat(), source._record.files[1].index.entries
@@ -247,7 +247,7 @@ def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_p
     """It is as it was when the run has failed; but what was read meanwhile is not of it."""
     plan, path = reshard.plan(source, TARGET), Path(source._record.files[1].path)
     error = ChangedError(f"{path}: changed since it was opened; start again")
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     session = resume.Session(plan._record, str(tmp_path / "out"), overwrite=False, restart=False, threads=1, fsync=True)
     assert session.resumed > 0
     session.failed(error, {})
@@ -285,7 +285,7 @@ def test_a_source_out_of_reach_has_not_changed(source: reshard.Checkpoint, tmp_p
 
 def test_a_source_cut_short_is_refused_afterwards(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET)
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     path = Path(source._record.files[0].path)
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ReshardError):

@@ -42,7 +42,7 @@ def test_a_changed_plan_is_refused(command: list[str | Path], tmp_path: Path) ->
 
 
 def test_a_begun_target_of_another_plan_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    stopped(reshard.plan(source, TARGET)._record, tmp_path / "out")
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
     other = reshard.plan(source, TARGET, selection=reshard.Selection(cast={"float32": "float64"}))
     with refused(TargetError, "other-run", tmp_path / "out"):
         other.run(tmp_path / "out")
@@ -83,7 +83,7 @@ def test_a_restart_that_is_stopped_may_be_typed_again(source: reshard.Checkpoint
     old.run(tmp_path / "out")
     plan = reshard.plan(source, TARGET)
     for tasks in (0, 6):
-        stopped(plan._record, tmp_path / "out", tasks, restart=True)
+        stopped(plan, tmp_path / "out", tasks, restart=True)
         assert len(times(tmp_path / "out")) == 2
     report = plan.run(tmp_path / "out")
     assert report.resumed > 0

@@ -75,7 +75,7 @@ def test_other_things_in_the_place_of_files(source: reshard.Checkpoint, tmp_path
     """Nothing is written through them; the run succeeds, or says in a sentence what is in its way."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     file = plan._record.files[0].path
     path = {
         "log": next((tmp_path / "out" / DIRECTORY).glob("*.jsonl")),

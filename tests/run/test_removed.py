@@ -198,7 +198,7 @@ def test_other_ranks_of_the_same_target_stay(source: reshard.Checkpoint, eight: 
     assert len(reshard.plan(source, four, ranks=[0, 2, 3]).run(eight, overwrite=True).removed) == 5
     assert reshard.plan(source, four, ranks=[1]).run(eight, overwrite=True).removed == ()
     assert reshard.open(eight).strategy == four
-    assert not reshard.open(eight)._record.partial
+    assert not reshard.open(eight)._record.opening.partial
     assert reshard.plan(source, four, ranks=[3]).run(eight, restart=True).removed == ()
     assert_rank_files(eight, FULL, four)
 

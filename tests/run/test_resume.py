@@ -121,7 +121,7 @@ def test_only_what_is_not_there_is_written_again(
 def test_what_is_verified_is_not_written_again(source: reshard.Checkpoint, tmp_path: Path, written: Written) -> None:
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     noted = records.known(str(tmp_path / "out")).records
     good = {f"{tmp_path}/out/{file.path}": resume._spans(noted[file.path].ranges) for file in plan._record.files}
     assert sum(end - begin for spans in good.values() for begin, end in spans) > 1000
@@ -171,7 +171,7 @@ def test_files_in_order_are_gone_on_with_file_by_file(
     monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out", tasks=0, partition="file")
+    stopped(plan, tmp_path / "out", tasks=0, partition="file")
     written.ranges.clear()
     report = plan.run(tmp_path / "out", partition="file")
     assert 0 < report.resumed < plan.stats.bytes_written
@@ -206,7 +206,7 @@ def test_ownership_may_change_between_runs(
     monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out", tasks=0 if first == "file" else 6, partition=first)
+    stopped(plan, tmp_path / "out", tasks=0 if first == "file" else 6, partition=first)
     plan.run(tmp_path / "out", partition="tensor" if first == "file" else "file")
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
@@ -217,7 +217,7 @@ def test_the_tasks_of_the_next_run_may_be_others(
     """Ranges of files are noted, not tasks: another budget of memory is not an other plan."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     monkeypatch.setattr(budget, "TASK_BYTES", 700)
     monkeypatch.setattr(budget, "BAND_BYTES", 64)
     report = reshard.plan(source, TARGET).run(tmp_path / "out")
@@ -227,7 +227,7 @@ def test_the_tasks_of_the_next_run_may_be_others(
 
 def test_progress_begins_at_what_an_earlier_run_wrote(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET)
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     events: list[Progress] = []
     report = plan.run(tmp_path / "out", progress=events.append)
     assert 0 < report.resumed == events[0].written == events[0].resumed
@@ -257,7 +257,7 @@ def test_every_kind_of_target_is_gone_on_with(
     target = None if "files" in options else replicated
     plan = reshard.plan(source, target, **options)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out", **how)
+    stopped(plan, tmp_path / "out", **how)
     report = plan.run(tmp_path / "out", **how)
     assert (report.resumed > 0) == (how.get("checksums", how.get("fsync", True)))
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
@@ -295,7 +295,7 @@ def test_a_run_that_fails_between_two_names_is_gone_on_with(
 
 def test_checksums_are_of_what_is_there(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET)
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     expected = {
         file.path: {
             name: crc32c(b"".join(content[offset : offset + nbytes] for offset, nbytes in runs))
@@ -309,7 +309,7 @@ def test_checksums_are_of_what_is_there(source: reshard.Checkpoint, tmp_path: Pa
 
 
 def plan_bytes(plan: Plan, root: Path) -> dict[str, bytes]:
-    plan.run(root / "undisturbed")
+    reshard.Plan(plan).run(root / "undisturbed")
     return tree(root / "undisturbed")
 
 
@@ -363,7 +363,7 @@ def test_a_stopped_run_says_how_far_it_is(
 def test_a_dry_run_tells_of_what_is_begun(
     source: reshard.Checkpoint, command: list[str | Path], tmp_path: Path
 ) -> None:
-    stopped(reshard.plan(source, TARGET)._record, tmp_path / "out")
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
     before = tree(tmp_path / "out")
     told = call(*command, "--dry-run")
     assert told.exit_code == 0

@@ -92,7 +92,7 @@ def test_a_full_disk_keeps_what_was_written(
     """And when it is full still at the next run, that loses nothing either."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -143,7 +143,7 @@ def test_without_a_journal_there_are_locks(
     plan.run(tmp_path / "out", progress=disturb)
     assert errors
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "begun")
+    stopped(plan, tmp_path / "begun")
     other.run(tmp_path / "begun", ledger=False)
     other.run(tmp_path / "second")
     assert tree(tmp_path / "begun") == tree(tmp_path / "second")

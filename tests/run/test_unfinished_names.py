@@ -66,7 +66,7 @@ def test_a_task_of_a_lost_run_does_not_write_into_the_files_of_another(
     tasks_of.clear()
     out, finished = tmp_path / "out", []
     tasks = 4 if partition == "tensor" else 1
-    stopped(reshard.plan(source, TARGET)._record, out, tasks, partition=partition, ledger=ledger)
+    stopped(reshard.plan(source, TARGET), out, tasks, partition=partition, ledger=ledger)
     lost = list(tasks_of)
     assert lost
 
@@ -89,7 +89,7 @@ def test_what_a_lost_task_leaves_goes_with_the_next_run(
     other.run(tmp_path / "undisturbed")
     made: list[Any] = []
     monkeypatch.setattr(graph, "create_files", lambda *given: (made.append(given), create_files(*given))[1])
-    stopped(reshard.plan(source, TARGET)._record, tmp_path / "out")
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
     other.run(tmp_path / "out", restart=True)
     for plan, files, directory, how in made[:-2]:  # of the first run
         with suppress(ReshardError):
@@ -102,7 +102,7 @@ def test_what_a_lost_task_leaves_goes_with_the_next_run(
 def test_a_plan_of_fewer_ranks_resumes_what_a_plan_of_all_began(source: reshard.Checkpoint, tmp_path: Path) -> None:
     whole, part = reshard.plan(source, TARGET), reshard.plan(source, TARGET, ranks=[1])
     whole.run(tmp_path / "undisturbed")
-    stopped(whole._record, tmp_path / "out")
+    stopped(whole, tmp_path / "out")
     begun = {path for path in tree(tmp_path / "out") if path.endswith(PARTIAL)}
     files = zip(whole._record.files, file_digests(whole._record), strict=True)
     assert begun == {unfinished_path(file.path, digest) for file, digest in files}
@@ -116,7 +116,7 @@ def test_what_another_plan_began_is_refused_and_then_removed(
     source: reshard.Checkpoint, other: reshard.Plan, tmp_path: Path, options: dict[str, bool]
 ) -> None:
     other.run(tmp_path / "undisturbed")
-    stopped(reshard.plan(source, TARGET)._record, tmp_path / "out")
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
     before = tree(tmp_path / "out")
     with refused(TargetError, "other-run", tmp_path / "out"):
         other.run(tmp_path / "out")
@@ -152,6 +152,6 @@ def test_a_name_as_long_as_names_can_be(command: list[str | Path], tmp_path: Pat
 def test_a_long_name_is_resumed(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET, prefix="n" * 241)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan._record, tmp_path / "out")
+    stopped(plan, tmp_path / "out")
     assert plan.run(tmp_path / "out").resumed > 0
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")

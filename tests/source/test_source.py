@@ -76,11 +76,11 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     source = reshard.open(tmp_path, strategy=STRATEGY)
     assert names_in(source) == {"net-2_5.safetensors"}
     assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
-    assert source._record.step == Step("2_5", ("1_10",))
+    assert source._record.opening.step == Step("2_5", ("1_10",))
     assert "step 2_5 (the newest of 2; suffix=... takes another)" in repr(source)
     older = reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")
     assert names_in(older) == {"net-1_10.safetensors"}
-    assert older._record.step == Step("1_10")
+    assert older._record.opening.step == Step("1_10")
 
 
 def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Pa
         write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
     (tmp_path / "src" / "rank_2" / "net-1_20.safetensors").unlink()
     source = reshard.open(tmp_path / "src", strategy=STRATEGY)
-    assert source._record.step == Step("1_100", ("1_10", "1_9"))
+    assert source._record.opening.step == Step("1_100", ("1_10", "1_9"))
     data = checkpoint_data(source._record)
     assert data["step"] == {"name": "1_100", "older": ("1_10", "1_9")}
     report = reshard.plan(source).run(tmp_path / "out")
-    assert reshard.open(report.directory)._record.step is None
+    assert reshard.open(report.directory)._record.opening.step is None
 
 
 def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
         write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=STRATEGY))
     plan.save(tmp_path / "plan.json")
-    assert reshard.read_plan(tmp_path / "plan.json")._record.source.step == Step("2_5")
+    assert reshard.read_plan(tmp_path / "plan.json")._record.source.opening.step == Step("2_5")
     plan.run(tmp_path / "out")
     assert reshard.verify(tmp_path / "out").against_step == Step("2_5")
 
@@ -371,9 +371,9 @@ def test_the_number_of_reads_is_bounded_and_what_was_looked_at_is_said(
     full = numbers({f"layers.{n}.{kind}": (2, 4) for n in range(100) for kind in ("a", "b", "c", "d")})
     strategy = Strategy.of(dict.fromkeys(full, WHOLE))
     write_ranks(tmp_path, full, strategy)
-    assert reshard.open(tmp_path, strategy=strategy)._record.looked == (400, 400, 1200, 1200, 1200)
+    assert reshard.open(tmp_path, strategy=strategy)._record.opening.looked == (400, 400, 1200, 1200, 1200)
     monkeypatch.setattr(probe, "_MOST_READS", 300)
-    looked = reshard.open(tmp_path, strategy=strategy)._record.looked
+    looked = reshard.open(tmp_path, strategy=strategy)._record.opening.looked
     assert looked == (100, 400, 200, 200, 1200)
     wrong = {**full, **{name: -value for name, value in full.items() if name.endswith(".c")}}
     write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
@@ -415,11 +415,11 @@ def test_one_stage_of_a_pipeline_says_what_is_left_out(tmp_path: Path) -> None:
     write_ranks(tmp_path, {"w": FULL["w"], "v": FULL["b"]}, strategy)
     for stage, name in ((0, "w"), (1, "v")):
         source = reshard.open(tmp_path, strategy=strategy, stage=stage)
-        assert (list(source), source._record.part, len(source._record.files)) == ([name], stage, 2)
+        assert (list(source), source._record.opening.stage, len(source._record.files)) == ([name], stage, 2)
     with refused(StrategyError, "one-stage", "stage 0", "files of other stages are there", "stage=0"):
         reshard.open(tmp_path, strategy=strategy.of_stage(0))
     first = reshard.open(tmp_path, strategy=strategy.of_stage(0), stage="own")
-    assert first._record.part == 0
+    assert first._record.opening.stage == 0
     (notice,) = first.warnings
     assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0-1 are read")
     plan = reshard.plan(first, Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0])}))
@@ -480,7 +480,7 @@ STAGES = Strategy.of(
 
 def test_replicas_in_later_stages_are_looked_at_too(tmp_path: Path) -> None:
     write_ranks(tmp_path, PIPE, STAGES)
-    assert reshard.open(tmp_path, strategy=STAGES)._record.looked == (3, 3, 1, 1, 1)
+    assert reshard.open(tmp_path, strategy=STAGES)._record.opening.looked == (3, 3, 1, 1, 1)
     wrong = {**blocks(PIPE, STAGES, 3), "tied": -PIPE["tied"]}
     write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
     with refused(SourceError, "replicas-differ", "'tied'", "rank 2", "rank 3"):

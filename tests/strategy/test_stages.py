@@ -172,7 +172,8 @@ def test_python_is_asked_for_the_stage_too(pipeline: Pipeline, tmp_path: Path) -
                 reshard.open(pipeline.source, strategy=strategy)
             for given in (stage, "own"):
                 source = reshard.open(pipeline.source, strategy=strategy, stage=given)
-                assert (source._record.part, source._record.elsewhere) == (stage, set(pipeline.of(1 - stage)))
+                opening = source._record.opening
+                assert (opening.stage, opening.elsewhere) == (stage, set(pipeline.of(1 - stage)))
         assert set(reshard.plan(source).missing) >= set(pipeline.of(1 - stage))
         some = reshard.plan(source.sel("global_step"))  # what `sel` leaves out is not missed
         assert not set(some.missing) & set(pipeline.of(1 - stage))

@@ -35,7 +35,8 @@ def test_every_real_one_is_renamed_and_back(mindspore_data: Path, tmp_path: Path
     report = linked(source, tmp_path / "new", there)
     new = reshard.open(tmp_path / "new")
     assert_equal(new, {there[old]: value for old, value in full.items()})
-    assert list(new._record.objects) == [there[old] for old in source._record.every if old in source._record.objects]
+    old_objects = source._record.extras.objects
+    assert list(new._record.extras.objects) == [there[old] for old in source._record.every if old in old_objects]
     assert not new.unreadable
     assert report.bytes_read == report.bytes_written == 0
     assert report.links == len(source._record.files)
@@ -209,8 +210,9 @@ def test_objects_are_chosen_as_tensors_are(mindspore_data: Path, tmp_path: Path)
     linked(root, tmp_path / "out", {"objects.int": "objects.number"}, include=("objects.*",), exclude=("*.bytes",))
     found = reshard.open(tmp_path / "out")
     assert set(found) == {"objects.rng"}
-    before = {old.replace("objects.int", "objects.number") for old in reshard.open(root)._record.objects}
-    assert set(found._record.objects) == {name for name in before if name.startswith("objects.")} - {"objects.bytes"}
+    before = {old.replace("objects.int", "objects.number") for old in reshard.open(root)._record.extras.objects}
+    kept = {name for name in before if name.startswith("objects.")} - {"objects.bytes"}
+    assert set(found._record.extras.objects) == kept
 
 
 def test_what_is_not_read_is_carried(tmp_path: Path) -> None:
@@ -261,12 +263,12 @@ def test_directories_that_are_one_checkpoint(mindspore_data: Path, tmp_path: Pat
     full = {name: value for name, value in full_of(mindspore_data / "dcp" / "fsdp2_uneven").items() if name != "step"}
     opened = reshard.open(apart)
     assert_equal(opened, full)
-    assert opened._record.described_by == "optimizer_0/.metadata (and 1 more)"
-    assert "optim.param_groups.0.lr" in opened._record.objects
+    assert opened._record.extras.described_by == "optimizer_0/.metadata (and 1 more)"
+    assert "optim.param_groups.0.lr" in opened._record.extras.objects
     linked(apart, tmp_path / "one", {"optim.*": "optimizer.*"})
     one = reshard.open(tmp_path / "one")
     assert_equal(one, {name.replace("optim.", "optimizer."): value for name, value in full.items()})
-    assert "optimizer.param_groups.0.lr" in one._record.objects
+    assert "optimizer.param_groups.0.lr" in one._record.extras.objects
     assert {"optimizer_0__0_0.distcp", "pytorch_model_fsdp_0__0_0.distcp"} <= set(paths_in(tmp_path / "one"))
     planned = described(tmp_path / "one")["planned"]
     assert planned["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")

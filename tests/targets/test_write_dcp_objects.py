@@ -40,7 +40,7 @@ def root(mindspore_data: Path) -> Callable[[str], Path]:
 
 
 def held(checkpoint: reshard.Checkpoint) -> dict[str, bytes]:
-    return dict(contents(checkpoint._record.objects))
+    return dict(contents(checkpoint._record.extras.objects))
 
 
 def made(tmp_path: Path, *, paths: Any = None, **objects: bytes) -> reshard.Checkpoint:
@@ -52,7 +52,7 @@ def made(tmp_path: Path, *, paths: Any = None, **objects: bytes) -> reshard.Chec
 def test_real_ones_are_carried(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Whole, as rows of three and back: the bytes of every object, and where all is in the state that was saved."""
     source = reshard.open(root(name))
-    assert source._record.objects
+    assert source._record.extras.objects
     plan = reshard.plan(source, format="dcp")
     assert not plan.dropped
     assert dict(plan._record.memory)["objects"] == sum(map(len, held(source).values()))
@@ -64,10 +64,10 @@ def test_real_ones_are_carried(root: Callable[[str], Path], tmp_path: Path, name
     for target in ("whole", "rows", "back"):
         found = reshard.open(tmp_path / target)
         assert held(found) == held(source)
-        assert found._record.paths == source._record.paths
+        assert found._record.extras.paths == source._record.extras.paths
         assert reshard.verify(tmp_path / target, against=root(name)).equal
     written = read(tmp_path / "back")
-    assert written.objects.keys() == source._record.objects.keys()
+    assert written.objects.keys() == source._record.extras.objects.keys()
     assert written.planner_data.keys() == set(source._record.every)
     if name == "fsdp2_uneven":
         assert written.objects["optim.param_groups.0.lr"] == 0.001
@@ -109,7 +109,7 @@ def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
     reshard.plan(source, format="dcp").run("memory://carried-objects")
     found = reshard.open("memory://carried-objects")
     assert held(found) == held(source) == held(reshard.open(root("mcore_tp2_pp2")))
-    assert dict(contents(found._record.beside)) == dict(contents(source._record.beside))
+    assert dict(contents(found._record.extras.beside)) == dict(contents(source._record.extras.beside))
     assert reshard.verify("memory://carried-objects", against=root("mcore_tp2_pp2")).equal
 
 
@@ -119,7 +119,8 @@ def test_names_that_cannot_be_nested(tmp_path: Path) -> None:
     with refused(SourceError, "conflicting-names"):
         reshard.plan(source, format="dcp", selection=Selection(name_map={"a.0": "a.b"}))
     reshard.plan(source, format="dcp", selection=Selection(name_map={"a.*": "b.*"})).run(tmp_path / "out")
-    assert reshard.open(tmp_path / "out")._record.paths == {"w": ("w",), "v": ("v",), "b.0": ("b", 0), "b.1": ("b", 1)}
+    paths = reshard.open(tmp_path / "out")._record.extras.paths
+    assert paths == {"w": ("w",), "v": ("v",), "b.0": ("b", 0), "b.1": ("b", 1)}
 
 
 def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) 
     )):  # fmt: skip
         done("unify", root("fsdp2_uneven"), tmp_path / f"{number}", "--format", "dcp", *options)
         found = reshard.open(tmp_path / f"{number}")
-        assert len(found._record.objects) == carried
+        assert len(found._record.extras.objects) == carried
         assert reshard.verify(tmp_path / f"{number}").equal
     target = done("unify", root("fsdp2_uneven"), tmp_path / "hf", "--style", "huggingface", "--dry-run", "-v").stdout
     assert "dropped  15 names: optim.param_groups.0.lr" in target
@@ -167,7 +168,7 @@ def test_damaged_ones_are_not_carried(tmp_path: Path, monkeypatch: pytest.Monkey
         places=("object 'o'", "archive/data.pkl", "--exclude o"),
     )  # fmt: skip
     done("unify", source.root, tmp_path / "out", "--format", "dcp", "--exclude", "o")
-    assert set(reshard.open(tmp_path / "out")._record.objects) == {"good"}
+    assert set(reshard.open(tmp_path / "out")._record.extras.objects) == {"good"}
     monkeypatch.setattr(module, "LARGEST", len(content))
     with refused(SourceError, "too-large", "objects", "exclude="):
         reshard.plan(source, format="dcp")
@@ -222,7 +223,7 @@ def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, 
     for beside in MEGATRON:
         assert (Path(found.root) / beside).read_bytes() == (root(name) / beside).read_bytes()
     assert read(Path(found.root)).state["planner_data"] is None
-    assert found._record.paths is None
+    assert found._record.extras.paths is None
     assert held(found) == held(source)
     full = {key.replace("\\", "/"): value for key, value in np.load(root(name).parent / "full.npz").items()}
     assert set(found) == set(full)
@@ -267,7 +268,7 @@ def test_a_file_of_another_program_is_not_megatrons(tmp_path: Path) -> None:
     for name in MEGATRON:
         (Path(source.root) / name).write_text("{}")
     found = reshard.open(source.root)
-    assert not found._record.beside
+    assert not found._record.extras.beside
     reshard.plan(found, format="dcp").run(tmp_path / "out")
     assert read(tmp_path / "out").planner_data == {"w": ("w",), "v": ("v",), "o": ("o",)}
 

@@ -32,7 +32,7 @@ def unfinished(target: Path) -> list[Path]:
 def stopped_at(request: pytest.FixtureRequest, plan: reshard.Plan, tmp_path: Path) -> str:
     """Stop a run when it has written two files, and return its partition."""
     made = len(plan._record.files) if request.param == "tensor" else 0  # these receipts come first
-    stopped(plan._record, tmp_path / "out", tasks=made + 2, partition=request.param)
+    stopped(plan, tmp_path / "out", tasks=made + 2, partition=request.param)
     return str(request.param)
 
 
@@ -65,7 +65,7 @@ def test_sums_of_what_two_runs_wrote(tasks: int, tmp_path: Path) -> None:
     """A run knows the sums of what it writes; of what is there already it must look."""
     full = numbers({"w": (32, 32)})
     plan = reshard.plan(reshard.open(write_file(tmp_path / "src.safetensors", full)), files=reshard.DCP())
-    stopped(plan._record, tmp_path / "out", tasks=tasks)
+    stopped(plan, tmp_path / "out", tasks=tasks)
     report = plan.run(tmp_path / "out")
     assert report.resumed == (tasks - 1) * 512  # two files are made first, and what comes with the last is noted
     assert_whole(tmp_path / "out", full)

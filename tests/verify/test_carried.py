@@ -109,7 +109,7 @@ def test_any_bit_of_any_item_is_seen_and_its_name_said(case: Callable[[str], Pat
 def test_each_kind_of_place(case: Callable[[str], Path]) -> None:
     root = case("fsdp2_uneven")
     every = items_of(root)
-    objects = reshard.open(root)._record.objects
+    objects = reshard.open(root)._record.extras.objects
     assert {part.name for _, part in every} > set(objects)
     path, part = next((path, part) for path, part in every if part.name in objects)
     flip(path, part.begin + path.read_bytes()[part.begin :].index(b"\x80\x02") + 2)
@@ -170,7 +170,7 @@ def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
     objects = {"lr": item(np.zeros(3)), "rng": item(np.ones(70))}
     root = write_torch(tmp_path / "src", FULL, {0: [("w", WHOLE["w"], item(FULL["w"]))]}, objects=objects, apart=True)
     source = reshard.open(root)
-    assert (source.warnings, set(source), set(source._record.objects)) == ((), {"w"}, {"lr", "rng"})
+    assert (source.warnings, set(source), set(source._record.extras.objects)) == ((), {"w"}, {"lr", "rng"})
     assert reshard.verify(root).files == 3
     reshard.plan(source).run(tmp_path / "whole")
     assert reshard.verify(tmp_path / "whole").equal

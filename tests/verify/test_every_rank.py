@@ -201,7 +201,7 @@ def test_what_may_be_dropped_is_not_what_may_be_lost(plain: tuple[Path, Path]) -
 
 def test_rank_by_rank_what_is_missing_is_told_of_its_rank(plain: tuple[Path, Path], tmp_path: Path) -> None:
     source, _ = plain
-    plan_convert(source, "ckpt").run(tmp_path / "converted", fsync=False)
+    reshard.Plan(plan_convert(source, "ckpt")).run(tmp_path / "converted", fsync=False)
     without(rank_file(tmp_path / "converted", 2), "c")
     as_map(rank_file(tmp_path / "converted", 5), "w")
     found = reshard.verify(tmp_path / "converted", against=source)

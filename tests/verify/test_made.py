@@ -105,7 +105,7 @@ def test_ranks_that_several_runs_wrote_are_of_one_make(source: reshard.Checkpoin
         reshard.plan(source, TARGET, ranks=[rank]).run(tmp_path / "out")
     assert len(list((tmp_path / "out" / ".reshard").glob("made-*"))) == 1
     assert reshard.verify(tmp_path / "out").ranks == (0, 1)
-    assert not reshard.open(tmp_path / "out")._record.partial
+    assert not reshard.open(tmp_path / "out")._record.opening.partial
 
 
 def say_instead(ledger: Path, said: str, instead: str) -> None:

@@ -161,7 +161,7 @@ def test_of_a_plan_file(folder: Path, read: list[Any]) -> None:
 
 def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
-    stopped(plan._record, folder / "dst", 8)
+    stopped(plan, folder / "dst", 8)
     report = plan.run("dst")
     assert 0 < report.resumed < plan.stats.bytes_written
     report.write_manifest("m.json")
@@ -171,7 +171,7 @@ def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
 
 def test_of_a_run_that_linked_and_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), SAME, link_replicas=True)
-    stopped(plan._record, folder / "dst", 6)
+    stopped(plan, folder / "dst", 6)
     report = plan.run("dst")
     assert report.links == 1
     report.write_manifest("m.json")

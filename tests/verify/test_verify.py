@@ -263,7 +263,7 @@ def test_shapes_that_differ(tmp_path: Path) -> None:
 
 def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path], tmp_path: Path) -> None:
     source, target = sides
-    plan_convert(source, "safetensors").run(tmp_path / "converted", fsync=False)
+    reshard.Plan(plan_convert(source, "safetensors")).run(tmp_path / "converted", fsync=False)
     assert reshard.verify(tmp_path / "converted", against=source).equal
     flip(rank_file(tmp_path / "converted", 6), "c", 3)
     (one,) = reshard.verify(tmp_path / "converted", against=source).differences

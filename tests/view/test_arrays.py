@@ -104,7 +104,7 @@ def low(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TensorArray, np
 def test_chunks_are_the_source_shards(tmp_path: Path) -> None:
     values = numbered((6, 4))
     checkpoint = stored(tmp_path, values, grid((6, 4), [[3], [1]]), "float32")
-    lazy = checkpoint["w"]
+    lazy = tensor_array(checkpoint, "w")
     assert lazy.chunks == ((3, 3), (1, 3))
     assert isinstance(lazy, da.Array)
     assert np.array_equal(lazy.compute(), values)
@@ -257,8 +257,8 @@ def test_every_dtype_comes_back_from_a_file(tmp_path: Path, dtype: str) -> None:
         (file,),
         (0,),
     )
-    whole, scalar = dask.compute(checkpoint["w"], checkpoint["s"])
-    assert whole.dtype == scalar.dtype == checkpoint["w"].dtype == kind.numpy()
+    whole, scalar = dask.compute(tensor_array(checkpoint, "w"), tensor_array(checkpoint, "s"))
+    assert whole.dtype == scalar.dtype == tensor_array(checkpoint, "w").dtype == kind.numpy()
     assert whole.tobytes() == values.tobytes()
     assert scalar.shape == ()
     assert scalar.tobytes() == values[1].tobytes()
@@ -275,7 +275,7 @@ def test_a_text_entry_is_a_0d_array(tmp_path: Path) -> None:
     whole = Block.whole((0,))
     tensor = Tensor.of(spec, [Shard(whole, (Extent(0, ()),))], listed=False, text="step µ")
     checkpoint = Checkpoint(str(tmp_path), {"note": tensor}, (), ())
-    assert checkpoint["note"].compute().item() == "step µ"
+    assert tensor_array(checkpoint, "note").compute().item() == "step µ"
     assert sub_array(checkpoint, "note", whole).compute() == "step µ"
 
 
@@ -295,16 +295,16 @@ def test_rank_arrays_are_the_blocks_of_a_rank(tmp_path: Path, reads: list[int]) 
 def test_names_tell_what_is_read(tmp_path: Path) -> None:
     values = numbered((4,), "int8")
     one = stored(tmp_path, values, grid((4,), [[]]), "int8")
-    assert one["w"].name == one["w"].name
-    names = {one["w"].name}
+    assert tensor_array(one, "w").name == tensor_array(one, "w").name
+    names = {tensor_array(one, "w").name}
     for dtype in ["int4", "uint8", "float8_e4m3fn", "float8_e5m2"]:
         other = TensorSpec("w", BY_NAME[dtype], (4,))
         checkpoint = Checkpoint(one.root, {"w": one.tensors["w"]._replace(spec=other)}, one.files, one.ranks)
-        names.add(checkpoint["w"].name)
-    names.add(stored(tmp_path, values, grid((4,), [[]]), "int8")["w"].name)  # another file
+        names.add(tensor_array(checkpoint, "w").name)
+    names.add(tensor_array(stored(tmp_path, values, grid((4,), [[]]), "int8"), "w").name)  # another file
     (file,) = one.files
     later = SourceFile(file.path, file.nbytes, file.mtime_ns + 1, file.index)
-    names.add(Checkpoint(one.root, one.tensors, (later,), one.ranks)["w"].name)
+    names.add(tensor_array(Checkpoint(one.root, one.tensors, (later,), one.ranks), "w").name)
     assert len(names) == 7
 
 
@@ -319,21 +319,21 @@ def test_what_travels_is_small(tmp_path: Path) -> None:
     checkpoint = stored(tmp_path, numbered((8,)), grid((8,), [[4]]), "float32")
     others = {f"other.{number}": checkpoint.tensors["w"] for number in range(1000)}
     checkpoint = Checkpoint(checkpoint.root, {**checkpoint.tensors, **others}, checkpoint.files, checkpoint.ranks)
-    assert len(pickle.dumps(checkpoint["w"])) < 4000
+    assert len(pickle.dumps(tensor_array(checkpoint, "w"))) < 4000
 
 
 def test_bytes_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     values = numbered((4, 4))
     whole = stored(tmp_path, values, grid((4, 4), [[2], []]), "float32")
     half = Tensor.of(whole.tensors["w"].spec, whole.tensors["w"].shards[:1])
-    lazy = Checkpoint(whole.root, {"w": half}, whole.files, whole.ranks)["w"]
+    lazy = tensor_array(Checkpoint(whole.root, {"w": half}, whole.files, whole.ranks), "w")
     assert np.array_equal(lazy[:2].compute(), values[:2])
     with refused(SourceError, "missing-blocks", "'w'", "8 of", "8 items"):
         lazy.compute()
     first, second = whole.tensors["w"].shards
     short = Tensor.of(half.spec, [first._replace(replicas=(Extent(0, ((1, 28),)),)), second])
     with refused(SourceError, "truncated", "block [0", "4]", "4 bytes"):
-        Checkpoint(whole.root, {"w": short}, whole.files, whole.ranks)["w"].compute()
+        tensor_array(Checkpoint(whole.root, {"w": short}, whole.files, whole.ranks), "w").compute()
 
 
 KEEPS_ITS_KIND = {

@@ -134,7 +134,7 @@ def test_a_pattern_that_matches_nothing_is_told_with_the_nearest(source: Checkpo
 
 
 def test_ten_thousand_names_are_chosen_by_name() -> None:
-    checkpoint = large(10_000, 4)
+    checkpoint = reshard.Checkpoint(large(10_000, 4))
     assert len(checkpoint.sel(*checkpoint)) == 10_000
     assert len(checkpoint.sel("h.*.wa")) == 1000
     assert len(checkpoint.groups()["h.{0-999}.wb"]) == 1000

@@ -1,7 +1,7 @@
-"""The tutorial's example from real MindSpore files: 8 ranks become 4 with optimizer parallel, every byte is checked.
+"""Run the tutorial's example on real MindSpore files: convert 8 ranks to 4 with optimizer parallel, check every byte.
 
-The check knows nothing of plans: target files are parsed by protobuf, and each tensor is compared with a numpy slice of
-the whole tensors that MindSpore put into the network (`README.md` here says where the files come from).
+The check is independent of plans: protobuf parses the target files, and each tensor is compared with a numpy slice of
+the whole tensors that MindSpore put into the network (`README.md` here gives the origin of the files).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from reshard.errors import TargetError, VerifyError, bytes_text, names
 from reshard.formats.sets import HuggingFaceSet
 from reshard.plan.make import plan
 from reshard.readers.open import open as open_checkpoint
+from reshard.run.run import run
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text
@@ -48,7 +49,7 @@ hf/                what reshard made: whole tensors in safetensors files
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was compared: target files, tensors in them and their bytes."""
+    """The numbers of target files, tensors and bytes that were compared."""
 
     files: int
     tensors: int
@@ -56,15 +57,15 @@ class Checked:
 
 
 def demo(directory: Path, say: Callable[[str], object] = print, command: str = "reshard") -> None:
-    """Make the demo in a folder, check it, and report what was done and what to type next.
+    """Make the demo in a folder, check it, and print a report and next commands.
 
     Args:
-        directory: where; it may be a demo's folder already.
-        say: gets the lines.
-        command: what to type for `reshard`.
+        directory: the folder; it may be a demo's already.
+        say: called with each line.
+        command: how the user runs `reshard`.
 
     Raises:
-        TargetError: the folder is there and is not a demo's.
+        TargetError: the folder exists and is not a demo's.
         VerifyError: a byte of the result is wrong.
     """
     nbytes = make(directory)
@@ -94,10 +95,10 @@ def demo(directory: Path, say: Callable[[str], object] = print, command: str = "
 
 
 def make(directory: Path) -> int:
-    """Lay out the source files, and return the size of the checkpoint in bytes.
+    """Unpack the source files, and return the size of the checkpoint in bytes.
 
     Raises:
-        TargetError: the folder is there and is not a demo's.
+        TargetError: the folder exists and is not a demo's.
     """
     try:
         if directory.exists() and not (directory / MARK).is_file() and any(directory.iterdir()):
@@ -113,9 +114,9 @@ def make(directory: Path) -> int:
             for member in archive:
                 content = archive.extractfile(member)
                 if content is not None:
-                    place = directory / member.name
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    nbytes = place.write_bytes(content.read())
+                    path = directory / member.name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    nbytes = path.write_bytes(content.read())
                     total += nbytes if member.name.startswith("src_checkpoints") else 0
     except OSError as error:
         raise TargetError(
@@ -128,11 +129,11 @@ def convert(directory: Path) -> Report:
     """Convert the demo's checkpoint, as `reshard convert` does."""
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
     target = read_strategy(directory / "dst_strategy.ckpt")
-    return plan(source, target).run(directory / "dst_checkpoints", overwrite=True)
+    return run(plan(source, target), directory / "dst_checkpoints", overwrite=True)
 
 
 def check_library(directory: Path) -> Checked:
-    """Write the whole tensors as a Hugging Face set, and compare what the library safetensors reads with numpy's.
+    """Write a Hugging Face set, and compare it, read by the safetensors library, with numpy.
 
     Raises:
         VerifyError: something differs.
@@ -140,7 +141,7 @@ def check_library(directory: Path) -> Checked:
     from safetensors import safe_open
 
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
-    report = plan(source, format="safetensors", files=HuggingFaceSet()).run(directory / "hf", overwrite=True)
+    report = run(plan(source, format="safetensors", files=HuggingFaceSet()), directory / "hf", overwrite=True)
     with np.load(directory / "full.npz", allow_pickle=False) as arrays:
         whole: dict[str, Array] = {name: arrays[name] for name in arrays.files}
     count = nbytes = 0
@@ -159,9 +160,9 @@ def check_library(directory: Path) -> Checked:
 
 
 def check(directory: Path) -> Checked:
-    """Compare every tensor of every target rank with a slice of the whole one.
+    """Compare every tensor of every target rank with a slice of the whole tensor.
 
-    What no strategy names (`global_step` and so on) is compared with source rank 0.
+    Tensors that no strategy names (`global_step` and so on) are compared with source rank 0.
 
     Raises:
         VerifyError: something differs; the message names the first byte.
@@ -179,19 +180,19 @@ def check(directory: Path) -> Checked:
         for name, array in whole.items():
             block = blocks[name][rank]
             expected[name] = _stored(array[tuple(map(slice, block.start, block.stop))])
-        found = _parsed(path)
-        _compare(path, found, expected)
-        tensors += len(found)
-        nbytes += sum(len(content) for _, _, content in found.values())
+        actual = _parsed(path)
+        _compare(path, actual, expected)
+        tensors += len(actual)
+        nbytes += sum(len(content) for _, _, content in actual.values())
     return Checked(len(target.ranks), tensors, nbytes)
 
 
 def _parsed(path: Path) -> dict[str, Stored]:
-    """Return what a `.ckpt` file holds, by protobuf itself; nothing of `reshard.formats` is used."""
+    """Parse a `.ckpt` file by protobuf alone, without `reshard.formats`."""
     message: Any = message_class("Checkpoint")()
     try:
         message.ParseFromString(path.read_bytes())
-    except Exception as error:  # protobuf's DecodeError, or the file is gone: either way it is not what it should be
+    except Exception as error:  # protobuf's DecodeError, or a missing file
         raise VerifyError(f"cannot read {path} back", code="cannot-read", facts=[str(error)]) from error
     return {
         value.tag: (value.tensor.tensor_type, tuple(value.tensor.dims), value.tensor.tensor_content)
@@ -204,30 +205,30 @@ def _stored(array: Array) -> Stored:
     return BY_NAME[array.dtype.name].mindspore or "", array.shape, array.astype(little).tobytes()
 
 
-def _compare(path: Path, found: Mapping[str, Stored], expected: Mapping[str, Stored]) -> None:
-    if found.keys() != expected.keys():
+def _compare(path: Path, actual: Mapping[str, Stored], expected: Mapping[str, Stored]) -> None:
+    if actual.keys() != expected.keys():
         raise VerifyError(
             f"{path} does not hold the tensors it should",
             code="missing-tensor",
-            facts=[f"only in one of the two: {names(sorted(found.keys() ^ expected.keys()))}"],
+            facts=[f"only in one of the two: {names(sorted(actual.keys() ^ expected.keys()))}"],
         )
     for name, (kind, shape, content) in expected.items():
-        if found[name][:2] != (kind, shape) or len(found[name][2]) != len(content):
+        if actual[name][:2] != (kind, shape) or len(actual[name][2]) != len(content):
             raise VerifyError(
-                f"tensor {name!r} of {path} is {found[name][:2]}; expected {(kind, shape)}", code="wrong-shape"
+                f"tensor {name!r} of {path} is {actual[name][:2]}; expected {(kind, shape)}", code="wrong-shape"
             )
-        if found[name][2] != content:
-            at = next(i for i, (a, b) in enumerate(zip(found[name][2], content, strict=True)) if a != b)
+        if actual[name][2] != content:
+            at = next(i for i, (a, b) in enumerate(zip(actual[name][2], content, strict=True)) if a != b)
             raise VerifyError(
                 f"tensor {name!r} of {path} differs from its slice of the whole tensor",
                 code="not-equal",
-                facts=[f"byte {at} is {found[name][2][at]:#04x}, expected {content[at]:#04x}"],
+                facts=[f"byte {at} is {actual[name][2][at]:#04x}, expected {content[at]:#04x}"],
                 hint="if nobody changed the files meanwhile, reshard is at fault: please report it",
             )
 
 
 def _next(directory: Path, command: str) -> str:
-    """Return what to type next."""
+    """Return the text that proposes commands to try next."""
 
     def quoted(name: str) -> str:
         return shlex.quote(str(directory / name))

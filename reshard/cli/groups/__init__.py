@@ -1,1 +1,1 @@
-"""Commands that have commands."""
+"""Command groups, and commands about the program itself."""

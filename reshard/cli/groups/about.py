@@ -17,7 +17,7 @@ from reshard.cli.terminal import paint, print_text
 from reshard.errors import UsageError, printable
 
 DOCS = (Path(reshard.__file__).with_name("docs"), Path(reshard.__file__).parents[1] / "docs")
-"""Where the pages are: in what is installed, and in a clone of the repository."""
+"""The directories that may have the pages: of an installation, and of a clone of the repository."""
 
 _RUNS_ON = (
     "backports.zstd", "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "isal",
@@ -28,7 +28,7 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 class Page(NamedTuple):
-    """A page of the documentation: what to type for it, its title and its file."""
+    """A page of the documentation: the topic to type, its title and its file."""
 
     topic: str
     title: str
@@ -38,19 +38,19 @@ class Page(NamedTuple):
 def pages() -> dict[str, Page]:
     """Return the pages by their topics, the guides first.
 
-    A topic is the name of a file. If a guide and a page of the reference have one name, that of the reference has its
-    folder in front.
+    A topic is the name of a file. If a guide and a page of the reference have the same name, the topic of the latter
+    begins with its folder.
     """
-    found: dict[str, Page] = {}
-    root = next((place for place in DOCS if place.is_dir()), None)
+    result: dict[str, Page] = {}
+    root = next((directory for directory in DOCS if directory.is_dir()), None)
     if root is not None:
         for folder in (root / "guides", root / "reference", root):
             for path in sorted(folder.glob("*.md")):
                 if path.stem != "README":
-                    topic = f"{folder.name}/{path.stem}" if path.stem in found else path.stem
+                    topic = f"{folder.name}/{path.stem}" if path.stem in result else path.stem
                     heading = _HEADING.search(path.read_text(encoding="utf-8"))
-                    found[topic] = Page(topic, heading[1] if heading else path.stem, path)
-    return found
+                    result[topic] = Page(topic, heading[1] if heading else path.stem, path)
+    return result
 
 
 @click.command(
@@ -69,14 +69,14 @@ Examples:
 @click.pass_context
 def help_command(ctx: click.Context, topic: str | None) -> None:
     """Show the guide, the page of the reference or the command TOPIC; without TOPIC, list the pages."""
-    known = pages()
+    topics = pages()
     if topic is None:
-        width = max(map(len, known), default=0)
-        print_text("\n".join(f"{page.topic:<{width}}  {page.title}" for page in known.values()))
+        width = max(map(len, topics), default=0)
+        print_text("\n".join(f"{page.topic:<{width}}  {page.title}" for page in topics.values()))
         print_text("\nreshard help NAME prints one.")
         return
-    if topic in known:
-        text = _COMMENT.sub("", known[topic].path.read_text(encoding="utf-8"))
+    if topic in topics:
+        text = _COMMENT.sub("", topics[topic].path.read_text(encoding="utf-8"))
         text = _HEADING.sub(lambda heading: paint(heading[0], bold=True), printable(text, keep="\n").rstrip())
         (click.echo_via_pager if sys.stdout.isatty() else click.echo)(text)
         return
@@ -88,7 +88,7 @@ def help_command(ctx: click.Context, topic: str | None) -> None:
         return
     from difflib import get_close_matches
 
-    near = get_close_matches(topic, known, n=3)
+    near = get_close_matches(topic, topics, n=3)
     raise UsageError(
         f"no page is called {topic!r}", code="no-such-topic",
         hint=f"reshard help {near[0]}" if near else "`reshard help` lists the pages",
@@ -131,7 +131,7 @@ def version(verbose: bool) -> None:
 
 
 def print_versions(*, verbose: bool) -> None:
-    """Print the version, and those of what it runs on as far as that is installed."""
+    """Print the version; if verbose, also of Python and of each installed dependency."""
     click.echo(f"reshard, version {reshard.__version__}")
     if not verbose:
         return

@@ -55,11 +55,11 @@ def list_rules(name: str | None) -> None:
 
     if name is None:
         names_width = max(map(len, examples()))
-        print_text("\n".join(f"{one:{names_width}}  {about}" for one, about in examples().items()))
+        print_text("\n".join(f"{rules_name:{names_width}}  {about}" for rules_name, about in examples().items()))
         return
     path = example(name)
     if path is None:
-        reshard.Rules.read(name)  # which says which names there are
+        reshard.Rules.read(name)  # its error lists the names
         raise UsageError(f"{name} is not built in", code="not-found", hint="type reshard rules list")
     print_text(path.read_text("utf-8").rstrip("\n"))
 
@@ -84,7 +84,7 @@ tensors, nbytes, and with TARGET differences.
 @source_options
 @rules_numbers
 @json_option
-def check(file: Place, source: Place, target: Place | None, as_json: bool, **given: Any) -> None:
+def check(file: Place, source: Place, target: Place | None, as_json: bool, **arguments: Any) -> None:
     """Check the rules FILE against the checkpoint SOURCE: each tensor by one rule, shapes that add up, no hole.
 
     Only headers are read. With TARGET, names, dtypes and shapes of what the rules make are compared with
@@ -93,29 +93,29 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
     from reshard.rules.show import table
     from reshard.view.text import count_text, table_lines
 
-    derived = _derived(file, source, **given)
-    made, rows = derived.checkpoint, table(derived)
+    derived = _derived(file, source, **arguments)
+    result, rows = derived.checkpoint, table(derived)
     header = ("rule", "verb", "tensors", derived.sides[0], "become", derived.sides[1])
-    differences = _differences(made, open_checkpoint(target, contents=False)) if target else []
+    differences = _differences(result, open_checkpoint(target, contents=False)) if target else []
     if as_json:
         keys = ("rule", "verb", "sources", "source", "targets", "target")
         print_json(
             {
-                "source": made.root,
+                "source": result.root,
                 "sides": list(derived.sides),
                 "rules": [dict(zip(keys, row, strict=True)) for row in rows],
                 "dropped": list(derived.dropped),
                 "kept": list(derived.kept),
-                "tensors": len(made.tensors),
-                "nbytes": made.nbytes,
+                "tensors": len(result.tensors),
+                "nbytes": result.nbytes,
                 **({"differences": differences} if target else {}),
             }
         )
     else:
         print_text("\n".join(table_lines(header, [tuple(map(str, row)) for row in rows], width())) + "\n")
-        for what, some in (("left out", derived.dropped), ("kept as they are", derived.kept)):
-            if some:
-                print_text(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
+        for label, group in (("left out", derived.dropped), ("kept as they are", derived.kept)):
+            if group:
+                print_text(f"{label}: {count_text(len(group), 'tensor')}: {names(group)}")
         print_text(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
     if differences:
         raise VerifyError(
@@ -123,12 +123,16 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
         )
 
 
-def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
-    """Return in what headers differ."""
+def _differences(result: Checkpoint, target: Checkpoint) -> list[str]:
+    """Return the differences between headers."""
     from reshard.plan.select import Selection
     from reshard.verify.match import match
 
-    return [printable(f"{one.name}: {one.text}") for one in match(made, other, Selection()).differences if one.name]
+    return [
+        printable(f"{difference.name}: {difference.text}")
+        for difference in match(result, target, Selection()).differences
+        if difference.name
+    ]
 
 
 @rules.command(
@@ -145,7 +149,7 @@ Example:
 @click.argument("tensors", nargs=-1, metavar="[TENSOR]...")
 @source_options
 @rules_numbers
-def show(file: Place, source: Place, tensors: tuple[str, ...], **given: Any) -> None:
+def show(file: Place, source: Place, tensors: tuple[str, ...], **arguments: Any) -> None:
     """Show which rows of a fused tensor are which rows of its parts; by default of one tensor of every rule.
 
     This is what shapes alone cannot tell: whether gate and up stand one behind the other or row by row,
@@ -153,10 +157,10 @@ def show(file: Place, source: Place, tensors: tuple[str, ...], **given: Any) -> 
     """
     from reshard.rules.show import shown
 
-    derived = _derived(file, source, **given)
+    derived = _derived(file, source, **arguments)
     firsts: dict[str, str] = {}  # of each rule
-    for name, made in derived.fused.items():
-        firsts.setdefault(made.use.rule.where, name)
+    for name, fused in derived.fused.items():
+        firsts.setdefault(fused.use.rule.where, name)
     for name in tensors or firsts.values():
         print_text(f"{shown(derived, name)}\n")
 

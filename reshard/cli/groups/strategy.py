@@ -70,11 +70,11 @@ def show_strategy(path: Path, raw: bool, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
     from reshard.view.words import strategy_data, strategy_text
 
-    found = reshard.read_strategy(path)
+    loaded = reshard.read_strategy(path)
     if as_json:
-        print_json(strategy_data(found))
+        print_json(strategy_data(loaded))
     else:
-        print_text(strategy_text(found, str(path), raw=raw))
+        print_text(strategy_text(loaded, str(path), raw=raw))
 
 
 @strategy.command(
@@ -136,10 +136,10 @@ parallel_optimizer_threshold: 1  # KB
 
 
 class _Make(Command):
-    """A command that prints rules to begin with where nothing is typed behind it."""
+    """A command that prints example rules if it gets no arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Print them, or parse what is typed."""
+        """Print example rules if there are no arguments, else parse them."""
         if not args and not ctx.resilient_parsing:
             click.echo(EXAMPLE, nl=False)
             ctx.exit()
@@ -202,9 +202,9 @@ def make_strategy(
     refuse_existing(output, overwrite=overwrite)
     checkpoint = open_checkpoint(like, strategy=source_strategy, **reading)
     refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
-    made = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
-    reshard.write_strategy(made, output)
-    _say_written(made, output)
+    result = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
+    reshard.write_strategy(result, output)
+    _say_written(result, output)
 
 
 @strategy.command(
@@ -231,15 +231,15 @@ def strategy_from_checkpoint(
     parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
     strategy in the ledger there.
     """
-    from reshard.readers.open import files_read, noted, self_described
+    from reshard.readers.open import files_read, ledger_layout, self_described
     from reshard.readers.ranks import changed_text
 
     refuse_existing(output, overwrite=overwrite)
     if checkpoint.is_dir() and self_described(checkpoint, iteration) is None:
-        known, change = noted(checkpoint)
+        is_known, change = ledger_layout(checkpoint)
         if change:
             raise SourceError(changed_text(checkpoint, change), code="source-changed")
-        if not known:
+        if not is_known:
             raise UsageError(
                 f"{checkpoint} does not say which rank holds which block", code="no-strategy",
                 facts=["a Checkpoint 2.0 does, and what reshard wrote with a strategy"],
@@ -247,13 +247,15 @@ def strategy_from_checkpoint(
     opened = open_checkpoint(checkpoint, iteration=iteration, contents=False)
     refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
     say_warnings(opened.warnings)
-    made = strategy_of(opened, drop=drop)
-    reshard.write_strategy(made, output)
-    nested = [name for name, (one, *_) in made.tensors.items() if any(len(axes) > 1 for axes in one.layout.tensor_map)]
+    result = strategy_of(opened, drop=drop)
+    reshard.write_strategy(result, output)
+    nested = [
+        name for name, (placed, *_) in result.tensors.items() if any(len(axes) > 1 for axes in placed.layout.tensor_map)
+    ]
     if nested and output.suffix == ".json":
         advice = "MindSpore 2.10 does not read such JSON; give a name that does not end with .json for it"
         say_warnings([f"{output}: has nested layouts, as that of {nested[0]}; {advice}"])
-    _say_written(made, output)
+    _say_written(result, output)
 
 
 @strategy.command(
@@ -283,41 +285,43 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
     from reshard.strategy.diff import diff
 
     first, second = reshard.read_strategy(a), reshard.read_strategy(b)
-    found = diff(first, second)
-    error = None if found.same else VerifyError(f"{a} and {b} are not the same strategy", code="other-strategy")
+    result = diff(first, second)
+    error = None if result.same else VerifyError(f"{a} and {b} are not the same strategy", code="other-strategy")
     if as_json:
-        print_json(_diff_data(first, second, found), error)
+        print_json(_diff_data(first, second, result), error)
     else:
-        print_text("\n".join(_diff_lines(first, second, found, (str(a), str(b)))))
+        print_text("\n".join(_diff_lines(first, second, result, (str(a), str(b)))))
     if error:
         raise error
 
 
-def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
+def _diff_lines(a: Strategy, b: Strategy, diff: Diff, titles: tuple[str, str]) -> Iterable[str]:
     from reshard.strategy.names import group_names
     from reshard.view.text import count_text
     from reshard.view.words import layout_words, raw_text
 
-    def shown(layout: Layout, other: Layout) -> str:
-        words = layout_words(layout)  # which do not say in which order ranks hold the blocks
-        return f"{words}   # {raw_text(layout)}" if words == layout_words(other) else words
+    def words_of(layout: Layout, counterpart: Layout) -> str:
+        words = layout_words(layout)  # without the order of the ranks that hold the blocks
+        return f"{words}   # {raw_text(layout)}" if words == layout_words(counterpart) else words
 
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
-    for title, only in (("A", found.only_a), ("B", found.only_b)):
+    for title, only in (("A", diff.only_a), ("B", diff.only_b)):
         if only:
             yield f"only in {title} ({printable(titles[title == 'B'])}):"
             yield from (f"  {printable(name)}{_stage(b, stage)}" for name, stage, _ in group_names(only))
-    for title, changes in (("other blocks", found.blocks), ("the same blocks, written otherwise", found.fields)):
+    for title, changes in (("other blocks", diff.blocks), ("the same blocks, written otherwise", diff.fields)):
         groups: dict[tuple[int, str, str], list[Change]] = {}
         for change in changes:
-            groups.setdefault((change.stage, shown(change.a, change.b), shown(change.b, change.a)), []).append(change)
+            groups.setdefault((change.stage, words_of(change.a, change.b), words_of(change.b, change.a)), []).append(
+                change
+            )
         for (stage, first, second), group in groups.items():
             yield f"{title}{_stage(a, stage)}:"
             yield f"  A {first}"
             yield f"  B {second}"
             yield from (f"    {printable(name)}" for name, _, _ in group_names((change.name, None) for change in group))
-    if found.same:
+    if diff.same:
         yield f"every rank holds the same blocks of {count_text(len(a.tensors), 'tensor')}"
 
 
@@ -325,20 +329,20 @@ def _stage(strategy: Strategy, stage: int) -> str:
     return f", stage {stage}" if stage or len(strategy.stages) > 1 else ""
 
 
-def _diff_data(a: Strategy, b: Strategy, found: Diff) -> dict[str, object]:
+def _diff_data(a: Strategy, b: Strategy, diff: Diff) -> dict[str, object]:
     from reshard.view.words import layout_data
 
-    def changes(some: Iterable[Change]) -> list[dict[str, object]]:
-        return [{"name": c.name, "stage": c.stage, "a": layout_data(c.a), "b": layout_data(c.b)} for c in some]
+    def changes(group: Iterable[Change]) -> list[dict[str, object]]:
+        return [{"name": c.name, "stage": c.stage, "a": layout_data(c.a), "b": layout_data(c.b)} for c in group]
 
     return {
-        "same": found.same,
+        "same": diff.same,
         "ranks_a": list(a.ranks),
         "ranks_b": list(b.ranks),
-        "only_a": [{"name": name, "stage": stage} for name, stage in found.only_a],
-        "only_b": [{"name": name, "stage": stage} for name, stage in found.only_b],
-        "blocks": changes(found.blocks),
-        "fields": changes(found.fields),
+        "only_a": [{"name": name, "stage": stage} for name, stage in diff.only_a],
+        "only_b": [{"name": name, "stage": stage} for name, stage in diff.only_b],
+        "blocks": changes(diff.blocks),
+        "fields": changes(diff.fields),
     }
 
 
@@ -366,22 +370,22 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     from reshard.strategy.diff import check
     from reshard.view.text import count_text, looked_text
 
-    wanted = reshard.read_strategy(strategy_file)
-    own: Strategy | Path | None = source_strategy
+    checked = reshard.read_strategy(strategy_file)
+    opened_with: Strategy | Path | None = source_strategy
     if source_strategy is None:
-        found_by: dict[str, Any] = {name: reading[name] for name in ("suffix", "rank_pattern", "cipher")}
-        ranks = read_headers(checkpoint, **found_by).ranks
-        own = wanted if len(set(ranks)) > 1 else None
+        file_options: dict[str, Any] = {name: reading[name] for name in ("suffix", "rank_pattern", "cipher")}
+        ranks = read_headers(checkpoint, **file_options).ranks
+        opened_with = checked if len(set(ranks)) > 1 else None
     try:
-        opened = open_checkpoint(checkpoint, strategy=own, **reading)
+        opened = open_checkpoint(checkpoint, strategy=opened_with, **reading)
     except SourceError as error:
-        if own is wanted:
+        if opened_with is checked:
             error.add_note("if STRATEGY is that of a target to be made from CHECKPOINT, add --source-strategy")
         raise
-    say_warnings([*opened.warnings, *check(wanted, opened)])
-    print_text(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
-    if looked := looked_text(opened.looked):
-        say(f"sampled: {looked}")
+    say_warnings([*opened.warnings, *check(checked, opened)])
+    print_text(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(checked.tensors), 'tensor')}")
+    if sampled := looked_text(opened.opening.looked):
+        say(f"sampled: {sampled}")
 
 
 def _say_written(written: Strategy, output: Path) -> None:

@@ -1,7 +1,7 @@
-"""What the metadata of a Checkpoint 2.0 say: how each tensor is cut, and which files have its blocks.
+"""Read the metadata of a Checkpoint 2.0: how each tensor is cut, and which files have its blocks.
 
-They may be 100 MB and more of JSON, which is read member by member. Names, paths and numbers are checked here; what is
-in the files is compared with them by `checkpoint2`.
+They may be 100 MB and more of JSON, which is read member by member. Names, paths and numbers are checked here;
+`checkpoint2` compares them with the contents of the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 METADATA = "metadata.json"
 
 NUMBERS = 4
-"""Of a place of a block: those of the block, of the file, of the rank and of the group of ranks that hold the same."""
+"""How many numbers locate a block: of the block, its file, its rank, and the group of ranks that hold it."""
 
 _KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
 _MOST = 1 << 31  # ranks, and blocks of a tensor
@@ -36,10 +36,10 @@ class Described(NamedTuple):
     """A tensor as the metadata list it.
 
     Attributes:
-        dtype: its name; empty where it is not known.
-        shape: of the whole tensor.
-        mesh: the number of its mesh; None where every place has it whole.
-        reason: why it cannot be read; else empty.
+        dtype: the name of its dtype; empty if unknown.
+        shape: the shape of the whole tensor.
+        mesh: the number of its mesh; None if every file has it whole.
+        reason: why it cannot be read, or "".
     """
 
     dtype: str
@@ -49,12 +49,12 @@ class Described(NamedTuple):
 
 
 class Metadata:
-    """What `metadata.json` says.
+    """The contents of `metadata.json`.
 
     Attributes:
-        listed: the tensors.
-        places: where the blocks of each are: the numbers of the block, of the file, of the rank and of the group of
-            ranks that hold the same, again and again.
+        listed: the tensors by name.
+        places: the locations of each tensor's blocks, flattened: for each, the numbers of the block, its file, its
+            rank, and the group of ranks that hold it.
         files: the names of the files, each with its number.
         ranks: the rank of each file.
         groups: the groups of ranks.
@@ -67,17 +67,17 @@ class Metadata:
         self.ranks: list[int] = []
         self.meshes: dict[Mesh, int] = {}
         self._groups: dict[tuple[int, ...], int] = {}
-        where = ""
+        context = ""
         try:
             for section, name, value in members(str(path)):
-                where = f"{section}.{name}: "
+                context = f"{section}.{name}: "
                 if section == "state_dict_metadata":
                     self.listed[name] = self._listed(value)
                 elif section == "storage_data":
                     self._place(name, value)
         except (ValueError, KeyError, TypeError, LayoutError) as error:
-            what = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            raise SourceError(f"{path}: {where}{what}", code="bad-metadata") from None
+            message = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise SourceError(f"{path}: {context}{message}", code="bad-metadata") from None
         if unknown := [name for name in self.places if name not in self.listed]:
             raise SourceError(
                 f"{path} has blocks of {names(map(repr, unknown), most=3)}, but no such tensor", code="unknown-tensor"
@@ -85,7 +85,7 @@ class Metadata:
         self.groups = list(self._groups)
 
     def held(self, name: str) -> list[tuple[int, int]]:
-        """Return which ranks hold which blocks of a tensor, stored or not: the number of the block, and the rank."""
+        """Return pairs of block number and rank that holds the block, stored or not."""
         places = self.places.get(name, ())
         groups = sorted(set(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)))
         return [(number, rank) for number, group in groups for rank in self.groups[group]]
@@ -122,13 +122,13 @@ class Metadata:
         if number >= _MOST:
             raise ValueError(f"is the block of number {number}; no tensor has as many")
         places = self.places.setdefault(name, array("i"))
-        for place in value:
-            file, rank = place["file_name"], place["storage_rank"]
+        for location in value:
+            file, rank = location["file_name"], location["storage_rank"]
             if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
                 raise ValueError(f"file_name is {file!r:.80}; expected a safetensors file in the same directory")
             if type(rank) is not int or not 0 <= rank < _MOST:
                 raise ValueError(f"storage_rank is {rank!r:.60}; expected the number of a rank")
-            group = tuple(place.get("rank_group", ()))
+            group = tuple(location.get("rank_group", ()))
             if group not in self._groups:  # most have been checked before
                 _numbers([*group])
             group = group if rank in group else (rank, *group)
@@ -150,7 +150,7 @@ def _numbers(value: object) -> tuple[int, ...]:
 
 
 def _read_key(key: str) -> tuple[str, int]:
-    """Return the name and the number of a block that a key of `storage_data` is of, as Python writes such a tuple.
+    """Parse the name and block number in a key of `storage_data`, a tuple's repr.
 
     >>> _read_key("('a.b', (3,))"), _read_key(str(("it's", (0,))))
     (('a.b', 3), ("it's", 0))

@@ -39,7 +39,7 @@ from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
 from reshard.readers.listed import Listed, nothing_readable
 from reshard.readers.pickles import shown
-from reshard.source.checkpoint import Checkpoint, Object, SourceFile, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.source.reshape import laid
@@ -98,11 +98,13 @@ def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoin
         raise SourceError(f"{place}: {nothing_readable(unreadable)}", code="no-tensors")
     objects = {name: _object(place, said.items.get(name)) for name in said.objects}
     beside = {} if said.paths else _beside(place, there)
+    bound = {name: BUCKET for name in tensors if name.startswith(BUCKETS)}
     return Checkpoint(
         str(place), tensors, held.files, held.ranks, warnings=tuple(_warnings(place, there, said, held)),
-        unreadable=unreadable, objects=objects, beside=beside, paths=None if beside else said.paths,
-        bound={name: BUCKET for name in tensors if name.startswith(BUCKETS)}, described_by=said.described_by,
-        decoding=held.decoding(),
+        unreadable=unreadable, coding=held.decoding(),
+        extras=Extras(
+            said.described_by, objects=objects, beside=beside, bound=bound, paths=None if beside else said.paths
+        ),
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
         KeyError: there is no such object.
         SourceError: it cannot be read, or is damaged.
     """
-    every = {**checkpoint.beside, **checkpoint.objects}
+    every = {**checkpoint.extras.beside, **checkpoint.extras.objects}
     if name not in every:
         raise KeyError(name)
     try:
@@ -94,7 +94,7 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
 
 def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
     """Return what each object is, and each file beside the tensors, in a few words; of many the first are looked at."""
-    every = {**checkpoint.beside, **checkpoint.objects}
+    every = {**checkpoint.extras.beside, **checkpoint.extras.objects}
     shown = {name: f"an object of {bytes_text(one.nbytes)}, which was not looked at" for name, one in every.items()}
     shown |= (wrong := problems(every))
     some, room = {}, _MOST_SHOWN
@@ -155,9 +155,9 @@ def iteration(checkpoint: Checkpoint) -> int | None:
 
 def _common(checkpoint: Checkpoint) -> dict[Any, Any]:
     """Return what Megatron-Core says besides tensors: in a file, or in an object; nothing where that is not so."""
-    if not checkpoint.beside:
+    if not checkpoint.extras.beside:
         return {}
-    names = (COMMON, *(name for name in checkpoint.objects if name.startswith("common_state/")))
+    names = (COMMON, *(name for name in checkpoint.extras.objects if name.startswith("common_state/")))
     for name in names:
         try:
             found = read_object(checkpoint, name)

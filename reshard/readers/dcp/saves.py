@@ -25,7 +25,7 @@ from reshard.readers.dcp.dtensors import Tensors, is_tensor
 from reshard.readers.dcp.records import Archive
 from reshard.readers.listed import Listed, nothing_readable
 from reshard.readers.pickles import Name, Pairs, Record, shown, unpickled
-from reshard.source.checkpoint import Checkpoint, Object, SourceFile, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
 from reshard.source.probe import compare_contents
 from reshard.storage.places import of_each
 from reshard.storage.small import is_text
@@ -138,10 +138,10 @@ def _opened(place: Place, files: Sequence[_File], count: int, *, contents: bool 
             unreadable[name] = error.message
     if not tensors:
         raise SourceError(f"{place}: {nothing_readable(unreadable)}", code="no-tensors")
+    unread = {name: Object(problem=kind) for name, kind in objects.items() if name not in {*held, *unreadable}}
     checkpoint = Checkpoint(
         str(place), tensors, tuple(one.file for one in every), ranks, unreadable=unreadable,
-        objects={name: Object(problem=kind) for name, kind in objects.items() if name not in {*held, *unreadable}},
-        described_by=NAME,
+        extras=Extras(NAME, objects=unread),
     )  # fmt: skip
     ruled = {name: "copy" for name in tensors if name.startswith(f"{_OWN}.")}
     return compare_contents(checkpoint, ruled, contents=contents)

@@ -1,4 +1,4 @@
-"""LoRA adapters: which one is meant. `adapter` reads it, `merge` adds it to the weights of a checkpoint."""
+"""Settings of LoRA adapters. `adapter` reads an adapter, `merge` adds it to the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TIED = ("both", "untie")
 
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """A LoRA adapter, as PEFT saves it; nothing is read before it is merged.
+    """The settings of a LoRA adapter that PEFT saved; it is read when it is merged.
 
     Attributes:
         root: the directory of `adapter_config.json` and `adapter_model.safetensors`.
-        alpha: in place of the configuration's `lora_alpha`; None to take that.
-        tied: what becomes of weights that are one tensor, such as `lm_head` and `embed_tokens`, if the adapter changes
+        alpha: a value that replaces the configuration's `lora_alpha`; None to keep that.
+        tied: the treatment of weights that are one tensor, such as `lm_head` and `embed_tokens`, if the adapter changes
             them differently: `untie` stores each with its own change, as it was trained; `both` gives both every
             change, as PEFT's `merge_and_unload` does; empty to refuse such an adapter.
-        digest: of the adapter that is meant; empty to take what is there.
+        digest: the digest of the expected adapter; empty to accept any.
 
     Raises:
         UsageError: alpha is not a number, or `tied` is another word.
@@ -51,7 +51,7 @@ class LoRA:
         object.__setattr__(self, "root", str(as_place(self.root).absolute()))
 
     def merged(self, source: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with the adapter in its weights: see `Checkpoint.merge_lora`."""
+        """Merge the adapter into a checkpoint's weights: see `Checkpoint.merge_lora`."""
         from reshard.rules.lora.adapter import read_adapter  # not on every start
         from reshard.rules.lora.merge import merge
 
@@ -65,5 +65,5 @@ class LoRA:
 
 
 def is_alpha(value: object) -> bool:
-    """Return whether a value may be an alpha: a number, neither infinite nor absurd."""
+    """Return whether a value is a valid alpha: a finite number of plausible size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST_ALPHA

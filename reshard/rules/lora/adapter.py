@@ -1,10 +1,10 @@
-"""The adapter that PEFT saves: a configuration, and in a safetensors file two matrices for each weight.
+"""Read adapters that PEFT saved: a configuration, and a safetensors file with two matrices for each weight.
 
-To a weight of `out` rows and `in` columns comes `scale * B @ A`, with A of r rows and `in` columns and B of `out` rows
-and r columns; `scale` is alpha / r, or alpha / sqrt(r) (rslora). Of an embedding, and of the layers that
-`fan_in_fan_out` is about, the transposed of that.
+A weight of `out` rows and `in` columns becomes the sum of itself and `scale * B @ A`, with A of r rows and `in` columns
+and B of `out` rows and r columns; `scale` is alpha / r, or alpha / sqrt(r) (rslora). For an embedding, and for layers
+with `fan_in_fan_out`, the product is transposed.
 
-Next to an adapter of an embedding or a head, PEFT saves the weight that it was trained on (`save_embedding_layers`).
+With an adapter of an embedding or a head, PEFT also saves the weight that it was trained on (`save_embedding_layers`).
 
 Sources: PEFT 0.17 and 0.21, `tuners/lora/{config,model,layer}.py`, `utils/{save_and_load,other}.py`
 (`get_pattern_key`).
@@ -42,7 +42,7 @@ _COPY = re.compile(
     r"(?:base_model\.model\.)?(?:(?P<layer>.+)\.base_layer\.(?P<kind>weight|bias)|(?P<weight>.+\.weight))", re.DOTALL
 )
 _DTYPES = {"float32", "float16", "bfloat16"}
-_OTHERWISE = {
+_UNSUPPORTED = {
     "alora_invocation_tokens": "it acts from some token on only",
     "arrow_config": "it is one of several, chosen for each token",
     "layer_replication": "its model has layers twice",
@@ -66,7 +66,7 @@ _PIECE = 4 << 20
 
 
 class _Config(NamedTuple):
-    """What a configuration says: the rank and alpha of each module, and how they are used."""
+    """The settings of an adapter: the rank and alpha of each module, and their use."""
 
     ranks: _Patterns
     alphas: _Patterns
@@ -75,11 +75,10 @@ class _Config(NamedTuple):
 
 
 def read_adapter(lora: LoRA) -> Adapter:
-    """Read what an adapter has for which weight; of the matrices only the digest is taken.
+    """Read the index and the digest of an adapter, but not its matrices.
 
     Raises:
-        SourceError: it is not there, is not one that can be merged into weights, or contradicts itself; all faults at
-            once.
+        SourceError: it does not exist, cannot be merged into weights, or contradicts itself; all faults at once.
     """
     root = as_place(lora.root)
     config = _config(root, lora.alpha)
@@ -123,7 +122,7 @@ def _config(root: Place, alpha: float | None) -> _Config:
     faults = Faults(str(path))
     if options.get("peft_type") != "LORA":
         faults.add("peft_type", f"is {options.get('peft_type')!r:.40}; expected LORA", code="not-lora")
-    for key, why in _OTHERWISE.items():
+    for key, why in _UNSUPPORTED.items():
         if options.get(key):
             faults.add(key, f"is {options[key]!r:.60}; {why}", code="unsupported-adapter", hint=_MERGE_HINT)
     if options.get("bias", "none") != "none":
@@ -137,10 +136,10 @@ def _config(root: Place, alpha: float | None) -> _Config:
             hint="convert it with PEFT",
         )  # fmt: skip
 
-    def checked(key: str, default: Any, what: str, valid: Any) -> Any:
+    def checked(key: str, default: Any, expected: str, valid: Any) -> Any:
         value = options.get(key)
         if value is not None and not valid(value):
-            faults.add(key, f"is {value!r:.60}; expected {what}", code="bad-value")
+            faults.add(key, f"is {value!r:.60}; expected {expected}", code="bad-value")
         return default if value is None else value
 
     rank = checked("r", 0, f"a whole number from 1 to {_MOST_RANK:,}", _is_rank)
@@ -176,7 +175,10 @@ def _is_map(values: object, valid: Any) -> bool:
 
 
 def _is_pattern(text: str) -> bool:
-    """Return whether text is a name, or a pattern that takes no time: without groups, and with few repetitions."""
+    """Return whether a text is a name, or a pattern with few repeats and no groups.
+
+    Such patterns match in short time.
+    """
     simple = len(text) <= _LONGEST and not re.search(r"[^\w.\-^$\\*+?\[\]]", text)
     if not simple or len(re.findall(r"[*+?]", text)) > _MOST_REPEATS:
         return False
@@ -188,7 +190,7 @@ def _is_pattern(text: str) -> bool:
 
 
 class _Patterns:
-    """Values of modules by the ends of their names: the first that matches counts, as in PEFT.
+    """Values of modules by the ends of their names; the first match counts.
 
     >>> _Patterns({"0.k_proj": 1, r".*[qk]_proj": 2}, 3).of("layers.0.k_proj"), _Patterns({"proj": 2}, 3).of("k_proj")
     (1, 3)
@@ -196,11 +198,11 @@ class _Patterns:
 
     def __init__(self, values: Mapping[str, Any], default: Any) -> None:
         self._default = default
-        every = list(enumerate(values.items()))  # of experts there are thousands, of patterns few
-        self._names = {key: (number, value) for number, (key, value) in every if _PLAIN.fullmatch(key)}
+        items = list(enumerate(values.items()))  # there are thousands of experts, but few patterns
+        self._names = {key: (number, value) for number, (key, value) in items if _PLAIN.fullmatch(key)}
         self._patterns = [
             (number, re.compile(rf"(.*\.)?({key})$"), value)
-            for number, (key, value) in every
+            for number, (key, value) in items
             if not _PLAIN.fullmatch(key)
         ]
 
@@ -214,7 +216,7 @@ class _Patterns:
 
 
 def _pairs(file: SourceFile, config: _Config) -> tuple[tuple[Pair, ...], tuple[Copy, ...]]:
-    """Return the pairs of an adapter's tensors, and the copies of the model's; each tensor must be one or the other."""
+    """Return the pairs and copies in an adapter's file, and refuse other tensors."""
     faults = Faults(file.path)
     copies: list[Copy] = []
     modules: dict[tuple[str, bool], dict[str, str]] = {}
@@ -244,8 +246,8 @@ def _pairs(file: SourceFile, config: _Config) -> tuple[tuple[Pair, ...], tuple[C
             pairs.append(_pair(file, config, module, sides, embedding=embedding))
         except SourceError as error:
             faults.add(f"layer {module!r}", error)
-    every = [pair.weight for pair in pairs]
-    for weight in {name for name in every if every.count(name) > 1} if len(set(every)) < len(every) else ():
+    weights = [pair.weight for pair in pairs]
+    for weight in {name for name in weights if weights.count(name) > 1} if len(set(weights)) < len(weights) else ():
         faults.add(
             f"layer {weight!r}", "has two pairs, one of them as an embedding; expected one", code="duplicate-name"
         )
@@ -254,7 +256,7 @@ def _pairs(file: SourceFile, config: _Config) -> tuple[tuple[Pair, ...], tuple[C
 
 
 def _copy(name: str) -> Copy | None:
-    """Return what tensor of the model one of the adapter's file is a copy of.
+    """Parse the name of a copy of a model's tensor; return None for other names.
 
     >>> _copy("base_model.model.lm_head.base_layer.weight"), _copy("lm_head.lora_C.weight")
     (Copy(weight='lm_head.weight', name='base_model.model.lm_head.base_layer.weight', transposed=False), None)
@@ -266,7 +268,7 @@ def _copy(name: str) -> Copy | None:
 
 
 def _dtype_fault(file: SourceFile, name: str) -> SourceError | None:
-    """Return an error if a tensor of an adapter is of a dtype that is not read, or None."""
+    """Return an error if a tensor of an adapter has an unsupported dtype, or None."""
     entry = file.index.entries.get(name)
     if entry is not None and entry.dtype.name in _DTYPES:
         return None

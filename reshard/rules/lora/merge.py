@@ -1,12 +1,12 @@
-"""An adapter in the weights of a checkpoint: a store around that of its files adds to the bytes of a weight.
+"""Merge an adapter into the weights of a checkpoint: a wrapper around the store of its files adds the product.
 
-1. Each run of bytes of a weight that gets something is a `Span`: where it lies in a file, and which elements it has.
-2. A band is read as ever; then to each of its elements in a span comes that of the product, in float32, and the sum is
-   rounded once, to the dtype of the weight.
-3. The product is numpy's, in tiles of the whole weight's own grid: an element is the same in whatever band it is read.
-   A tile is small enough that OpenBLAS takes one thread, which its result may depend on otherwise. Where sizes are
-   multiples of 16 it is, bit for bit, that of the whole matrices; another library for matrices than numpy's, or a
-   processor without fused multiply-add, may round the last bit of float32 in another way.
+1. Each run of bytes of a changed weight is a `Span`: its position in a file, and its elements.
+2. A band is read as usual; then the elements of the product are added to its elements in spans, in float32, and the
+   sum is rounded once, to the dtype of the weight.
+3. The product is computed by numpy, in tiles of a fixed grid over the whole weight: an element is the same in every
+   band. A tile is so small that OpenBLAS uses one thread, as its result may depend on the number of threads. If sizes
+   are multiples of 16, the product equals the product of the whole matrices bit for bit. Another BLAS, or a processor
+   without fused multiply-add, may round the last bit of float32 differently.
 4. Before that, the elements are compared with the adapter's own copy of the weight, if it has one.
 """
 
@@ -48,11 +48,11 @@ _TILE = 1 << 18
 """The most multiplications for a tile: from there on OpenBLAS takes several threads (interface/gemm.c)."""
 
 _STEP = 16
-_LEAST_HELD = 32 << 20
+_LEAST_CACHE_BYTES = 32 << 20
 _IMPORTED_BYTES = 24 << 20
 _TILES_BYTES = 16  # for each element of a row of tiles: the product twice, and the weight in float32
 _SPAN_BYTES = 400
-_COPY_BYTES = 1 << 20  # of rows of a copy that are compared at once
+_COPY_BYTES = 1 << 20  # the rows of a copy that are compared at once
 _SAMPLE = 4096
 
 
@@ -60,12 +60,12 @@ class Span(NamedTuple):
     """A run of bytes of a block of a weight.
 
     Attributes:
-        begin, end: where it is in the file.
+        begin, end: the byte range in the file.
         first: the number of its first element in the block.
-        block: the block, whose dimensions are in the order in which its elements lie.
-        dtype: of the weight.
-        of: what is added to the weight, or compared with it.
-        transposed: the block is one of the transposed product.
+        block: the block, with its dimensions in memory order.
+        dtype: the dtype of the weight.
+        of: the pair that is added to the weight, or the copy that is compared with it.
+        transposed: the block belongs to the transposed product.
     """
 
     begin: int
@@ -78,11 +78,11 @@ class Span(NamedTuple):
 
 
 def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
-    """Return a checkpoint with an adapter in its weights.
+    """Return a checkpoint with an adapter merged into its weights.
 
     Raises:
-        SourceError: a weight is not there, has another shape, or is not of float numbers; all at once.
-        UsageError: the checkpoint is one stage of a pipeline, or was made of another already.
+        SourceError: a weight is missing, has another shape, or has no float dtype; all faults at once.
+        UsageError: the checkpoint is one stage of a pipeline, or was already derived from another.
     """
     source.require_whole()
     if source.origin is not None:
@@ -90,7 +90,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
             f"{source.root} already has other names or an adapter", code="already-derived",
             hint="merge one adapter, before everything else",
         )  # fmt: skip
-    if source.part is not None:
+    if source.opening.stage is not None:
         raise UsageError(
             f"{source.root} is one stage of a pipeline; an adapter needs all", code="one-stage",
             hint="open all stages",
@@ -100,23 +100,23 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
     spans: dict[str, list[Span]] = {}
     items: tuple[Pair | Copy, ...] = (*resolved.copies, *resolved.pairs)
     for item in items:
-        where = f"tensor {item.name!r}" if isinstance(item, Copy) else f"layer {item.weight!r}"
+        item_text = f"tensor {item.name!r}" if isinstance(item, Copy) else f"layer {item.weight!r}"
         tensor = resolved.source.tensors.get(item.weight)
         if tensor is None:
             if item.weight not in source.left_out:
-                faults.add(where, partial(_no_match, item.weight, source), code="no-match")
+                faults.add(item_text, partial(_no_match, item.weight, source), code="no-match")
         elif fault := _fault(tensor, item, adapter, source.root):
-            faults.add(where, fault)
+            faults.add(item_text, fault)
         else:
             for block, replicas in tensor.shards:
                 for extent in replicas:
                     of_file = spans.setdefault(source.files[extent.file].path, [])
                     of_file += _spans(extent, block, tensor.spec.dtype, item)
     faults.raise_if_any(SourceError)
-    merging = Merging(source.coding, adapter, {path: _Spans.of(some) for path, some in spans.items()})
+    merging = Merging(source.coding, adapter, {path: _Spans.of(file_spans) for path, file_spans in spans.items()})
     merging.store().compare_samples()
     merged = frozenset(pair.weight for pair in resolved.pairs if pair.weight in resolved.source.tensors)
-    return replace(resolved.source, decoding=merging, origin=Origin(source, None, frozenset(), lora, (), merged))
+    return replace(resolved.source, coding=merging, origin=Origin(source, None, frozenset(), lora, (), merged))
 
 
 def _no_match(weight: str, source: Checkpoint) -> str:
@@ -124,7 +124,7 @@ def _no_match(weight: str, source: Checkpoint) -> str:
 
 
 def _fault(tensor: Tensor, item: Pair | Copy, adapter: Adapter, root: str) -> SourceError | None:
-    """Return an error if an item cannot be added to a tensor, or compared with it, or None."""
+    """Return an error if an item does not fit a tensor, or None."""
     dtype, shape = tensor.spec.dtype, tensor.spec.shape
     expected = item.shape if isinstance(item, Pair) else adapter.file.index.entries[item.name].shape
     expected = expected[::-1] if item.transposed else expected
@@ -149,7 +149,7 @@ def _fault(tensor: Tensor, item: Pair | Copy, adapter: Adapter, root: str) -> So
 
 
 def _are_rows(strides: Shape, shape: Shape) -> bool:
-    """Return whether elements of each row follow each other, or those of each column, and no two are one."""
+    """Return whether each row or each column is contiguous, and no elements overlap."""
     if len(shape) == 1:
         return strides == (1,)
     (pitch, _), (step, extent) = sorted(zip(strides, shape, strict=True), reverse=True)
@@ -157,7 +157,7 @@ def _are_rows(strides: Shape, shape: Shape) -> bool:
 
 
 def _spans(extent: Extent, block: Block, dtype: DType, item: Pair | Copy) -> Iterator[Span]:
-    """Yield the runs of a file that hold a block of a tensor; if it is strided, row by row or at once."""
+    """Yield the spans of a block in a file; a strided block may have one per row."""
     if not extent.strides or len(extent.strides) == 1:
         position = 0
         for offset, nbytes in extent.runs:
@@ -176,7 +176,12 @@ def _spans(extent: Extent, block: Block, dtype: DType, item: Pair | Copy) -> Ite
 
 
 class _Spans(NamedTuple):
-    """The spans of a file by where they begin, and for each the furthest end of those up to it, as some overlap."""
+    """The spans of a file, which may overlap.
+
+    Attributes:
+        spans: the spans, sorted by their begin.
+        reaches: for each span, the largest end of it and all spans before it.
+    """
 
     spans: tuple[Span, ...]
     reaches: tuple[int, ...]
@@ -187,7 +192,7 @@ class _Spans(NamedTuple):
         return cls(tuple(ordered), tuple(accumulate((span.end for span in ordered), max)))
 
     def within(self, begin: int, end: int) -> Iterator[Span]:
-        """Yield the spans that have bytes of a range."""
+        """Yield the spans that overlap a byte range."""
         for number in range(bisect_right(self.reaches, begin), len(self.spans)):
             span = self.spans[number]
             if span.begin >= end:
@@ -198,12 +203,12 @@ class _Spans(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merging:
-    """How files are read in whose weights an adapter is merged.
+    """The coding of files into whose weights an adapter is merged.
 
     Attributes:
-        inner: how they are read without.
-        adapter: what is added.
-        spans: what of each file it is added to, or compared with.
+        inner: the coding without the adapter.
+        adapter: the adapter.
+        spans: for each file, the spans that the adapter is added to or compared with.
     """
 
     inner: Coding | None
@@ -212,41 +217,44 @@ class Merging:
 
     @property
     def held_bytes(self) -> int:
-        """How much of the matrices is held, as float32: of the few that are in use at a time."""
+        """Return the size of the cache for the few matrices in use, as float32."""
         sizes = [pair.nbytes for pair in self.adapter.pairs]
-        return min(sum(sizes), max(4 * max(sizes), _LEAST_HELD))
+        return min(sum(sizes), max(4 * max(sizes), _LEAST_CACHE_BYTES))
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that merging takes: matrices held, and of each thread one that is read, and tiles."""
+        """Return the memory that merging takes, in bytes.
+
+        It is used for cached matrices, and in each thread for a matrix that is read and for tiles.
+        """
         largest = max(pair.nbytes for pair in self.adapter.pairs)
         tiles = _TILES_BYTES * max(_TILE, _STEP * max(pair.shape[1] for pair in self.adapter.pairs))
         spans = _SPAN_BYTES * sum(len(of_file.spans) for of_file in self.spans.values())
         entries = [self.adapter.file.index.entries[copy.name] for copy in self.adapter.copies]
         rows = max((4 * max(_COPY_BYTES, entry.nbytes // max(entry.shape[0], 1)) for entry in entries), default=0)
-        own = _IMPORTED_BYTES + self.held_bytes + spans + threads * (2 * largest + tiles + rows)
-        return own + (self.inner.nbytes(threads) if self.inner else 0)
+        merging_bytes = _IMPORTED_BYTES + self.held_bytes + spans + threads * (2 * largest + tiles + rows)
+        return merging_bytes + (self.inner.nbytes(threads) if self.inner else 0)
 
     def store(self) -> MergingStore:
-        """Return what reads the files."""
+        """Return a store that reads the files."""
         return MergingStore(self)
 
 
 class MergingStore(Around):
-    """Files whose weights are read with what an adapter adds to them. Safe to use from several threads."""
+    """A store that adds an adapter to the weights that it reads; thread-safe."""
 
     def __init__(self, merging: Merging) -> None:
         super().__init__(store_of(merging.inner))
         self._merging = merging
-        self._most = merging.held_bytes
-        self._held: OrderedDict[Pair, tuple[NDArray[Any], NDArray[Any]]] = OrderedDict()
+        self._cache_bytes = merging.held_bytes
+        self._cache: OrderedDict[Pair, tuple[NDArray[Any], NDArray[Any]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill buffers, and add to them.
+        """Fill buffers, and add the adapter to them.
 
         Raises:
-            SourceError: the adapter cannot be read, or has a copy of a weight that is another.
-            ChangedError: the adapter is not what was looked at.
+            SourceError: the adapter cannot be read, or its copy of a weight differs from the weight.
+            ChangedError: the adapter changed since it was opened.
         """
         self.inner.read([(path, offset % ALIAS, buffer) for path, offset, buffer in wants])
         for want in wants:
@@ -254,7 +262,7 @@ class MergingStore(Around):
             self._add(*want)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill one buffer, and add to it."""
+        """Fill one buffer, and add the adapter to it."""
         self.inner.read_into(path, offset % ALIAS, buffer)
         self._compare(path, offset, buffer)
         self._add(path, offset, buffer)
@@ -280,7 +288,10 @@ class MergingStore(Around):
                     self._compare(path, begin, content)
 
     def _boxes(self, path: str, offset: int, buffer: memoryview) -> Iterator[tuple[Span, NDArray[Any], int, int]]:
-        """Yield the parts of a buffer that are in spans: as a matrix, from which row and column of the whole on."""
+        """Yield the parts of a buffer that are in spans.
+
+        Each is a span, a matrix, and the row and column of the matrix in the whole weight.
+        """
         import numpy as np
 
         if path not in self._merging.spans:
@@ -297,7 +308,7 @@ class MergingStore(Around):
                 yield (span, part.T, column, row) if span.transposed else (span, part, row, column)
 
     def _compare(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Compare what is in a buffer with the adapter's copies of it, bit for bit."""
+        """Compare a buffer with the adapter's copies, bit for bit."""
         import numpy as np
 
         adapter = self._merging.adapter
@@ -320,7 +331,7 @@ class MergingStore(Around):
                     )  # fmt: skip
 
     def _add(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Add to what is in a buffer."""
+        """Add the adapter to a buffer."""
         for span, part, row, column in self._boxes(path, offset, buffer):
             if isinstance(span.of, Pair):
                 a, b = self._matrices(span.of)
@@ -330,44 +341,47 @@ class MergingStore(Around):
         """Return A and B of a pair, as float32."""
         adapter = self._merging.adapter
         with self._lock:
-            if found := self._held.get(pair):
-                self._held.move_to_end(pair)
-                return found
-        found = adapter.matrix(pair.a), adapter.matrix(pair.b)
+            if matrices := self._cache.get(pair):
+                self._cache.move_to_end(pair)
+                return matrices
+        matrices = adapter.matrix(pair.a), adapter.matrix(pair.b)
         adapter.require_unchanged()
         with self._lock:
-            self._held[pair] = found
-            while sum(one.nbytes for one in self._held) > self._most and len(self._held) > 1:
-                self._held.popitem(last=False)
-        return found
+            self._cache[pair] = matrices
+            while sum(cached.nbytes for cached in self._cache) > self._cache_bytes and len(self._cache) > 1:
+                self._cache.popitem(last=False)
+        return matrices
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to another process as a fresh store."""
+        """Pickle the store without its cache."""
         return MergingStore, (self._merging,)
 
 
-def _add_product(some: NDArray[Any], row: int, column: int, a: NDArray[Any], b: NDArray[Any], scale: float) -> None:
-    """Add `scale * b @ a` to some rows and columns of it, from these on: in float32, and rounded once."""
+def _add_product(target: NDArray[Any], row: int, column: int, a: NDArray[Any], b: NDArray[Any], scale: float) -> None:
+    """Add a part of `scale * b @ a` to a target, in float32 and rounded once.
+
+    The part begins at `row` and `column` of the product and has the shape of the target.
+    """
     import numpy as np
 
     high, wide = _tile(*a.shape)
-    stop, begin = column + some.shape[1], column // wide * wide
-    with np.errstate(over="ignore", invalid="ignore"):  # infinity is what too large a number becomes
-        for top in range(row // high * high, row + some.shape[0], high):
+    stop, begin = column + target.shape[1], column // wide * wide
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are too large become infinity
+        for top in range(row // high * high, row + target.shape[0], high):
             product = np.empty((min(high, len(b) - top), min(-(-stop // wide) * wide, a.shape[1]) - begin), np.float32)
-            for left in range(begin, stop, wide):
-                put = product[:, left - begin : left - begin + wide]
-                np.matmul(b[top : top + high], a[:, left : left + wide], out=put)
-            rows = slice(max(top, row), min(top + high, row + some.shape[0]))
-            found = product[rows.start - top : rows.stop - top, column - begin : stop - begin]
-            found *= np.float32(scale)
-            into = some[rows.start - row : rows.stop - row]
-            found += into.astype(np.float32, copy=False)
-            into[...] = found
+            for first_column in range(begin, stop, wide):
+                tile = product[:, first_column - begin : first_column - begin + wide]
+                np.matmul(b[top : top + high], a[:, first_column : first_column + wide], out=tile)
+            rows = slice(max(top, row), min(top + high, row + target.shape[0]))
+            addend = product[rows.start - top : rows.stop - top, column - begin : stop - begin]
+            addend *= np.float32(scale)
+            rows_of_target = target[rows.start - row : rows.stop - row]
+            addend += rows_of_target.astype(np.float32, copy=False)
+            rows_of_target[...] = addend
 
 
 def _tile(rank: int, columns: int) -> tuple[int, int]:
-    """Return the rows and the columns of a tile of a product of so many columns.
+    """Return the rows and columns of a tile of a product with this number of columns.
 
     >>> _tile(16, 4096), _tile(64, 4096), _tile(8, 48)
     ((16, 1024), (16, 256), (672, 48))

@@ -1,4 +1,4 @@
-"""What an adapter consists of: pairs of matrices, and copies of the weights that it was trained on."""
+"""The parts of an adapter: pairs of matrices, and copies of the weights that it was trained on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """What is added to one weight.
+    """A product of two matrices that is added to one weight.
 
     Attributes:
-        weight: its name.
+        weight: the name of the weight.
         a, b: the names of the two matrices in the adapter's file.
-        shape: of their product: rows of B, columns of A.
-        rank: columns of B, and rows of A.
-        scale: of the product.
+        shape: the shape of their product: rows of B, columns of A.
+        rank: the columns of B, and rows of A.
+        scale: the factor of the product.
         transposed: the product is added transposed.
     """
 
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the two matrices as float32."""
+        """Return the size of the two matrices as float32, in bytes."""
         return 4 * self.rank * sum(self.shape)
 
 
@@ -56,13 +56,13 @@ class Copy(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """An adapter that was looked at.
+    """An opened adapter.
 
     Attributes:
-        file: has the matrices.
-        pairs: those of each weight.
-        copies: of the model's own tensors, to be compared with them.
-        digest: of the file, and of what is made of it.
+        file: the file with the matrices.
+        pairs: the pair of each weight.
+        copies: copies of the model's own tensors, to be compared with them.
+        digest: a digest of the file and of the parameters of its pairs.
     """
 
     file: SourceFile
@@ -85,7 +85,7 @@ class Adapter(NamedTuple):
         return self.rows(name, 0, entry.shape[0]).astype(np.float32)
 
     def rows(self, name: str, first: int, last: int) -> NDArray[Any]:
-        """Read some rows of a matrix; a vector is a matrix of one column."""
+        """Read rows of a matrix; a vector is a matrix of one column."""
         import numpy as np
 
         entry = self.file.index.entries[name]

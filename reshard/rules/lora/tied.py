@@ -1,8 +1,8 @@
-"""Tied weights: tensors that are one in the model, such as an embedding and the head, of which an adapter changes one.
+"""Handle tied weights: tensors that are one in the model, such as an embedding and the head.
 
 PEFT trains the adapter of a tied weight as if the other were separate. Its `merge_and_unload` changes both in place,
-which is another model than the trained one. Only the user knows which is wanted. Two weights are tied if they have one
-storage in a file of `torch.save`, if the head is not stored, or if the model's `config.json` says so.
+which gives another model than the trained one. The user has to choose. Two weights are tied if they have one storage
+in a file of `torch.save`, if the head is not stored, or if the model's `config.json` says so.
 
 Sources: PEFT 0.21.2, `tuners/tuners_utils.py` (`_check_merge_allowed`), `tuners/lora/model.py` (`_add_targets_to_tie`).
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ALIAS = 1 << 44
-"""Each file begins again at every multiple of this offset: there, an untied weight has bytes of its own."""
+"""Files repeat at every multiple of this offset, so that an untied weight has its own byte range."""
 
 _HEAD, _EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration")
@@ -36,12 +36,12 @@ _SHARING = "torch.save"
 
 
 class Resolved(NamedTuple):
-    """What to merge into what.
+    """A checkpoint and an adapter after tied weights were resolved.
 
     Attributes:
-        source: the checkpoint, in which weights that are to differ have bytes of their own.
-        pairs: what is added to each weight.
-        copies: what is compared with each tensor.
+        source: the checkpoint, in which untied weights have their own byte ranges.
+        pairs: the products that are added to weights.
+        copies: the copies that are compared with tensors.
     """
 
     source: Checkpoint
@@ -57,11 +57,11 @@ class _Group(NamedTuple):
 
 
 def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
-    """Return what to merge into what, if some weights of a checkpoint are tied.
+    """Resolve tied weights of a checkpoint before an adapter is merged.
 
     Args:
         source: the checkpoint.
-        adapter: what to merge into it.
+        adapter: the adapter to merge into it.
         choice: see `LoRA.tied`.
 
     Raises:
@@ -82,9 +82,10 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
         if alike and not (group.one_storage and len({tensors[name].shards for name in changed}) > 1):
             merged = [pair for pair in merged if not (group.one_storage and pair.weight in changed[1:])]
         elif not choice:
-            how = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
+            how_changed = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
             raise UsageError(
-                f"{names(group.names)} are tied in {source.root}, and the adapter changes {how}", code="tied-weights",
+                f"{names(group.names)} are tied in {source.root}, and the adapter changes {how_changed}",
+                code="tied-weights",
                 hint=Text(
                     "give ", Option("lora_tied", "untie"), " to store each as it was trained, or ",
                     Option("lora_tied", "both"), " to change both, as PEFT's merge_and_unload does",
@@ -96,10 +97,15 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
                 f"{names(group.names)} are no longer tied; set tie_word_embeddings to false in the model's config.json"
             )
         elif not group.one_storage:
-            merged += [pairs[name]._replace(weight=other) for name in changed for other in group.names if other != name]
+            merged += [
+                pairs[name]._replace(weight=tied_name)
+                for name in changed
+                for tied_name in group.names
+                if tied_name != name
+            ]
     for number, name in enumerate(untied, 1):
         tensors[name] = _alias(tensors[name], number)
-    copies, layouts, holders = adapter.copies, source.layouts, source.holders
+    copies, layouts, holders = adapter.copies, source.extras.layouts, source.extras.holders
     if absent and not {head, embedding} & set(untied):
         tensors.pop(head, None)
         merged = [pair._replace(weight=embedding) if pair.weight == head else pair for pair in merged]
@@ -109,22 +115,28 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     of_heads = {pair.a for pair in adapter.pairs if _ends(pair.weight, _HEAD)}
     merged.sort(key=lambda pair: pair.a in of_heads)  # PEFT adds them last, which matters if both get both
     changed_source = replace(
-        source, tensors=tensors, layouts=layouts, holders=holders, warnings=(*source.warnings, *warnings)
+        source,
+        tensors=tensors,
+        extras=replace(source.extras, layouts=layouts, holders=holders),
+        warnings=(*source.warnings, *warnings),
     )
     return Resolved(changed_source, tuple(merged), copies)
 
 
-def _with_head(known: Mapping[str, T], head: str, embedding: str) -> Mapping[str, T]:
-    """Return what is known of tensors, and of the head what is known of the embedding."""
-    return {**known, head: known[embedding]} if embedding in known else known
+def _with_head(by_name: Mapping[str, T], head: str, embedding: str) -> Mapping[str, T]:
+    """Return a mapping in which the head has the value of the embedding."""
+    return {**by_name, head: by_name[embedding]} if embedding in by_name else by_name
 
 
 def _head_and_embedding(source: Checkpoint, weights: Collection[str]) -> tuple[str, str]:
-    """Return the names of the head and the embedding if the model ties them and an adapter is of one; else ""."""
+    """Return the names of a tied head and embedding, or "" for both.
+
+    They count only if an adapter changes one of them.
+    """
     states = optimizer_states(source.every)
-    known = [name for name in (*source.tensors, *source.left_out) if name not in states]
-    embeddings = [name for name in known if _ends(name, *_EMBEDDINGS)]
-    head = next((name for name in (*weights, *known) if _ends(name, _HEAD)), _HEAD)
+    weight_names = [name for name in (*source.tensors, *source.left_out) if name not in states]
+    embeddings = [name for name in weight_names if _ends(name, *_EMBEDDINGS)]
+    head = next((name for name in (*weights, *weight_names) if _ends(name, _HEAD)), _HEAD)
     if len(embeddings) != 1 or not {head, *embeddings} & set(weights):
         return "", ""
     absent = head not in source.every and head not in source.left_out
@@ -137,7 +149,10 @@ def _ends(name: str, *ends: str) -> bool:
 
 
 def _config_ties(source: Checkpoint, *, absent: bool) -> bool:
-    """Return whether the model's configuration ties the head; if it says nothing, one that is not stored is tied."""
+    """Return whether the model's configuration ties the head.
+
+    Without the option, the head is tied if it is not stored.
+    """
     root = as_place(source.root)
     path = (root.parent if root.is_file() else root) / "config.json"
     if not path.is_file():
@@ -159,7 +174,7 @@ def _config_ties(source: Checkpoint, *, absent: bool) -> bool:
 
 
 def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the names of tensors that have bytes of each other, if one is among `weights`."""
+    """Yield groups of tensors that share bytes, if one of them is among `weights`."""
     if not any(file.index.format == _SHARING for file in source.files):
         return
     parent: dict[str, str] = {}
@@ -189,14 +204,14 @@ def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str
 
 
 def _are_alike(adapter: Adapter, pairs: list[Pair]) -> bool:
-    """Return whether all pairs have one product, as those of `ensure_weight_tying` have."""
+    """Return whether all pairs have the same product, as with `ensure_weight_tying`."""
     import numpy as np
 
     first = pairs[0]
     shape = first.shape[::-1] if first.transposed else first.shape
     for pair in pairs[1:]:
-        other = pair.shape[::-1] if pair.transposed else pair.shape
-        if (other, pair.rank, pair.scale) != (shape, first.rank, first.scale):
+        pair_shape = pair.shape[::-1] if pair.transposed else pair.shape
+        if (pair_shape, pair.rank, pair.scale) != (shape, first.rank, first.scale):
             return False
         a, b = adapter.matrix(pair.a), adapter.matrix(pair.b)
         if pair.transposed != first.transposed:
@@ -211,6 +226,6 @@ def _renamed(tensor: Tensor, name: str) -> Tensor:
 
 
 def _alias(tensor: Tensor, number: int) -> Tensor:
-    """Return a tensor whose bytes are the same ones, at other offsets."""
-    runs = tuple(tuple((begin + number * ALIAS, nbytes) for begin, nbytes in each) for each in tensor.runs)
+    """Return a tensor with the same bytes at aliased offsets."""
+    runs = tuple(tuple((begin + number * ALIAS, nbytes) for begin, nbytes in extents) for extents in tensor.runs)
     return tensor._replace(runs=runs)

@@ -1,12 +1,11 @@
-"""What else is in a target directory: files of earlier runs, which a run that starts over removes, and foreign ones.
+"""Handle other files in a target directory: of earlier runs, and foreign ones.
 
-*Older* files are those that the ledger there notes, with the size and the time that they still have, and that a run
-does not write. A run with `overwrite` or `restart` removes them when all that it writes is complete, just before that
-gets its names: until then the old target is whole, and a run that is stopped and typed again removes them at its end.
-They stay if they are of the same target (other ranks, stages or parts), of another step or iteration of a training, or
-of the source.
+*Older* files are files that a run does not write, and that still have the size and time in the ledger. A run with
+`overwrite` or `restart` removes them once all its files are complete, just before they get their names: until then the
+old target is whole, and a run that is stopped and started again removes them at its end. Files are kept if they belong
+to the same target (other ranks, stages or parts), to another step or iteration of a training, or to the source.
 
-`neighbours` are files that readers would find with what is written, or in its place: another checkpoint is refused.
+`neighbours` are files that readers would find together with the target, or in its place: another checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ if TYPE_CHECKING:
 
 
 class Older(NamedTuple):
-    """A file of an earlier run: the target file that it is, or is the unfinished file of; and its state."""
+    """A file of an earlier run, maybe unfinished: its target path and its state."""
 
     file: str
     state: State
 
 
 def older_files(plan: Plan, root: str, made: str) -> dict[str, Older]:
-    """Return the files of earlier runs that a run which starts over removes, by their paths below the target.
+    """Return the files of earlier runs to be removed when starting over, by path.
 
     Args:
-        plan: what the run writes.
+        plan: the plan of the run.
         root: the target, a URL or a local path without links in it.
-        made: the digest of what the run makes its files of.
+        made: the digest of the provenance of the run's files.
 
     Raises:
         TargetError: the ledger is behind a link.
-        SourceError: the target's storage cannot be reached.
+        SourceError: the storage of the target cannot be reached.
     """
     refuse_link(root)
     source = plan.source.opened
@@ -82,109 +81,110 @@ def older_files(plan: Plan, root: str, made: str) -> dict[str, Older]:
             older[file] = Older(file, states[file])
     if can(root).positioned:
         unfinished = {unfinished_path(file, records[file].digest): file for file in files}
-        found = states_of(root, list(unfinished), ())
-        older |= {path: Older(unfinished[path], state) for path, state in found.items()}
+        states_of_unfinished = states_of(root, list(unfinished), ())
+        older |= {path: Older(unfinished[path], state) for path, state in states_of_unfinished.items()}
     return older
 
 
 def remove_older(root: str, older: Mapping[str, Older], free: Collection[str]) -> list[str]:
-    """Remove files of earlier runs that still have the state that they had; return their paths.
+    """Remove files of earlier runs whose state has not changed; return their paths.
 
     Args:
         root: the target.
-        older: what `older_files` found.
+        older: the result of `older_files`.
         free: target files that no other run writes.
 
     Raises:
-        TargetError: one cannot be removed.
-        SourceError: the target's storage cannot be reached.
+        TargetError: a file cannot be removed.
+        SourceError: the storage of the target cannot be reached.
     """
-    paths = [path for path, one in older.items() if one.file in free and _is_below(root, path)]
+    paths = [path for path, item in older.items() if item.file in free and _is_below(root, path)]
     states = states_of(root, paths, paths)
     paths = sorted((path for path in paths if states.get(path) == older[path].state), key=_indexes_first)
     for path in paths:
         store_at(root).remove(f"{root}/{path}")
         directory = os.path.dirname(path)
         while directory and can(root).positioned:
-            with suppress(OSError):  # it has something else
+            with suppress(OSError):  # it has other files
                 os.rmdir(f"{root}/{directory}")
             directory = os.path.dirname(directory)
     return paths
 
 
 def refuse_other_ranks(plan: Plan, root: str, older: Collection[str]) -> None:
-    """Refuse a target that has files of other ranks which nobody is known to have written, if a run starts over.
+    """Reject a target with foreign files of other ranks, for a run that starts over.
 
-    Readers would take them for a part of what is written.
+    Readers would take them for parts of the target.
 
     Raises:
-        TargetError: it has.
+        TargetError: the target has files of other ranks that are not in `older`.
     """
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
-        if others := [path for path in _other_ranks(plan, as_place(root)) if path not in older]:
+        if foreign := [path for path in _other_ranks(plan, as_place(root)) if path not in older]:
             raise TargetError(
-                f"{root} has {names(others, most=3)} too, of other ranks",
+                f"{root} has {names(foreign, most=3)} too, of other ranks",
                 code="other-ranks",
-                facts=[f"no ledger there says that this program wrote {'it' if len(others) == 1 else 'them'}"],
+                facts=[f"no ledger there says that this program wrote {'it' if len(foreign) == 1 else 'them'}"],
                 hint="remove the old files, or choose another directory",
             )
 
 
 def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[str, ...]:
-    """Return warnings about what else is in a target directory, which may not be there yet.
+    """Return warnings about other files in a target directory, which need not exist.
 
     Args:
-        plan: what is to be written.
-        target: where.
+        plan: the plan to be run.
+        target: the target directory.
         older: paths of files that the run removes.
 
     Raises:
-        TargetError: it has another checkpoint: files of another format or checkpoint, a unified set or a zarr store.
-            Readers would take that, or both. If the target is where the source is, this is a warning.
+        TargetError: the directory has another checkpoint: files of another format or checkpoint, a unified set or a
+            zarr store. Readers would read that, or both. If the target is inside the source, this is a warning.
     """
     has_pointer = any(file.pointer for file in plan.files)
-    if plan.exclusive or (has_pointer and is_iteration(target.name)):  # `check_target` refuses any
+    if plan.exclusive or (has_pointer and is_iteration(target.name)):  # `check_target` rejects any other file
         return ()
-    ranks, others, hiding = [], [], []
+    ranks, foreign, hiding = [], [], []
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
         hiding = [name for name in hiding if name not in older]
         hiding += ["a zarr store"] if is_store(target) else []
         if not has_pointer:
             hiding += sorted(filter(is_iteration, target.names()))
-        ranks = [place for place in _other_ranks(plan, target) if place not in older]
-        own, has_index = _own(plan), any(file.last for file in plan.files)
+        ranks = [path for path in _other_ranks(plan, target) if path not in older]
+        own_pattern, has_index = _own(plan), any(file.last for file in plan.files)
         has_step = Step.of([target / plan.files[0].path]) is not None
-        others = [
-            place
-            for place in _checkpoint_files(target)
-            if place not in ranks and place not in older and not own.fullmatch(place)
-            if not (has_index and is_of_a_set(place))  # which `check_target` refuses
-            if not (has_step and Step.of([target / place]))  # of the same training
+        foreign = [
+            path
+            for path in _checkpoint_files(target)
+            if path not in ranks and path not in older and not own_pattern.fullmatch(path)
+            if not (has_index and is_of_a_set(path))  # rejected by `check_target`
+            if not (has_step and Step.of([target / path]))  # of the same training
         ]
-    if hiding or others:
-        found = f"{target} has {names([*hiding, *others], most=3)}, of another checkpoint"
+    if hiding or foreign:
+        message = f"{target} has {names([*hiding, *foreign], most=3)}, of another checkpoint"
         if not is_within(str(target), plan.source.opened.root):
             raise TargetError(
-                found, code="other-checkpoint",
+                message, code="other-checkpoint",
                 facts=["readers would take that, or both"],
                 hint=Text("choose another directory; ", Option("overwrite"), " replaces what this program wrote"),
             )  # fmt: skip
-        return (f"{found}; readers may take either or both",)
+        return (f"{message}; readers may take either or both",)
     return (f"{target} has {names(ranks, most=3)}, of ranks that are not this target's",) if ranks else ()
 
 
 def _checkpoint_files(target: Place) -> list[str]:
-    """Return the files of checkpoints in a directory, and in rank directories there, by their places."""
+    """Return relative paths of checkpoint files in a directory and its rank directories."""
     places = {path.relative_to(target).as_posix(): path for path in target.files(depth=2)}  # type: ignore[arg-type]  # of one kind
-    found = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
-    direct = sorted(place for place in places if "/" not in place)
-    shown = [known.shown_by(target, direct) for known in DIRECTORY_FORMATS if known not in (RUNS, *SAVED_PARTS)]
-    return sorted({*found, *filter(None, shown)})
+    by_name = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
+    direct = sorted(name for name in places if "/" not in name)
+    formats = [kind for kind in DIRECTORY_FORMATS if kind not in (RUNS, *SAVED_PARTS)]
+    by_directory = [kind.shown_by(target, direct) for kind in formats]
+    return sorted({*by_name, *filter(None, by_directory)})
 
 
 def _own(plan: Plan) -> re.Pattern[str]:
-    """Return what matches the files of a target: those that a plan writes, and those of other ranks and stages."""
+    """Return a pattern of the files of a target, including other ranks and stages."""
     patterns = [re.escape(file.path) for file in plan.files]
     way = plan.request.files if plan.request else None
     if isinstance(way, RankFiles):
@@ -197,10 +197,10 @@ def _own(plan: Plan) -> re.Pattern[str]:
 
 
 def _other_ranks(plan: Plan, target: Place) -> list[str]:
-    """Return the files of ranks that the target does not have, and which are found like its own.
+    """Return files of ranks outside the target that match the pattern of its files.
 
-    They are those of an older run, or of another program; files of the source are not. Where the target is one stage of
-    a pipeline nobody says which ranks others have.
+    They are from an older run or another program; files of the source are excluded. If the target is one stage of a
+    pipeline, the ranks of other stages are unknown, and there are no such files.
     """
     strategy = plan.request and plan.request.target
     if plan.request is None:
@@ -216,13 +216,13 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
         str(path.relative_to(target))  # type: ignore[arg-type]  # of one kind
         for rank, paths in every_file(target, pattern).items()
         for path in paths
-        if rank not in ranks and str(target.absolute() / path.relative_to(target).as_posix()) not in read  # type: ignore[arg-type]  # likewise
+        if rank not in ranks and str(target.absolute() / path.relative_to(target).as_posix()) not in read  # type: ignore[arg-type]  # of one kind
         if not of_plan.isdisjoint(families_of(path, rank))
     ]
 
 
 class _OfTarget:
-    """Tells which files of earlier runs are of the target of a plan, or of no concern to it."""
+    """Decides which files of earlier runs are kept, given the target of a plan."""
 
     def __init__(self, plan: Plan, made: str) -> None:
         self._made = made
@@ -238,36 +238,36 @@ class _OfTarget:
 
     def keeps(self, file: str, record: Record) -> bool:
         """Return whether a file of an earlier run stays."""
-        place = PurePath(file)
+        path = PurePath(file)
         if self._is_of_run:
             return os.path.dirname(file) not in self._iterations
         is_step = not self._steps.issuperset(_steps([file]))  # another checkpoint of a training
-        if is_step or file in self._parts or any(map(is_iteration, place.parts[:-1])):
+        if is_step or file in self._parts or any(map(is_iteration, path.parts[:-1])):
             return True
-        if self._families is not None:  # what is converted file by file is a checkpoint only by its rank directories
+        if self._families is not None:  # files that are converted one by one form a checkpoint only by rank directories
             return record.rank is None or self._families.isdisjoint(families_of(as_place(file), record.rank))
         if not (self._is_ranked and self._own.fullmatch(file)):
             return False
-        is_stage = self._suffix and not place.stem.endswith(self._suffix)  # another stage of the source
+        is_stage = self._suffix and not path.stem.endswith(self._suffix)  # another stage of the source
         return bool(is_stage) or (record.made == self._made if record.rank in self._ranks else self._others)
 
 
 def _families(plan: Plan) -> set[object]:
-    """Return the names under which readers take the files of ranks for one checkpoint."""
+    """Return the families of target files, by which readers find checkpoints."""
     return {family for file in plan.files for family in families_of(as_place(file.path), file.rank)}
 
 
 def _steps(paths: Iterable[str]) -> set[str]:
-    """Return the steps of a training that files are of, by their names."""
+    """Return the training steps in the names of files."""
     return {step.name for path in paths if (step := Step.of([as_place(path)]))}
 
 
 def _is_below(root: str, path: str) -> bool:
-    """Return whether no link leads to a path below a target."""
+    """Return whether the path of a file below a target has no links."""
     directory = os.path.dirname(f"{root}/{path}")
     return not can(root).positioned or os.path.realpath(directory) == directory
 
 
 def _indexes_first(path: str) -> bool:
-    """Return the place of a file among those that are removed: a set with an index is complete."""
+    """Return a sort key that puts indexes first: an index marks a set as complete."""
     return os.path.basename(path) not in {*SET_INDEXES, DCP_INDEX}

@@ -1,1 +1,1 @@
-"""How requests to URLs are made: when they have failed, how often they are made again, and what S3 needs of its own."""
+"""Requests to URLs: timeouts, retries, and the special needs of S3."""

@@ -1,17 +1,16 @@
-"""Requests to URLs: the one place through which all of them go, whatever fsspec's file system does with them.
+"""Requests to URLs, for all of fsspec's file systems: timeouts and retries.
 
-A request fails if nothing moves on its connection for `stall_seconds()`. It is then made again, as it is after a broken
-connection, a refusal that passes (503), or bytes whose checksum is wrong; `TRIES` times in all. So whatever is asked
-here must be harmless to ask twice. Libraries' own retries are switched off if they are known, or one stall would take
-tries times tries as long.
+A request fails if nothing moves on its connection for `stall_seconds()`. It is then retried, as after a broken
+connection, a temporary refusal (503), or a wrong checksum; `TRIES` tries in all. So all requests made here must be
+idempotent. Known retries of the libraries are switched off, or a stall would be waited for `TRIES` times more often.
 
-Two things watch for a stall. The library's socket times out if no byte moves (`urls.s3` sets that for S3). And here a
-request with a bounded answer ends after a time that a working connection never takes (`_longest`), whatever the library
-does, if its file system is an asynchronous one, as those of object stores are.
+Two timeouts detect a stall. The library's socket times out if no byte moves (`urls.s3` sets that for S3). And a request
+with a bounded response is ended here after a time that a working connection never needs (`_longest`), independently of
+the library, if the file system is asynchronous, as for object stores.
 
-Once the main thread is interrupted, or every run of this process is given up, or the store did not answer in all tries,
-nobody wants to wait: requests go on for as long as the store answers another one within `PATIENCE` seconds. So unsent
-parts are removed if that can be done, and the process ends soon if it cannot.
+After an interrupt of the main thread, or if all runs of this process are cancelled, or if the store failed to respond
+in all tries, waits are cut short: requests continue only while the store responds to some request within `PATIENCE`
+seconds. So unsent parts are removed if possible, and the process ends soon if not.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 TRIES = 5
-"""How often a request is made before it has failed."""
+"""The number of tries before a request fails."""
 
 PATIENCE = 3.0
-"""For how many seconds a store need not answer while nobody wants to wait."""
+"""The seconds to wait for any response of a store when waits are cut short."""
 
 STALL_VARIABLE = "RESHARD_STALL_SECONDS"
-"""The environment variable that says after how many seconds without progress a request has failed."""
+"""The environment variable for the seconds without progress after which a request fails."""
 
 _STALL_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 _FIRST_DELAY = 1.0  # before the second try; it doubles
-_SLOWEST = 1 << 20  # bytes that move in the time of a stall, or a connection is as good as stalled
+_SLOWEST = 1 << 20  # a connection that moves fewer bytes in the time of a stall counts as stalled
 
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
@@ -70,11 +69,11 @@ _AZURE = (
 _CREDENTIALS = {
     "s3": _AWS, "s3a": _AWS, "gs": _GOOGLE, "gcs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE,
 }  # fmt: skip
-"""Where the libraries look for credentials."""
+"""The sources of credentials that the libraries use, by scheme."""
 
 _NO_BUCKET = re.compile(r"NoSuchBucket|(bucket|container) does not exist", re.IGNORECASE)
 
-# What passes: classes of errors by their library, codes of HTTP and of S3, and the system's.
+# Temporary errors: classes by library, codes of HTTP and of S3, and error numbers of the system.
 _PASSING_CLASSES = {
     "aiohttp.ClientError", "botocore.ConnectionError", "botocore.HTTPClientError", "botocore.IncompleteReadError",
     "botocore.FlexibleChecksumError", "botocore.ResponseParserError", "botocore.ResponseStreamingError",
@@ -88,15 +87,15 @@ _PASSING_NUMBERS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errn
 
 
 class Call(NamedTuple):
-    """A method of a file system that is called with the name of a file and more, or a coroutine function without any.
+    """A call of a file system's method on a file, or of a coroutine function.
 
     Attributes:
-        url: of the file.
-        method: its name, or the function.
-        arguments: what follows the file's name.
+        url: the URL of the file.
+        method: the method's name, or the coroutine function, which takes no arguments.
+        arguments: the arguments after the file's name.
         options: the keyword arguments.
-        nbytes: how many bytes are sent or answered, but for small things; None if the answer may take any time, such as
-            that of a listing in many parts.
+        nbytes: the number of bytes sent or received, apart from small messages; None if the response may take any time,
+            such as a listing in many parts.
     """
 
     url: str
@@ -107,28 +106,28 @@ class Call(NamedTuple):
 
 
 class StalledError(TimeoutError):
-    """A request was given up here."""
+    """A request that stalled and was ended here."""
 
 
 class _Store:
-    """What is known of a store: when it last answered, and when it last did not in all tries."""
+    """When a store last responded, and when it last failed to respond in all tries."""
 
     def __init__(self) -> None:
         self.answered = self.failed = float("-inf")
 
 
 _STORES: defaultdict[str, _Store] = defaultdict(_Store)
-"""By the beginning of URLs up to the bucket."""
+"""The stores by URL prefix, up to the bucket."""
 
 
 class _Hurry:
-    """Since when nobody wants to wait; None if somebody does."""
+    """Since when waits are cut short; None if they are not."""
 
     since: float | None = None
 
 
 def stall_seconds() -> float:
-    """Return after how many seconds without progress a request has failed.
+    """Return the seconds without progress after which a request fails.
 
     Raises:
         UsageError: the environment variable is not a positive number.
@@ -146,10 +145,10 @@ def stall_seconds() -> float:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the file's name there.
+    """Return fsspec's file system for a URL, and the file's name in it.
 
     Raises:
-        UsageError: there is no such kind of URL.
+        UsageError: the URL or its scheme is invalid.
         ReshardError: its library is not installed.
     """
     from fsspec.core import url_to_fs  # 40 ms, for URLs only
@@ -180,7 +179,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iterator[None]:
-    """Turn whatever a file system raises into one sentence; each library has errors of its own."""
+    """Turn any exception of a file system into a `ReshardError` with a one-line message."""
     try:
         yield
     except ReshardError:
@@ -199,19 +198,19 @@ def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iter
 
 
 def lacking_bucket(url: str, error: Exception) -> str:
-    """Return that a bucket does not exist, if a file system's error says so; else nothing."""
+    """Return a message that a bucket does not exist if a file system's error says so, else ""."""
     scheme, _, name = url.partition("://")
-    is_said = _NO_BUCKET.search(f"{error} {error.__cause__}")
-    return f"the bucket {scheme}://{name.partition('/')[0]} does not exist" if is_said else ""
+    match = _NO_BUCKET.search(f"{error} {error.__cause__}")
+    return f"the bucket {scheme}://{name.partition('/')[0]} does not exist" if match else ""
 
 
 def _one_line(error: BaseException) -> str:
-    """Return what a library says, on one line."""
+    """Return the message of an error on one line, or else its class name."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _key_hint(url: str, error: Exception) -> str:
-    """Return where a library looks for credentials, if it seems to lack them; else nothing."""
+    """Return a hint on credentials if the library seems to lack them, else ""."""
     places = _CREDENTIALS.get(url.partition("://")[0], "")
     lacks = isinstance(error, PermissionError) or re.search("credential|anonymous", str(error), re.IGNORECASE)
     return f"credentials are looked for in {places}" if places and lacks else ""
@@ -226,55 +225,55 @@ def ask(
     nbytes: int | None = 0,
     **options: Any,
 ) -> Any:
-    """Return what a file system answers to one call; see `Call` and `ask_each`."""
+    """Return the result of one call of a file system; see `Call` and `ask_each`."""
     return ask_each(what, [Call(url, method, arguments, options, nbytes)], kind)[0]
 
 
 def ask_each(what: str, calls: Sequence[Call], kind: type[ReshardError] = SourceError) -> list[Any]:
-    """Return what a file system answers to each of some calls, which are under way at once.
+    """Return the results of concurrent calls of one file system.
 
     Args:
-        what: is done to the files, for messages.
-        calls: to one file system, each harmless to repeat.
-        kind: of the error.
+        what: the action on the files, a participle, for messages.
+        calls: the calls, each idempotent.
+        kind: the class of errors.
 
     Raises:
-        UnansweredError, UnsentError: no try succeeded, and a later one may; for SourceError and TargetError.
-        ReshardError: of this kind; another try would fail as well.
+        UnansweredError, UnsentError: all tries failed, but a later one may succeed; for SourceError and TargetError.
+        ReshardError: of class `kind`: a lasting error.
     """
     store = _STORES["/".join(calls[0].url.split("/", 3)[:3])]
     with telling(calls[0].url, what, kind):
         fs, _ = filesystem(calls[0].url)
         prepared = [_prepared(fs, call) for call in calls]
     answers: list[Any] = [None] * len(calls)
-    left = list(range(len(calls)))
+    pending = list(range(len(calls)))
     for number in range(1, TRIES + 1):
-        ends = time.monotonic() + _longest([calls[index] for index in left])
-        outcomes = _outcomes(fs, [prepared[index] for index in left], ends, store)
+        ends = time.monotonic() + _longest([calls[index] for index in pending])
+        outcomes = _outcomes(fs, [prepared[index] for index in pending], ends, store)
         errors: dict[int, BaseException] = {}
-        for index, outcome in zip(left, outcomes, strict=True):
+        for index, outcome in zip(pending, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 errors[index] = outcome
             else:
                 answers[index] = outcome
         lasting = [index for index, error in errors.items() if not passes(error)]
-        if lasting or len(errors) < len(left):
+        if lasting or len(errors) < len(pending):
             store.answered = time.monotonic()
         if lasting:
             with telling(calls[lasting[0]].url, what, kind):
                 raise errors[lasting[0]]
         if not errors:
             break
-        left = list(errors)
+        pending = list(errors)
         if number == TRIES or not _wait(number, store):
             store.failed = time.monotonic()
-            error = errors[left[0]]
-            raise _failed(calls[left[0]].url, what, kind, error, number) from error
+            error = errors[pending[0]]
+            raise _failed(calls[pending[0]].url, what, kind, error, number) from error
     return answers
 
 
 def _failed(url: str, what: str, kind: type[ReshardError], error: BaseException, tries: int) -> ReshardError:
-    """Return the error of a request that failed in every try."""
+    """Return an error for a request that failed in all tries."""
     kind = {SourceError: UnansweredError, TargetError: UnsentError}.get(kind, kind)
     reason = f"the store sent nothing for {stall_seconds():g} s" if _is_timeout(error) else _one_line(error)
     times = f", {tries} times" if tries > 1 else ""
@@ -286,7 +285,7 @@ def _failed(url: str, what: str, kind: type[ReshardError], error: BaseException,
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it came from."""
+    """Yield an error and its chain of causes."""
     for _ in range(8):
         if error is None:
             return
@@ -295,30 +294,30 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    return any(isinstance(each, TimeoutError) or "Timeout" in type(each).__name__ for each in _causes(error))
+    return any(isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__ for cause in _causes(error))
 
 
 def passes(error: BaseException) -> bool:
-    """Return whether a request that failed so may succeed the next time."""
-    for each in _causes(error):
-        if isinstance(each, TimeoutError | ConnectionError):
+    """Return whether an error is temporary, so that a retry may succeed."""
+    for cause in _causes(error):
+        if isinstance(cause, TimeoutError | ConnectionError):
             return True
-        if {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(each).__mro__} & _PASSING_CLASSES:
+        if {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(cause).__mro__} & _PASSING_CLASSES:
             return True
-        if isinstance(each, OSError) and each.errno in _PASSING_NUMBERS:
+        if isinstance(cause, OSError) and cause.errno in _PASSING_NUMBERS:
             return True
-        response = getattr(each, "response", None)  # of botocore
+        response = getattr(cause, "response", None)  # of botocore
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if {str(response.get("Error", {}).get("Code")), str(status)} & _PASSING_CODES:
                 return True
-        if {str(getattr(each, name, "")) for name in ("code", "status", "status_code")} & _PASSING_CODES:
+        if {str(getattr(cause, name, "")) for name in ("code", "status", "status_code")} & _PASSING_CODES:
             return True
     return False
 
 
 def _prepared(fs: Any, call: Call) -> Callable[[], Any]:
-    """Return a call without its arguments; of an asynchronous file system, one that returns a coroutine."""
+    """Bind a call's arguments; the result returns a coroutine if the file system is asynchronous."""
     if not isinstance(call.method, str):
         return call.method
     method = getattr(fs, f"_{call.method}" if fs.async_impl else call.method)
@@ -326,16 +325,16 @@ def _prepared(fs: Any, call: Call) -> Callable[[], Any]:
 
 
 def _outcomes(fs: Any, calls: Sequence[Callable[[], Any]], ends: float, store: _Store) -> list[Any]:
-    """Return what comes of some calls that are under way at once: answers, or errors."""
+    """Run calls concurrently and return their results or exceptions."""
     if not fs.async_impl:
         return [_outcome(call) for call in calls]
     import asyncio  # slow, and fsspec's for such file systems
 
-    async def every() -> list[Any]:
+    async def gather() -> list[Any]:
         return await asyncio.gather(*(call() for call in calls), return_exceptions=True)
 
-    interrupted()  # threads that are not the main one ask for what it finds here
-    future = asyncio.run_coroutine_threadsafe(every(), fs.loop)
+    interrupted()  # other threads use the main thread's last result
+    future = asyncio.run_coroutine_threadsafe(gather(), fs.loop)
     try:
         while True:
             try:
@@ -357,14 +356,14 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def _longest(calls: Sequence[Call]) -> float:
-    """Return how many seconds some calls may take in all: at a rate that no working connection has."""
+    """Return a time limit for calls, in seconds, at a rate below all working connections."""
     if any(call.nbytes is None for call in calls):
         return float("inf")
     return stall_seconds() * (2 + sum(call.nbytes or 0 for call in calls) / _SLOWEST)
 
 
 def _deadline(store: _Store) -> float:
-    """Return until when a store must answer something; never, if somebody wants to wait."""
+    """Return the time by which a store must respond; infinity unless waits are cut short."""
     now = time.monotonic()
     is_dead = store.failed > store.answered and now < store.failed + stall_seconds()
     if not (is_dead or interrupted() or live_runs.are_given_up()):
@@ -375,7 +374,7 @@ def _deadline(store: _Store) -> float:
 
 
 def _wait(number: int, store: _Store) -> bool:
-    """Wait before the next try, longer each time; return False if it comes too late."""
+    """Wait before the next try, longer each time; return False if it would be too late."""
     delay = min(_FIRST_DELAY * 2 ** (number - 1), stall_seconds()) * random.uniform(0.5, 1)  # noqa: S311 -- no secret
     ends = time.monotonic() + delay
     while (now := time.monotonic()) < ends:

@@ -1,13 +1,12 @@
-"""S3: how its connections stall, and files that are sent in parts.
+"""S3: timeouts of stalled uploads, and multipart uploads.
 
-aiohttp, with which s3fs sends, has a timeout between bytes that come in, and none between those that go out: a store
-that takes no more of a part is waited for without end. The kernel knows better (TCP_USER_TIMEOUT of Linux): bytes that
-nobody acknowledges for so long end the connection. (aiohttp sends a part once again then, before the try has failed.)
+aiohttp, the client of s3fs, has a timeout for received bytes but none for sent ones: if a store stops reading a part,
+aiohttp waits forever. The kernel can end such a connection (TCP_USER_TIMEOUT of Linux) if sent bytes are not
+acknowledged in time. (aiohttp then sends the part once more before the try fails.)
 
-Each part and each small object goes with its CRC-32, which botocore computes (since version 1.36, unless
-AWS_REQUEST_CHECKSUM_CALCULATION is `when_required`); the store refuses what arrives otherwise. Whole objects are
-compared with the checksum that the store has of them, if it has one. It has none of the ranges that are read of large
-files.
+Each part and each small object is sent with its CRC-32, which botocore computes (since version 1.36, unless
+AWS_REQUEST_CHECKSUM_CALCULATION is `when_required`); the store refuses damaged ones. Whole objects are checked against
+the store's checksum when read, if it has one. It has none for byte ranges of large files.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=16)
 def options(stall: float) -> dict[str, Any]:
-    """Return options of s3fs for connections that fail after a time without progress, and are not retried there."""
+    """Return options of s3fs for connections that fail if they stall, without retries by s3fs."""
     from fsspec.config import conf
 
-    given = conf.get("s3", {}).get("config_kwargs", {})
+    user_options = conf.get("s3", {}).get("config_kwargs", {})
     config: dict[str, Any] = {"read_timeout": stall, "retries": {"total_max_attempts": 1}}
     if _takes_sockets():
         config["connector_args"] = {"socket_factory": _sockets(stall)}
-    return {"config_kwargs": {**config, **given}}
+    return {"config_kwargs": {**config, **user_options}}
 
 
 def _takes_sockets() -> bool:
-    """Return whether the client of this version can be told how to make its sockets."""
+    """Return whether this version of the client accepts a socket factory."""
     from aiobotocore.config import AioConfig
     from botocore.exceptions import ParamValidationError
 
@@ -48,23 +47,23 @@ def _takes_sockets() -> bool:
 
 
 def _sockets(stall: float) -> Callable[[tuple[Any, ...]], socket.socket]:
-    """Return what makes a socket whose connection ends if what is sent is not acknowledged for a time."""
+    """Return a factory of sockets that disconnect if sent bytes are not acknowledged in time."""
 
     def make(address: tuple[Any, ...]) -> socket.socket:
-        made = socket.socket(*address[:3])
-        with suppress(OSError):  # not every system that has the name has the option
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall * 1000)))
-        return made
+        connection = socket.socket(*address[:3])
+        with suppress(OSError):  # some systems have the constant but not the option
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall * 1000)))
+        return connection
 
     return make
 
 
 class S3Sink:
-    """An object that is being sent in parts, from its first byte to its last; see `Sink`.
+    """An object that is uploaded in parts, in order; see `Sink`.
 
     Args:
         path: its URL.
-        part: how many bytes a part has; an object with fewer is sent at once.
+        part: the size of a part, in bytes; a smaller object is sent with one request.
     """
 
     ended = False
@@ -80,7 +79,7 @@ class S3Sink:
         self._parts: list[dict[str, Any]] = []
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Take what comes next; send it if it completes a part."""
+        """Buffer the next bytes; send each complete part."""
         assert offset == self._size, "a file is sent in order"  # noqa: S101
         view = memoryview(data).cast("B")
         self._size += len(view)
@@ -92,7 +91,7 @@ class S3Sink:
                 self._send()
 
     def _send(self) -> None:
-        """Send the next part."""
+        """Send the buffer as the next part."""
         if not self._upload:
             upload = self._ask("create_multipart_upload", **self._object)
             self._upload = {**self._object, "UploadId": upload["UploadId"]}
@@ -102,8 +101,8 @@ class S3Sink:
         part = self._ask("upload_part", Body=body, PartNumber=number, nbytes=len(body), **self._upload)
         self._parts.append({"PartNumber": number, "ETag": part["ETag"]})
 
-    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- what is there is there for good
-        """Send the rest; then the object is there."""
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
+        """Send the rest and complete the object."""
         if self._upload:
             if self._buffer:
                 self._send()
@@ -115,7 +114,10 @@ class S3Sink:
         self.ended = True
 
     def _complete(self) -> Callable[[], Any]:
-        """Return what joins the parts. If that was done and the reply was lost, the next try finds no upload."""
+        """Return a coroutine function that joins the parts.
+
+        If the response of a successful try was lost, the next try finds no upload: then the object is checked.
+        """
         tries = 0
 
         async def complete() -> None:
@@ -134,10 +136,10 @@ class S3Sink:
         return complete
 
     def abort(self) -> None:
-        """Have the store forget what was sent."""
+        """Abort the upload, so that the store drops its parts."""
         self._buffer.clear()
         if self._upload and not self.ended:
-            with suppress(Exception):  # nothing that fails here may hide why
+            with suppress(Exception):  # a failure here must not hide the first error
                 self._ask("abort_multipart_upload", **self._upload)
 
     def _ask(self, operation: str, *, nbytes: int = 0, **parameters: Any) -> Any:

@@ -41,5 +41,5 @@ def message_class(full_name: str) -> type[Message]:
     """
     from google.protobuf.message_factory import GetMessageClass
 
-    found: type[Message] = GetMessageClass(_pool().FindMessageTypeByName(full_name))
-    return found
+    message: type[Message] = GetMessageClass(_pool().FindMessageTypeByName(full_name))
+    return message

@@ -1,4 +1,4 @@
-"""Strategies as protobuf messages, and back; `strategy.files` has the notes on both formats."""
+"""Convert strategies to protobuf messages and back; `strategy.files` has the notes on both formats."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 Unknown = bytes | tuple[tuple[str, object], ...]
-"""What a file says beyond the format known here: protobuf bytes or JSON items."""
+"""The unknown fields of a file: protobuf bytes or JSON items."""
 
 Said = tuple["Sequence[tuple[str, Layout, Shape | None, Unknown]]", tuple[Operator, ...], int, Unknown]
-"""What a file says: names of tensors, their layouts and shapes; the operators; the current stage; what is unknown."""
+"""The parsed parts of a file: tensors with layouts and shapes; operators; the current stage; unknown fields."""
 
 _MISSING = "is missing; the file is truncated or not a strategy file"
 
@@ -30,10 +30,10 @@ def _message_class() -> type[Any]:
 
 
 def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
-    """Return what a file says; what is wrong with single tensors is added to the faults.
+    """Parse a protobuf strategy file; faults of single tensors are added to `faults`.
 
     Raises:
-        StrategyError: it is not such a message, or lacks what every one has.
+        StrategyError: it is not such a message, or lacks required fields.
     """
     from google.protobuf.message import DecodeError
 
@@ -41,21 +41,21 @@ def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
     try:
         message.ParseFromString(content)
     except (DecodeError, UnicodeDecodeError) as error:
-        made = f"reshard strategy make {quote(path)} -o strategy.ckpt --like CHECKPOINT"
-        hint = f"if these are rules: {made}" if path.endswith((".yaml", ".yml")) else ""
+        command = f"reshard strategy make {quote(path)} -o strategy.ckpt --like CHECKPOINT"
+        hint = f"if these are rules: {command}" if path.endswith((".yaml", ".yml")) else ""
         raise StrategyError(
             f"{path} is not a strategy file", code="not-a-strategy", facts=[str(error)], hint=hint
         ) from None
     if not message.HasField("current_stage"):
         faults.add("current_stage", _MISSING, code="missing-key")
     for part, key in (("parallel_layout_item", "param_name"), ("parallel_strategy_item", "node_name")):
-        for place, item in enumerate(getattr(message, part)):
+        for number, item in enumerate(getattr(message, part)):
             # Older files lack the two optimizer fields; every other required field must be there.
-            for where in () if item.IsInitialized() else item.FindInitializationErrors():
-                if not where.endswith((".opt_weight_shard_step", ".opt_weight_shard_size")):
-                    faults.add(f"{part}[{place}].{where}", _MISSING, code="missing-key")
-            if isinstance(name := getattr(item, key), bytes):  # what protobuf gives for text that is not UTF-8
-                faults.add(f"{part}[{place}].{key}", f"is {name!r:.60}, which is not UTF-8", code="not-utf-8")
+            for field in () if item.IsInitialized() else item.FindInitializationErrors():
+                if not field.endswith((".opt_weight_shard_step", ".opt_weight_shard_size")):
+                    faults.add(f"{part}[{number}].{field}", _MISSING, code="missing-key")
+            if isinstance(name := getattr(item, key), bytes):  # protobuf returns bytes for text that is not UTF-8
+                faults.add(f"{part}[{number}].{key}", f"is {name!r:.60}, which is not UTF-8", code="not-utf-8")
     faults.raise_if_any(StrategyError)
     layouts = []
     for item in message.parallel_layout_item:
@@ -77,29 +77,29 @@ def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
     return layouts, operators, message.current_stage, _unknown(message)
 
 
-def layout_of_message(given: Any) -> Layout:
-    """Return the layout of a `ParallelLayouts` message, or of what has its fields.
+def layout_of_message(message: Any) -> Layout:
+    """Return the layout of a `ParallelLayouts` message or of a similar object.
 
-    One part of a tensor map holds a flat map. Several hold one entry each; of a nested 1-D tensor the second is empty,
-    and is not a dimension.
+    A single part of a tensor map holds a flat map. Several parts hold one entry each; for a nested 1-D tensor the
+    second part is empty, and is not a dimension.
 
     Raises:
         LayoutError: it contradicts itself.
     """
-    parts = [list(part.dim) for part in given.tensor_map]
+    parts = [list(part.dim) for part in message.tensor_map]
     return Layout.of(
-        [extent for part in given.dev_matrix for extent in part.dim],
+        [extent for part in message.dev_matrix for extent in part.dim],
         parts[0] if len(parts) == 1 else [part for part in parts if part],
-        int(given.opt_weight_shard_size),
-        opt_weight_shard_step=int(given.opt_weight_shard_step),
-        param_split_shape=[n for part in given.param_split_shape for n in part.dim],
-        indices_offset=[n for part in given.indices_offset for n in part.dim],
-        field=int(given.field),
+        int(message.opt_weight_shard_size),
+        opt_weight_shard_step=int(message.opt_weight_shard_step),
+        param_split_shape=[n for part in message.param_split_shape for n in part.dim],
+        indices_offset=[n for part in message.indices_offset for n in part.dim],
+        field=int(message.field),
     )
 
 
 def tensor_map_parts(layout: Layout) -> list[Axes]:
-    """Return a tensor map in parts, as a message has it; see `layout_of_message`.
+    """Split a tensor map into the parts of a message; see `layout_of_message`.
 
     >>> tensor_map_parts(Layout.of([2, 2], [1, -1])), tensor_map_parts(Layout.of([2, 2], [(1, 0)]))
     ([(1, -1)], [(1, 0), ()])
@@ -111,7 +111,7 @@ def tensor_map_parts(layout: Layout) -> list[Axes]:
 
 
 def _unknown(message: Message, inside: str = "") -> bytes:
-    """Return the serialized fields of a message, and of its part `inside`, that the format known here does not have."""
+    """Return the unknown fields of a message, and of its part `inside`, serialized."""
     rest: Any = type(message)()
     rest.CopyFrom(message)
     for part in (getattr(rest, inside), rest) if inside else (rest,):
@@ -123,7 +123,7 @@ def _unknown(message: Message, inside: str = "") -> bytes:
 
 
 def to_protobuf(strategy: Strategy) -> bytes:
-    """Return the file of a strategy.
+    """Return the contents of the protobuf file of a strategy.
 
     Raises:
         UsageError: it is not known whether a layout is nested.
@@ -136,7 +136,7 @@ def to_protobuf(strategy: Strategy) -> bytes:
             item.parallel_strategys.parallel_strategy.add(dim=dims)
         _add_unknown(item, operator.unknown)
     if not strategy.operators and strategy.tensors:
-        # The stage of a file stands only in its operators, and MindSpore's merging refuses a file without any.
+        # Only the operators have the stage of a file, and MindSpore's merging refuses a file without operators.
         item = message.parallel_strategy_item.add(node_name="reshard")
         item.parallel_strategys.stage = strategy.stages.start
     for name, placed in strategy.in_file_order():
@@ -149,15 +149,15 @@ def to_protobuf(strategy: Strategy) -> bytes:
                 hint="write JSON: a file name that ends with .json",
             )
         item = message.parallel_layout_item.add(param_name=name)
-        given = item.parallel_layouts
-        given.dev_matrix.add(dim=layout.dev_matrix)
+        parts = item.parallel_layouts
+        parts.dev_matrix.add(dim=layout.dev_matrix)
         for part in tensor_map_parts(layout):
-            given.tensor_map.add(dim=part)
-        given.param_split_shape.add(dim=layout.param_split_shape)
-        given.indices_offset.add(dim=layout.indices_offset)
-        given.field = layout.field
-        given.opt_weight_shard_step = layout.opt_weight_shard_step
-        given.opt_weight_shard_size = layout.opt_weight_shard_size
+            parts.tensor_map.add(dim=part)
+        parts.param_split_shape.add(dim=layout.param_split_shape)
+        parts.indices_offset.add(dim=layout.indices_offset)
+        parts.field = layout.field
+        parts.opt_weight_shard_step = layout.opt_weight_shard_step
+        parts.opt_weight_shard_size = layout.opt_weight_shard_size
         _add_unknown(item, placed.unknown)
     _add_unknown(message, strategy.unknown)
     content: bytes = message.SerializeToString(deterministic=True)
@@ -170,5 +170,5 @@ def _add_unknown(message: Message, unknown: object) -> None:
 
 
 def flat(tensor_map: tuple[Axes, ...]) -> list[int]:
-    """Return a tensor map without nested entries as integers."""
+    """Return a tensor map without nested entries as a list of integers."""
     return [axes[0] if axes else -1 for axes in tensor_map]

@@ -1,12 +1,14 @@
-"""A distributed checkpoint (DCP) of PyTorch: blocks that list themselves in `.metadata`, which gets its name last.
+"""A distributed checkpoint (DCP) of PyTorch.
 
-Each block is an item, what `torch.save` makes of it (`torch_save`), and the items of a rank lie back to back in
-`__RANK_NUMBER.distcp`. A block that several ranks hold is stored once, so that all store about as much. Of a tensor
-that is not empty itself, empty blocks are left out. Texts are objects in the file of the first rank, and so are the
-objects of such a checkpoint, byte for byte; so is what Megatron-Core keeps beside, in files of its own. If a target is
-for Megatron-Core and has none to carry, these files are made (`megatron`).
+Blocks are listed in `.metadata`, which gets its name last.
 
-PyTorch loads such a checkpoint into any mesh, whatever blocks it has. Nothing in it says where it was made.
+Each block is an item, the output of `torch.save` (`torch_save`), and the items of a rank are back to back in
+`__RANK_NUMBER.distcp`. A block that several ranks hold is stored once, balanced over the ranks. Empty blocks of
+non-empty tensors are left out. Texts are objects in the file of the first rank. Objects of a source DCP are carried
+byte for byte into the same file, and Megatron-Core's sidecar files into files of the same names. If a target for
+Megatron-Core has no sidecar files to carry, they are made (`megatron`).
+
+PyTorch loads such a checkpoint into any mesh, with any blocks. Nothing in it depends on where it was made.
 """
 
 from __future__ import annotations
@@ -37,15 +39,14 @@ if TYPE_CHECKING:
     from reshard.plan.budget import Share
     from reshard.plan.build import Routed
     from reshard.plan.plan import Request
-    from reshard.readers.pickles import Name
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import Item
 
-_ITEM_BYTES = 2050  # resident memory of a block: its part of a file's layout, and of the metadata; measured
+_ITEM_BYTES = 2050  # resident memory of a block in a file's layout and in the metadata, as measured
 
 
-class _Place(NamedTuple):
-    """A file: which one of which rank."""
+class _FileKey(NamedTuple):
+    """A data file, as its rank and its number among the rank's files."""
 
     rank: int
     part: int
@@ -67,7 +68,7 @@ class DCPTarget(Destination):
         target, files = request.target, request.files
         self.ranks = (0,) if target is None else tuple(target.ranks)
         self._items, self._step = items, files.step
-        self._directory = "" if files.step is None else f"iter_{files.step:07d}/"  # as Megatron-LM has it
+        self._directory = "" if files.step is None else f"iter_{files.step:07d}/"  # as in Megatron-LM
         self._grids: dict[str, Grid] = {}
         for name, tensor, dtype in items:
             if tensor.text is None:
@@ -76,19 +77,21 @@ class DCPTarget(Destination):
                 cut = target is not None and name in target.tensors and 0 not in shape
                 grid = fitted(target, name, shape, faults) if target and cut else _whole(shape, self.ranks)
                 if grid is not None:
-                    self._grids[name] = _once(grid, target.devices if target else 1)
-        places = self._placed(files.max_shard_size)
-        self._places = sorted({_Place(self.ranks[0], 0)}.union(*places.values()))
-        numbers = {place: number for number, place in enumerate(self._places)}
-        self._files = {name: tuple(numbers[place] for place in some) for name, some in places.items()}
+                    self._grids[name] = _without_overlaps(grid, target.devices if target else 1)
+        files_of_blocks = self._assign_files(files.max_shard_size)
+        self._data_files = sorted({_FileKey(self.ranks[0], 0)}.union(*files_of_blocks.values()))
+        numbers = {file: number for number, file in enumerate(self._data_files)}
+        self._files = {
+            name: tuple(numbers[file] for file in tensor_files) for name, tensor_files in files_of_blocks.items()
+        }
         self._wanted: dict[tuple[Grid, tuple[int, ...]], Wanted] = {}
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
         self.carried = self._carried.names
-        self._beside, self._is_made = self._carried.beside, False
-        if not self._beside and is_for_megatron(source, files.step):
+        self._sidecar_files, self._is_made = self._carried.beside, False
+        if not self._sidecar_files and is_for_megatron(source, files.step):
             texts = {item.tensor.spec.name: item.name for item in items if item.tensor.text is not None}
             check_objects({**texts, **objects}.items(), faults)
-            self._beside, self._is_made = files_beside(files.step, (item.name for item in items)), True
+            self._sidecar_files, self._is_made = files_beside(files.step, (item.name for item in items)), True
         self.memory: tuple[Share, ...] = (
             ("items", _ITEM_BYTES * (sum(map(len, self._files.values())) + len(objects))),
             ("objects", self._carried.nbytes),
@@ -96,7 +99,7 @@ class DCPTarget(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if it is not for all ranks, or not for each block once."""
+        """Return the request; raise `UsageError` unless it is for all ranks and blocks once."""
         if request.of_some or request.once:
             raise UsageError(
                 "a DCP has the blocks of all ranks, each once", code="needs-all-ranks",
@@ -105,26 +108,27 @@ class DCPTarget(Destination):
         return request
 
     def wanted(self, item: Item) -> Wanted | None:
-        """Return the blocks, each with the one file that it is in; None where the layout does not fit."""
+        """Return the blocks, each with its single file; None if the layout does not fit."""
         grid = self._grids.get(item.name)
         if grid is None:
             return None
         key = (grid, self._files[item.name])
         if key not in self._wanted:
-            self._wanted[key] = Wanted(tuple(block for block, _ in _held(grid)), tuple((file,) for file in key[1]))
+            blocks = tuple(block for block, _ in _stored_blocks(grid))
+            self._wanted[key] = Wanted(blocks, tuple((file,) for file in key[1]))
         return self._wanted[key]
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
-        """Lay out every file, and list what is in which."""
-        files = [_File() for _ in self._places]
+        """Lay out every file, and make the metadata that list the items."""
+        files = [_File() for _ in self._data_files]
         parts: dict[str, list[Part]] = {}
         for item in texts:
             content = Content(item.name, item.dtype, (), item.tensor.text)
             begin, nbytes = files[0].add(content, saved_text(item.tensor.text or ""))
-            parts[item.name] = [Part(None, (), self._places[0].path, begin, nbytes)]
-        for name, own in self._carried.objects.items():
-            begin, nbytes = files[0].add(None, Saved(len(own), ((0, own),)))
-            parts[name] = [Part(None, (), self._places[0].path, begin, nbytes)]
+            parts[item.name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
+        for name, content_bytes in self._carried.objects.items():
+            begin, nbytes = files[0].add(None, Saved(len(content_bytes), ((0, content_bytes),)))
+            parts[name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
         for item, route in routed:
             parts[item.name] = []
             for block, (number,) in zip(route.wanted.blocks, route.wanted.files, strict=True):
@@ -132,53 +136,61 @@ class DCPTarget(Destination):
                 begin, nbytes = files[number].add(
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
                 )
-                parts[item.name].append(Part(block.start, shape, self._places[number].path, begin, nbytes))
+                parts[item.name].append(Part(block.start, shape, self._data_files[number].path, begin, nbytes))
         paths = {} if self._is_made else self._carried.paths
-        listed = [
-            Listed(item.name, _dtype(item), item.tensor.spec.shape, parts[item.name], paths.get(item.name))
+        entries = [
+            Listed(
+                item.name,
+                torch_dtype(item.name, item.dtype) if item.tensor.text is None else None,
+                item.tensor.spec.shape,
+                parts[item.name],
+                paths.get(item.name),
+            )
             for item in self._items
             if item.name in parts
         ]
-        listed += [Listed(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
-        found = [
-            TargetFile(place.rank, f"{self._directory}{place.path}", file.layout())
-            for place, file in zip(self._places, files, strict=True)
+        entries += [Listed(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
+        target_files = [
+            TargetFile(data_file.rank, f"{self._directory}{data_file.path}", file.layout())
+            for data_file, file in zip(self._data_files, files, strict=True)
         ]
-        last = {f"{self._directory}{name}": own for name, own in self._beside.items()}
-        last[f"{self._directory}{DCP_INDEX}"] = metadata(listed, {})
-        found += [TargetFile(self.ranks[0], path, literal(own), last=True) for path, own in last.items()]
+        last_files = {f"{self._directory}{name}": file_bytes for name, file_bytes in self._sidecar_files.items()}
+        last_files[f"{self._directory}{DCP_INDEX}"] = metadata(entries, {})
+        target_files += [
+            TargetFile(self.ranks[0], path, literal(file_bytes), last=True) for path, file_bytes in last_files.items()
+        ]
         if self._step is not None:
             tracker = literal(f"{self._step}".encode())
-            found.append(TargetFile(self.ranks[0], TRACKER, tracker, last=True, pointer=True))
-        return tuple(found)
+            target_files.append(TargetFile(self.ranks[0], TRACKER, tracker, last=True, pointer=True))
+        return tuple(target_files)
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of what is carried and does not go with the rest, and say how Megatron-Core loads what is made."""
+        """Warn of carried data that contradict the target; say how Megatron-Core loads it."""
         how_to_load = [HOW_TO_LOAD] if self._is_made and not self._carried.objects else []
         return (*self._carried.warnings(self._step), *how_to_load)
 
-    def _placed(self, max_shard_size: int) -> dict[str, list[_Place]]:
-        """Return the file of each block, in the order of the blocks."""
+    def _assign_files(self, max_shard_size: int) -> dict[str, list[_FileKey]]:
+        """Return the file of each block of each tensor."""
         dtypes = {item.name: item.dtype for item in self._items}
         sizes = {
-            name: [(ranks, block.size * dtypes[name].itemsize) for block, ranks in _held(grid)]
+            name: [(ranks, block.size * dtypes[name].itemsize) for block, ranks in _stored_blocks(grid)]
             for name, grid in self._grids.items()
         }
-        filled: dict[int, tuple[int, int]] = {}  # of a rank, the number of its last file and the bytes of that
-        found: dict[str, list[_Place]] = {}
+        filled: dict[int, tuple[int, int]] = {}  # the number of the last file of each rank, and its bytes
+        result: dict[str, list[_FileKey]] = {}
         for name, chosen in by_size(sizes).items():
-            found[name] = []
+            result[name] = []
             for (rank,), (_, nbytes) in zip(chosen, sizes[name], strict=True):
-                part, held = filled.get(rank, (0, 0))
-                if held and held + nbytes > max_shard_size:
-                    part, held = part + 1, 0
-                filled[rank] = part, held + nbytes
-                found[name].append(_Place(rank, part))
-        return found
+                part, filled_bytes = filled.get(rank, (0, 0))
+                if filled_bytes and filled_bytes + nbytes > max_shard_size:
+                    part, filled_bytes = part + 1, 0
+                filled[rank] = part, filled_bytes + nbytes
+                result[name].append(_FileKey(rank, part))
+        return result
 
 
 class _File:
-    """A file that items are added to."""
+    """A data file under construction."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -187,50 +199,48 @@ class _File:
         self._crcs: list[Crc] = []
 
     def add(self, content: Content | None, saved: Saved) -> tuple[int, int]:
-        """Add an item, which has no content where it is carried as it is; return where it begins, and its size."""
+        """Add an item, and return its offset and size; carried bytes have no content."""
         begin = self._size
         self._size += saved.nbytes
-        self._literals += [(begin + offset, own) for offset, own in saved.literals]
+        self._literals += [(begin + offset, literal_bytes) for offset, literal_bytes in saved.literals]
         offset, nbytes = saved.data
         if content is not None:
             runs = () if content.text is not None else ((begin + offset, nbytes),)
             self._contents.append(content._replace(runs=runs))
         if saved.crcs:
-            self._crcs.append(Crc(begin + offset, nbytes, tuple(begin + place for place in saved.crcs)))
+            self._crcs.append(Crc(begin + offset, nbytes, tuple(begin + crc_offset for crc_offset in saved.crcs)))
         return begin, saved.nbytes
 
     def layout(self) -> FileLayout:
-        """Return where everything of the file goes."""
+        """Return the layout of the file."""
         return FileLayout(self._size, tuple(self._literals), tuple(self._contents), tuple(self._crcs))
-
-
-def _dtype(item: Item) -> Name | None:
-    return torch_dtype(item.name, item.dtype) if item.tensor.text is None else None
 
 
 @lru_cache(maxsize=4096)
 def _whole(shape: Shape, ranks: tuple[int, ...]) -> Grid:
-    """Return the grid of a tensor that all ranks hold whole."""
+    """Return the grid of a tensor that is whole on all ranks."""
     return Grid(shape, (Block.whole(shape),), (ranks,))
 
 
 @lru_cache(maxsize=4096)
-def _once(grid: Grid, devices: int) -> Grid:
-    """Return a grid without blocks that overlap others: of stages that cut a tensor each in its way, the first counts.
+def _without_overlaps(grid: Grid, devices: int) -> Grid:
+    """Return a grid without overlapping blocks.
+
+    If stages cut a tensor differently, the layout of the first stage counts.
 
     >>> both = Grid((4,), (Block((0,), (2,)), Block((0,), (4,)), Block((2,), (4,))), ((0,), (2, 3), (1,)))
-    >>> _once(both, 2).ranks
+    >>> _without_overlaps(both, 2).ranks
     ((0,), (1,))
     """
     if sum(block.size for block in grid.blocks) <= prod(grid.shape):
         return grid
     first = min(min(ranks) for ranks in grid.ranks) // devices
-    held = zip(grid.blocks, grid.ranks, strict=True)
-    kept = [(block, ranks) for block, ranks in held if min(ranks) // devices == first]
-    return Grid(grid.shape, tuple(block for block, _ in kept), tuple(ranks for _, ranks in kept))
+    blocks = zip(grid.blocks, grid.ranks, strict=True)
+    first_blocks = [(block, ranks) for block, ranks in blocks if min(ranks) // devices == first]
+    return Grid(grid.shape, tuple(block for block, _ in first_blocks), tuple(ranks for _, ranks in first_blocks))
 
 
-def _held(grid: Grid) -> list[tuple[Block, tuple[int, ...]]]:
-    """Return the blocks of a grid that are not empty, and who holds each; of an empty tensor its one block."""
-    held = zip(grid.blocks, grid.ranks, strict=True)
-    return [(block, ranks) for block, ranks in held if block.size or len(grid.blocks) == 1]
+def _stored_blocks(grid: Grid) -> list[tuple[Block, tuple[int, ...]]]:
+    """Return the non-empty blocks and their ranks, or an empty tensor's only block."""
+    blocks = zip(grid.blocks, grid.ranks, strict=True)
+    return [(block, ranks) for block, ranks in blocks if block.size or len(grid.blocks) == 1]

@@ -1,7 +1,9 @@
-"""What a distributed checkpoint gets of another as it is: objects, Megatron-Core's files beside, and how all is nested.
+"""Data that a distributed checkpoint carries over from another.
 
-The bytes of objects are held from the plan on, and are in its files as the metadata are. Each is compared with the
-checksums that it has; what it says is of the state that was saved, and nothing of it is changed.
+These are objects, Megatron-Core's sidecar files, and paths in nested dicts and lists.
+
+The bytes of objects are kept in memory from planning on, and are literals in the target files, like the metadata. They
+are checked against their own checksums. They describe the state as it was saved, and are not changed.
 """
 
 from __future__ import annotations
@@ -21,54 +23,55 @@ if TYPE_CHECKING:
     from reshard.readers.dcp.metadata import KeyPath
     from reshard.source.checkpoint import Checkpoint, Object
 
-_OF_NAMES = re.compile(r"(?:.*\.)?param_groups(?:\.\d+\.params)?", re.DOTALL)
+_WITH_PARAMETER_NAMES = re.compile(r"(?:.*\.)?param_groups(?:\.\d+\.params)?", re.DOTALL)
 
 
 class Carried:
-    """What is carried byte for byte.
+    """Objects and files that are carried byte for byte.
 
     Attributes:
-        objects: the bytes of each object, by its name in the target.
-        beside: those of each file beside, by its name.
-        names: of both, in the source.
-        paths: where tensors and objects are in nested dicts and lists; nothing of Megatron's, which does without.
+        objects: the bytes of each object, by name in the target.
+        beside: the bytes of each sidecar file, by name.
+        names: the source names of objects and sidecar files.
+        paths: paths of tensors and objects in nested dicts and lists; empty for checkpoints of Megatron, which have
+            no paths.
     """
 
     def __init__(
         self, source: Checkpoint, tensors: Mapping[str, str], objects: Mapping[str, str], faults: Faults
     ) -> None:
-        """Read what is carried.
+        """Read the objects and files.
 
         Args:
             source: the checkpoint.
-            tensors: new names to old ones.
-            objects: old names to new ones.
-            faults: gets what is wrong with it.
+            tensors: new names to old names.
+            objects: old names to new names.
+            faults: collects the faults found.
         """
         self._source, self._tensors = source, tensors
-        self.beside = read_carried(source.beside, faults)
-        held = read_carried({name: source.objects[name] for name in objects}, faults)
-        self.objects = {objects[name]: content for name, content in held.items()}
-        self.names = {*self.beside, *held}
+        self.beside = read_carried(source.extras.beside, faults)
+        contents_of = read_carried({name: source.extras.objects[name] for name in objects}, faults)
+        self.objects = {objects[name]: content for name, content in contents_of.items()}
+        self.names = {*self.beside, *contents_of}
         self.paths: dict[str, KeyPath] = {}
-        if source.paths is not None:
-            every = {**tensors, **{objects[name]: name for name in held}}
-            paths = source.paths
-            self.paths = {new: followed(paths.get(old, (old,)), old, new) for new, old in every.items()}
+        if source.extras.paths is not None:
+            old_of = {**tensors, **{objects[name]: name for name in contents_of}}
+            paths = source.extras.paths
+            self.paths = {new: followed(paths.get(old, (old,)), old, new) for new, old in old_of.items()}
         check_nesting(self.paths, faults)
         self.paths = without_gaps(self.paths)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are held."""
-        return sum(len(content) for some in (self.objects, self.beside) for content in some.values())
+        """Number of bytes in memory."""
+        return sum(len(content) for group in (self.objects, self.beside) for content in group.values())
 
     def warnings(self, step: int | None) -> Iterator[str]:
-        """Yield where what is carried has old names of tensors, or another step than the target."""
+        """Yield warnings about carried data with old tensor names or another step."""
         yield from old_names(self._source, self._tensors, self.names)
-        said = None if step is None else iteration(self._source)
-        if said not in {None, step}:
-            yield f"{self._source.root}: says iteration {said}, and is carried so to iteration {step}"
+        source_step = None if step is None else iteration(self._source)
+        if source_step not in {None, step}:
+            yield f"{self._source.root}: says iteration {source_step}, and is carried so to iteration {step}"
 
 
 def old_names(source: Checkpoint, tensors: Mapping[str, str], carried: Iterable[str]) -> Iterator[str]:
@@ -76,36 +79,36 @@ def old_names(source: Checkpoint, tensors: Mapping[str, str], carried: Iterable[
 
     Args:
         source: the checkpoint.
-        tensors: the new names of what the target has of it to old ones.
-        carried: the old names of what is carried as it is, which may have names of tensors in it.
+        tensors: new names to old names of the target's tensors.
+        carried: the old names of carried objects and files, which may contain tensor names.
     """
-    if bound := sorted(old for new, old in tensors.items() if old in source.bound and new != old):
+    if bound := sorted(old for new, old in tensors.items() if old in source.extras.bound and new != old):
         yield f"{names(bound, most=3)}: has another name in the target, by which no training looks for it"
-    old = sorted(filter(_OF_NAMES.fullmatch, carried))
-    if old and not {*source.tensors, *source.left_out} - source.objects.keys() <= set(tensors):
+    old = sorted(filter(_WITH_PARAMETER_NAMES.fullmatch, carried))
+    if old and not {*source.tensors, *source.left_out} - source.extras.objects.keys() <= set(tensors):
         yield f"{names(old, most=3)}: carried as it is, with the names that parameters had in the source"
 
 
 def read_carried(objects: Mapping[str, Object], faults: Faults) -> dict[str, bytes]:
-    """Return the bytes of objects, whose checksums are right; what cannot be read is not carried."""
+    """Read objects and verify their checksums; unreadable objects are left out."""
     wrong = problems(objects)
-    some = {name: one for name, one in objects.items() if name not in wrong}
-    total = sum(one.nbytes for one in some.values())
+    readable = {name: entry for name, entry in objects.items() if name not in wrong}
+    total = sum(entry.nbytes for entry in readable.values())
     if total > LARGEST:
-        largest = max(some, key=lambda name: some[name].nbytes)
+        largest = max(readable, key=lambda name: readable[name].nbytes)
         faults.add(
             "objects", f"have {bytes_text(total)}; expected {bytes_text(LARGEST)} at most", code="too-large",
             hint=Text("to leave some out, give ", Option("exclude", largest)),
         )  # fmt: skip
         return {}
-    held = {}
-    for name, content in contents(some):
+    result = {}
+    for name, content in contents(readable):
         try:
             if name != BACKEND:
                 check_sums(content)
-            held[name] = content
+            result[name] = content
         except SourceError as error:
             hint = Text("to leave it out, give ", Option("exclude", name))
             fault = SourceError(error.message, code=error.code, facts=error.facts, hint=hint)
             faults.add(f"object {name!r}", fault)
-    return held
+    return result

@@ -1,9 +1,9 @@
-"""The two files that Megatron-Core needs beside a distributed checkpoint: `metadata.json` and `common.pt`.
+"""The two sidecar files that Megatron-Core needs: `metadata.json` and `common.pt`.
 
 `metadata.json` names the format, and `common.pt` has everything that is not a tensor. `load_checkpoint` of Megatron-LM
-reads the iteration and the version of the checkpoint from the latter; without `args` it takes those of the command
-line. Layers under names of their own must be announced there, because GPTModel looks for all layers in one tensor.
-`.metadata` has no `planner_data`, which distinguishes such a checkpoint from one of PyTorch.
+reads the iteration and the version of the checkpoint from the latter; without `args` it uses the command line's.
+Layers with separate names must be announced there, because GPTModel looks for all layers in one tensor. `.metadata`
+has no `planner_data`, unlike in checkpoints of PyTorch.
 
 There are no `_extra_state` objects: which modules have one depends on the layers of the model that is loaded. Megatron
 asks for them unless it is loaded with `strict=log_all` or `log_unexpected`, which parse the name of every object.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
 
 SIDE = "mcore"
-"""What rules call the side of Megatron-Core."""
+"""The name of Megatron-Core's side in rules."""
 
 HOW_TO_LOAD = (
     "Megatron loads this with --dist-ckpt-strictness log_all --finetune: it has no _extra_state, and no optimizer that "
@@ -46,14 +46,14 @@ _OBJECT = re.compile(r"[^/]+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
 
 
 def is_for_megatron(source: Checkpoint, step: int | None = None) -> bool:
-    """Return whether a DCP that is made of a source is to be loaded by Megatron-Core.
+    """Return whether a DCP made from a source is for Megatron-Core.
 
-    It is if rules made the tensors Megatron's, or if it goes to the directory of an iteration. A DCP of nested dicts is
-    of PyTorch itself, also if Megatron-LM wrote it (`--ckpt-format torch_dcp`), and stays that.
+    It is if rules mapped the tensors to Megatron's, or if it goes to the directory of an iteration. A DCP of nested
+    dicts is PyTorch's, also if Megatron-LM wrote it (`--ckpt-format torch_dcp`), and stays so.
     """
     if source.origin is not None and source.origin.side == SIDE:
         return True
-    return step is not None and all(len(path) == 1 for path in (source.paths or {}).values())
+    return step is not None and all(len(path) == 1 for path in (source.extras.paths or {}).values())
 
 
 def files_beside(step: int | None, names: Iterable[str]) -> dict[str, bytes]:
@@ -73,8 +73,8 @@ def check_objects(objects: Iterable[tuple[str, str]], faults: Faults) -> None:
     """Add a fault for each object whose name Megatron-Core cannot parse.
 
     Args:
-        objects: the old and the new name of each.
-        faults: gets what is wrong.
+        objects: the old and the new name of each object.
+        faults: collects the faults found.
     """
     for old, new in objects:
         if not _OBJECT.fullmatch(new):

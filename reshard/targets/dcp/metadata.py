@@ -1,6 +1,8 @@
-"""`.metadata` of PyTorch's distributed checkpoints: a pickle of what there is, and which bytes of which file have it.
+"""`.metadata` of PyTorch's distributed checkpoints.
 
-PyTorch finds tensors and objects by their names; `planner_data` are the paths by which `dcp_to_torch_save` nests them.
+It is a pickle that lists the contents and the byte ranges that store them.
+
+PyTorch finds tensors and objects by name; `planner_data` are the paths at which `dcp_to_torch_save` nests them.
 
 Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem,planner_helpers}.py`, and files that it wrote
 (`tests/data/dcp`).
@@ -22,9 +24,11 @@ _VERSION = "1.0.0"
 
 
 class Part(NamedTuple):
-    """An item: where its block begins in the tensor, None of an object; the block's shape; a range of a file.
+    """An item: the start and shape of its block, and its range of a file.
 
-    `encoding` names what the range is encoded by, one after the other.
+    `start` is None for an object.
+
+    `encoding` names the encoders of the range, in order.
     """
 
     start: Shape | None
@@ -39,11 +43,11 @@ class Listed(NamedTuple):
     """A tensor, or an object.
 
     Attributes:
-        name: of it.
-        dtype: what PyTorch calls it; None of an object.
-        shape: of the whole tensor.
+        name: its name.
+        dtype: PyTorch's name of the dtype; None for an object.
+        shape: the shape of the whole tensor.
         parts: its items.
-        path: where it is in nested dicts and lists; None where nothing says it.
+        path: its path in nested dicts and lists; None if it is not known.
     """
 
     name: str
@@ -54,33 +58,35 @@ class Listed(NamedTuple):
 
 
 def metadata(listed: Sequence[Listed], more: Mapping[str, object]) -> bytes:
-    """Return the pickle that says what is where; `more` is what other programs add to it."""
-    paths = [(one.name, one.path) for one in listed if one.path is not None]
+    """Return the pickle of the metadata; `more` are additional keys of other programs."""
+    paths = [(entry.name, entry.path) for entry in listed if entry.path is not None]
     state = {
-        "state_dict_metadata": Items((one.name, _described(one)) for one in listed),
+        "state_dict_metadata": Items((entry.name, _tensor_metadata(entry)) for entry in listed),
         "planner_data": Items(paths) if paths else None,
-        "storage_data": Items(stored for one in listed for stored in _stored(one)),
+        "storage_data": Items(stored for entry in listed for stored in _storage_entries(entry)),
         "storage_meta": None,
         "version": _VERSION,
         **more,
     }
-    return pickled(Instance(_of_metadata("Metadata"), state), 4)
+    return pickled(Instance(_metadata_name("Metadata"), state), 4)
 
 
-def _described(one: Listed) -> Instance:
-    """Return what the metadata say of a tensor, or of an object."""
-    if one.dtype is None:
+def _tensor_metadata(entry: Listed) -> Instance:
+    """Return the metadata of a tensor or an object."""
+    if entry.dtype is None:
         return Instance(_OBJECT, None)
-    properties = (one.dtype, _STRIDED, False, _CONTIGUOUS, False)  # gradients, memory pinned
-    chunks = [Instance(_CHUNK, {"offsets": _size(part.start or ()), "sizes": _size(part.shape)}) for part in one.parts]
-    size = _size(one.shape)
+    properties = (entry.dtype, _STRIDED, False, _CONTIGUOUS, False)  # gradients, memory pinned
+    chunks = [
+        Instance(_CHUNK, {"offsets": _size(part.start or ()), "sizes": _size(part.shape)}) for part in entry.parts
+    ]
+    size = _size(entry.shape)
     return Instance(_TENSOR, {"properties": Instance(_PROPERTIES, properties), "size": size, "chunks": chunks})
 
 
-def _stored(one: Listed) -> Iterator[tuple[Instance, Instance]]:
-    """Yield where each block of a tensor is, or an object."""
-    for number, part in enumerate(one.parts):
-        index: dict[str, object] = {"fqn": one.name, "index": None}
+def _storage_entries(entry: Listed) -> Iterator[tuple[Instance, Instance]]:
+    """Yield the storage entries of a tensor's blocks, or of an object."""
+    for number, part in enumerate(entry.parts):
+        index: dict[str, object] = {"fqn": entry.name, "index": None}
         if part.start is not None:
             index |= {"index": number, "offset": _size(part.start)}
         info: dict[str, object] = {"relative_path": part.path, "offset": part.offset, "length": part.nbytes}
@@ -93,16 +99,16 @@ def _size(extents: Shape) -> Call:
     return Call(_SIZE, (extents,))
 
 
-def _of_metadata(name: str) -> Name:
+def _metadata_name(name: str) -> Name:
     return Name("torch.distributed.checkpoint.metadata", name)
 
 
 _SIZE = Name("torch", "Size")
 _INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_INDEX = _of_metadata("MetadataIndex")
-_CHUNK = _of_metadata("ChunkStorageMetadata")
-_TENSOR = _of_metadata("TensorStorageMetadata")
-_OBJECT = _of_metadata("BytesStorageMetadata")
-_PROPERTIES = _of_metadata("TensorProperties")
+_INDEX = _metadata_name("MetadataIndex")
+_CHUNK = _metadata_name("ChunkStorageMetadata")
+_TENSOR = _metadata_name("TensorStorageMetadata")
+_OBJECT = _metadata_name("BytesStorageMetadata")
+_PROPERTIES = _metadata_name("TensorProperties")
 _STRIDED = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-_CONTIGUOUS = Call(_of_metadata("_MEM_FORMAT_ENCODING"), (0,))
+_CONTIGUOUS = Call(_metadata_name("_MEM_FORMAT_ENCODING"), (0,))

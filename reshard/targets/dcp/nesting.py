@@ -1,7 +1,10 @@
-"""Where things are in nested dicts and lists (`planner_data` of a DCP), when they get other names.
+"""Paths of renamed tensors and objects in nested dicts and lists.
 
-A name is the keys and places of a path, with dots between. What of them is the same before and behind stays as it is,
-and what is between becomes as many keys of as many words as it was, the last of them of what is left.
+They are the `planner_data` of a DCP.
+
+A name is the keys and list indexes of a path, joined by dots. Keys at the beginning and the end that old and new names
+share are kept. The middle of the new name is split into keys with the same numbers of words as before; the last key
+takes the remaining words.
 
 Source: PyTorch 2.13 `distributed/checkpoint/{_nested_dict,_traverse}.py`.
 """
@@ -18,13 +21,13 @@ if TYPE_CHECKING:
     from reshard.errors import Faults
     from reshard.readers.dcp.metadata import KeyPath
 
-_PLACE = re.compile(r"\d{1,9}", re.ASCII)
+_INDEX = re.compile(r"\d{1,9}", re.ASCII)
 
 _HINT = "choose other names"
 
 
 def followed(path: KeyPath, old: str, new: str) -> KeyPath:
-    """Return the path of something that gets another name.
+    """Return the path for a new name.
 
     >>> followed(("optim", "state", "layers.0.w", "step"), "optim.state.layers.0.w.step", "optim.state.w.step")
     ('optim', 'state', 'w', 'step')
@@ -46,12 +49,14 @@ def followed(path: KeyPath, old: str, new: str) -> KeyPath:
     if begin < end - 1 and rest == keys[end - 1]:
         return (*path[:begin], *path[end - 1 :])
     between = _split(rest, [key.count(".") + 1 for key in keys[begin:end]])
-    were = path[begin:end] if len(between) == end - begin else between
-    return (*path[:begin], *(_as(key, before) for key, before in zip(between, were, strict=True)), *path[end:])
+    before_keys = path[begin:end] if len(between) == end - begin else between
+    return (*path[:begin], *(_like(key, before) for key, before in zip(between, before_keys, strict=True)), *path[end:])
 
 
 def _split(text: str, sizes: list[int]) -> list[str]:
-    """Return a text as keys of so many words each, the last of what is left; as one where that leaves none.
+    """Split a text into keys with `sizes` words each; the last key gets the rest.
+
+    Return a single key if no words are left for the last.
 
     >>> _split("net.blocks.0.w", [1, 2]), _split("net", [1, 1])
     (['net', 'blocks.0.w'], ['net'])
@@ -63,13 +68,13 @@ def _split(text: str, sizes: list[int]) -> list[str]:
     return [".".join(words[begin:end]) for begin, end in pairwise([0, *ends])]
 
 
-def _as(key: str, before: str | int) -> str | int:
-    """Return a key in place of another; it is one of a list if that was."""
-    return int(key) if isinstance(before, int) and _PLACE.fullmatch(key) else key
+def _like(key: str, before: str | int) -> str | int:
+    """Return a key, as a list index if it replaces a list index."""
+    return int(key) if isinstance(before, int) and _INDEX.fullmatch(key) else key
 
 
 def without_gaps(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
-    """Return paths whose places in lists count from 0: PyTorch puts no list together of which something is left out.
+    """Renumber list indexes from 0, since PyTorch cannot rebuild a list with gaps.
 
     >>> without_gaps({"l.1.w": ("l", 1, "w"), "l.3.w": ("l", 3, "w"), "a": ("a",)})
     {'l.1.w': ('l', 0, 'w'), 'l.3.w': ('l', 1, 'w'), 'a': ('a',)}
@@ -79,7 +84,7 @@ def without_gaps(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
         for depth, key in enumerate(path):
             if isinstance(key, int):
                 places.setdefault(path[:depth], set()).add(key)
-    numbers = {above: {key: number for number, key in enumerate(sorted(some))} for above, some in places.items()}
+    numbers = {above: {key: number for number, key in enumerate(sorted(keys))} for above, keys in places.items()}
     return {
         name: tuple(numbers[path[:n]][key] if isinstance(key, int) else key for n, key in enumerate(path))
         for name, path in paths.items()
@@ -87,14 +92,14 @@ def without_gaps(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
 
 
 def check_nesting(paths: Mapping[str, KeyPath], faults: Faults) -> None:
-    """Check that dicts and lists can hold all paths: none is below another's, and a list has places alone."""
+    """Check that no path is below another, and that lists have only indexes as keys."""
     at: dict[KeyPath, str] = {}
     for name, path in paths.items():
-        other = at.setdefault(path, name)
-        if other != name:
+        other_name = at.setdefault(path, name)
+        if other_name != name:
             faults.add(
-                f"names {name!r} and {other!r}", "would have the same place in nested dicts", code="duplicate-name",
-                hint=_HINT,
+                f"names {name!r} and {other_name!r}", "would have the same place in nested dicts",
+                code="duplicate-name", hint=_HINT,
             )  # fmt: skip
     kinds: dict[KeyPath, tuple[type, str]] = {}
     for name, path in paths.items():
@@ -102,9 +107,9 @@ def check_nesting(paths: Mapping[str, KeyPath], faults: Faults) -> None:
             above = path[:depth]
             kind, first = kinds.setdefault(above, (type(key), name))
             if above in at or kind is not type(key):
-                other = at.get(above, first)
+                other_name = at.get(above, first)
                 faults.add(
-                    f"names {name!r} and {other!r}", "cannot both be in nested dicts and lists",
+                    f"names {name!r} and {other_name!r}", "cannot both be in nested dicts and lists",
                     code="conflicting-names", hint=_HINT,
                 )  # fmt: skip
                 break

@@ -1,8 +1,10 @@
-"""A distributed checkpoint (DCP) of PyTorch made of another by `.metadata` alone: its data files are links.
+"""A distributed checkpoint (DCP) of PyTorch that links another's data files.
 
-Names are in `.metadata` and nowhere else, so that tensors and objects get other names, are left out, or come from
-several DCPs, in a time that does not depend on their bytes. What is carried is not looked into: encoded items, objects,
-buckets of Megatron's optimizer. A file is linked if anything in it is carried.
+Only `.metadata` is rewritten.
+
+Names are only in `.metadata`, so that tensors and objects can be renamed, left out, or combined from several DCPs in a
+time that does not depend on their bytes. Carried items are not decoded: encoded items, objects, buckets of Megatron's
+optimizer. A file is linked if any of its items is carried.
 
 Source: PyTorch 2.13 `distributed/checkpoint/filesystem.py`.
 """
@@ -46,17 +48,17 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
-_ITEM_BYTES = 2000  # resident memory of an item: as the metadata are read, twice, and written
+_ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
 _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
 
 _COPY = "make a copy, without links"
 
 
 class Relinked(Destination):
-    """A DCP that has something of another, or of several that were opened as one.
+    """A DCP that links to another DCP, or to several that were opened as one.
 
     Attributes:
-        dropped: names in the source that cannot be carried, and need not be.
+        dropped: source names that cannot be carried, and that the selection allows to drop.
     """
 
     format = DCP_NAME
@@ -65,16 +67,18 @@ class Relinked(Destination):
     def __init__(
         self, source: Checkpoint, request: Request, _items: object, objects: Mapping[str, str], faults: Faults
     ) -> None:
-        """Find out what is linked, of which the new names are given, be it a tensor or not.
+        """Find the files to link, and make the metadata.
+
+        `objects` maps old names of tensors and objects to new names.
 
         Raises:
             UsageError: it is not a DCP of PyTorch, not on this machine, or has safetensors files, which hold names.
-            SourceError: it was changed since it was opened, or the faults, all at once.
+            SourceError: it changed since it was opened, or the faults, all at once.
         """
-        place, said = _metadata_of(source)
-        if not objects.keys() <= said.tensors.keys() | said.objects.keys():
+        directory, source_metadata = _metadata_of(source)
+        if not objects.keys() <= source_metadata.tensors.keys() | source_metadata.objects.keys():
             raise SourceError(
-                f"{place / said.described_by} changed since it was opened", code="source-changed",
+                f"{directory / source_metadata.described_by} changed since it was opened", code="source-changed",
                 hint="run the command again",
             )  # fmt: skip
         carried, dropped = {}, []
@@ -83,20 +87,22 @@ class Relinked(Destination):
                 dropped.append(old)
             else:
                 carried[new] = old
-                if fault := _fault(old, said, source.unreadable.get(old)):
-                    faults.add(f"tensor {old!r}" if old in said.tensors else f"object {old!r}", fault)
+                if fault := _fault(old, source_metadata, source.unreadable.get(old)):
+                    faults.add(f"tensor {old!r}" if old in source_metadata.tensors else f"object {old!r}", fault)
         if not carried:
             raise UsageError("everything chosen is dropped; the target would be empty", code="no-tensors")
-        paths = {new: followed(said.paths[old], old, new) for new, old in carried.items() if old in said.paths}
+        old_paths = source_metadata.paths
+        paths = {new: followed(old_paths[old], old, new) for new, old in carried.items() if old in old_paths}
         check_nesting(paths, faults)
         paths = without_gaps(paths)
-        beside = read_carried(source.beside, faults)
+        sidecar_files = read_carried(source.extras.beside, faults)
         faults.raise_if_any(SourceError)
-        files = _Links(source, place)
-        listed = [_listed(new, old, said, paths.get(new), files) for new, old in carried.items()]
-        flat = {new: {WHOLE_SHAPE: said.flat[old]} for new, old in carried.items() if old in said.flat}
-        content = metadata(listed, {"mcore_data": flat} if flat else {})
-        copies = [TargetFile(0, name, literal(own)) for name, own in beside.items()]
+        files = _Links(source, directory)
+        entries = [_listed(new, old, source_metadata, paths.get(new), files) for new, old in carried.items()]
+        flat_shapes = source_metadata.flat
+        flat = {new: {WHOLE_SHAPE: flat_shapes[old]} for new, old in carried.items() if old in flat_shapes}
+        content = metadata(entries, {"mcore_data": flat} if flat else {})
+        copies = [TargetFile(0, name, literal(file_bytes)) for name, file_bytes in sidecar_files.items()]
         index = TargetFile(0, DCP_INDEX, literal(content), last=True)
         self.dropped = tuple(dropped)
         self.ranks = tuple(sorted({link.rank for link in files.links.values()}))
@@ -108,7 +114,7 @@ class Relinked(Destination):
 
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if linked files cannot fulfil it."""
+        """Return the request; raise `UsageError` if linked files cannot satisfy it."""
         if request.target:
             raise UsageError(
                 "linked files keep their blocks", code="not-linkable", hint=_hint("the target strategy or pattern")
@@ -126,172 +132,178 @@ class Relinked(Destination):
         return self._files
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of what is linked and does not go with the rest."""
+        """Return warnings about the linked files and carried data."""
         return self._warnings
 
 
 def _metadata_of(source: Checkpoint) -> tuple[Place, Metadata]:
-    """Return a source's location and metadata; raise `UsageError` if its files cannot be linked."""
-    place = as_place(source.root)
+    """Return a source's directory and metadata; raise `UsageError` if not linkable."""
+    directory = as_place(source.root)
     if not can(source.root).positioned:
-        raise UsageError(f"no file can be linked at a URL such as {place}", code="not-linkable", hint=_COPY)
+        raise UsageError(f"no file can be linked at a URL such as {directory}", code="not-linkable", hint=_COPY)
     if source.format != DCP_ITEMS:
-        what = f"has {source.format} files, which hold names" if source.described_by else "is not a DCP"
+        problem = f"has {source.format} files, which hold names" if source.extras.described_by else "is not a DCP"
         raise UsageError(
-            f"{place} {what}", code="not-a-dcp", facts=["links need a DCP as PyTorch writes it by default"], hint=_COPY
+            f"{directory} {problem}",
+            code="not-a-dcp",
+            facts=["links need a DCP as PyTorch writes it by default"],
+            hint=_COPY,
         )
-    entries = place.names()
-    if not DCP.shown_by(place, entries):
-        entries = parts_below(place, entries)
-    return place, Metadata(place, entries)
+    entries = directory.names()
+    if not DCP.shown_by(directory, entries):
+        entries = parts_below(directory, entries)
+    return directory, Metadata(directory, entries)
 
 
-def _hint(what: str) -> str:
-    return f"leave {what} out, or the links"
+def _hint(option: str) -> str:
+    return f"leave {option} out, or the links"
 
 
 class _Links:
-    """The files that are linked, as they are found to be needed.
+    """The linked files, collected as they are needed.
 
     Attributes:
-        links: by their paths in the source, below its root.
+        links: the links, by path below the source's root.
     """
 
-    def __init__(self, source: Checkpoint, place: Place) -> None:
+    def __init__(self, source: Checkpoint, directory: Place) -> None:
         self._sizes = {file.path: file.nbytes for file in source.files}
-        self._source, self._place = source, place
+        self._source, self._root = source, directory
         self._names: dict[str, str] = {}
-        self._held: dict[str, int] = {}
+        self._linked_bytes: dict[str, int] = {}
         self.links: dict[str, TargetFile] = {}
 
     def part(self, item: Item, start: Shape | None, shape: Shape) -> Part:
-        """Return where an item is in the target."""
+        """Link the file of an item, and return the item's range in the target."""
         link = self.links.get(item.file) or self._link(item.file)
-        self._held[item.file] = self._held.get(item.file, 0) + item.nbytes
+        self._linked_bytes[item.file] = self._linked_bytes.get(item.file, 0) + item.nbytes
         return Part(start, shape, link.path, item.begin, item.nbytes, item.encoding)
 
     def ordered(self, name: str, items: Sequence[Item]) -> list[Item]:
-        """Return the items of a tensor, those first in which bytes of it were found when the source was opened."""
+        """Sort the items of a tensor: items with bytes first, then empty items."""
         tensor, begins = self._source.tensors[name], dict[str, list[int]]()
         for at in chain.from_iterable(tensor.sharding.replicas):
             runs = (begin for begin, nbytes in tensor.runs[at.runs] if nbytes)
             begins.setdefault(self._source.files[at.file].path, []).extend(runs)
-        found = {path: sorted(some) for path, some in begins.items()}
+        sorted_begins = {path: sorted(file_begins) for path, file_begins in begins.items()}
 
         def is_empty(item: Item) -> bool:
-            some = found.get(str(self._place.absolute() / item.file), [])
-            first = bisect_left(some, item.begin)
-            return first == len(some) or some[first] >= item.begin + item.nbytes
+            file_begins = sorted_begins.get(str(self._root.absolute() / item.file), [])
+            first = bisect_left(file_begins, item.begin)
+            return first == len(file_begins) or file_begins[first] >= item.begin + item.nbytes
 
         return sorted(items, key=is_empty)
 
     def _link(self, file: str) -> TargetFile:
-        path = str(self._place.absolute() / file)
+        path = str(self._root.absolute() / file)
         if path not in self._sizes:
             raise SourceError(
                 f".metadata did not name {path} when it was opened", code="source-changed",
                 hint="run the command again",
             )  # fmt: skip
-        name = file.replace("/", "")  # of a directory of several, so that each has names of its own
-        other = self._names.setdefault(name, file)
-        if other != file or not DCP_FILES["_StorageInfo"].fullmatch(name) or not name.isprintable():
+        name = file.replace("/", "")  # includes the directory if there are several DCPs, so that names are unique
+        linked_file = self._names.setdefault(name, file)
+        if linked_file != file or not DCP_FILES["_StorageInfo"].fullmatch(name) or not name.isprintable():
             raise SourceError(
-                f"{file} in {self._place} cannot be linked as {name!r}", code="bad-name",
+                f"{file} in {self._root} cannot be linked as {name!r}", code="bad-name",
                 hint="rename the directory that it is in",
             )  # fmt: skip
         self.links[file] = link = TargetFile(rank_of(file), name, FileLayout(self._sizes[path], ()), link=path)
         return link
 
     def shared(self) -> str:
-        """Return what to know of files that are linked."""
+        """Return the warning that linked files share their bytes with the source."""
         size = sum(link.layout.size for link in self.links.values())
-        idle = size - sum(self._held.values())
+        idle = size - sum(self._linked_bytes.values())
         rest = f"; {bytes_text(idle)} of their {bytes_text(size)} are of nothing that is listed" if idle > 0 else ""
         return (
-            f"data files are links: what is changed in place in {self._place} is changed in the target, too, unless "
+            f"data files are links: what is changed in place in {self._root} is changed in the target, too, unless "
             f"the file system has copies that share blocks{rest}"
         )
 
 
-def _fault(name: str, said: Metadata, reason: str | None) -> SourceError | None:
-    """Return an error if something cannot be carried, be it readable or not, or None.
+def _fault(name: str, source_metadata: Metadata, reason: str | None) -> SourceError | None:
+    """Return an error if a tensor or object cannot be carried, or None.
 
     Args:
-        name: in the source.
-        said: what the metadata say.
-        reason: why it is not readable.
+        name: its name in the source.
+        source_metadata: the source's metadata.
+        reason: why it is not readable, or None.
     """
-    items = said.items.get(name, [])
-    if any(not _ENCODING.fullmatch(one) for item in items for one in item.encoding):
+    items = source_metadata.items.get(name, [])
+    if any(not _ENCODING.fullmatch(encoder) for item in items for encoder in item.encoding):
         return SourceError(f"has the unknown encoding {names(items[0].encoding, most=3)}", code="unknown-encoding")
-    if name in said.objects:
+    if name in source_metadata.objects:
         return None if items else SourceError("is in no file", code="missing-object")
-    one = said.tensors[name]
-    is_apart = any(item.encoding for item in items)
+    tensor = source_metadata.tensors[name]
+    is_encoded = any(item.encoding for item in items)
     drop = Text("to leave it out, give ", Option("drop", name))
-    if reason is not None and not is_apart:
+    if reason is not None and not is_encoded:
         return SourceError(reason, code="unreadable-tensor", hint=drop)
-    if not one.dtype:
+    if not tensor.dtype:
         return SourceError("has an unknown dtype", code="unknown-dtype", hint=drop)
-    extents = _extents(one)
+    extents = _extents(tensor)
     if any(item.offsets not in extents for item in items):
         return SourceError("has bytes at offsets where it has no box", code="corrupt")
-    return _encoded_fault(name, one, items) if is_apart else None
+    return _encoded_fault(name, tensor, items) if is_encoded else None
 
 
-def _encoded_fault(name: str, one: Stated, items: Sequence[Item]) -> SourceError | None:
-    """Return an error if the encoded items of a tensor, which is all that is known of it, do not cover it, or None."""
-    if unclear := sorted(_of_several(one, items)):
+def _encoded_fault(name: str, tensor: Stated, items: Sequence[Item]) -> SourceError | None:
+    """Return an error if the encoded items of a tensor do not cover it, or None."""
+    if unclear := sorted(_ambiguous_offsets(tensor, items)):
         return SourceError(
             f"has encoded boxes of several sizes at {shape_text(unclear[0])}, which cannot be told apart",
             code="ambiguous-boxes", hint=Text(f"{_COPY}, or leave it out with ", Option("exclude", name)),
         )  # fmt: skip
-    extents = _extents(one)
+    extents = _extents(tensor)
     boxes = {Block(at, tuple(map(add, at, extents[at]))) for at in {item.offsets for item in items}}
-    fault = cover_fault(one.shape, boxes)
+    fault = cover_fault(tensor.shape, boxes)
     return None if fault is None else SourceError(fault, code="not-covered")
 
 
-def _extents(one: Stated) -> dict[Shape, Shape]:
-    """Return the extents of the box at each place; of several there, those of the one that is not empty."""
-    return dict(sorted(one.boxes, key=lambda box: prod(box[1])))
+def _extents(tensor: Stated) -> dict[Shape, Shape]:
+    """Return the extents of the box at each offset; non-empty boxes win over empty."""
+    return dict(sorted(tensor.boxes, key=lambda box: prod(box[1])))
 
 
-def _of_several(one: Stated, items: Sequence[Item]) -> set[Shape]:
-    """Return the offsets of which there are several items, and boxes of several extents: all but one are empty."""
-    counts = Counter(offsets for offsets, _ in one.boxes)
+def _ambiguous_offsets(tensor: Stated, items: Sequence[Item]) -> set[Shape]:
+    """Return the offsets with several items and boxes of different extents.
+
+    All boxes at an offset but one are empty.
+    """
+    counts = Counter(offsets for offsets, _ in tensor.boxes)
     return {offsets for offsets, n in Counter(item.offsets for item in items).items() if n > 1 and counts[offsets] > 1}
 
 
-def _listed(new: str, old: str, said: Metadata, path: KeyPath | None, files: _Links) -> Listed:
-    """Return what the new metadata say of a tensor or an object."""
-    items = said.items[old]
-    if old in said.objects:
+def _listed(new: str, old: str, source_metadata: Metadata, path: KeyPath | None, files: _Links) -> Listed:
+    """Return the new metadata of a tensor or an object."""
+    items = source_metadata.items[old]
+    if old in source_metadata.objects:
         return Listed(new, None, (), [files.part(items[0], None, ())], path)
-    one = said.tensors[old]
-    if _of_several(one, items):
+    tensor = source_metadata.tensors[old]
+    if _ambiguous_offsets(tensor, items):
         items = files.ordered(old, items)
-    first: dict[Shape, Item] = {}  # ranks that say each for themselves may have the same box
+    first: dict[Shape, Item] = {}  # ranks with separate metadata may list the same box
     for item in items:
         first.setdefault(item.offsets, item)
-    extents = _extents(one)
+    extents = _extents(tensor)
     parts = [files.part(item, offsets, extents[offsets]) for offsets, item in first.items()]
-    return Listed(new, torch_dtype(old, BY_NAME[one.dtype]), one.shape, parts, path)
+    return Listed(new, torch_dtype(old, BY_NAME[tensor.dtype]), tensor.shape, parts, path)
 
 
 def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
-    """Yield what a user should know of what is carried, new names to old ones."""
-    for name, problem in problems(source.beside).items():
+    """Yield warnings about carried data; `carried` maps new names to old names."""
+    for name, problem in problems(source.extras.beside).items():
         yield f"{name} {problem}, and left out"
     if unread := sorted(set(carried.values()) & source.unreadable.keys()):
         yield f"carried as they are, and not looked into: {names(unread, most=3)}"
     yield from old_names(source, carried, carried.values())
-    if states := sorted(_left_behind(source, carried)):
+    if states := sorted(_unrenamed_states(source, carried)):
         yield f"optimizer states keep their names though their weights do not: {names(states, most=3)}"
 
 
-def _left_behind(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
-    """Yield the optimizer states that have their names still, though their weights have others."""
+def _unrenamed_states(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
+    """Yield optimizer states that keep their names though their weights are renamed."""
     new_names = {old: new for new, old in carried.items()}
     for name, state in optimizer_states(source.every).items():
         new = new_names.get(state.weight, state.weight)

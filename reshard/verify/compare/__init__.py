@@ -1,14 +1,14 @@
-"""Comparing the tensors of one checkpoint with those of another, bit for bit, whatever the layouts of the two.
+"""Compare the tensors of two checkpoints bit for bit, regardless of their layouts.
 
-1. Of every source block one copy is the *reference*. All else is compared with it: the copies that other source ranks
-   have, and every copy of every target block.
-2. References and the distinct blocks of all those copies make a way, as if the copies were to be made of the
-   references: a comparison is a move whose contents are not written but compared with what is there.
-3. A tensor of which every source rank has a value of its own is compared by digest: a target's copy must be that of
-   one source rank.
+1. One copy of every source block is the *reference*. All other copies are compared with it: copies of other source
+   ranks, and every copy of every target block.
+2. References and the distinct blocks of all copies form a `Way`, as if the copies were to be written from the
+   references: a comparison is a move whose contents are compared with existing files instead of written.
+3. A tensor with a separate value on every source rank is compared by digest: a target copy must equal the value of one
+   source rank.
 
-Elements are compared as bits: two NaNs with other payloads differ, and so do 0.0 and -0.0. Where the target has
-another dtype, source elements are cast first, as a conversion casts them.
+Elements are compared as bits: two NaNs with different payloads differ, and so do 0.0 and -0.0. If the target has
+another dtype, source elements are cast first, as in a conversion.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ if TYPE_CHECKING:
     from reshard.storage.base import Coding
 
 SAMPLE_BYTES = 256 << 10
-"""How much a run of rows has that is sampled or left out as one."""
+"""Bytes of a run of rows, the unit of sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One tensor, and all that is to be compared with its references.
+    """The comparison of one tensor.
 
     Attributes:
-        name: the tensor's name in the target.
+        name: the name of the tensor in the target.
         source_name: its name in the source.
-        shape: the whole tensor's.
-        move: from references to copies, whose files are numbered behind each other: those of the source, then those of
-            the target.
-        own_values: every source rank has a value of its own, all of which are among the extents of `references`.
-        references: of such a tensor, where each value is.
+        shape: its whole shape.
+        move: a move from references to copies; source files are numbered first, then target files.
+        own_values: every source rank has a separate value; `references` has all of them.
+        references: the extents of separate values; empty for other tensors.
     """
 
     name: str
@@ -69,13 +68,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """Two checkpoints, and what is compared of them; small, so that it travels to the workers of a cluster.
+    """The comparison of two checkpoints; small enough to send to workers.
 
     Attributes:
         checks: the tensors.
-        paths: the files of the source, then those of the target.
-        sources: how many of them are the source's.
-        codings: how the bytes of either side are to be read.
+        paths: the source files, then the target files.
+        sources: number of source files.
+        codings: decode or decrypt the files of either side.
         band_bytes: the most bytes of a tensor that a thread reads at once.
     """
 
@@ -96,38 +95,38 @@ class Comparison:
         return check.move.dtype if file < self.sources else check.move.target_dtype
 
     def nbytes(self, check: Check) -> int:
-        """Return how many bytes are read to compare a tensor whole, each once."""
+        """Return the number of bytes read to compare a whole tensor."""
         recipe = check.move.recipe
         times = len(check.references) if check.own_values else 1
-        given = sum(block.size for block in recipe.sources) * times * check.move.dtype.itemsize
-        return given + sum(
+        references = sum(block.size for block in recipe.sources) * times * check.move.dtype.itemsize
+        return references + sum(
             block.size * self.copy_dtype(check, at.file).itemsize
             for block, copies in zip(recipe.targets, check.move.way.writes, strict=True)
             for at in copies
         )
 
     def piece_bytes(self, piece: Piece) -> int:
-        """Return how many bytes are read to compare some rows."""
+        """Return the number of bytes read to compare the rows of a piece."""
         check = self.checks[piece.move]
         rows = 1 if check.own_values else check.move.rows
         return self.nbytes(check) * (piece.stop - piece.start) // rows
 
     def tasks(self, *, sample: float | None = None, seed: int = 0) -> list[tuple[Piece, ...]]:
-        """Share the rows of all checks out into tasks.
+        """Divide the rows of all checks into tasks.
 
         Args:
-            sample: the share of the rows to be compared, taken at random in runs of `SAMPLE_BYTES`; of every tensor at
-                least one run. None for all rows.
-            seed: of the random numbers, which depend on it and on the tensor's name only.
+            sample: the share of rows to compare, chosen at random in runs of `SAMPLE_BYTES`, at least one run per
+                tensor. None for all rows.
+            seed: the seed; the choice depends only on it and the name of the tensor.
         """
         weights = [self.nbytes(check) if any(check.move.way.writes) else 0 for check in self.checks]
         moves = [check.move for check in self.checks]
         if sample is None:
-            # A value of every rank is compared whole.
-            others = [0 if check.own_values else n for check, n in zip(self.checks, weights, strict=True)]
-            shared = share_out(moves, others, self.band_bytes, whole_files=False)
-            own = (Piece(n, 0, 1) for n, check in enumerate(self.checks) if check.own_values and weights[n])
-            return [*(task.pieces for task in shared), *((piece,) for piece in own)]
+            # Separate values of ranks are compared as a whole.
+            shared_weights = [0 if check.own_values else n for check, n in zip(self.checks, weights, strict=True)]
+            shared = share_out(moves, shared_weights, self.band_bytes, whole_files=False)
+            separate = (Piece(n, 0, 1) for n, check in enumerate(self.checks) if check.own_values and weights[n])
+            return [*(task.pieces for task in shared), *((piece,) for piece in separate)]
         pieces: list[Piece] = []
         for number, (check, weight) in enumerate(zip(self.checks, weights, strict=True)):
             rows = 1 if check.own_values else check.move.rows
@@ -140,7 +139,7 @@ class Comparison:
         return self._packed(pieces)
 
     def _packed(self, pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
-        """Put pieces together into tasks."""
+        """Group pieces into tasks."""
         tasks: list[list[Piece]] = [[]]
         room = budget.TASK_BYTES
         for piece in pieces:
@@ -153,7 +152,7 @@ class Comparison:
         return [tuple(task) for task in tasks if task]
 
     def run(self, pieces: Sequence[Piece]) -> Compared:
-        """Compare some rows of some tensors: one task.
+        """Compare the rows of one task.
 
         Raises:
             SourceError: a file cannot be read, or is shorter than its header says.
@@ -169,87 +168,89 @@ def checks(
     pairs: Iterable[tuple[str, str]],
     band_bytes: int,
 ) -> list[Check]:
-    """Return what is to be compared of some tensors.
+    """Return the checks of some tensors.
 
     Args:
-        source: has the references.
-        target: compared with them.
-        pairs: source name and target name of each tensor, which both have with the same shape, and the target with the
-            dtype that a conversion makes of the source's.
+        source: the checkpoint with the references.
+        target: the checkpoint to compare with them.
+        pairs: source and target name of each tensor; both must have the same shape, and the target the dtype after the
+            conversion.
         band_bytes: the most bytes of a tensor that a thread reads at once.
     """
-    known: dict[tuple[Shape, Shape | None, Sharding, Sharding, DType, DType], Way] = {}
+    ways: dict[tuple[Shape, Shape | None, Sharding, Sharding, DType, DType], Way] = {}
     shared = Shared()
-    found = []
+    result = []
     for source_name, name in pairs:
-        tensor, other = source.tensors[source_name], target.tensors[name]
-        every, compared = in_every_stage(source, tensor), in_every_stage(target, other)
-        if every.space or compared.space:
-            shape = every.spec.shape
-            space = common(shape, [one.space or shape for one in (every, compared)])
+        tensor, counterpart = source.tensors[source_name], target.tensors[name]
+        all_stages, compared = in_every_stage(source, tensor), in_every_stage(target, counterpart)
+        if all_stages.space or compared.space:
+            shape = all_stages.spec.shape
+            space = common(shape, [item.space or shape for item in (all_stages, compared)])
             if space is None:
                 raise SourceError(
                     f"the rules of both sides cut the axes of tensor {name!r} differently", code="no-common-shape"
                 )
-            tensor, every, compared = (shared.in_space(one, space) for one in (tensor, every, compared))
-        dtype = other.spec.dtype
-        own_values = tensor.varies and not other.listed
+            tensor, all_stages, compared = (shared.in_space(item, space) for item in (tensor, all_stages, compared))
+        dtype = counterpart.spec.dtype
+        own_values = tensor.varies and not counterpart.listed
         key = (tensor.spec.shape, tensor.space, tensor.sharding, compared.sharding, tensor.spec.dtype, dtype)
-        alike = not (tensor.varies or in_several_stages(source, tensor) or in_several_stages(target, other))
-        way = known.get(key) if alike else None
+        alike = not (tensor.varies or in_several_stages(source, tensor) or in_several_stages(target, counterpart))
+        way = ways.get(key) if alike else None
         if way is None:
-            way = _way(tensor, every, compared, len(source.files), dtype, band_bytes)
+            way = _way(tensor, all_stages, compared, len(source.files), dtype, band_bytes)
             if alike:
-                known[key] = way
-        runs = (*every.runs, *compared.runs)
+                ways[key] = way
+        runs = (*all_stages.runs, *compared.runs)
         move = Move(way, tensor.spec.dtype, dtype, runs, runs)
-        references = every.sharding.replicas[0] if own_values else ()
-        found.append(Check(name, source_name, tensor.spec.shape, move, own_values, references))
-    return found
+        references = all_stages.sharding.replicas[0] if own_values else ()
+        result.append(Check(name, source_name, tensor.spec.shape, move, own_values, references))
+    return result
 
 
-def _way(tensor: Tensor, every: Tensor, compared: Tensor, sources: int, dtype: DType, band_bytes: int) -> Way:
+def _way(tensor: Tensor, all_stages: Tensor, compared: Tensor, sources: int, dtype: DType, band_bytes: int) -> Way:
     """Return the way from references to copies.
 
     Args:
-        tensor: of the source, as it is converted.
-        every: with its blocks of all stages.
-        compared: the target's, likewise.
-        sources: how many files the source has.
-        dtype: kind of the target's elements.
+        tensor: the source tensor, as it is converted.
+        all_stages: the source tensor with its blocks of all stages.
+        compared: the target tensor with its blocks of all stages.
+        sources: number of source files.
+        dtype: the dtype of the target.
         band_bytes: the most bytes in a band.
     """
-    # Of a tensor that stages share one stage's blocks are the references: those of others may overlap them.
-    given = [(block, some) for block, some in _held(every)]
-    first = {block: some[0].file for block, some in _held(tensor)}
-    references = {block: next(at for at in some if at.file == first[block]) for block, some in given if block in first}
+    # If stages share the tensor, references are the blocks of one stage; blocks of other stages may overlap them.
+    stored = [(block, extents) for block, extents in _stored_blocks(all_stages)]
+    first = {block: extents[0].file for block, extents in _stored_blocks(tensor)}
+    references = {
+        block: next(at for at in extents if at.file == first[block]) for block, extents in stored if block in first
+    }
     copies: dict[Block, list[Where]] = {}
     if not tensor.varies:
-        for block, some in given:
-            if others := [at for at in some if at != references.get(block)]:
-                copies.setdefault(block, []).extend(others)
-    behind = len(every.runs)
-    for block, some in _held(compared):
-        copies.setdefault(block, []).extend(Where(sources + at.file, behind + at.runs, at.strides) for at in some)
+        for block, extents in stored:
+            if further := [at for at in extents if at != references.get(block)]:
+                copies.setdefault(block, []).extend(further)
+    behind = len(all_stages.runs)
+    for block, extents in _stored_blocks(compared):
+        copies.setdefault(block, []).extend(Where(sources + at.file, behind + at.runs, at.strides) for at in extents)
     recipe = Recipe.of(tensor.space or tensor.spec.shape, list(references), list(copies))
     axis = recipe.axis(band_bytes // max(tensor.spec.dtype.itemsize, dtype.itemsize))
     return Way(recipe, axis, tuple(references.values()), tuple(map(tuple, copies.values())))
 
 
-def _held(tensor: Tensor) -> list[tuple[Block, tuple[Where, ...]]]:
-    """Return the blocks of a tensor that are in files, and where each is."""
+def _stored_blocks(tensor: Tensor) -> list[tuple[Block, tuple[Where, ...]]]:
+    """Return the blocks of a tensor that are in files, with their extents."""
     sharding = tensor.sharding
-    return [(block, some) for block, some in zip(sharding.blocks, sharding.replicas, strict=True) if some]
+    return [(block, extents) for block, extents in zip(sharding.blocks, sharding.replicas, strict=True) if extents]
 
 
 class Outcome(NamedTuple):
-    """What came of a comparison.
+    """The result of a comparison.
 
     Attributes:
-        differences: every copy that differs.
-        varying: tensors of which source ranks have different values of their own.
-        nbytes: how many bytes were read.
-        total_bytes: how many those of all rows are.
+        differences: one for every copy that differs.
+        varying: names of tensors with different values on source ranks.
+        nbytes: number of bytes read.
+        total_bytes: number of bytes of all rows.
     """
 
     differences: tuple[Difference, ...]
@@ -272,14 +273,14 @@ def compare(
     """Compare tensors of two checkpoints.
 
     Args:
-        source: has the references.
-        target: is compared with them.
-        every: what is compared.
+        source: the checkpoint with the references.
+        target: the checkpoint to compare with them.
+        every: the checks to make.
         limits: threads, and bytes in a band.
         client: a `distributed.Client`, whose workers compare in place of the threads; or None.
-        on_progress: called with bytes read and to be read.
+        on_progress: called with the bytes read and the bytes to be read.
         sample: as for `Comparison.tasks`.
-        seed: likewise.
+        seed: as for `Comparison.tasks`.
 
     Raises:
         SourceError: a file cannot be read, or is shorter than its header says.
@@ -287,11 +288,11 @@ def compare(
     comparison = Comparison.of(source, target, every, limits.band_bytes)
     tasks = comparison.tasks(sample=sample, seed=seed or 0)
     nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)
-    found: list[Compared] = []
+    results: list[Compared] = []
 
-    def add(one: Compared) -> None:
-        found.append(one)
-        on_progress(min(sum(each.read for each in found), nbytes), nbytes)
+    def add(result: Compared) -> None:
+        results.append(result)
+        on_progress(min(sum(item.read for item in results), nbytes), nbytes)
 
     try:
         map_tasks(Comparison.run, comparison, tasks, threads=limits.threads, client=client, on_result=add)
@@ -301,24 +302,24 @@ def compare(
     return Outcome(
         tuple(
             _difference(source, target, every[number], mismatch)
-            for number, mismatches in _gathered(found).items()
+            for number, mismatches in _gathered(results).items()
             for mismatch in mismatches
         ),
-        tuple(name for one in found for name in one.varying),
-        sum(one.read for one in found),
+        tuple(name for result in results for name in result.varying),
+        sum(result.read for result in results),
         sum(comparison.nbytes(check) for check in every if any(check.move.way.writes)),
     )
 
 
 def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: Mismatch) -> Difference:
-    """Return a mismatch with everything that a reader wants to know of its place."""
+    """Turn a mismatch into a difference with full details of its location."""
     of_source = mismatch.file < len(source.files)
     side, number = (source, mismatch.file) if of_source else (target, mismatch.file - len(source.files))
     dtype = check.move.dtype if of_source else check.move.target_dtype
-    found, expected = (f"{bits:0{2 * dtype.itemsize}x}" for bits in (mismatch.found, mismatch.expected))
+    actual, expected = (f"{bits:0{2 * dtype.itemsize}x}" for bits in (mismatch.found, mismatch.expected))
     return Difference(
         "values",
-        f"{mismatch.count} of {mismatch.block.size} elements differ; the first is 0x{found}, expected 0x{expected}",
+        f"{mismatch.count} of {mismatch.block.size} elements differ; the first is 0x{actual}, expected 0x{expected}",
         check.name,
         "source" if of_source else "target",
         side.ranks[number],
@@ -326,7 +327,7 @@ def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: 
         mismatch.block,
         mismatch.index,
         mismatch.count,
-        found,
+        actual,
         expected,
         source.files[mismatch.reference].path,
         f"{dtype}",
@@ -335,14 +336,14 @@ def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: 
     )
 
 
-def _gathered(found: Iterable[Compared]) -> dict[int, list[Mismatch]]:
-    """Return, for each check by its number, one mismatch for every copy that differs."""
-    known: dict[tuple[int, int, Block], Mismatch] = {}
-    for compared in found:
+def _gathered(results: Iterable[Compared]) -> dict[int, list[Mismatch]]:
+    """Return one mismatch for every copy that differs, by check number."""
+    by_copy: dict[tuple[int, int, Block], Mismatch] = {}
+    for compared in results:
         for number, mismatch in compared.found:
             key = (number, mismatch.file, mismatch.block)
-            known[key] = joined(known[key], mismatch) if key in known else mismatch
+            by_copy[key] = joined(by_copy[key], mismatch) if key in by_copy else mismatch
     by_check: dict[int, list[Mismatch]] = {}
-    for (number, _, _), mismatch in sorted(known.items(), key=lambda item: item[0][0]):
+    for (number, _, _), mismatch in sorted(by_copy.items(), key=lambda item: item[0][0]):
         by_check.setdefault(number, []).append(mismatch)
     return by_check

@@ -1,4 +1,4 @@
-"""What one task compares: bands of references with what copies of them have, read in turn."""
+"""Compare bands of references with their copies, in one task."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where a copy differs from its references.
+    """A difference between a copy and its references.
 
     Attributes:
-        file: the number of the file that the copy is in.
-        block: what part of the tensor it is.
-        index: of the first element that differs, in the whole tensor.
-        count: how many elements differ, of those that were compared.
-        found: the bits of that element, in the copy.
-        expected: the bits that it should have.
-        reference: the number of the source file that says so.
+        file: the number of the file with the copy.
+        block: the block of the tensor.
+        index: the index of the first differing element in the whole tensor.
+        count: number of compared elements that differ.
+        found: the bits of the first differing element in the copy.
+        expected: the bits of that element in the reference.
+        reference: the number of the source file with the reference.
         largest: the largest absolute difference of two numbers, in float64; 0 if only NaNs or the sign of 0 differ.
-        nans: how many of the elements that differ are NaN, in either file.
+        nans: number of differing elements that are NaN in either file.
     """
 
     file: int
@@ -56,12 +56,12 @@ class Mismatch:
 
 
 class Compared(NamedTuple):
-    """What a task found.
+    """The result of a task.
 
     Attributes:
         found: mismatches, each with the number of its check.
-        read: how many bytes were read.
-        varying: tensors of which source ranks do have different values of their own.
+        read: number of bytes read.
+        varying: names of tensors with different values on source ranks.
     """
 
     found: list[tuple[int, Mismatch]]
@@ -70,7 +70,13 @@ class Compared(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """A copy that lies apart, among those that are read side by side: what sets these apart, their number, its own."""
+    """A strided copy in a group that is read side by side.
+
+    Attributes:
+        of: the key of the group.
+        beside: the number of copies in the group.
+        place: the index of the copy in the group.
+    """
 
     of: object
     beside: int
@@ -78,14 +84,14 @@ class _Side(NamedTuple):
 
 
 class _References(NamedTuple):
-    """A band of what the copies of a check are compared with."""
+    """A band of the references of a check."""
 
     number: int
     band: Band
 
 
 class _Part(NamedTuple):
-    """A part of a copy and the buffer for it; of no copy, what its copies are compared with, cast, before these."""
+    """A part of a copy and its buffer; without a copy, references to be cast."""
 
     number: int
     write: Write
@@ -98,18 +104,18 @@ _Turn = tuple[_References | _Part, "ReadStore", list["Want"]]
 
 
 class Comparer:
-    """Compares what one task is about."""
+    """Compares the copies of one task with their references."""
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
         self._stores = [store_of(coding) for coding in comparison.codings]
-        self._token = object()  # what is read ahead is for this one alone
+        self._token = object()  # data that is read ahead belongs to this comparer alone
         self.found: list[tuple[int, Mismatch]] = []
         self.varying: list[str] = []
         self.nbytes = 0
 
     def compare(self, pieces: Sequence[Piece]) -> None:
-        """Compare some rows of some tensors; all of those of which every rank has a value of its own."""
+        """Compare the rows of pieces; compare tensors with separate values as a whole."""
         checks = {piece.move: self._comparison.checks[piece.move] for piece in pieces}
         self.found += self._rows(checks, [piece for piece in pieces if not checks[piece.move].own_values])
         for number, check in checks.items():
@@ -117,7 +123,7 @@ class Comparer:
                 self.found += [(number, mismatch) for mismatch in self._own_values(check)]
 
     def _rows(self, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[tuple[int, Mismatch]]:
-        """Compare some rows of some tensors."""
+        """Compare the rows of pieces, and yield mismatches with check numbers."""
         moves = {number: check.move for number, check in checks.items()}
         reader = BandReader(moves, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
         converted = memoryview(b"")
@@ -125,31 +131,32 @@ class Comparer:
             if isinstance(turn, _References):
                 reader.gather(*turn)
                 continue
-            number, write, copy, found, side = turn
+            number, write, copy, content, side = turn
             check = checks[number]
             if copy is None:
                 converted = cast(write.put_together(), check.move.dtype, check.move.target_dtype)
                 continue
             dtype = self._comparison.copy_dtype(check, copy.file)
             shape = check.move.recipe.targets[write.target].shape
-            self._gather(copy, shape, dtype, write.first * dtype.itemsize, found, side)
+            self._gather(copy, shape, dtype, write.first * dtype.itemsize, content, side)
             expected = write.content if dtype is check.move.dtype else converted
             if expected is write.content and write.copies:
-                # The copy is where its columns would be put together: they are compared where they were read.
+                # The copy is in the gather buffer: compare its columns with the read buffers.
                 if all(np.array_equal(*columns) for columns in write.copies):
                     continue
-                found = memoryview(bytes(found))
+                content = memoryview(bytes(content))
                 write.put_together()
-            here, there = (np.frombuffer(some, dtype.carrier()) for some in (found, expected))
-            unequal = here != there
+            copy_bits, reference_bits = (np.frombuffer(buffer, dtype.carrier()) for buffer in (content, expected))
+            unequal = copy_bits != reference_bits
             if unequal.any():
-                yield number, self._mismatch(check, write.target, copy.file, write.first, unequal, here, there)
+                location = check, write.target, copy.file, write.first
+                yield number, self._mismatch(*location, unequal, copy_bits, reference_bits)
         self.nbytes += reader.nbytes
 
     def _turns(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Turn]:
-        """Yield what is read in turn: a band of the references, then every copy of each part of it."""
-        for (number, band), store, wanted in reader.bands(pieces):
-            yield _References(number, band), store, wanted
+        """Yield read steps: a band of the references, then every copy of each part of it."""
+        for (number, band), store, requests in reader.bands(pieces):
+            yield _References(number, band), store, requests
             move = checks[number].move
             writes, sides = band.writes, iter(tuple[_Side, ...]())
             if any(copy.is_apart for copies in move.writes for copy in copies):
@@ -163,18 +170,18 @@ class Comparer:
                     if dtype is not before:
                         yield _Part(number, write, None, write.content), store, []
                     itemsize = dtype.itemsize
-                    found, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
+                    content, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
                     side = next(sides) if copy.is_apart else None
-                    yield _Part(number, write, copy, found, side), of_copy, reading
+                    yield _Part(number, write, copy, content, side), of_copy, reading
 
     def _mismatch(
-        self, check: Check, target: int, file: int, first: int, unequal: Array, here: Array, there: Array
+        self, check: Check, target: int, file: int, first: int, unequal: Array, actual: Array, expected: Array
     ) -> Mismatch:
-        """Return which elements of a part of a copy are unequal."""
-        place = int(unequal.argmax())
+        """Describe the unequal elements of a part of a copy."""
+        position = int(unequal.argmax())
         recipe = check.move.recipe
         block = recipe.targets[target]
-        inside = np.unravel_index(first + place, block.shape)
+        inside = np.unravel_index(first + position, block.shape)
         index = tuple(start + int(at) for start, at in zip(block.start, inside, strict=True))
         reference = next(
             at.file
@@ -182,7 +189,7 @@ class Comparer:
             if all(a <= i < b for a, i, b in zip(source.start, index, source.stop, strict=True))
         )
         dtype = self._comparison.copy_dtype(check, file)
-        largest, nans = _distance(here[unequal], there[unequal], dtype)
+        largest, nans = _distance(actual[unequal], expected[unequal], dtype)
         if not check.shape:
             index = ()
         elif check.shape != recipe.shape:
@@ -192,51 +199,53 @@ class Comparer:
             )
             block = Block(corners[0], tuple(at + 1 for at in corners[1]))
         count = int(np.count_nonzero(unequal))
-        return Mismatch(file, block, index, count, int(here[place]), int(there[place]), reference, largest, nans)
+        return Mismatch(
+            file, block, index, count, int(actual[position]), int(expected[position]), reference, largest, nans
+        )
 
     def _own_values(self, check: Check) -> Iterator[Mismatch]:
-        """Look whether every copy in the target is that of one source rank; a wrong one is compared with the first."""
+        """Compare copies that equal no value of a source rank with the first value."""
         move = check.move
-        known = {*self._digests(check, check.references)}
-        if len(known) > 1:
+        values = {*self._digests(check, check.references)}
+        if len(values) > 1:
             self.varying.append(check.source_name)
         for block, copies in zip(move.recipe.targets, move.way.writes, strict=True):
             digests = self._digests(check, copies)
-            wrong = tuple(at for at, digest in zip(copies, digests, strict=True) if digest not in known)
+            wrong = tuple(at for at, digest in zip(copies, digests, strict=True) if digest not in values)
             if wrong:
                 recipe = replace(move.recipe, targets=(block,))
-                one = replace(check, move=move._replace(way=Way(recipe, move.axis, move.way.reads, (wrong,))))
-                found: dict[int, Mismatch] = {}
-                for _, mismatch in self._rows({0: one}, [Piece(0, 0, move.rows)]):
-                    before = found.get(mismatch.file)
-                    found[mismatch.file] = joined(before, mismatch) if before else mismatch
-                yield from found.values()
+                single = replace(check, move=move._replace(way=Way(recipe, move.axis, move.way.reads, (wrong,))))
+                by_file: dict[int, Mismatch] = {}
+                for _, mismatch in self._rows({0: single}, [Piece(0, 0, move.rows)]):
+                    before = by_file.get(mismatch.file)
+                    by_file[mismatch.file] = joined(before, mismatch) if before else mismatch
+                yield from by_file.values()
 
     def _digests(self, check: Check, copies: Sequence[Where]) -> list[bytes]:
-        """Return the digests of all that files have of a tensor, cast as a conversion casts it."""
-        found = [blake2b(digest_size=32) for _ in copies]
+        """Return the digests of whole copies of a tensor, cast as in a conversion."""
+        hashes = [blake2b(digest_size=32) for _ in copies]
         for number, extent, begin, content in in_batches(self._contents(check, copies)):
             dtype = self._comparison.copy_dtype(check, extent.file)
             side = _Side((check.source_name, number), 1, 0) if extent.is_apart else None
             self._gather(extent, check.shape, dtype, begin, content, side)
-            found[number].update(cast(content, dtype, check.move.target_dtype))
-        return [digest.digest() for digest in found]
+            hashes[number].update(cast(content, dtype, check.move.target_dtype))
+        return [digest.digest() for digest in hashes]
 
     def _contents(
         self, check: Check, copies: Sequence[Where]
     ) -> Iterator[tuple[tuple[int, Extent, int, memoryview], ReadStore, list[Want]]]:
-        """Yield what is read in turn of some copies, each whole: the copy, by number, too, and from which byte on."""
+        """Yield read steps for whole copies: number, extent, byte offset and buffer."""
         for number, at in enumerate(copies):
             itemsize = self._comparison.copy_dtype(check, at.file).itemsize
             total = prod(check.shape) * itemsize
             step = max(1, self._comparison.band_bytes // itemsize) * itemsize
             for begin in range(0, total, step):
                 extent = Extent(at.file, check.move.read_runs[at.runs], at.strides)
-                content, store, wanted = self._reading(extent, begin, min(step, total - begin))
-                yield (number, extent, begin, content), store, wanted
+                content, store, requests = self._reading(extent, begin, min(step, total - begin))
+                yield (number, extent, begin, content), store, requests
 
     def _reading(self, extent: Extent, begin: int, nbytes: int) -> tuple[memoryview, ReadStore, list[Want]]:
-        """Return the buffer for contents of a copy from a byte on, the store that has them, and what fills it."""
+        """Return a buffer for contents of a copy, their store, and read requests."""
         view = scratch(nbytes)
         self.nbytes += nbytes
         path = self._comparison.paths[extent.file]
@@ -245,7 +254,7 @@ class Comparer:
     def _gather(
         self, extent: Extent, shape: Shape, dtype: DType, begin: int, view: memoryview, side: _Side | None
     ) -> None:
-        """Fill the buffer for contents of a copy that lies apart, in its turn; that of others is full then."""
+        """Gather a strided copy into its buffer; contiguous ones are already filled."""
         if side:
             ahead, paths = copies_ahead(), self._comparison.paths
             ahead.share((self._token, side.of), side.beside, AHEAD * self._comparison.band_bytes)
@@ -256,28 +265,28 @@ class Comparer:
 
 
 def _sides(number: int, copies: Sequence[tuple[int, Sequence[Extent]]]) -> Iterator[_Side]:
-    """Return which one each copy that lies apart is, of those of a band's target blocks."""
+    """Return the `_Side` of each strided copy of the target blocks of a band."""
     of = number, tuple(target for target, _ in copies)
-    count = sum(copy.is_apart for _, some in copies for copy in some)
-    return (_Side(of, count, place) for place in range(count))
+    count = sum(copy.is_apart for _, extents in copies for copy in extents)
+    return (_Side(of, count, index) for index in range(count))
 
 
 def _unravelled(index: Shape, space: Shape, shape: Shape) -> Shape:
-    """Return the index in a shape of an element of a space."""
+    """Convert the index of an element in a space to its index in a shape."""
     return tuple(int(at) for at in np.unravel_index(int(np.ravel_multi_index(index, space)), shape))
 
 
 def joined(a: Mismatch, b: Mismatch) -> Mismatch:
-    """Join what two bands of one copy say."""
+    """Join the mismatches of two bands of one copy."""
     first = min(a, b, key=lambda mismatch: mismatch.index)
     return replace(first, count=a.count + b.count, largest=max(a.largest, b.largest), nans=a.nans + b.nans)
 
 
-def _distance(here: Array, there: Array, dtype: DType) -> tuple[float, int]:
-    """Return the largest absolute difference of elements, given as bits, and how many pairs have a NaN."""
+def _distance(actual: Array, expected: Array, dtype: DType) -> tuple[float, int]:
+    """Return the largest absolute difference, and the number of NaN pairs."""
     wide = np.complex128 if dtype.numpy().kind == "c" else np.float64
     with np.errstate(all="ignore"):
-        a, b = (bits.view(dtype.numpy()).astype(wide) for bits in (here, there))
-        apart = np.abs(a - b)
+        a, b = (bits.view(dtype.numpy()).astype(wide) for bits in (actual, expected))
+        distances = np.abs(a - b)
     nans = np.isnan(a) | np.isnan(b)
-    return float(apart[~nans].max(initial=0)), int(np.count_nonzero(nans))
+    return float(distances[~nans].max(initial=0)), int(np.count_nonzero(nans))

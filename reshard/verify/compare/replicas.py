@@ -1,4 +1,4 @@
-"""Comparing the replicas of a checkpoint: each may have its checksum, and they be of two steps of a training."""
+"""Compare the replicas of a checkpoint, which may differ despite valid checksums."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ if TYPE_CHECKING:
 def compare_replicas(
     target: Checkpoint, several: Sequence[str], threads: int, client: Any, on_progress: Callable[[int, int], object]
 ) -> Outcome:
-    """Compare the first copy of each block of some tensors with its others; each copy is read once.
+    """Compare the first copy of each block with its replicas; each copy is read once.
 
     Args:
         target: the checkpoint.
         several: names of tensors that have replicas.
-        threads: how many.
+        threads: number of threads.
         client: as for `compare`.
-        on_progress: called with bytes read and to be read.
+        on_progress: called with the bytes read and the bytes to be read.
     """
     tensors = {name: target.tensors[name] for name in several}
     shardings = {tensor.sharding for tensor in tensors.values()}
 
-    def only(some: slice) -> Checkpoint:
-        held = {one: Sharding(one.blocks, tuple(copies[some] for copies in one.replicas)) for one in shardings}
-        cut = {name: tensor._replace(sharding=held[tensor.sharding]) for name, tensor in tensors.items()}
+    def only(chosen: slice) -> Checkpoint:
+        partial = {
+            sharding: Sharding(sharding.blocks, tuple(copies[chosen] for copies in sharding.replicas))
+            for sharding in shardings
+        }
+        cut = {name: tensor._replace(sharding=partial[tensor.sharding]) for name, tensor in tensors.items()}
         return replace(target, tensors=cut)
 
-    firsts, others = only(slice(1)), only(slice(1, None))
-    limits = comparison_budget((firsts, others), casts=False, threads=threads)
-    every = checks(firsts, others, [(name, name) for name in several], limits.band_bytes)
-    return compare(firsts, others, every, limits, client, on_progress)
+    firsts, rest = only(slice(1)), only(slice(1, None))
+    limits = comparison_budget((firsts, rest), casts=False, threads=threads)
+    all_checks = checks(firsts, rest, [(name, name) for name in several], limits.band_bytes)
+    return compare(firsts, rest, all_checks, limits, client, on_progress)

@@ -1,4 +1,4 @@
-"""Replicas of a checkpoint that differ, by samples: they may be of two steps of a training."""
+"""Sample the replicas of a checkpoint, which may be from two training steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def sample_replicas(target: Checkpoint) -> tuple[list[Difference], Looked]:
-    """Compare samples of replicas, as opening a source does; return a difference for each tensor that is torn."""
-    torn, looked = torn_blocks(target)
-    source = target.described_by or "the strategy"
+    """Sample replicas as in `open`; return a difference for each torn tensor."""
+    torn, statistics = torn_blocks(target)
+    source = target.extras.described_by or "the strategy"
     says = {True: f"which {source} says hold the same", False: f"and {source} does not say that it is cut"}
     differences = [
         Difference(
@@ -29,4 +29,4 @@ def sample_replicas(target: Checkpoint) -> tuple[list[Difference], Looked]:
         )
         for block in torn
     ]
-    return differences, looked
+    return differences, statistics

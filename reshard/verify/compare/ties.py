@@ -1,4 +1,4 @@
-"""Comparing tensors that rules make one: a run looks at samples of them, and reads the first."""
+"""Compare tensors that rules join into one; a run only samples them."""
 
 from __future__ import annotations
 
@@ -25,33 +25,37 @@ def compare_ties(
     sample: float | None = None,
     seed: int | None = None,
 ) -> Outcome:
-    """Compare the tensors of a source that rules made one, each with the first of them.
+    """Compare each group of source tensors that rules joined with its first tensor.
 
     Args:
-        source: a checkpoint that rules made.
-        compared: names of its tensors; ties of others are left out.
+        source: a checkpoint with rules applied.
+        compared: names of its compared tensors; other ties are ignored.
         limits: as for `compare`.
-        client: likewise.
-        on_progress: likewise.
-        sample: likewise.
-        seed: likewise.
+        client: as for `compare`.
+        on_progress: as for `compare`.
+        sample: as for `compare`.
+        seed: as for `compare`.
     """
     ties = source.origin.ties if source.origin else ()
     groups = [tensors for name, tensors in ties if name in compared]
     if not groups:
         return Outcome((), (), 0, 0)
     firsts = {}
-    for first, *_ in groups:  # whose copies are compared with each other as those of the tensor that they became
+    for first, *_ in groups:  # its copies are compared with each other as copies of the joined tensor
         copies = tuple(copies[:1] for copies in first.sharding.replicas)
         firsts[first.spec.name] = first._replace(sharding=Sharding(first.sharding.blocks, copies))
-    others = {tensor.spec.name: tensor for _, *tied in groups for tensor in tied}
-    reference, target = replace(source, tensors=firsts), replace(source, tensors=others)
+    rest = {tensor.spec.name: tensor for _, *tied in groups for tensor in tied}
+    reference, target = replace(source, tensors=firsts), replace(source, tensors=rest)
     pairs = [(first.spec.name, tensor.spec.name) for first, *tied in groups for tensor in tied]
-    first_of = {other: first for first, other in pairs}
-    every = checks(reference, target, pairs, limits.band_bytes)
-    outcome = compare(reference, target, every, limits, client, on_progress, sample=sample, seed=seed)
+    first_of = {tied_name: first for first, tied_name in pairs}
+    all_checks = checks(reference, target, pairs, limits.band_bytes)
+    outcome = compare(reference, target, all_checks, limits, client, on_progress, sample=sample, seed=seed)
     differences = [
-        replace(one, side="source", text=f"{one.text}; rules make it one with {first_of[one.name or '']!r}")
-        for one in outcome.differences
+        replace(
+            difference,
+            side="source",
+            text=f"{difference.text}; rules make it one with {first_of[difference.name or '']!r}",
+        )
+        for difference in outcome.differences
     ]
     return outcome._replace(differences=tuple(differences))
