@@ -1,4 +1,4 @@
-"""Tensors in files, indexed as numpy arrays are: only the bytes of the items asked for are read."""
+"""Tensors in files, indexed like numpy arrays; only the bytes of the selected items are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block of a tensor and where its bytes are, in row-major order or in strides."""
+    """A block of a tensor and the location of its bytes, in row-major order or strided."""
 
     block: Block
     path: str
@@ -35,7 +35,7 @@ class StoredBlock:
     strides: Shape = ()
 
     def read(self, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes of the runs from `begin` on; with zeros if there are no runs."""
+        """Fill a buffer with the bytes of the runs from `begin` on, or with zeros if there are no runs."""
         if not self.runs:
             buffer[:] = bytes(len(buffer))
             return
@@ -56,9 +56,9 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in files, which dask slices: indexed as in numpy, without new axes.
+    """A tensor in files, indexed like a numpy array, but without new axes; dask slices it.
 
-    `axes` are the axes of the pieces that make up each dimension, if they differ (`Tensor.space`).
+    `axes` has the axes of the pieces for each dimension, if they differ from the dimensions (`Tensor.space`).
     """
 
     name: str
@@ -70,7 +70,7 @@ class StoredTensor:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return numpy's dtype."""
-        return BY_NAME[self.kind.name].numpy()  # it knows kinds by identity, which a pickle loses
+        return BY_NAME[self.kind.name].numpy()  # `DType.numpy` compares identities, which pickling loses
 
     @property
     def ndim(self) -> int:
@@ -78,7 +78,7 @@ class StoredTensor:
         return len(self.shape)
 
     def part(self, box: Block) -> StoredTensor:
-        """Return a box of the tensor; blocks that begin before it keep the offsets of their bytes."""
+        """Return a box of the tensor; its blocks may begin at negative indices."""
         moved = []
         for piece in self.pieces:
             if piece.block & box is not None:
@@ -90,8 +90,8 @@ class StoredTensor:
     def __getitem__(self, index: object) -> np.ndarray[Any, Any]:
         items = full_index(index, self.ndim)
         if not all(isinstance(item, slice | Integral) for item in items):
-            # dask pushes lists down, too: read by the slices, then take items of the result. `fancy=False` would
-            # keep them out, but dask (2026.8) then pushes down nothing at all.
+            # dask pushes lists down, too: read the slices, then take items of the result. `fancy=False` would prevent
+            # that, but then dask (2026.8) does not push down slices either.
             slices = tuple(item if isinstance(item, slice) else slice(None) for item in items)
             lists = tuple(slice(None) if isinstance(item, slice) else item for item in items)
             return np.asarray(self[slices][lists])
@@ -102,7 +102,7 @@ class StoredTensor:
         return array[flips][(*scalars, ...)]
 
     def _read(self, items: Sequence[range]) -> np.ndarray[Any, Any]:
-        """Return the items at these ascending indices along each dimension."""
+        """Read the items at ascending indices along each dimension."""
         out = np.empty([len(each) for each in items], self.kind.carrier())
         filled = self._fill(items, out) if not self.axes else self._fill_of_axes(items, out)
         if filled < out.size:
@@ -113,25 +113,25 @@ class StoredTensor:
         return out.view(self.dtype)
 
     def _fill_of_axes(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
-        """Fill an array with items whose dimensions are several axes each; return how many the files have."""
-        asked = Block(
+        """Fill an array like `_fill`, if dimensions consist of several axes."""
+        region = Block(
             tuple(each.start for each in items), tuple(each[-1] + 1 if each else each.start for each in items)
         )
-        if asked.shape != out.shape:  # read the items between steps, too
-            whole = np.empty(asked.shape, out.dtype)
-            filled = self._fill_of_axes([range(a, b) for a, b in zip(asked.start, asked.stop, strict=True)], whole)
+        if region.shape != out.shape:  # steps: read the items between them, too
+            whole = np.empty(region.shape, out.dtype)
+            filled = self._fill_of_axes([range(a, b) for a, b in zip(region.start, region.stop, strict=True)], whole)
             out[...] = whole[tuple(slice(None, None, each.step) for each in items)]
             return filled - whole.size + out.size
         return sum(
             self._fill(
                 [range(a, b) for a, b in zip(box.start, box.stop, strict=True)],
-                out[part.within(asked)].reshape(box.shape),
+                out[part.within(region)].reshape(box.shape),
             )
-            for box, part in refined(asked, self.axes)
+            for box, part in refined(region, self.axes)
         )
 
     def _fill(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
-        """Fill an array with items; return how many of them the files have."""
+        """Fill an array with the items that are in files; return their number."""
         filled = 0
         for piece in self.pieces:
             starts = piece.block.start
@@ -141,16 +141,16 @@ class StoredTensor:
             )
             part = out[inside] if inside else out  # `out[()]` would be a copy
             if part.size:
-                own = [each[span] for each, span in zip(items, inside, strict=True)]
+                of_piece = [each[span] for each, span in zip(items, inside, strict=True)]
                 piece.read_items(
-                    [range(each[0] - a, each[-1] - a + 1, each.step) for each, a in zip(own, starts, strict=True)], part
+                    [range(e[0] - a, e[-1] - a + 1, e.step) for e, a in zip(of_piece, starts, strict=True)], part
                 )
                 filled += part.size
         return filled
 
 
 def _picked(extent: int, item: Any) -> range:
-    """Return the indices that an integer or a slice picks from a dimension."""
+    """Return the indices that an integer or a slice selects from a dimension."""
     indices = range(extent)[item]
     return indices if isinstance(indices, range) else range(indices, indices + 1)
 
@@ -168,7 +168,7 @@ def full_index(index: object, ndim: int) -> list[Any]:
 
 
 def _position(items: range, edge: int) -> int:
-    """Return how many ascending indices are before an edge.
+    """Count the ascending indices before an edge.
 
     >>> [_position(range(1, 9, 3), edge) for edge in (0, 1, 2, 4, 5, 8, 20)]
     [0, 0, 1, 1, 2, 3, 3]

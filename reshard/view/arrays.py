@@ -1,9 +1,9 @@
-"""Lazy dask arrays of a checkpoint's tensors, and of the blocks of them that a plan's ranks will hold.
+"""Lazy dask arrays of a checkpoint's tensors, and of the blocks for the target ranks of a plan.
 
 1. A tensor becomes one dask array; its chunks are its source shards.
-2. A slice of it reads only its own part of the files; dask pushes steps and other indices down to `StoredTensor`, which
-   turns them into byte ranges of each shard (`layout.strided`).
-3. Arrays of low-precision floats are `TensorArray`s, whose sums and means are right.
+2. A slice reads only its own bytes; dask pushes steps and other indices down to `StoredTensor`, which converts them to
+   byte ranges of each shard (`layout.strided`).
+3. Arrays of low-precision floats are `TensorArray`s, whose sums and means are computed in float32.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _KINDS = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) an
 _EXTENSION_DTYPES = [np.dtype(kind) for kind in _KINDS]
 
 for _dtype in _EXTENSION_DTYPES:
-    # dask tells dtypes apart by `dtype.str`, which is '<V1' for nearly all of these: casts to two of them
-    # would share one name, and with it one result.
+    # dask identifies dtypes by `dtype.str`, which is '<V1' for nearly all of these: casts to two of them
+    # would get the same name, and thus the same result.
     normalize_token.register(type(_dtype), lambda dtype: ("ml_dtypes", dtype.name))
 
 LOW_PRECISION = {np.dtype(np.float16), *(dtype for dtype in _EXTENSION_DTYPES if "float" in dtype.name)}
@@ -50,11 +50,14 @@ LOW_PRECISION = {np.dtype(np.float16), *(dtype for dtype in _EXTENSION_DTYPES if
 def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = None) -> da.Array:
     """Return a tensor of a checkpoint as a lazy dask array, one chunk per source shard.
 
-    `replica` is the number of the file to read, for a tensor whose copies differ.
+    If the shards are not a grid, the chunks are cut at every edge of a shard. A `str` entry is a 0-d array of its text.
+    The name of the array in dask is a token of its files and byte ranges, so that equal arrays are read once. Computing
+    it raises `SourceError` if a file is missing, truncated, or shorter than its header says.
 
-    If the shards are not a grid, every edge of one cuts all of them. A `str` entry is a 0-d array of its text. The
-    array's name in dask is a token of its bytes, so that equal arrays are read once. Computing it raises `SourceError`
-    if a file is gone, truncated, or shorter than its header says.
+    Args:
+        checkpoint: the checkpoint.
+        name: the name of the tensor.
+        replica: the number of the file to read, for a tensor whose copies differ.
     """
     tensor = checkpoint.tensors[name]
     if tensor.text is not None:
@@ -84,7 +87,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = Non
 
 
 def _from_files(stored: StoredTensor, name: str) -> da.Array:
-    """Return a tensor in files as a dask array with this name, one chunk per piece."""
+    """Return a stored tensor as a dask array with this name, one chunk per piece."""
     meta = np.empty((0,) * stored.ndim, stored.dtype)
     plain = da.from_array(stored, chunks=_chunks(stored), name=name, asarray=False, meta=meta)
     kind = _LowInFiles if stored.dtype in LOW_PRECISION else _InFiles
@@ -98,7 +101,7 @@ def _text_array(name: str, text: str) -> da.Array:
 
 
 def sub_array(checkpoint: Checkpoint, name: str, block: Block, *, replica: int | None = None) -> da.Array:
-    """Return one block of a tensor as a lazy dask array; all of a `str` entry, which is never split."""
+    """Return a block of a tensor as a lazy dask array; a `str` entry is never split."""
     tensor = checkpoint.tensors[name]
     whole = tensor_array(checkpoint, name, replica=replica)
     return whole if tensor.text is not None else whole[block.within(Block.whole(tensor.spec.shape))]
@@ -140,9 +143,9 @@ class RankArrays(Mapping[str, da.Array]):
 
 
 def _chunks(stored: StoredTensor) -> tuple[tuple[int, ...], ...]:
-    """Return the chunk sizes along each dimension: every edge of a block is an edge of chunks.
+    """Return the chunk sizes along each dimension, cut at every edge of a block.
 
-    If a dimension is several axes, only the first of these has edges.
+    If a dimension consists of several axes, only edges along the first of these count.
     """
     chunks = []
     axis = 0
@@ -161,9 +164,9 @@ def _chunks(stored: StoredTensor) -> tuple[tuple[int, ...], ...]:
 
 
 def guard(value: Any) -> Any:
-    """Return a dask array of a low-precision float dtype as a `TensorArray`, and anything else as it is.
+    """Convert dask arrays of low-precision float dtypes to `TensorArray`s; return other values unchanged.
 
-    Use it on the results of `dask.array`'s own functions:
+    Use it on the results of functions in `dask.array`:
 
     >>> half = guard(da.ones(100_000, dtype="float16"))
     >>> half.dtype.name, float(half.sum()), float(guard(da.concatenate([half, half])).mean())
@@ -177,18 +180,17 @@ def guard(value: Any) -> Any:
 
 
 class TensorArray(da.Array):  # type: ignore[misc]  # dask is untyped to mypy
-    """A dask array of bfloat16, float8 or float16, whose sums and means are right.
+    """A dask array of bfloat16, float8 or float16 that accumulates in float32.
 
-    dask accumulates these dtypes in their own precision: the mean of a million bfloat16 ones is silently 0.001 or
-    nan. Here all that accumulates is computed in float32, and the result is float32, or has the `dtype` asked for:
-    methods (`x.mean()`, `x @ y`) and numpy's functions (`np.mean(x)`). Functions that only move, select or compare
+    dask accumulates these dtypes in their own precision: the mean of a million bfloat16 ones is silently 0.001 or nan.
+    This class computes sums, means and the like in float32, in methods (`x.mean()`, `x @ y`) and in numpy's functions
+    (`np.mean(x)`); the result is float32, or has the requested `dtype`. Functions that only move, select or compare
     items keep the dtype, as does elementwise arithmetic, and return a `TensorArray`. `compute()` returns plain numpy
-    arrays of the real dtype.
+    arrays of the original dtype.
 
-    **Not covered: the free functions of `dask.array`.** `da.mean(x)` and `da.sum(x)` choose the dtype to accumulate in
-    from `x.dtype` alone and then call only the chunks, so no array can step in; `da.concatenate` and its like return
-    plain dask arrays, which `guard` turns into this class. Write `x.mean()`, `np.mean(x)` or
-    `da.mean(x.astype("float32"))`.
+    **Not covered: the functions of `dask.array`.** `da.mean(x)` and `da.sum(x)` choose the accumulator by `x.dtype` and
+    call only the chunks, so that no array class can intervene; `da.concatenate` and similar functions return plain dask
+    arrays, which `guard` converts to this class. Write `x.mean()`, `np.mean(x)` or `da.mean(x.astype("float32"))`.
 
     On a cluster of several processes, cast float8_e5m2 before it is sent: ml_dtypes describes it as `<f1`, which
     distributed cannot read back (ml_dtypes issues 148 and 216). float16, bfloat16 and float8_e4m3fn are fine.
@@ -219,17 +221,17 @@ class TensorArray(da.Array):  # type: ignore[misc]  # dask is untyped to mypy
         return _in_float32(func, *args, **kwargs)
 
     def __array_ufunc__(self, numpy_ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if numpy_ufunc.signature is not None:  # matmul, vecdot: they sum
+        if numpy_ufunc.signature is not None:  # such as matmul and vecdot, which sum
             inputs = _widened(inputs)
         return guard(super().__array_ufunc__(numpy_ufunc, method, *inputs, **kwargs))
 
 
 class _InFiles(da.Array):  # type: ignore[misc]
-    """A whole tensor, or a box of one, as it is in files.
+    """A whole tensor in files, or a box of one.
 
-    dask (2026.8) pushes a slice down to the reads only while a single task uses it: for `x = w[:4]; x - x.mean()`, or
-    for the difference of two slices with other chunks, it reads whole chunks. So a slice is taken here, before dask
-    sees it. Results computed from this array are plain dask arrays or `TensorArray`s.
+    dask (2026.8) pushes a slice down to the reads only if a single task uses it: for `x = w[:4]; x - x.mean()`, or for
+    the difference of two slices with different chunks, it reads whole chunks. Therefore slices are applied here, before
+    dask sees them. Results computed from this array are plain dask arrays or `TensorArray`s.
     """
 
     stored: StoredTensor | None = None
@@ -246,11 +248,11 @@ class _InFiles(da.Array):  # type: ignore[misc]
 
 
 class _LowInFiles(_InFiles, TensorArray):
-    """A tensor of a low-precision float dtype, as it is in files."""
+    """A tensor of a low-precision float dtype in files, or a box of one."""
 
 
 def _box(shape: Shape, index: Any) -> Block | None:
-    """Return the box that integers and slices without steps pick; None for any other index.
+    """Return the box of an index of integers and slices without steps; None for any other index.
 
     >>> str(_box((8, 6), (slice(2, 4), -1))), str(_box((8, 6), (..., slice(3)))), _box((8,), slice(None, None, 2))
     ('[2:4, 5:6]', '[0:8, 0:3]', None)
@@ -284,19 +286,19 @@ rollaxis rot90 round select shape squeeze stack swapaxes take tile transpose tri
 zeros_like
 """
 _KEEPS_DTYPE = frozenset(getattr(np, name) for name in _ADDS_NOTHING.split())
-"""numpy's functions that add nothing up. Any other is given float32, which holds every item exactly."""
+"""numpy's functions that do not accumulate. All others get float32 arrays, which are exact."""
 
 _ADDS = "__matmul__ __rmatmul__ cumprod cumsum dot mean moment prod std sum trace var"
 _ACCUMULATES = frozenset(_ADDS.split())
-"""dask's methods that do not keep the dtype."""
+"""dask's methods that accumulate."""
 
 
 def _in_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function with low-precision arrays as float32; cast to a low-precision `dtype` at the end."""
+    """Call a function with low-precision arrays as float32; cast the result to a low `dtype`."""
     wide, kwargs = list(_widened(args)), _widened(kwargs)
     try:
         position = list(signature(function).parameters).index("dtype")
-    except ValueError:  # it has no dtype, or is written in C and has no signature
+    except ValueError:  # no such parameter, or a function in C without a signature
         return function(*wide, **kwargs)
     dtype = wide[position] if position < len(wide) else kwargs.get("dtype")
     if dtype is None or np.dtype(dtype) not in LOW_PRECISION:
@@ -326,8 +328,8 @@ def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Every method and operator, internal ones (`_rebuild` of `persist`, `_vindex`) included: dask builds each result as a
-# plain `Array`, so none may be left out, nor any that a later dask adds.
+# Wrap every method and operator, including internal ones (`_rebuild` of `persist`, `_vindex`) and ones that later
+# versions of dask add: dask returns each result as a plain `Array`.
 for _name, _method in vars(da.Array).items():
     if isinstance(_method, FunctionType) and _name not in vars(TensorArray):
         setattr(TensorArray, _name, _guarded(_name, _method))

@@ -1,9 +1,9 @@
-"""Pictures of layouts: which rank holds which block of a tensor, one layout or source and target side by side.
+"""Pictures of layouts: the blocks of a tensor and their ranks, for one layout or for source and target side by side.
 
-1. Two axes are drawn, those that are cut before others; if more are cut, every slice of the rest is a panel.
-2. A block is a rectangle in the colour of the first rank that holds it, hatched if other ranks hold it too.
-3. Next to a source, the target has colours of its own, and dashes at the cuts of the source.
-4. In very fine grids, neighbouring blocks are drawn as one, so that a picture of thousands of ranks stays small.
+1. Draw two axes, preferably ones that are cut; if more axes are cut, draw a panel for each slice of the others.
+2. Draw a block as a rectangle in the colour of the first rank that holds it, hatched if other ranks hold it too.
+3. Draw the target in other colours than the source, with dashes at the cuts of the source.
+4. Merge neighbouring blocks of very fine grids, so that a picture of thousands of ranks stays small.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _LONG, _SHORT = 220.0, 84.0  # pixels of the longer side of a panel, and the lea
 _MOST_PANELS = 12
 _MOST_SIDES = 8
 
-_Cuts = tuple[Sequence[float], Sequence[float]]  # where rows and columns are cut, in pixels
-_Colours = Mapping[int, tuple[str, str]]  # the fill of each rank's blocks, and the colour of labels on it
+_Cuts = tuple[Sequence[float], Sequence[float]]  # positions of the cuts of rows and of columns, in pixels
+_Colours = Mapping[int, tuple[str, str]]  # by rank, the fill of its blocks, and the colour of labels on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Side:
 
     Attributes:
         title: `source` or `target` in a picture of both, and the stage if there are several.
-        shape: the whole tensor's.
+        shape: the shape of the whole tensor.
         blocks: distinct blocks.
         ranks: for each block, the ranks that hold it; empty if no file has it.
-        rule: the layout in the numbers of a strategy file, if there is one.
+        rule: the layout in the notation of strategy files, if there is one.
     """
 
     title: str
@@ -74,14 +74,14 @@ class Side:
 
     @property
     def kind(self) -> str:
-        """Return `source` or `target` in a picture of both, else nothing."""
+        """Return `source` or `target` in a picture of both, else ""."""
         return self.title.partition(" ")[0]
 
 
 def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | None = None) -> Picture:
-    """Draw which rank of a stage holds which block, and next to it the same for another layout.
+    """Draw the blocks and ranks of a layout, and of a target layout next to it.
 
-    By default, the shape is the least that all layouts divide, in units of blocks.
+    The default shape is the smallest that all layouts divide.
 
     Raises:
         LayoutError: the shape does not divide, or the layouts have different numbers of dimensions.
@@ -97,9 +97,9 @@ def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | 
 def strategy_picture(
     strategy: Strategy, name: str, shape: Shape | None = None, target: Strategy | None = None
 ) -> Picture:
-    """Draw which rank holds which block of a tensor in every stage, and next to it the same for another strategy.
+    """Draw the blocks and ranks of a tensor in every stage, and in a target strategy next to it.
 
-    By default, the shape is the strategy's, or else the least that the layouts divide.
+    The default shape is the strategy's, or else the smallest that the layouts divide.
 
     Raises:
         UsageError: a strategy does not name the tensor.
@@ -115,7 +115,7 @@ def strategy_picture(
 
 
 def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | None = None) -> Picture:
-    """Draw which rank's files hold which block of a tensor, and next to it how another strategy cuts it.
+    """Draw the blocks and ranks of a tensor in files, and in a target strategy next to it.
 
     Raises:
         UsageError: the target does not name it.
@@ -158,14 +158,14 @@ def _holders(tensor: Tensor, file_ranks: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def thumbnail(layout: Layout) -> Markup:
-    """Return a small drawing of a layout, without labels; nothing if it is not possible."""
+    """Return a small drawing of a layout without labels, or "" if the layout is invalid."""
     return _small(_layout_side(layout, str(layout)), 96.0, 64.0, 20.0)
 
 
 def tiny(layout: Layout | None, tensor: Tensor, file_ranks: Sequence[int]) -> Markup:
-    """Return a drawing of a layout, or else of a tensor's blocks in files, as high as a row of a table.
+    """Return a drawing for a row of a table: of a layout, or else of a tensor's blocks in files.
 
-    It is empty if the layout is not possible. `file_ranks` are the ranks of the files of the checkpoint.
+    It is "" if the layout is invalid. `file_ranks` has the rank of each file of the checkpoint.
     """
     if layout is not None:
         return _small(_layout_side(layout, ""), 34.0, 22.0, 10.0)
@@ -183,7 +183,7 @@ def _layout_side(layout: Layout, title: str) -> Side | None:
 
 @lru_cache(maxsize=1024)
 def _small(side: Side | None, width: float, height: float, low: float) -> Markup:
-    """Draw blocks without labels; `low` is the height if there is one dimension only."""
+    """Draw blocks without labels; `low` is the height for a single dimension."""
     if side is None:
         return Markup("")
     frame = replace(_Frame.of([side]), width=width, height=height if len(side.shape) > 1 else low)
@@ -198,7 +198,7 @@ def _small(side: Side | None, width: float, height: float, low: float) -> Markup
 
 
 def draw(sides: Sequence[Side], title: str) -> Picture:
-    """Draw layouts of one tensor side by side, the first as the source of the others."""
+    """Draw layouts of one tensor side by side; the first is the source of the others."""
     frame = _Frame.of(sides)
     colours: dict[str, _Colours] = {}
     for kind in {side.kind for side in sides}:
@@ -227,10 +227,10 @@ class _Frame:
     """The axes and the size that the panels of all sides share.
 
     Attributes:
-        shape: the whole tensor's.
-        rows, columns: the axes drawn downwards and to the right; None if the tensor has too few.
-        others: the axes whose slices are panels.
-        width, height: of a panel, in pixels.
+        shape: the shape of the whole tensor.
+        rows, columns: the axes drawn downwards and to the right; None if the tensor has too few axes.
+        others: the other axes that are cut; each of their slices is a panel.
+        width, height: the size of a panel in pixels.
     """
 
     shape: Shape
@@ -242,7 +242,7 @@ class _Frame:
 
     @classmethod
     def of(cls, sides: Sequence[Side]) -> _Frame:
-        """Choose the axes: those that are cut, the last ones first, then the largest."""
+        """Choose the drawn axes: the last ones that are cut, then the largest ones."""
         shape = sides[0].shape
         blocks = [block for side in sides for block in side.blocks]
         cut = [axis for axis, n in enumerate(shape) if any(b.start[axis] or b.stop[axis] < n for b in blocks)]
@@ -263,7 +263,7 @@ class _Frame:
         return (self.rows, self.height), (self.columns, self.width)
 
     def spans(self, block: Block) -> list[tuple[float, float]]:
-        """Return where a block begins and ends downwards, and to the right, in pixels."""
+        """Return the begin and end of a block downwards, and to the right, in pixels."""
         spans = []
         for axis, pixels in self.drawn:
             scale = pixels if axis is None else pixels / max(self.shape[axis], 1)
@@ -273,7 +273,7 @@ class _Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A rectangle of a picture: one block, or several neighbours of a fine grid."""
+    """A rectangle of a picture: one block, or several merged ones of a fine grid."""
 
     block: Block
     ranks: tuple[int, ...]
@@ -287,16 +287,16 @@ def _side(side: Side, frame: _Frame, colours: _Colours, cuts: _Cuts) -> Drawn:
     for cell in cells:
         key = tuple((cell.block.start[axis], cell.block.stop[axis]) for axis in frame.others)
         panels.setdefault(key, []).append(cell)
-    shown = sorted(panels)[:_MOST_PANELS]
-    drawings = [_panel(frame, key, panels[key], colours, cuts) for key in shown]
+    keys = sorted(panels)[:_MOST_PANELS]
+    drawings = [_panel(frame, key, panels[key], colours, cuts) for key in keys]
     drawing, width, height = wrapped(drawings, 4 * (frame.width + 50), 14)
     lines = [line for line in (side.title, side.rule, _summary(side)) if line]
     remarks = []
     if len(cells) < len(side.blocks):
         most = max(cell.count for cell in cells)
         remarks.append(f"drawn coarser: up to {most} blocks as one" if most > 1 else f"the first {len(cells):,} blocks")
-    if len(panels) > len(shown):
-        remarks.append(f"the first {len(shown)} of {len(panels)} panels")
+    if len(panels) > len(keys):
+        remarks.append(f"the first {len(keys)} of {len(panels)} panels")
     top = 16.0 * len(lines) + 6
     below = top + height
     titles = [
@@ -320,12 +320,12 @@ def _summary(side: Side) -> str:
 
 
 def _cells(side: Side, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
-    """Return a rectangle for each block; of a grid with too many, one for some neighbours together."""
+    """Return a rectangle for each block, or for several neighbours of a fine grid."""
     cells = [_Cell(block, ranks, 1, len(ranks) > 1) for block, ranks in zip(side.blocks, side.ranks, strict=True)]
     panels = min(_MOST_PANELS, len({tuple(b.start[axis] for axis in frame.others) for b in side.blocks}))
     most = max(most // panels, 1)
     starts: dict[int, list[int]] = {}
-    step: dict[int, int] = {}  # how many neighbours are drawn as one
+    step: dict[int, int] = {}  # the number of neighbours that are merged
     for axis, pixels in frame.drawn:
         if axis is not None:
             starts[axis] = sorted({block.start[axis] for block in side.blocks})
@@ -346,7 +346,7 @@ def _cells(side: Side, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
         groups.setdefault(key, []).append(cell)
     return [
         _Cell(
-            Block(group[0].block.start, group[-1].block.stop),  # in row-major order: the first corner and the last
+            Block(group[0].block.start, group[-1].block.stop),  # the group is in row-major order
             tuple(sorted({rank for cell in group for rank in cell.ranks})),
             len(group),
             any(cell.replicated for cell in group),
@@ -358,7 +358,7 @@ def _cells(side: Side, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
 def _panel(
     frame: _Frame, key: tuple[tuple[int, int], ...], cells: Sequence[_Cell], colours: _Colours, cuts: _Cuts
 ) -> Drawn:
-    """Draw one panel with the indices of its cuts."""
+    """Draw a panel with the indices of its cuts."""
     width, height = frame.width, frame.height
     elements = [_rectangle(frame, cell, colours) for cell in cells]
     lines = [*(f"M0 {at:.2f}H{width:.6g}" for at in cuts[0]), *(f"M{at:.2f} 0V{height:.6g}" for at in cuts[1])]
@@ -366,7 +366,7 @@ def _panel(
         tag("path", d=line, stroke="#1a1a1a", stroke_width=1.4, stroke_dasharray="3 3", class_="cut") for line in lines
     ]
     elements += [_caption(frame, cell, colours, cuts) for cell in cells]
-    left, top, right = 4.0, 0.0, 4.0
+    margin, top, right = 4.0, 0.0, 4.0
     if frame.columns is not None:
         digits = len(str(frame.shape[frame.columns]))
         ticks = _ticks(cells, frame, frame.columns, width, 9 + 6 * digits)
@@ -375,12 +375,12 @@ def _panel(
     if frame.rows is not None:
         ticks = _ticks(cells, frame, frame.rows, height, 11)
         elements += [label(-4, at + 3, text, size=9, anchor="end", opacity=0.7) for at, text in ticks]
-        left = 6 + max(text_width(text, 9) for _, text in ticks)
+        margin = 6 + max(text_width(text, 9) for _, text in ticks)
     if frame.others:
         spans = {axis: f"{start}:{stop}" for axis, (start, stop) in zip(frame.others, key, strict=True)}
         slices = ", ".join(spans.get(axis, ":") for axis in range(len(frame.shape)))
         elements.append(label(0, height + 16, f"[{slices}]"))
-    return moved(left, top, *elements), left + width + right, top + height + (20 if frame.others else 6)
+    return moved(margin, top, *elements), margin + width + right, top + height + (20 if frame.others else 6)
 
 
 def _rectangle(frame: _Frame, cell: _Cell, colours: _Colours) -> Markup:
@@ -400,7 +400,7 @@ def _holder(cell: _Cell) -> str:
 
 
 def _caption(frame: _Frame, cell: _Cell, colours: _Colours, cuts: _Cuts) -> Markup:
-    """Write the ranks of a rectangle as far as there is room; an outline keeps it apart from what is below."""
+    """Label a rectangle with its ranks, shortened to the room; an outline separates text and lines."""
     (y0, y1), (x0, x1) = (_widest(span, at) for span, at in zip(frame.spans(cell.block), cuts, strict=True))
     choices = [_holder(cell)]
     if cell.ranks:
@@ -416,7 +416,7 @@ def _caption(frame: _Frame, cell: _Cell, colours: _Colours, cuts: _Cuts) -> Mark
 
 
 def _widest(span: tuple[float, float], cuts: Sequence[float]) -> tuple[float, float]:
-    """Return the first of the widest parts of a span that no cut crosses.
+    """Return the widest part of a span between cuts, the first if there are several.
 
     >>> _widest((0, 60), [20, 60]), _widest((0, 60), [30])
     ((20, 60), (0, 30))
@@ -426,12 +426,12 @@ def _widest(span: tuple[float, float], cuts: Sequence[float]) -> tuple[float, fl
 
 
 def _colour(cell: _Cell, colours: _Colours) -> tuple[str, str]:
-    """Return the fill of a rectangle, by the first rank that holds it, and the colour of labels on it."""
+    """Return the fill of a rectangle, by its first rank, and the colour of labels on it."""
     return next((colours[rank] for rank in cell.ranks if rank in colours), ("none", "currentColor"))
 
 
 def _ticks(cells: Sequence[_Cell], frame: _Frame, axis: int, pixels: float, apart: float) -> list[tuple[float, str]]:
-    """Return the indices to write along an axis, and where: the ends, and the cuts that have room."""
+    """Return positions and indices to write along an axis: the ends, and the cuts with enough room."""
     extent = frame.shape[axis]
     scale = pixels / max(extent, 1)
     ticks: list[tuple[float, str]] = []

@@ -1,9 +1,9 @@
-"""Pictures of plans: sources, transfers and targets in three columns, with the bytes between them; of fused tensors.
+"""Pictures of plans, with the bytes between three columns of boxes, and pictures of fused tensors.
 
-1. A plan is drawn as its source files, its tensors, repeated layers folded, and its target files. One tensor is drawn
-   as its source blocks, runs of rows that are moved alike (one band or several), and its target blocks.
-2. Widths go by bytes. Moves that share their recipe and files are counted once and multiplied.
-3. Neighbours are drawn as one if a column would have too many.
+1. The columns of a plan are its source files, its tensors (repeated layers folded) and its target files. The columns of
+   one tensor are its source blocks, its runs of rows that are moved alike, and its target blocks.
+2. The width of a ribbon is proportional to its bytes. Moves with the same recipe and files are counted once.
+3. Neighbours share a box if a column would have too many boxes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _MOST_ENDS = 16
 _MOST_MIDDLES = 14
 _MOST_MEETINGS = 200_000
-"""The most pairs of a run of rows and a block: only the first rows of a huge grid are drawn."""
+"""The most pairs of a run of rows and a block; only the first rows of a larger grid are drawn."""
 
 _HEIGHT, _GAP, _LEAST = 340.0, 4.0, 29.0
 _WIDTH, _BAR, _REACH, _MOST_END, _LEAST_MIDDLE = 960.0, 14.0, 140.0, 210.0, 180.0
-"""Widths in pixels: of a page at most, of a file's bar, of ribbons, of labels at the ends, of boxes in the middle."""
+"""Widths in pixels: the widest page, a file's bar, ribbons, the widest label at the ends, the narrowest middle box."""
 
 _NAME, _REMARK = 10.5, 9.0
-"""Sizes of letters."""
+"""Font sizes."""
 
 _MOST_BANDS = 576
 _FUSION_HEIGHT = 420.0
@@ -49,7 +49,7 @@ Flows = Counter[tuple[int, int]]
 """Bytes from a box of one column to a box of the next, by their numbers."""
 
 Column = list[tuple[float, float]]
-"""Where each box of a column begins, and its height, in pixels."""
+"""The top and the height of each box of a column, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Node:
     Attributes:
         name: the label.
         remark: the line below it.
-        nbytes: the bytes that go through it.
-        tip: the text under the pointer; by default the name.
-        rank: the first of its ranks, which decides its colour.
+        nbytes: the number of bytes that are moved through it.
+        tip: the tooltip; by default the name.
+        rank: the first of its ranks, which determines its colour.
     """
 
     name: str
@@ -84,11 +84,11 @@ class Flow:
 
 
 def plan_picture(plan: Plan, name: str | None = None) -> Picture:
-    """Draw what a plan moves: all of it by files, or one tensor by blocks and bands.
+    """Draw the transfers of a plan by files, or of one tensor by blocks and bands.
 
     Args:
         plan: the plan.
-        name: the tensor's name in the target, or in the source.
+        name: the name of the tensor in the target or in the source; None for the whole plan.
     """
     if name is None:
         return draw(_of_plan(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
@@ -131,27 +131,30 @@ def _of_plan(plan: Plan) -> Flow:
 def _middles(
     plan: Plan, folded: Sequence[tuple[str, object, list[str]]]
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the box of each tensor, and the names and remarks of boxes: the largest, then one of all others."""
+    """Return the box of each tensor by name, and the name and remark of each box.
+
+    The largest tensors have boxes of their own; the others share the last box.
+    """
     nbytes: Counter[str] = Counter()
     for move, (name, _) in zip(plan.moves, plan.labels, strict=True):
         nbytes[name] += prod(move.recipe.shape) * move.dtype.itemsize
     sizes = [sum(nbytes[member] for member in members) for _, _, members in folded]
     order = sorted(range(len(folded)), key=lambda row: -sizes[row])
-    own = sorted(order if len(order) <= _MOST_MIDDLES else order[: _MOST_MIDDLES - 1])
-    box_of_row = {row: box for box, row in enumerate(own)}
-    box_of = {name: box_of_row.get(row, len(own)) for row, (*_, members) in enumerate(folded) for name in members}
+    largest = sorted(order if len(order) <= _MOST_MIDDLES else order[: _MOST_MIDDLES - 1])
+    box_of_row = {row: box for box, row in enumerate(largest)}
+    box_of = {name: box_of_row.get(row, len(largest)) for row, (*_, members) in enumerate(folded) for name in members}
     counts = [len(members) for _, _, members in folded]
-    boxes = [(folded[row][0], f"{count_text(counts[row], 'tensor')}, " if counts[row] > 1 else "") for row in own]
-    if rest := sum(counts) - sum(counts[row] for row in own):
+    boxes = [(folded[row][0], f"{count_text(counts[row], 'tensor')}, " if counts[row] > 1 else "") for row in largest]
+    if rest := sum(counts) - sum(counts[row] for row in largest):
         boxes.append((count_text(rest, "smaller tensor"), ""))
     return box_of, boxes
 
 
 def _elements(way: Way) -> tuple[Counter[int], Counter[int]]:
-    """Return how many elements each source file gives and each target file gets."""
+    """Count the elements read from each source file and written to each target file."""
     recipe = way.recipe
     read: Counter[int] = Counter()
-    if is_grid(recipe.shape, recipe.targets):  # everything is read
+    if is_grid(recipe.shape, recipe.targets):  # all source blocks are read
         for at, block in zip(way.reads, recipe.sources, strict=True):
             read[at.file] += block.size
     else:
@@ -169,12 +172,12 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
     """Return the bytes between the source blocks, runs of rows and target blocks of one tensor."""
     sources = [(move, n) for move in moves for n in range(len(move.recipe.sources))]
     targets = [(move, n) for move in moves for n in range(len(move.recipe.targets))]
-    every = (
+    all_runs = (
         (number, run) for number, move in enumerate(moves) for run in move.recipe.segments(move.axis, 0, move.rows)
     )
     most = max(_MOST_MEETINGS // (len(sources) + len(targets)), _MOST_MIDDLES)
-    runs = list(islice(every, most))
-    title = "row bands" if next(every, None) is None else f"row bands, the first {most:,} runs"
+    runs = list(islice(all_runs, most))
+    title = "row bands" if next(all_runs, None) is None else f"row bands, the first {most:,} runs"
     first_source = [0, *accumulate(len(move.recipe.sources) for move in moves)]
     first_target = [0, *accumulate(len(move.recipe.targets) for move in moves)]
     source_of, run_of, target_of = _shared(len(sources)), _shared(len(runs), _MOST_MIDDLES), _shared(len(targets))
@@ -204,20 +207,20 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
 
 
 def _shared(count: int, most: int = _MOST_ENDS) -> list[int]:
-    """Return the box of each of some things: one of its own, or one together with its neighbours.
+    """Return the box of each of `count` items; neighbours share one if there are more than `most`.
 
     >>> _shared(3, 4), _shared(5, 3)
     ([0, 1, 2], [0, 0, 1, 1, 2])
     """
-    together = ceil(count / most) or 1
-    return [number // together for number in range(count)]
+    size = ceil(count / most) or 1
+    return [number // size for number in range(count)]
 
 
-def _inside(box_of: Sequence[int], things: Sequence[T]) -> list[list[T]]:
-    """Return the things in each box."""
+def _inside(box_of: Sequence[int], items: Sequence[T]) -> list[list[T]]:
+    """Return the items in each box."""
     boxes: dict[int, list[T]] = {}
-    for box, thing in zip(box_of, things, strict=True):
-        boxes.setdefault(box, []).append(thing)
+    for box, item in zip(box_of, items, strict=True):
+        boxes.setdefault(box, []).append(item)
     return list(boxes.values())
 
 
@@ -231,7 +234,7 @@ def _sums(flows: Flows, side: int) -> Counter[int]:
 def _files(
     box_of: Sequence[int], ranks: Sequence[int], paths: Sequence[str], nbytes: Counter[int], nothing: str
 ) -> list[Node]:
-    """Return the boxes of files; those of one rank or neighbouring ones may share theirs."""
+    """Return the boxes of files, each with its ranks."""
     nodes = []
     for n, files in enumerate(_inside(box_of, list(zip(ranks, paths, strict=True)))):
         distinct = sorted({rank for rank, _ in files})
@@ -251,7 +254,7 @@ def _blocks(box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbyte
 
 
 def _bands(plan: Plan, box_of: Sequence[int], runs: Sequence[tuple[Move, Segment]], nbytes: Counter[int]) -> list[Node]:
-    """Return the boxes of runs of rows, with the number of bands of each."""
+    """Return the boxes of runs of rows, each with its number of bands."""
     nodes = []
     for n, inside in enumerate(_inside(box_of, runs)):
         bands = sum(
@@ -311,7 +314,7 @@ def _fills(nodes: Sequence[Node], side: str) -> list[str]:
 
 
 def _placed(nodes: Sequence[Node]) -> Column:
-    """Share out the height by bytes; every box has room for its label."""
+    """Place the boxes of a column, with heights by bytes and room for each label."""
     total = sum(node.nbytes for node in nodes) or 1
     room = max(_HEIGHT - _GAP * len(nodes), 0)
     column: Column = []
@@ -331,7 +334,7 @@ def _centred(column: Column, height: float) -> Column:
 def _ribbons(
     flows: Flows, left: Column, right: Column, x0: float, x1: float, fills: Sequence[str], *, by_source: bool
 ) -> list[Markup]:
-    """Draw ribbons that are as wide at each end as their share of the box there."""
+    """Draw ribbons; the width at each end is the share of the box there."""
     out, into = _sums(flows, 0), _sums(flows, 1)
     done_left: Counter[int] = Counter()
     done_right: Counter[int] = Counter()
@@ -388,7 +391,7 @@ def _two_lines(node: Node, x: float, y: float, anchor: str, room: float, opacity
 
 
 def fusion_picture(fusion: Fusion) -> Picture:
-    """Draw which rows of a fused tensor belong to which part."""
+    """Draw the rows of a fused tensor in the colours of their parts."""
     count = len(fusion.parts)
     fills = [*(colour(number, count)[0] for number in range(count)), "none"]
     scale = _FUSION_HEIGHT / max(fusion.rows, 1)

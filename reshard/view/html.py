@@ -1,7 +1,7 @@
-"""The `_repr_html_` of checkpoints, strategies, layouts, plans, reports and verifications: what a notebook shows.
+"""HTML pages of checkpoints, strategies, layouts, plans, reports and verifications, for notebooks.
 
-A page stays small however large its object is: layers are folded, long lists end with how many more there are, and
-pictures are drawn coarser.
+The size of a page is bounded: layers are folded, long lists are cut with a count of the rest, and pictures are drawn
+coarser.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 _MOST_ROWS = 240
 _MOST_FILES = 24
 _MOST_GROUPS = 32
-_PARTS = re.compile(r"\.(?![^{}]*\})")  # dots, but those of `{0,2,4,...}`
+_PARTS = re.compile(r"\.(?![^{}]*\})")  # dots outside braces: `{0,2,4,...}` has dots, too
 
 
 def _first(
     header: Sequence[str], rows: Iterable[Sequence[str]], count: int, most: int, noun: str, **options: Any
 ) -> Markup:
-    """Return a table of the first of `count` rows, and how many more there are."""
+    """Return a table of the first `most` rows and the number of the rest."""
     return join([table(header, islice(rows, most), **options), *and_more(count, most, noun)])
 
 
@@ -74,7 +74,7 @@ def _first(
 
 
 def checkpoint_html(checkpoint: Checkpoint) -> str:
-    """Show a checkpoint: sizes, dtypes, the tree of its tensors, its files, and its problems."""
+    """Show a checkpoint: sizes, dtypes, the tree of its tensors, its files and its problems."""
     ranks = sorted(set(checkpoint.ranks))
     formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
     stored = bytes_text(sum(file.nbytes for file in checkpoint.files))
@@ -114,7 +114,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
 
 
 def _dtypes(checkpoint: Checkpoint) -> Markup:
-    """Show the share of each dtype in the bytes, as a bar and its legend."""
+    """Show the shares of dtypes in the bytes, as a bar with a legend."""
     nbytes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -132,7 +132,7 @@ def _dtypes(checkpoint: Checkpoint) -> Markup:
 
 @dataclass(slots=True)
 class _Branch:
-    """A prefix of names, with the parts below it and the tensors directly in it."""
+    """A node of the tree of names, with its child nodes and its tensors."""
 
     below: dict[str, _Branch] = field(default_factory=dict)
     tensors: list[tuple[str, list[Tensor]]] = field(default_factory=list)
@@ -141,7 +141,7 @@ class _Branch:
 
 
 def _tree(checkpoint: Checkpoint) -> Markup:
-    """Show the tensors by the parts of their names, folded layers as one."""
+    """Show the tensors as a tree of the parts of their names, repeated layers folded."""
     known: dict[Sharding, str] = {}
     rows = group_members((name, _row_key(checkpoint, tensor, known)) for name, tensor in checkpoint.tensors.items())
     root = _Branch()
@@ -168,16 +168,16 @@ def _tree(checkpoint: Checkpoint) -> Markup:
 def _branch(
     checkpoint: Checkpoint, branch: _Branch, depth: int, known: dict[Sharding, str], *, opened: bool
 ) -> list[Markup]:
-    """Return the lines below a branch; a part with only one child shares its line with it."""
+    """Return the lines below a branch; a part with a single child shares its line."""
     lines = []
-    for part, child in branch.below.items():
-        name, node = part, child
+    for first, child in branch.below.items():
+        name, node = first, child
         while len(node.below) == 1 and not node.tensors:
-            ((more, node),) = node.below.items()
-            name += f".{more}"
+            ((part, node),) = node.below.items()
+            name += f".{part}"
         if not node.below and len(node.tensors) == 1:
-            ((more, tensors),) = node.tensors
-            lines.append(_leaf(checkpoint, f"{name}.{more}", tensors, depth, known))
+            ((part, tensors),) = node.tensors
+            lines.append(_leaf(checkpoint, f"{name}.{part}", tensors, depth, known))
             continue
         summary = tag(
             "summary",
@@ -193,7 +193,7 @@ def _branch(
 
 
 def _row_key(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]) -> Hashable:
-    """Return the facts in the row of a tensor, but for its stage: tensors with equal facts may share a row."""
+    """Return the properties that tensors of one row share; their stages may differ."""
     layouts = tuple(layout for _, layout in words.layouts_of(checkpoint, tensor))
     return tensor.spec.dtype, tensor.spec.shape, tensor.text is None, layouts, shards_text(tensor, known)
 
@@ -231,7 +231,7 @@ def groups_html(groups: Groups) -> str:
 
 
 def layout_html(layout: Layout) -> str:
-    """Show a layout: its numbers, what they mean, and which rank holds which block."""
+    """Show a picture of a layout, or the reason why it is invalid."""
     try:
         picture = layout_picture(layout)
     except LayoutError as error:
@@ -240,21 +240,21 @@ def layout_html(layout: Layout) -> str:
 
 
 def strategy_html(strategy: Strategy) -> str:
-    """Show a strategy: devices, stages, and the tensors of each layout."""
+    """Show a strategy: devices, stages and the tensors of each layout."""
     groups = words.groups_of(strategy)
     several = len(strategy.stages) > 1
     parts = []
     for (stage, layout), members in islice(groups.items(), _MOST_GROUPS):
         folded = [name for name, _, _ in group_names((name, None) for name in members)]
-        shown = [tag("span", name) for name in folded[:MOST_NAMES]]
-        more = f" and {len(folded) - MOST_NAMES:,} more" if len(folded) > MOST_NAMES else ""
-        where = f"stage {stage} · " if several else ""
+        spans = [tag("span", name) for name in folded[:MOST_NAMES]]
+        rest = f" and {len(folded) - MOST_NAMES:,} more" if len(folded) > MOST_NAMES else ""
+        title = f"stage {stage} · " if several else ""
         rule = tag("span", words.raw_text(layout), class_="rule more")
         facts = tag(
             "div",
             tag("div", tag("b", words.layout_words(layout)), " ", rule),
-            tag("div", f"{where}{count_text(len(members), 'tensor')}", class_="more"),
-            tag("div", Markup(", ".join(shown)), more, class_="names"),
+            tag("div", f"{title}{count_text(len(members), 'tensor')}", class_="more"),
+            tag("div", Markup(", ".join(spans)), rest, class_="names"),
         )
         parts.append(tag("div", tag("div", thumbnail(layout), class_="thumb"), facts, class_="group"))
     stages = f"{strategy.stages.start} to {strategy.stages.stop - 1}" if several else f"stage {strategy.stages.start}"
@@ -276,7 +276,7 @@ def strategy_html(strategy: Strategy) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """Show a plan: its costs, the flow of its bytes, and the tensors that are dropped or missing."""
+    """Show a plan: its costs, the flow of its bytes, and dropped and missing tensors."""
     stats = plan.stats
     read = f"{stats.source_files:,} files, {stats.read_amplification:.2f} x needed"
     changed = changed_text(plan)
@@ -360,7 +360,7 @@ def report_html(report: Report) -> str:
 
 
 def verification_html(verification: Verification) -> str:
-    """Show the scope of a verification, and each difference."""
+    """Show the scope and the differences of a verification."""
     target, against, seconds = verification.target, verification.against, verification.seconds
     count = len(verification.differences)
     both = against is not None and bool(verification.ranks)
@@ -406,7 +406,7 @@ def verification_html(verification: Verification) -> str:
 
 
 def graph_html(graph: Graph) -> str:
-    """Show a graph: its tasks by kind, and the flow of its bytes."""
+    """Show a graph: its tasks by kind and the flow of its bytes."""
     kinds = graph.kinds()
     return page(
         heading("Graph", graph.directory, f"writes {count_text(len(graph.plan.files), 'file')} when it is computed"),

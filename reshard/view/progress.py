@@ -1,6 +1,6 @@
-"""Progress of a run: a bar in a notebook or on a terminal, lines in a log.
+"""Display of the progress of a run: a bar in a notebook or on a terminal, lines in a log.
 
-All get the same events, `run.Progress`, from threads on this machine as from a cluster.
+Each display is a callback that receives `run.Progress` events, from local threads or from a cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.run.run import Progress
 
 READING = "reading headers and planning"
-"""The phase before a run."""
+"""The name of the phase before a run."""
 
 _PAUSE = 0.1  # seconds between two drawings of a bar
 _CELLS = 24  # of the bar in characters
@@ -32,7 +32,7 @@ _STYLE = "padding: 4px 0 4px 12px; font: 13px var(--jp-ui-font-family, system-ui
 
 @contextmanager
 def shown() -> Iterator[Callable[[Progress], None] | None]:
-    """Give a callback for `run` that shows progress in a notebook, on a terminal or in a log."""
+    """Provide a callback that shows progress in a notebook, on a terminal or in a log."""
     ipython = sys.modules.get("IPython")
     if not hasattr(ipython.get_ipython() if ipython else None, "kernel"):
         with progress(quiet=False) as callback:
@@ -48,7 +48,7 @@ def shown() -> Iterator[Callable[[Progress], None] | None]:
 
 
 class _Bar:
-    """A cell's output: an HTML progress bar, and words."""
+    """The output of a notebook cell: an HTML progress bar and its text."""
 
     def __init__(self) -> None:
         self.handle: Any = None
@@ -84,12 +84,12 @@ class _Bar:
 def progress(
     *, quiet: bool, words: tuple[str, str, str] = ("writing", "syncing", "written")
 ) -> Iterator[Callable[[Progress], None] | None]:
-    """Give a callback that shows progress on stderr; None if `quiet`.
+    """Provide a callback that shows progress on stderr; None if `quiet`.
 
-    On a terminal it is a bar, by `rich` if that is installed; no bar is left above an error, nor if there was nothing
-    to do. Elsewhere it is a line every 30 seconds, for a job's log.
+    A terminal gets a bar, by `rich` if it is installed; the bar is removed on an error, or if there was nothing to do.
+    A log gets a line every 30 seconds.
 
-    `words` name the phases: bytes are written; all are, and files are synced; the end.
+    `words` name the phases: writing bytes, syncing files, and the end.
     """
     if quiet:
         yield None
@@ -160,7 +160,7 @@ def _plain_bar(words: tuple[str, str, str]) -> Iterator[Callable[[Progress], Non
 
 
 class _Due:
-    """Whether a bar is to be drawn again: after a pause, and at the end."""
+    """A timer that limits how often a bar is redrawn; the end is always drawn."""
 
     def __init__(self) -> None:
         self._drawn_at = 0.0
@@ -175,19 +175,19 @@ class _Due:
 
 @contextmanager
 def phase(name: str, *, quiet: bool, after: float = 1.0) -> Iterator[None]:
-    """Name a phase in which no bytes are counted: on a terminal after a second, in a log every 30 seconds.
+    """Show the name of a phase that counts no bytes, on a terminal or every 30 seconds in a log.
 
     Args:
-        name: such as `reading headers`.
+        name: the name, such as `reading headers`.
         quiet: write nothing.
-        after: seconds, on a terminal. The line is removed when the phase ends.
+        after: seconds before the name is shown on a terminal. It is removed when the phase ends.
     """
     if quiet:
         yield
         return
     terminal, began, done = sys.stderr.isatty(), time.monotonic(), threading.Event()
 
-    def tell() -> None:
+    def announce() -> None:
         if not terminal:
             while not done.wait(Lines.EVERY):
                 _to_stderr(f"{name}: {time.monotonic() - began:.0f} s")
@@ -196,19 +196,19 @@ def phase(name: str, *, quiet: bool, after: float = 1.0) -> Iterator[None]:
             done.wait()
             _clear(len(name) + 3)
 
-    teller = threading.Thread(target=tell, name="reshard-phase", daemon=True)
-    teller.start()
+    announcer = threading.Thread(target=announce, name="reshard-phase", daemon=True)
+    announcer.start()
     try:
         yield
     finally:
         done.set()
-        teller.join()
+        announcer.join()
 
 
 def pace(state: Progress) -> str:
     """Write bytes, rate and time left.
 
-    The rate is that of this whole run, since tasks finish in bursts. Bytes of an earlier run do not count in it.
+    The rate is averaged over this whole run, since tasks finish in bursts. It excludes bytes of an earlier run.
 
     >>> from reshard.run.run import Progress
     >>> pace(Progress(written=3_000_000, total=4_000_000, seconds=2.0, resumed=1_000_000))
@@ -228,7 +228,7 @@ def _amount(state: Progress) -> str:
 
 
 def _phase(state: Progress, words: tuple[str, str, str]) -> str:
-    """Return the name of the phase: at the end files are synced, which counts no bytes."""
+    """Return the name of the phase; files are synced once all bytes are written."""
     return words[1] if state.written >= state.total else words[0]
 
 
@@ -269,6 +269,6 @@ def _to_stderr(text: str, end: str = "\n") -> None:
 
 
 def _clear(width: int) -> None:
-    """Remove a line of a terminal."""
+    """Erase a line on a terminal."""
     if width:
         _to_stderr(f"\r{' ' * width}\r", end="")

@@ -1,11 +1,11 @@
 """The kit for pages and pictures: HTML and SVG elements, colours, labels.
 
-Every element is made by `tag`, which escapes all text but the result of another `tag`: names come from untrusted files.
-The result is HTML and XML alike, has no script, and loads nothing from elsewhere. Its styles hold inside
-`class="reshard"` only, and take their colours from the page around it, so that light and dark themes both suit.
+`tag` makes every element and escapes all text except the result of another `tag`: names come from untrusted files. The
+result is both HTML and XML, has no script and loads no resources. Its styles apply only inside `class="reshard"` and
+inherit the colours of the page, for light and dark themes.
 
-Lines and labels have the colour of the text around a picture (`currentColor`). Fills have colours that people with
-colour-vision deficiencies can tell apart, and labels that stand out from each.
+Lines and labels have the colour of the surrounding text (`currentColor`). Fills can be told apart with colour-vision
+deficiencies, and each has a label colour of high contrast.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MOST_NAMES = 24
 """The most names in a list."""
 
 _LONGEST = 300
-"""The most characters of one piece of text: a name may be of any length."""
+"""The most characters of a text in an element: a name may have any length."""
 
 _EMPTY = frozenset({"rect", "path", "line"})
 
 
 class Markup(str):
-    """Text that is markup already; any other is escaped when it comes into an element."""
+    """Text that is already markup; other text is escaped when it is put into an element."""
 
     __slots__ = ()
 
@@ -48,9 +48,9 @@ def tag(name: str, *children: str, **attributes: str | float) -> Markup:
     """Return an element.
 
     Args:
-        name: of the element.
-        children: `Markup`, which is kept, and any other text, which is escaped, and cut if it is very long.
-        attributes: `class_` stands for `class`, `stroke_width` for `stroke-width`.
+        name: the name of the element.
+        children: `Markup`, which is kept, and other text, which is escaped, and shortened if it is very long.
+        attributes: its attributes; `class_` becomes `class`, `stroke_width` becomes `stroke-width`.
 
     >>> print(tag("p", "a < b ", tag("b", "!"), class_="x"))
     <p class="x">a &lt; b <b>!</b></p>
@@ -68,7 +68,7 @@ def _escaped(value: object) -> str:
 
 
 def join(children: Iterable[Markup]) -> Markup:
-    """Return elements one after the other."""
+    """Concatenate elements."""
     return Markup("".join(children))
 
 
@@ -79,18 +79,18 @@ def _style() -> Markup:
 
 
 def page(*children: Markup) -> str:
-    """Return the HTML that a notebook shows for one object."""
+    """Return a page: the HTML of one object in a notebook."""
     return tag("div", _style(), *children, class_="reshard")
 
 
 def heading(kind: str, title: str, *also: str) -> Markup:
-    """Return the first line: the kind of the object, its name, and facts next to it."""
+    """Return the first line of a page: the kind of the object, its name, and facts."""
     facts = [tag("span", fact, class_="fact") for fact in also]
     return tag("div", tag("span", kind, class_="kind"), tag("span", title, class_="title"), *facts, class_="head")
 
 
 def tiles(*items: tuple[str, str, str]) -> Markup:
-    """Return numbers side by side, each with its title and a remark, which may be empty."""
+    """Return numbers side by side, each with a title and a remark, which may be empty."""
     shown = [
         tag("div", tag("div", title, class_="what"), tag("b", number), tag("div", remark, class_="more"), class_="tile")
         for title, number, remark in items
@@ -99,7 +99,7 @@ def tiles(*items: tuple[str, str, str]) -> Markup:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), wrap: str = "") -> Markup:
-    """Return a table; the columns titled in `right` hold numbers, the one titled `wrap` takes many lines."""
+    """Return a table; `right` has the titles of columns of numbers, `wrap` the title of long texts."""
     kinds = ["n" if title in right else "wrap" if title == wrap else "t" for title in header]
     head = tag("tr", *(tag("th", title, class_=kind) for title, kind in zip(header, kinds, strict=True)))
     body = [tag("tr", *(tag("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows]
@@ -107,7 +107,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequen
 
 
 def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
-    """Return a part that is folded away, with a remark next to its title."""
+    """Return a collapsible section, with a remark next to its title."""
     attributes = {"open": "open"} if opened else {}
     summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
     return tag("details", summary, *children, **attributes)
@@ -119,12 +119,12 @@ def note(text: str) -> Markup:
 
 
 def and_more(count: int, shown: int, noun: str) -> list[Markup]:
-    """Return a remark on how many of `count` are not shown, if any."""
+    """Return a remark on the number of items that are not shown, if any."""
     return [note(f"and {count_text(count - shown, f'more {noun}')}")] if count > shown else []
 
 
 def listing(title: str, names: Sequence[str], meaning: str) -> Markup:
-    """Return the names of tensors, layers folded; `meaning` says where they are and where not."""
+    """Return a section of tensor names, folded; `meaning` describes them."""
     if not names:
         return details(title, note(f"no tensor is {meaning}"), more="none")
     folded = [name for name, _, _ in group_names((name, None) for name in names)]
@@ -132,7 +132,7 @@ def listing(title: str, names: Sequence[str], meaning: str) -> Markup:
 
 
 def warnings_listed(warnings: Sequence[str]) -> list[Markup]:
-    """Return a list of warnings; nothing if there are none."""
+    """Return a section of warnings, if any."""
     return [_bullets("Warnings", warnings, "warning", f"{len(warnings):,}")] if warnings else []
 
 
@@ -142,7 +142,7 @@ def _bullets(title: str, items: Sequence[str], noun: str, more: str) -> Markup:
 
 
 def reasons(title: str, rows: Sequence[tuple[str, str]]) -> Markup:
-    """Return a table of tensors with a reason for each."""
+    """Return a section of tensors with a reason for each."""
     shown = table(("tensor", "reason"), rows[:MOST_NAMES])
     return details(title, shown, *and_more(len(rows), MOST_NAMES, "tensor"), more=f"{len(rows):,}", opened=True)
 
@@ -171,11 +171,11 @@ Drawn = tuple[Markup, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawing that a notebook shows, and that `save` makes a file of its own.
+    """A drawing for a notebook; `save` writes it to a file.
 
     Attributes:
         title: a description.
-        width, height: in pixels.
+        width, height: the size in pixels.
         drawing: the SVG elements.
     """
 
@@ -185,7 +185,7 @@ class Picture:
     drawing: Markup
 
     def svg(self, *, alone: bool = False) -> Markup:
-        """Return the picture as an `<svg>` element, or as a file that stands alone."""
+        """Return the picture as an `<svg>` element, or with `alone` as the text of a file."""
         attributes: dict[str, str | float] = {
             "viewBox": f"0 0 {self.width:.6g} {self.height:.6g}",
             "width": float(self.width),
@@ -194,18 +194,18 @@ class Picture:
         }
         if alone:
             attributes["xmlns"] = "http://www.w3.org/2000/svg"
-        elif self.width > 100:  # smaller than this it could not be read, and scrolls
+        elif self.width > 100:  # shrinks to 75 % of its width, then scrolls
             attributes["style"] = f"max-width: max(100%, {0.75 * self.width:.0f}px)"
         style = [Markup(_ALONE)] if alone else []
         title = [tag("title", self.title)] if self.title else []
         return tag("svg", *title, *style, self.drawing, **attributes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to an SVG file, which looks right on light and dark screens."""
+        """Write the picture to an SVG file, for light and dark themes."""
         FilePath(path).write_text(self.svg(alone=True), encoding="utf-8")
 
     def html(self) -> Markup:
-        """Return the picture as a part of a page, which scrolls if there is little room."""
+        """Return the picture as a part of a page; it scrolls if there is little room."""
         return tag("div", self.svg(), class_="scroll")
 
     def _repr_html_(self) -> str:
@@ -216,12 +216,12 @@ class Picture:
 
 
 def colour(number: int, count: int, side: str = "") -> tuple[str, str]:
-    """Return the fill of one of several things, and the colour of a label on it.
+    """Return the fill of one of `count` items, and the colour of a label on it.
 
     Args:
-        number: of the thing, from 0.
-        count: how many there are.
-        side: `source` or `target` if both are in a picture; each has colours of its own.
+        number: the number of the item, from 0.
+        count: the number of items.
+        side: `source` or `target` in a picture of both, for different colours.
 
     >>> colour(0, 4), colour(0, 64), colour(63, 64)
     (('#77aadd', '#1a1a1a'), ('#3b528b', '#ffffff'), ('#fde725', '#1a1a1a'))
@@ -239,18 +239,18 @@ def colour(number: int, count: int, side: str = "") -> tuple[str, str]:
 
 
 def label(x: float, y: float, text: str, *, size: float = 11, anchor: str = "start", **more: str | float) -> Markup:
-    """Return text whose baseline is at `y`; `more` are attributes of its element."""
+    """Return text with its baseline at `y`; `more` are attributes of its element."""
     attributes = {"font_size": size, "text_anchor": anchor, "fill": "currentColor", **more}
     return tag("text", text, x=float(x), y=float(y), **attributes)
 
 
 def text_width(text: str, size: float = 11) -> float:
-    """Estimate the width of a label in pixels, rather too wide, since fonts differ."""
+    """Return an upper estimate of the width of a label in pixels, since fonts differ."""
     return len(text) * size * 0.6
 
 
 def cut(text: str, room: float, size: float = 11) -> str:
-    """Return text for a label, cut in its middle if it has too little room.
+    """Shorten the text of a label to a width in pixels, by cutting its middle.
 
     >>> cut("model.layers.0.wq", 120), cut("model.layers.0.wq", 80)
     ('model.layers.0.wq', 'mode...0.wq')
@@ -259,7 +259,7 @@ def cut(text: str, room: float, size: float = 11) -> str:
 
 
 def fitting(choices: Iterable[str], room: float, size: float = 11) -> str:
-    """Return the first of some labels that fits, or nothing.
+    """Return the first label that fits, or "".
 
     >>> fitting(["ranks 0-3", "0-3"], 40), fitting(["ranks 0-3", "0-3"], 5)
     ('0-3', '')
@@ -270,7 +270,7 @@ def fitting(choices: Iterable[str], room: float, size: float = 11) -> str:
 def hatch(x: float, y: float, width: float, height: float, step: float = 7) -> Markup:
     """Return diagonal lines over a rectangle.
 
-    A pattern would need an id, and a page may hold several pictures, some of them hidden.
+    An SVG pattern would need an id, and ids clash if a page has several pictures.
     """
     lines = []
     offset = step
@@ -283,12 +283,12 @@ def hatch(x: float, y: float, width: float, height: float, step: float = 7) -> M
 
 
 def moved(x: float, y: float, *children: Markup) -> Markup:
-    """Return elements moved to the right and downwards, as one."""
+    """Return a group of elements, moved to the right and downwards."""
     return tag("g", *children, transform=f"translate({x:.6g} {y:.6g})")
 
 
 def wrapped(drawings: Iterable[Drawn], most: float, gap: float) -> Drawn:
-    """Put drawings side by side, in rows of at most this width; return them as one."""
+    """Arrange drawings in rows of at most `most` pixels, `gap` pixels apart."""
     placed: list[Markup] = []
     width = height = x = y = 0.0
     for drawing, w, h in drawings:
@@ -301,7 +301,7 @@ def wrapped(drawings: Iterable[Drawn], most: float, gap: float) -> Drawn:
 
 
 def ranks_label(ranks: Sequence[int]) -> str:
-    """Return ranks for a label.
+    """Write ranks for a label.
 
     >>> ranks_label([3]), ranks_label([0, 1, 2])
     ('rank 3', 'ranks 0-2')

@@ -1,7 +1,7 @@
 """Checkpoints as tables and as plain data: their tensors, files and groups.
 
-Files of ranks that no strategy puts together are a `Checkpoint` for each set of ranks with equal tensors, which are as
-the files have them. So all tables are made of checkpoints, and sorted and selected alike.
+Rank files without a strategy are shown as checkpoints, too: one for each set of ranks with equal tensors, with the
+shapes in the files (`rank_parts`). Thus the same functions select, sort and show every table.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Groups(Mapping[str, Checkpoint]):
     """The tensors of a checkpoint in groups: a mapping of each group's name to a checkpoint of its tensors.
 
     Attributes:
-        checkpoint: the checkpoint whose tensors they are.
-        by: the property that they are grouped by.
+        checkpoint: the checkpoint.
+        by: the property that defines the groups.
         members: the names of the tensors of each group.
         shown_as: converts a group's checkpoint to the class that users see.
     """
@@ -114,11 +114,11 @@ def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any
     Args:
         checkpoint: the checkpoint.
         shown_as: see `Groups`.
-        by: `name`, where names that differ in numbers only are one group (`layers.{0-31}.wq.weight`), `prefix`, the
-            part before the first dot, `dtype`, or `kind` (`kinds`).
+        by: `name` (names that differ only in numbers are one group: `layers.{0-31}.wq.weight`), `prefix` (the part
+            before the first dot), `dtype`, or `kind` (`kinds`).
 
     Raises:
-        UsageError: `by` is none of these.
+        UsageError: an unknown value of `by`.
     """
     by_group: dict[str, list[str]] = {}
     if by == "name":
@@ -134,10 +134,10 @@ def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any
 
 
 def kinds(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the kind of each tensor by its name: `weights`, a state of the optimizer (`adam_m`), or `other`.
+    """Return the kind of each tensor: `weights`, an optimizer state such as `adam_m`, or `other`.
 
-    Other are `global_step`, `learning_rate` and the like, and text. Names that were left out still count: states do not
-    become weights if they alone are selected.
+    The kind `other` has text and values such as `global_step` and `learning_rate`. Names that were left out are taken
+    into account, so that optimizer states do not become weights if only they are selected.
     """
     states = all_states(checkpoint, None, checkpoint.left_out)
     return {
@@ -157,7 +157,7 @@ class Total(NamedTuple):
 
 
 def totals(checkpoint: Checkpoint) -> list[Total]:
-    """Return the sums by kind and dtype: weights first, other tensors last."""
+    """Return the sums by kind and dtype, `weights` first and `other` last."""
     kind_of = kinds(checkpoint)
     sums: dict[tuple[str, str], list[int]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -173,26 +173,26 @@ def totals(checkpoint: Checkpoint) -> list[Total]:
 def rank_parts(
     root: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None = None
 ) -> list[Checkpoint]:
-    """Return a checkpoint for each set of ranks whose files have tensors of equal names and shapes.
+    """Return a checkpoint for each set of ranks whose files have equal names, dtypes and shapes.
 
-    Ranks mostly share their index (`source.headers` sees to that), so each distinct one is looked through once.
+    Ranks mostly share their index (`source.headers`), so each distinct one is examined once.
     """
     by_rank: dict[int, list[SourceFile]] = {}
     for file, rank in zip(files, ranks, strict=True):
         by_rank.setdefault(rank, []).append(file)
     contents: dict[tuple[int, ...], Hashable] = {}
     alike: dict[Hashable, dict[int, list[SourceFile]]] = {}
-    for rank, own in sorted(by_rank.items()):
-        headers = tuple(file.index.header for file in own)
+    for rank, rank_files in sorted(by_rank.items()):
+        headers = tuple(file.index.header for file in rank_files)
         if headers not in contents:
-            entries = chain.from_iterable(file.index.entries.items() for file in own)
+            entries = chain.from_iterable(file.index.entries.items() for file in rank_files)
             contents[headers] = frozenset((name, entry.dtype, entry.shape) for name, entry in entries)
-        alike.setdefault(contents[headers], {})[rank] = own
-    return [replace(_as_they_are(root, group), opening=Opening(step=step)) for group in alike.values()]
+        alike.setdefault(contents[headers], {})[rank] = rank_files
+    return [replace(_unassembled(root, group), opening=Opening(step=step)) for group in alike.values()]
 
 
-def _as_they_are(root: str, files: Mapping[int, Sequence[SourceFile]]) -> Checkpoint:
-    """Return the tensors of ranks with equal files, as the files of the first have them."""
+def _unassembled(root: str, files: Mapping[int, Sequence[SourceFile]]) -> Checkpoint:
+    """Return a checkpoint of ranks with equal files: the shards of the first rank as whole tensors."""
     shared: dict[tuple[int, Shape], Sharding] = {}
 
     def tensor(number: int, name: str, entry: Entry) -> Tensor:
@@ -206,22 +206,22 @@ def _as_they_are(root: str, files: Mapping[int, Sequence[SourceFile]]) -> Checkp
         root,
         {name: tensor(n, name, entry) for n, file in enumerate(first) for name, entry in file.index.entries.items()},
         tuple(chain.from_iterable(files.values())),
-        tuple(rank for rank, own in files.items() for _ in own),
+        tuple(rank for rank, rank_files in files.items() for _ in rank_files),
         unreadable={name: reason for file in first for name, reason in file.index.unreadable},
     )
 
 
 def chosen(parts: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpoint]:
-    """Return checkpoints with only the tensors that patterns match: names or globs; all if there are no patterns.
+    """Return checkpoints with only the tensors that match names or globs, if any are given.
 
     Raises:
-        UsageError: a pattern matches no tensor of any; the nearest is named.
+        UsageError: a pattern matches no tensor of any checkpoint; the error names the nearest.
     """
     if not patterns:
         return list(parts)
-    every = dict.fromkeys(name for part in parts for name in part.every)
-    others = every.keys() - matched(parts[0].root, every, patterns)
-    return [part.without(others & part.every.keys()) for part in parts]
+    all_names = dict.fromkeys(name for part in parts for name in part.every)
+    excluded = all_names.keys() - matched(parts[0].root, all_names, patterns)
+    return [part.without(excluded & part.every.keys()) for part in parts]
 
 
 def in_order(checkpoint: Checkpoint, sort: str | None) -> Checkpoint:
@@ -242,7 +242,7 @@ def checkpoint_text(
         checkpoint: the checkpoint.
         sort: the order of rows, as for `in_order`.
         width: the columns of the terminal; None for any number.
-        raw: write device matrices and tensor maps, and how many blocks and copies the files have.
+        raw: write device matrices, tensor maps, and the numbers of blocks and copies in the files.
     """
     known: dict[Sharding, str] = {}
     more: dict[str, Callable[[Tensor], str]] = {}
@@ -262,8 +262,8 @@ def checkpoint_text(
     if cut and raw:
         lines += [*LEGEND.splitlines(), ""]
     lines += [*_totals(checkpoint, width), ""]
-    if looked := looked_text(checkpoint.opening.looked):
-        lines.append(f"sampled: {looked}")
+    if sampled := looked_text(checkpoint.opening.looked):
+        lines.append(f"sampled: {sampled}")
     in_files = f" in whole tensors, {bytes_text(_stored(checkpoint))} in the files with replicas" if cut else ""
     lines.append(f"{_counted(checkpoint)}{in_files}")
     return joined("\n", [*lines, *_unreadable(checkpoint, objects)])
@@ -271,7 +271,7 @@ def checkpoint_text(
 
 def _stored(checkpoint: Checkpoint) -> int:
     """Return the bytes of the tensors in all files, replicas included."""
-    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
+    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share their index
     sizes = {
         header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
         for header, index in distinct.items()
@@ -280,7 +280,7 @@ def _stored(checkpoint: Checkpoint) -> int:
 
 
 def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None) -> str:
-    """Write the checkpoints of a run: their sizes, and whether each is complete and the run was healthy."""
+    """Write a table of the checkpoints of a run, with their sizes and states."""
     rows = []
     for iteration in iterations:
         state = f"not complete: {iteration.problem}" if iteration.problem else "complete"
@@ -290,13 +290,16 @@ def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None
 
 
 def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:
-    """Write the tensors of `rank_parts`, ranks with equal files as one; options are those of `checkpoint_text`."""
+    """Write the tensors of `rank_parts`, one table for each set of equal ranks.
+
+    The options are the same as for `checkpoint_text`.
+    """
     files = [file for part in parts for file in part.files]
     lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].opening.step)
     for part in parts:
         ranks = sorted(set(part.ranks))
-        whose = f"ranks {ranges_text(ranks)}: each " if len(ranks) > 1 else f"rank {ranks[0]}: "
-        lines += ["", f"{whose if len(parts) > 1 or len(ranks) > 1 else ''}{_counted(part)}"]
+        title = f"ranks {ranges_text(ranks)}: each " if len(ranks) > 1 else f"rank {ranks[0]}: "
+        lines += ["", f"{title if len(parts) > 1 or len(ranks) > 1 else ''}{_counted(part)}"]
         if part.tensors:
             lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
         lines += _unreadable(part, {})
@@ -304,9 +307,9 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
 
 
 def _counted(checkpoint: Checkpoint) -> str:
-    every = len(checkpoint.tensors) + len(checkpoint.left_out)
+    total = len(checkpoint.tensors) + len(checkpoint.left_out)
     selected = f"{len(checkpoint.tensors):,} of " if checkpoint.left_out else ""
-    return f"{selected}{count_text(every, 'tensor')}, {bytes_text(checkpoint.nbytes)}"
+    return f"{selected}{count_text(total, 'tensor')}, {bytes_text(checkpoint.nbytes)}"
 
 
 def _rows(
@@ -316,7 +319,7 @@ def _rows(
     width: int | None,
     more: Mapping[str, Callable[[Tensor], str]],
 ) -> list[str]:
-    """Return the lines of a table of tensors, repeated layers as one; `shape` is a title, `more` are columns."""
+    """Return the lines of a table of tensors, folded; `shape` is a title, `more` has columns by title."""
     rows = group_names(
         (name, (tensor.spec._replace(name=""), (extents_text(tensor), *(text(tensor) for text in more.values()))))
         for name, tensor in checkpoint.tensors.items()
@@ -332,10 +335,10 @@ def _rows(
 
 
 def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, str]]:
-    """Read and return the facts about the training, and the text of each object that is no tensor."""
+    """Read and return the facts about the training, and the text of each object that is not a tensor."""
     if not (checkpoint.extras.objects or checkpoint.extras.beside):
         return {}, {}
-    from reshard.readers.dcp.objects import facts, shown_objects  # not on every start
+    from reshard.readers.dcp.objects import facts, shown_objects  # seldom needed
 
     return facts(checkpoint), shown_objects(checkpoint)
 
@@ -357,9 +360,9 @@ def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
 
 
 def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[str | int, ...]]:
-    """Yield the rows of a table as data, the titles first: one for each tensor, nothing folded.
+    """Yield the rows of `--csv`: the titles, then one row per tensor.
 
-    `parts` is one checkpoint, if tensors are `whole`, or the result of `rank_parts`.
+    `parts` is one checkpoint if tensors are `whole`, else the result of `rank_parts`.
     """
     common = ("name", "kind", "dtype", "shape", "parameters", "nbytes")
     yield (*common, "layout", "blocks", "replicas") if whole else ("ranks", *common)
@@ -383,7 +386,7 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
 
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return a checkpoint as plain data, nothing folded."""
+    """Return a checkpoint as plain data."""
     ranks = checkpoint.ranks
     facts, objects = objects_of(checkpoint)
     replicas: dict[Sharding, list[dict[str, object]]] = {}

@@ -1,7 +1,7 @@
-"""Plans and runs in words and as plain data, and the pieces that all text is made of: counts, names, tables.
+"""Text and plain data of plans and runs, and the elements of all text: counts, names, tables.
 
-Names come from untrusted files, so each goes through `errors.printable` before it reaches a terminal. Repeated names
-are folded (`strategy.names`): nobody reads a table of ten thousand tensors.
+Names come from untrusted files, so each goes through `errors.printable` before it is shown on a terminal. Repeated
+names are folded (`strategy.names`), which keeps tables of thousands of tensors short.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 _MOST_NAMES = 10
 _MOST_FILES = 8
 _LEAST_NAME = 24
-_WIDEST = 256  # or every row of a table would be as wide as its longest name
+_WIDEST = 256  # longer cells do not widen their column
 _RIGHT = frozenset({"count", "bytes", "parameters", "tensors"})  # columns of numbers
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------
+# --- elements ---------------------------------------------------------------------------------------------------
 
 
 def count_text(number: int, noun: str) -> str:
-    """Write a number and its noun.
+    """Write a number and its noun, in the plural if needed.
 
     >>> count_text(1, "file"), count_text(12_000, "tensor")
     ('1 file', '12,000 tensors')
@@ -45,7 +45,7 @@ def count_text(number: int, noun: str) -> str:
 
 
 def shortened(name: str, room: int) -> str:
-    """Cut a name in its middle.
+    """Shorten a name to `room` characters by cutting its middle.
 
     >>> shortened("model.layers.{0-31}.attention.wq.weight", 24)
     'model.layer....wq.weight'
@@ -63,12 +63,12 @@ def near(path: str) -> str:
 
 
 def list_text(tensors: Sequence[str]) -> str:
-    """Return how many names there are, and the first few of them, folded."""
+    """Write the number of names and the first of them, folded."""
     return f"{count_text(len(tensors), 'name')}: {folded_text(tensors, _MOST_NAMES)}"
 
 
 def folded_text(tensors: Iterable[str], most: int) -> str:
-    """Return names, folded; only the first `most`, and how many more."""
+    """Write the first `most` names, folded, and the number of the rest."""
     folded = [printable(name) for name, _, _ in group_names((name, None) for name in tensors)]
     more = f" and {len(folded) - most:,} more" if len(folded) > most else ""
     return f"{', '.join(folded[:most])}{more}"
@@ -77,13 +77,13 @@ def folded_text(tensors: Iterable[str], most: int) -> str:
 def table_lines(
     header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None, *, below: int = 0
 ) -> list[str]:
-    """Return the lines of a table, numbers to the right.
+    """Return the lines of a table; columns of numbers are aligned to the right.
 
     Args:
         header: the titles; the first column holds names.
         rows: the cells.
         width: the longest line, or None for any length; names are cut in the middle.
-        below: how many of the last columns go to lines of their own if the width is not enough.
+        below: the number of last columns that get lines of their own if the table is too wide.
     """
     lines = [tuple(header), *map(tuple, rows)]
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -114,7 +114,7 @@ def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
 
 
 def kinds_text(formats: Iterable[str], *, index: bool = False) -> str:
-    """Write how many files of each format there are; a zarr store counts as one.
+    """Count the files of each format; a zarr store counts as one.
 
     >>> kinds_text(["ckpt", "ckpt"]), kinds_text(["safetensors"], index=True), kinds_text(["zarr"] * 31)
     ('2 ckpt files', '1 safetensors file and its index', 'a zarr store of 31 files')
@@ -128,7 +128,7 @@ def kinds_text(formats: Iterable[str], *, index: bool = False) -> str:
 
 
 def of_ranks(before: str, ranks: Iterable[int]) -> str:
-    """Write the ranks of files, after `before`; nothing for rank 0 alone, whose tensors are whole.
+    """Write the ranks of files after `before`, or "" for rank 0 alone, which has whole tensors.
 
     >>> of_ranks(", ", [0, 1, 1, 2]), of_ranks(" for ", [3]), of_ranks(" for ", [0])
     (', 3 ranks (0-2)', ' for rank 3', '')
@@ -140,7 +140,7 @@ def of_ranks(before: str, ranks: Iterable[int]) -> str:
 
 
 def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None) -> list[str]:
-    """Write the source of a checkpoint: its step, if there are several, and its files."""
+    """Describe a source: its title, step if known, files, ranks and size."""
     nbytes = bytes_text(sum(file.nbytes for file in files))
     kinds = f"{kinds_text(file.index.format for file in files)}{of_ranks(', ', ranks)}, {nbytes}"
     title = f"{printable(title)}: "
@@ -148,12 +148,12 @@ def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], 
 
 
 def step_data(step: Step | None) -> dict[str, object] | None:
-    """Return the step that was read as plain data."""
+    """Return a step as plain data."""
     return step and step._asdict()
 
 
 def looked_text(looked: Looked | None) -> str | None:
-    """Describe the content sampling done on open, or None if nothing was left out.
+    """Describe the content sampling done on open, or return None if there is nothing to report.
 
     >>> from reshard.source.checkpoint import Looked
     >>> looked_text(Looked(2, 10, 4, 1, 70))
@@ -164,8 +164,8 @@ def looked_text(looked: Looked | None) -> str | None:
     if looked is None or (looked.tensors == looked.of_tensors and not looked.of_copies):
         return None
     tensors = count_text(looked.of_tensors, "tensor")
-    every = "all " if looked.of_tensors > 1 else ""
-    parts = [f"{every}{tensors}" if looked.tensors == looked.of_tensors else f"{looked.tensors:,} of {tensors}"]
+    all_ = "all " if looked.of_tensors > 1 else ""
+    parts = [f"{all_}{tensors}" if looked.tensors == looked.of_tensors else f"{looked.tensors:,} of {tensors}"]
     if looked.of_copies:
         replicas = count_text(looked.of_copies, "replica")
         sampled = f"all {replicas}" if looked.copies == looked.of_copies else f"{looked.copies:,} of {replicas}"
@@ -177,7 +177,7 @@ def looked_text(looked: Looked | None) -> str | None:
 
 
 def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
-    """Write how many blocks and copies of each there are; `known` caches texts, since tensors share shardings."""
+    """Write the number of blocks and of copies of each; `known` caches texts, since tensors share shardings."""
     sharding = tensor.sharding
     if sharding not in known:
         copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
@@ -190,7 +190,7 @@ def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
 
 
 def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | None = None) -> str:
-    """Write what a plan would do.
+    """Describe a plan before it runs.
 
     Args:
         plan: the plan.
@@ -247,7 +247,7 @@ def _plan_table(plan: Plan, directory: str) -> list[Text]:
 
 
 def changed_text(plan: Plan) -> str:
-    """Write which names and values a plan changes."""
+    """Describe the names and values that a plan changes, or return ""."""
     return printable(described(changes_of(plan)))
 
 
@@ -256,13 +256,13 @@ def _changed_lines(plan: Plan) -> list[str]:
 
 
 def _step_lines(plan: Plan) -> list[Text]:
-    """Write which of several checkpoints is read, if there are several."""
+    """Write the step that is read, if the source has steps."""
     step = plan.source.opening.step
     return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
 
 
 def _tensors_text(plan: Plan) -> str:
-    """Write how many tensors are converted, and how many are not."""
+    """Count the tensors that are converted, and the ones that are not."""
     others = {"left out": plan.left_out, "dropped": plan.dropped, "missing": plan.missing}
     text = ", ".join(f"{len(tensors):,} {title}" for title, tensors in others.items() if tensors)
     return count_text(plan.stats.tensors, "tensor") + (f" ({text})" if text else "")
@@ -273,7 +273,7 @@ def _encrypted(plan: Plan) -> str:
 
 
 def _written_text(plan: Plan) -> str:
-    """Write the kinds of files that a plan writes."""
+    """Count the target files by format."""
     kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
     if plan.format != DCP_NAME and any(file.pointer for file in plan.files):
         return f"a Checkpoint 2.0 of {kinds_text(kinds)}"
@@ -281,12 +281,14 @@ def _written_text(plan: Plan) -> str:
 
 
 def _written(plan: Plan, directory: str, *, write: str, link: str) -> str:
-    """Write the files of a plan and their directory, after these verbs."""
+    """Describe the target files of a plan after the verb `write`, and linked ones after `link`."""
     target = printable(near(directory))
     if plan.linked:
         files = count_text(sum(file.link is not None for file in plan.files), "data file")
-        own = names([f"{file.path} ({bytes_text(plan.size_of(file))})" for file in plan.files if file.link is None])
-        return f"{link} {files} of {printable(near(plan.source.root))} and {write} {own} to {target}"
+        own_files = names(
+            [f"{file.path} ({bytes_text(plan.size_of(file))})" for file in plan.files if file.link is None]
+        )
+        return f"{link} {files} of {printable(near(plan.source.root))} and {write} {own_files} to {target}"
     if plan.alone:
         path = f"{target.rstrip('/')}/{printable(plan.files[0].path)}"
         return f"{write} {path}{_encrypted(plan)}".replace(" ./", " ")
@@ -299,7 +301,7 @@ def _written(plan: Plan, directory: str, *, write: str, link: str) -> str:
 
 
 def _left_out(plan: Plan) -> list[Text]:
-    """Write how many tensors of the source are left out, if any, and by which options."""
+    """Write the tensors of the source that are left out, and the options that leave them out."""
     if not (plan.left_out and plan.request):
         return []
     options = [
@@ -309,7 +311,7 @@ def _left_out(plan: Plan) -> list[Text]:
 
 
 def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[str, object]:
-    """Return a plan and its result as plain data, with the same keys before a run (`seconds` is null) and after."""
+    """Return a plan and its result as plain data; keys of the result are null before the run."""
     stats = plan.stats._asdict()
     if report is not None:
         stats["bytes_read"] = report.bytes_read
@@ -341,10 +343,10 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
 def report_text(
     plan: Plan, report: Report, then: str | None = None, manifest: str | None = None, *, verbose: bool = False
 ) -> str:
-    """Write what a run wrote, how it was checked, and what to type next.
+    """Describe a finished run: its files, its checks and the next command.
 
     Args:
-        plan: what was run.
+        plan: the plan that was run.
         report: the result.
         then: the command to type next.
         manifest: the manifest that was written, and its contents in words.
@@ -361,9 +363,9 @@ def report_text(
     if report.resumed and report.finished < len(report.files):
         facts.append(f"resumed from {bytes_text(report.resumed)} that an earlier run wrote")
     if report.finished:  # their contents may have rotted on the disk since
-        kept = f"{count_text(report.finished, 'file')} kept, finished by an earlier run"
-        how = "the command below" if then and " verify " in then else "reshard verify"
-        facts.append(f"{kept} and not read again: {how} reads every bit")
+        finished = f"{count_text(report.finished, 'file')} kept, finished by an earlier run"
+        command = "the command below" if then and " verify " in then else "reshard verify"
+        facts.append(f"{finished} and not read again: {command} reads every bit")
     if report.removed:
         removed = f"{count_text(len(report.removed), 'file')} of earlier runs: {names(report.removed, most=3)}"
         facts.append(f"removed {removed}")
@@ -378,12 +380,12 @@ def report_text(
 
 
 def _checked_text(plan: Plan, report: Report) -> str:
-    """Write how many tensors there are, which checks were made, and the peak of memory."""
+    """Write the number of tensors, the checks of the run and its peak memory."""
     parts = [_tensors_text(plan)]
-    looked = plan.source.opening.looked
-    if looked and looked.of_copies:
-        every = "all" if looked.copies == looked.of_copies else f"{looked.copies:,} of"
-        parts.append(f"{every} {count_text(looked.of_copies, 'replica')} sampled")
+    sampling = plan.source.opening.looked
+    if sampling and sampling.of_copies:
+        share = "all" if sampling.copies == sampling.of_copies else f"{sampling.copies:,} of"
+        parts.append(f"{share} {count_text(sampling.of_copies, 'replica')} sampled")
     if report.finished < len(report.files):
         if report.checksums is not None:
             parts.append("every block checksummed")
@@ -392,7 +394,7 @@ def _checked_text(plan: Plan, report: Report) -> str:
 
 
 def _details(plan: Plan, report: Report) -> Iterator[str]:
-    """Yield the facts of a run that are shown only if all are asked for."""
+    """Yield the additional lines of `verbose`."""
     rate = f" ({bytes_text(report.bytes_written / report.seconds)}/s)" if report.seconds else ""
     written = f"{bytes_text(report.bytes_written)} of contents in {report.seconds:.2f} s{rate}"
     yield f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, wrote {written}"
@@ -405,8 +407,8 @@ def _details(plan: Plan, report: Report) -> Iterator[str]:
         yield f"dropped, because the target does not have it: {list_text(report.dropped)}"
     if report.missing:
         yield f"missing, because the source does not have it: {list_text(report.missing)}"
-    if looked := looked_text(plan.source.opening.looked):
-        yield f"sampled, when the source was opened: {looked}"
+    if sampled := looked_text(plan.source.opening.looked):
+        yield f"sampled, when the source was opened: {sampled}"
     if report.checksums is None:
         yield "checksums: none made"
     elif plan.alone:
@@ -418,9 +420,9 @@ def _details(plan: Plan, report: Report) -> Iterator[str]:
 def report_data(
     plan: Plan, directory: str, report: Report | None = None, verify: str | None = None, check: str | None = None
 ) -> dict[str, object]:
-    """Return a plan and the report of its run as plain data, with the same keys before a run (null) and after.
+    """Return a plan and the report of its run as plain data; keys of the report are null before the run.
 
-    `verify` and `check` are the commands that `report_text` shows.
+    `verify` and `check` are commands, for the target and for its manifest.
     """
     checksums = report and report.checksums
     return {

@@ -27,12 +27,12 @@ _MOST_FILES = 8
 def verdict_text(
     verification: Verification, words: Words = PYTHON, every_one: str = "`differences`", *, verbose: bool = False
 ) -> str:
-    """Write what was verified, and the first differences.
+    """Write the verdict and the first differences.
 
     Args:
         verification: the result.
         words: how options are written.
-        every_one: where to find the differences that are not shown.
+        every_one: the option or attribute that lists all differences.
         verbose: write all facts.
     """
     target = printable(near(verification.target))
@@ -63,7 +63,7 @@ def verdict_text(
 
 
 def _details(verification: Verification) -> Iterator[str]:
-    """Yield the facts that are shown only if all are asked for."""
+    """Yield the additional lines of `verbose`."""
     files = count_text(verification.files, "file")
     ranks = of_ranks(" of ", verification.ranks) if verification.ranks else ""
     blocks = "blocks compared" if verification.ranks and verification.against else "blocks of them"
@@ -119,11 +119,11 @@ def conclusion(verification: Verification) -> str:
         return f"is as the manifest {printable(near(against))} says; {_compared(verification)}"
     if verification.by_checksums:
         return f"has the sizes and checksums of its ledger, in {count_text(verification.files, 'file')}"
-    selected = any(change.kind == "selection" for change in verification.changes)  # `_compared` says it
-    rest = 0 if selected else len(verification.left_out)
-    others = f"; {count_text(rest, 'other')} in the target not compared" if rest else ""
-    absent = verification.absent
+    absent, rest = verification.absent, len(verification.left_out)
     without = f", except {count_text(absent, 'block')} that no file has" if absent else ""
+    others = (
+        f"; {count_text(rest, 'other')} in the target not compared" if rest and not _selection(verification) else ""
+    )
     return f"= {_after_changes(verification, against)}; {_compared(verification)}{without}{others}"
 
 
@@ -138,16 +138,21 @@ def _alone_text(verification: Verification) -> str:
 
 
 def _after_changes(verification: Verification, against: str) -> str:
-    """Return the source of a target, and how it was changed on the way."""
+    """Return the path of the source and the changes since."""
     text = described(verification.changes)
     return printable(f"{near(against)} after changes ({text})" if text else near(against))
 
 
 def _compared(verification: Verification) -> str:
-    """Return how much was compared."""
-    how = "every bit" if verification.sample is None else f"a random {_percent(verification):.3g} %"
-    selected = ", ".join(change.text for change in verification.changes if change.kind == "selection")
-    return f"{how} of {count_text(verification.tensors, 'tensor')}{f' ({selected})' if selected else ''}"
+    """Return the scope of a comparison: the share of the bits, the number of tensors and their selection."""
+    share = "every bit" if verification.sample is None else f"a random {_percent(verification):.3g} %"
+    selection = _selection(verification)
+    return f"{share} of {count_text(verification.tensors, 'tensor')}{f' ({selection})' if selection else ''}"
+
+
+def _selection(verification: Verification) -> str:
+    """Return the selection of tensors in words, or ""."""
+    return ", ".join(change.text for change in verification.changes if change.kind == "selection")
 
 
 def _percent(verification: Verification) -> float:
@@ -159,7 +164,7 @@ def _percent(verification: Verification) -> float:
 
 
 def _differences_lines(verification: Verification, words: Words, every_one: str) -> Iterator[str]:
-    """Yield the first differences; equal differences of many tensors are written once."""
+    """Yield the first differences; tensors that differ alike share a line."""
     groups: dict[object, list[Difference]] = {}
     for number, difference in enumerate(verification.differences):
         key: object = number
@@ -191,14 +196,14 @@ def _differences_lines(verification: Verification, words: Words, every_one: str)
 
 
 def _values_lines(differences: Sequence[Difference], verification: Verification, words: Words) -> Iterator[str]:
-    """Yield the first element of a tensor that differs, in both files, and the other files that differ."""
+    """Yield the first differing element of a tensor in both files, and the other files that differ."""
     first, *others = differences
     block = f" of {count_text(first.block.size, 'element')} of this block" if first.block is not None else ""
-    why = first.text.partition(f"expected 0x{first.expected}")[2]  # how two tensors became one
+    reason = first.text.partition(f"expected 0x{first.expected}")[2]  # set if rules merge tensors (`compare.ties`)
     name = f"{printable(first.name or '')}{shape_text(first.index or ())}"
     largest, nans = max(each.largest or 0 for each in differences), sum(each.nans for each in differences)
     distance = f"largest |difference| {largest:.3g}{f', {nans:,} NaN' if nans else ''}"
-    yield f"  {name}   {first.count}{block}{printable(spelled(why, words))}; {distance}"
+    yield f"  {name}   {first.count}{block}{printable(spelled(reason, words))}; {distance}"
     values = [_value_text(bits or "", first.dtype) for bits in (first.found, first.expected)]
     width = max(map(len, values))
     yield f"    {values[0]:{width}}  {printable(near(first.path or ''))} {shape_text(first.index_in_block or ())}"
@@ -207,7 +212,7 @@ def _values_lines(differences: Sequence[Difference], verification: Verification,
         files = [f"{near(other.path or '')} ({other.count:,})" for other in others]
         more = f", and {len(files) - _MOST_FILES} more" if len(files) > _MOST_FILES else ""
         yield f"    differs in {printable(', '.join(files[:_MOST_FILES]))}{more}, too"
-    if verification.against and not why and differences[-1].side == "source":
+    if verification.against and not reason and differences[-1].side == "source":
         yield f"    replicas inside {printable(near(verification.against))} differ from each other"
 
 

@@ -1,7 +1,7 @@
-"""Layouts and strategies in words, in characters and as plain data: which rank holds which block of a tensor.
+"""Layouts and strategies in words, as pictures in characters and as plain data.
 
-`rows / 4 × 2 copies` is cut into 4 blocks of rows, each on 2 ranks. Words leave out the order of the ranks: the picture
-shows it, and so do the device matrix and the tensor map of `--raw`.
+`rows / 4 × 2 copies` means 4 blocks of rows, each on 2 ranks. The words omit the order of the ranks; pictures show it,
+and so do the device matrix and the tensor map of `--raw`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SAVED_BY_TORCH = "torch.save"
 
 _MOST_ROWS, _MOST_COLUMNS = 16, 8
-"""The most blocks that a picture in characters has downwards and to the right."""
+"""The most rows and columns of blocks in a picture."""
 
 LEGEND = """\
 layout: [extents of the device axes] map [the axis that cuts each dimension:
@@ -41,7 +41,7 @@ N pieces or, with -1, into one for each rank that would hold the same"""
 
 
 def raw_text(layout: Layout) -> str:
-    """Write a layout in the numbers of a strategy file.
+    """Write a layout in the notation of strategy files.
 
     >>> from reshard.layout.layout import Layout
     >>> raw_text(Layout.of([2, 4], [1, -1]))
@@ -54,7 +54,7 @@ def raw_text(layout: Layout) -> str:
 
 
 def layout_words(layout: Layout) -> str:
-    """Write how a layout cuts a tensor.
+    """Describe how a layout cuts a tensor.
 
     >>> from reshard.layout.layout import Layout
     >>> layout_words(Layout.of([2, 4], [1, -1])), layout_words(Layout.of([4], [-1])), layout_words(Layout.of([1], [-1]))
@@ -87,7 +87,7 @@ def placement_words(layout: Layout) -> str:
 
 
 def sharding_words(sharding: Sharding, shape: Shape) -> str:
-    """Write how the files cut a tensor that has no layout."""
+    """Describe how the files cut a tensor without a layout."""
     blocks = sharding.blocks
     copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
     if len(blocks) > 1 and not is_grid(shape, blocks):
@@ -113,7 +113,7 @@ def _copies(count: int) -> str:
 
 
 def layout_data(layout: Layout) -> dict[str, object]:
-    """Return a layout in the words of a JSON strategy file; the entries of the map are lists of axes."""
+    """Return a layout as plain data, with the keys of a JSON strategy file; map entries are lists of axes."""
     return {
         "dev_matrix": list(layout.dev_matrix),
         "tensor_map": [list(axes) for axes in layout.tensor_map],
@@ -128,7 +128,7 @@ def layout_data(layout: Layout) -> dict[str, object]:
 
 
 def extents_text(tensor: Tensor) -> str:
-    """Write the shape of a tensor, and the unit of its first dimensions, if known."""
+    """Write the shape of a tensor, with the units of its first dimensions, if known."""
     shape, words = tensor.spec.shape, stacked_axes(tensor)
     counted = ", ".join(count_text(extent, word) for extent, word in zip(shape, words, strict=False))
     rest = shape_text(shape[len(words) :])
@@ -136,7 +136,7 @@ def extents_text(tensor: Tensor) -> str:
 
 
 def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
-    """Return the layouts of a tensor by stage; none if neither a strategy nor metadata name it."""
+    """Return the stages and layouts of a tensor, from the strategy or from metadata."""
     if checkpoint.strategy is None or not tensor.listed:
         layout = checkpoint.extras.layouts.get(tensor.spec.name)
         return [] if layout is None else [(0, layout)]
@@ -144,7 +144,7 @@ def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
-    """Write the layouts of tensors that are shown as one, with their stages, if there are several."""
+    """Write the layouts of tensors that share a row, with their stages if there are several."""
     stages: dict[str, set[int]] = {}
     for tensor in tensors:
         for stage, layout in layouts_of(checkpoint, tensor):
@@ -155,7 +155,7 @@ def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
 
 
 def cut_words(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]) -> str:
-    """Write how a tensor is cut: its layout, or else the blocks in its files.
+    """Describe how a tensor is cut: by its layout, or else by the blocks in its files.
 
     Args:
         checkpoint: the checkpoint.
@@ -186,7 +186,7 @@ def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
 
 
 def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
-    """Write a strategy: its devices, stages and ranks, and the tensors of each layout, folded.
+    """Write a strategy: its devices, stages and ranks, and the names of each layout, folded.
 
     Args:
         strategy: the strategy.
@@ -219,7 +219,7 @@ def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
 
 
 def strategy_data(strategy: Strategy) -> dict[str, object]:
-    """Return a strategy as plain data; a tensor has one item for each stage that holds it."""
+    """Return a strategy as plain data, with one item for each tensor and stage."""
     return {
         "ranks": list(strategy.ranks),
         "stages": list(strategy.stages),
@@ -237,10 +237,10 @@ def strategy_data(strategy: Strategy) -> dict[str, object]:
 
 
 def picture_text(checkpoint: Checkpoint, name: str) -> str:
-    """Draw in characters which ranks hold which block of a tensor.
+    """Draw in characters the blocks of a tensor and the ranks that hold them.
 
     Raises:
-        KeyError: the checkpoint has no such tensor; the nearest names are given.
+        KeyError: the checkpoint has no such tensor; the error has the nearest names.
     """
     checkpoint.require(name)
     tensor = checkpoint.tensors[name]
@@ -256,12 +256,12 @@ def picture_text(checkpoint: Checkpoint, name: str) -> str:
 
 
 def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequence[int]]) -> list[str]:
-    r"""Draw which ranks hold which block, in box-drawing characters.
+    r"""Draw blocks and the ranks that hold them, in box-drawing characters.
 
-    The first two axes that are cut are drawn, rows downwards; along other axes only the first blocks.
+    The first two axes that are cut are drawn, rows downwards; other axes only at their first block.
 
     Args:
-        shape: the whole tensor's.
+        shape: the shape of the whole tensor.
         blocks: distinct blocks, a grid.
         ranks: the ranks that hold each block.
 
@@ -311,7 +311,7 @@ def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequenc
 
 
 def _spans(blocks: Sequence[Block], axis: int | None) -> list[tuple[int, str]]:
-    """Return where blocks begin along an axis, and the indices of each."""
+    """Return the start of each block along an axis, with the range of its indices as text."""
     if axis is None:
         return [(0, "")]
     spans = sorted({(block.start[axis], block.stop[axis]) for block in blocks})
@@ -319,7 +319,7 @@ def _spans(blocks: Sequence[Block], axis: int | None) -> list[tuple[int, str]]:
 
 
 def ranks_words(ranks: Sequence[int]) -> str:
-    """Write ranks: `0-3`, `0-56 step 8`, `0, 1, 4, 5`; `no file` if there is none.
+    """Write ranks as ranges, with a step if it is regular; `no file` if there are no ranks.
 
     >>> ranks_words([0, 8, 16, 24]), ranks_words([0, 1, 2, 3]), ranks_words([0, 1, 4, 5]), ranks_words([])
     ('0-24 step 8', '0-3', '0-1,4-5', 'no file')
