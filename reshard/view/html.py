@@ -37,7 +37,7 @@ from reshard.view.svg import (
     warnings_listed,
 )
 from reshard.view.tables import objects_of
-from reshard.view.text import changed_text, count_text, shards_text
+from reshard.view.text import changed_text, count_text
 from reshard.view.verdict import below, conclusion
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from reshard.run.graph import Graph
     from reshard.run.run import Report
     from reshard.run.tasks import Receipt
-    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.verify.verify import Verification
     from reshard.view.svg import Picture
@@ -142,8 +142,7 @@ class _Branch:
 
 def _tree(checkpoint: Checkpoint) -> Markup:
     """Show the tensors as a tree of the parts of their names, repeated layers folded."""
-    known: dict[Sharding, str] = {}
-    rows = group_members((name, _row_key(checkpoint, tensor, known)) for name, tensor in checkpoint.tensors.items())
+    rows = group_members((name, _row_key(checkpoint, tensor)) for name, tensor in checkpoint.tensors.items())
     root = _Branch()
     for name, _, members in rows[:_MOST_ROWS]:
         tensors = [checkpoint.tensors[member] for member in members]
@@ -154,7 +153,7 @@ def _tree(checkpoint: Checkpoint) -> Markup:
             branch.count += len(tensors)
             branch.nbytes += sum(tensor.spec.nbytes for tensor in tensors)
         branch.tensors.append((last, tensors))
-    lines = _branch(checkpoint, root, 0, known, opened=len(rows) <= 40)
+    lines = _branch(checkpoint, root, 0, opened=len(rows) <= 40)
     titles = [("name", "name"), ("dtype", ""), ("shape", ""), ("size", "size"), ("layout", "")]
     head = tag("div", *(tag("span", title, class_=kind) for title, kind in titles), class_="row top")
     tree = [tag("div", head, *lines, class_="tree")]
@@ -165,9 +164,7 @@ def _tree(checkpoint: Checkpoint) -> Markup:
     return join(tree)
 
 
-def _branch(
-    checkpoint: Checkpoint, branch: _Branch, depth: int, known: dict[Sharding, str], *, opened: bool
-) -> list[Markup]:
+def _branch(checkpoint: Checkpoint, branch: _Branch, depth: int, *, opened: bool) -> list[Markup]:
     """Return the lines below a branch; a part with a single child shares its line."""
     lines = []
     for first, child in branch.below.items():
@@ -177,7 +174,7 @@ def _branch(
             name += f".{part}"
         if not node.below and len(node.tensors) == 1:
             ((part, tensors),) = node.tensors
-            lines.append(_leaf(checkpoint, f"{name}.{part}", tensors, depth, known))
+            lines.append(_leaf(checkpoint, f"{name}.{part}", tensors, depth))
             continue
         summary = tag(
             "summary",
@@ -186,25 +183,25 @@ def _branch(
             tag("span", bytes_text(node.nbytes), class_="size"),
             class_="row", style=f"--depth:{depth}",
         )  # fmt: skip
-        inside = _branch(checkpoint, node, depth + 1, known, opened=opened)
+        inside = _branch(checkpoint, node, depth + 1, opened=opened)
         attributes = {"open": "open"} if opened or (depth == 0 and len(branch.below) <= 4) else {}
         lines.append(tag("details", summary, *inside, class_="branch", **attributes))
-    return lines + [_leaf(checkpoint, name, tensors, depth, known) for name, tensors in branch.tensors]
+    return lines + [_leaf(checkpoint, name, tensors, depth) for name, tensors in branch.tensors]
 
 
-def _row_key(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]) -> Hashable:
+def _row_key(checkpoint: Checkpoint, tensor: Tensor) -> Hashable:
     """Return the properties that tensors of one row share; their stages may differ."""
     layouts = tuple(layout for _, layout in words.layouts_of(checkpoint, tensor))
-    return tensor.spec.dtype, tensor.spec.shape, tensor.text is None, layouts, shards_text(tensor, known)
+    return tensor.spec.dtype, tensor.spec.shape, tensor.text is None, layouts, words.shards_text(tensor.sharding)
 
 
-def _leaf(
-    checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int, known: dict[Sharding, str]
-) -> Markup:
+def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int) -> Markup:
     tensor, count = tensors[0], len(tensors)
-    cut = words.cut_words(checkpoint, tensor, {})
+    cut = words.cut_words(checkpoint, tensor)
     layouts = words.layouts_of(checkpoint, tensor)
-    rule = f"{words.layouts_text(checkpoint, tensors)}; {shards_text(tensor, known)} blocks x copies in the files"
+    rule = (
+        f"{words.layouts_text(checkpoint, tensors)}; {words.shards_text(tensor.sharding)} blocks x copies in the files"
+    )
     drawn = [tiny(layouts[0][1] if layouts else None, tensor, checkpoint.ranks)] if cut != "whole" else []
     shape = words.extents_text(tensor) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []

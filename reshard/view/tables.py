@@ -20,8 +20,8 @@ from reshard.plan.select import all_states
 from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
-from reshard.view.text import count_text, looked_text, shards_text, source_lines, step_data, table_lines
-from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text
+from reshard.view.text import count_text, looked_text, source_lines, step_data, table_lines
+from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shards_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -244,16 +244,14 @@ def checkpoint_text(
         width: the columns of the terminal; None for any number.
         raw: write device matrices, tensor maps, and the numbers of blocks and copies in the files.
     """
-    known: dict[Sharding, str] = {}
     more: dict[str, Callable[[Tensor], str]] = {}
     cut = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
-        more["layout"] = lambda tensor: cut_words(checkpoint, tensor, known)
+        more["layout"] = lambda tensor: cut_words(checkpoint, tensor)
     if raw:
-        counts: dict[Sharding, str] = {}
         if cut:
             more["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
-        more["shards x replicas"] = lambda tensor: shards_text(tensor, counts)
+        more["shards x replicas"] = lambda tensor: shards_text(tensor.sharding)
     lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
     facts, objects = objects_of(checkpoint)
     if facts:
@@ -366,7 +364,6 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
     """
     common = ("name", "kind", "dtype", "shape", "parameters", "nbytes")
     yield (*common, "layout", "blocks", "replicas") if whole else ("ranks", *common)
-    known: dict[Sharding, str] = {}
     for part in parts:
         alike = sorted(set(part.ranks))
         ranks, kind_of = ranges_text(alike, most=len(alike)), kinds(part)
@@ -374,7 +371,7 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             _, dtype, shape = tensor.spec
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
-                blocks, _, replicas = shards_text(tensor, known).partition(" x ")
+                blocks, _, replicas = shards_text(tensor.sharding).partition(" x ")
                 yield (
                     *row,
                     layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else "",

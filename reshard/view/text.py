@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
-    from reshard.source.checkpoint import Looked, Sharding, SourceFile, Tensor
+    from reshard.source.checkpoint import Looked, SourceFile
 
 _MOST_NAMES = 10
 _MOST_FILES = 8
@@ -174,16 +174,6 @@ def looked_text(looked: Looked | None) -> str | None:
     if looked.tensors < looked.of_tensors or looked.whole < looked.of_copies:
         parts.append("verify compares all")
     return "; ".join(parts)
-
-
-def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
-    """Write the number of blocks and of copies of each; `known` caches texts, since tensors share shardings."""
-    sharding = tensor.sharding
-    if sharding not in known:
-        copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
-        replicas = f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
-        known[sharding] = f"{max(len(sharding.blocks), 1)} x {replicas}"
-    return known[sharding]
 
 
 # --- plans ------------------------------------------------------------------------------------------------------

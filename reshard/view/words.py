@@ -6,6 +6,7 @@ and so do the device matrix and the tensor map of `--raw`.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING
@@ -86,8 +87,9 @@ def placement_words(layout: Layout) -> str:
     return ", ".join(f"Shard({dims[axis]})" if axis in dims else "Replicate()" for axis in range(last + 1))
 
 
+@lru_cache(maxsize=256)
 def sharding_words(sharding: Sharding, shape: Shape) -> str:
-    """Describe how the files cut a tensor without a layout."""
+    """Describe how the files cut a tensor without a layout; cached, since tensors share shardings."""
     blocks = sharding.blocks
     copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
     if len(blocks) > 1 and not is_grid(shape, blocks):
@@ -96,6 +98,14 @@ def sharding_words(sharding: Sharding, shape: Shape) -> str:
         ways = [len({block.start[axis] for block in blocks}) or 1 for axis in range(len(shape))]
         cut = ", ".join(_parts(ways, 1)) or "whole"
     return cut + (_copies(copies[0]) if len(copies) == 1 else f" × {copies[0]} to {copies[-1]} copies")
+
+
+@lru_cache(maxsize=256)
+def shards_text(sharding: Sharding) -> str:
+    """Write the number of blocks and of copies of each; cached, since tensors share shardings."""
+    copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
+    replicas = f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
+    return f"{max(len(sharding.blocks), 1)} x {replicas}"
 
 
 def _parts(ways: Sequence[int], optimizer: int) -> list[str]:
@@ -154,19 +164,11 @@ def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
     return next(iter(stages), "whole")
 
 
-def cut_words(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]) -> str:
-    """Describe how a tensor is cut: by its layout, or else by the blocks in its files.
-
-    Args:
-        checkpoint: the checkpoint.
-        tensor: one of its tensors.
-        known: caches the words of shardings, since tensors share them.
-    """
+def cut_words(checkpoint: Checkpoint, tensor: Tensor) -> str:
+    """Describe how a tensor is cut: by its layout, or else by the blocks in its files."""
     layouts = layouts_of(checkpoint, tensor)
     if not layouts:
-        if tensor.sharding not in known:
-            known[tensor.sharding] = sharding_words(tensor.sharding, tensor.spec.shape)
-        return known[tensor.sharding]
+        return sharding_words(tensor.sharding, tensor.spec.shape)
     write = placement_words if checkpoint.extras.described_by == _SAVED_BY_TORCH else layout_words
     stages = {stage: write(layout) for stage, layout in layouts}
     if len(set(stages.values())) == 1:
@@ -251,7 +253,7 @@ def picture_text(checkpoint: Checkpoint, name: str) -> str:
     else:
         ranks = [sorted({checkpoint.ranks[at.file] for at in replicas}) for replicas in tensor.sharding.replicas]
         pictures = [block_picture(tensor.spec.shape, tensor.sharding.blocks, ranks)]
-    title = f"{printable(name)}  {extents_text(tensor)}  {tensor.spec.dtype}  {cut_words(checkpoint, tensor, {})}"
+    title = f"{printable(name)}  {extents_text(tensor)}  {tensor.spec.dtype}  {cut_words(checkpoint, tensor)}"
     return "\n\n".join([title, *("\n".join(picture) for picture in pictures)])
 
 
