@@ -28,20 +28,20 @@ from reshard.view.svg import (
     heading,
     join,
     listing,
+    long_table,
     note,
     page,
-    reasons,
     table,
     tag,
     tiles,
     warnings_listed,
 )
-from reshard.view.tables import objects_of
+from reshard.view.tables import group_rows, objects_of
 from reshard.view.text import changed_text, count_text
 from reshard.view.verdict import below, conclusion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
@@ -63,13 +63,6 @@ _MOST_GROUPS = 32
 _PARTS = re.compile(r"\.(?![^{}]*\})")  # dots outside braces: `{0,2,4,...}` has dots, too
 
 
-def _first(
-    header: Sequence[str], rows: Iterable[Sequence[str]], count: int, most: int, noun: str, **options: Any
-) -> Markup:
-    """Return a table of the first `most` rows and the number of the rest."""
-    return join([table(header, islice(rows, most), **options), *and_more(count, most, noun)])
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +76,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         for file, rank in zip(checkpoint.files, checkpoint.ranks, strict=False)
     )
     header = ("rank", "file", "format", "tensors", "bytes")
-    files = _first(header, rows, len(checkpoint.files), _MOST_FILES, "file", right=("rank", "tensors", "bytes"))
+    files = long_table(header, rows, len(checkpoint.files), _MOST_FILES, "file")
     strategy, left_out = checkpoint.strategy, len(checkpoint.left_out)
     if strategy:
         stages = ("stages", f"{len(strategy.stages)}", "")
@@ -109,7 +102,10 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         "Megatron": {word: str(fact) for word, fact in facts.items()},
         "Not tensors": objects,
     }
-    parts += [reasons(title, list(by_name.items())) for title, by_name in by_title.items() if by_name]
+    for title, by_name in by_title.items():
+        if count := len(by_name):
+            reasons = long_table(("tensor", "reason"), by_name.items(), count, MOST_NAMES, "tensor")
+            parts.append(details(title, reasons, more=f"{count:,}", opened=True))
     return page(*parts, *warnings_listed(checkpoint.warnings))
 
 
@@ -218,12 +214,10 @@ def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: i
 
 def groups_html(groups: Groups) -> str:
     """Show sizes, counts and dtypes by group."""
-    counts, sizes, dtypes = groups.counts, groups.sizes, groups.dtypes
-    rows = ((name, f"{counts[name]:,}", bytes_text(sizes[name]), ", ".join(dtypes[name])) for name in groups)
     header = ("group", "tensors", "bytes", "dtype")
     return page(
-        heading("Groups", groups.checkpoint.root, f"by {groups.by}", bytes_text(sum(sizes.values()))),
-        _first(header, rows, len(groups), _MOST_ROWS, "group", right=("tensors", "bytes")),
+        heading("Groups", groups.checkpoint.root, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
+        long_table(header, group_rows(groups), len(groups), _MOST_ROWS, "group"),
     )
 
 
@@ -281,7 +275,7 @@ def plan_html(plan: Plan) -> str:
         (f"{file.rank}", file.path, bytes_text(plan.size_of(file)), f"link to {file.link}" if file.link else "")
         for file in plan.files
     )
-    files = _first(("rank", "file", "bytes", ""), rows, len(plan.files), _MOST_FILES, "file", right=("rank", "bytes"))
+    files = long_table(("rank", "file", "bytes", ""), rows, len(plan.files), _MOST_FILES, "file")
     return page(
         heading("Plan", plan.source.root, f"to {count_text(stats.target_files, f'{plan.format} file')}"),
         tiles(
@@ -321,7 +315,7 @@ def _moves(plan: Plan) -> Markup:
         for name, (dtype, shape, nbytes, blocks, files), count in folded
     )
     header = ("tensor", "count", "dtype", "shape", "bytes", "blocks", "in files")
-    return _first(header, rows, len(folded), _MOST_ROWS, "row", right=("count", "bytes", "blocks", "in files"))
+    return long_table(header, rows, len(folded), _MOST_ROWS, "row")
 
 
 def report_html(report: Report) -> str:
@@ -334,7 +328,7 @@ def report_html(report: Report) -> str:
     for kind, receipts in kinds.items():
         read, written, seconds = map(sum, zip(*((r.read, r.written, r.seconds) for r in receipts), strict=True))
         tasks.append((kind, f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
-    files = _first(("file",), ((path,) for path in report.files), len(report.files), _MOST_FILES, "file")
+    files = long_table(("file",), ((path,) for path in report.files), len(report.files), _MOST_FILES, "file")
     header = ("task", "count", "read", "written", "time of all")
     target = count_text(len(report.files), "file")
     if report.links:
@@ -351,7 +345,7 @@ def report_html(report: Report) -> str:
             ("memory", bytes_text(report.peak_memory), "at the peak"),
         ),
         details("Files", files, more=f"{len(report.files):,}"),
-        details("Tasks", table(header, tasks, right=header[1:]), more=f"{len(report.receipts):,}"),
+        details("Tasks", table(header, tasks), more=f"{len(report.receipts):,}"),
         *_dropped_and_missing(report),
     )
 
@@ -388,7 +382,7 @@ def verification_html(verification: Verification) -> str:
             for each in verification.differences
         )
         header = ("tensor or file", "difference", "first at", "where", "file")
-        differences = _first(header, rows, count, _MOST_FILES, "difference", wrap="difference")
+        differences = long_table(header, rows, count, _MOST_FILES, "difference", wrap="difference")
         parts.append(details("Differences", differences, more=f"{count:,}", opened=True))
     absent = (
         ("Dropped", verification.dropped, "in the source, not in the target"),
@@ -407,7 +401,7 @@ def graph_html(graph: Graph) -> str:
     kinds = graph.kinds()
     return page(
         heading("Graph", graph.directory, f"writes {count_text(len(graph.plan.files), 'file')} when it is computed"),
-        table(("task", "count"), [(kind, f"{count:,}") for kind, count in kinds.items()], right=("count",)),
+        table(("task", "count"), [(kind, f"{count:,}") for kind, count in kinds.items()]),
         details("What goes where", plan_picture(graph.plan).html()),
     )
 

@@ -14,12 +14,13 @@ import html
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from reshard.errors import printable
 from reshard.strategy.names import group_names, ranges_text
-from reshard.view.text import count_text, shortened
+from reshard.view.text import NUMBERS, count_text, shortened
 
 if TYPE_CHECKING:
     import os
@@ -91,19 +92,26 @@ def heading(kind: str, title: str, *also: str) -> Markup:
 
 def tiles(*items: tuple[str, str, str]) -> Markup:
     """Return numbers side by side, each with a title and a remark, which may be empty."""
-    shown = [
+    boxes = [
         tag("div", tag("div", title, class_="what"), tag("b", number), tag("div", remark, class_="more"), class_="tile")
         for title, number, remark in items
     ]
-    return tag("div", *shown, class_="tiles")
+    return tag("div", *boxes, class_="tiles")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), wrap: str = "") -> Markup:
-    """Return a table; `right` has the titles of columns of numbers, `wrap` the title of long texts."""
-    kinds = ["n" if title in right else "wrap" if title == wrap else "t" for title in header]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = "") -> Markup:
+    """Return a table; the column with the title `wrap` has long texts."""
+    kinds = ["n" if title in NUMBERS else "wrap" if title == wrap else "t" for title in header]
     head = tag("tr", *(tag("th", title, class_=kind) for title, kind in zip(header, kinds, strict=True)))
     body = [tag("tr", *(tag("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
+
+
+def long_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], count: int, most: int, noun: str, *, wrap: str = ""
+) -> Markup:
+    """Return a table of the first `most` of `count` rows, and the number of the rest."""
+    return join([table(header, islice(rows, most), wrap=wrap), *and_more(count, most, noun)])
 
 
 def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
@@ -137,14 +145,8 @@ def warnings_listed(warnings: Sequence[str]) -> list[Markup]:
 
 
 def _bullets(title: str, items: Sequence[str], noun: str, more: str) -> Markup:
-    shown = tag("ul", *(tag("li", item) for item in items[:MOST_NAMES]))
-    return details(title, shown, *and_more(len(items), MOST_NAMES, noun), more=more, opened=True)
-
-
-def reasons(title: str, rows: Sequence[tuple[str, str]]) -> Markup:
-    """Return a section of tensors with a reason for each."""
-    shown = table(("tensor", "reason"), rows[:MOST_NAMES])
-    return details(title, shown, *and_more(len(rows), MOST_NAMES, "tensor"), more=f"{len(rows):,}", opened=True)
+    bullets = tag("ul", *(tag("li", item) for item in items[:MOST_NAMES]))
+    return details(title, bullets, *and_more(len(items), MOST_NAMES, noun), more=more, opened=True)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------

@@ -95,17 +95,19 @@ class Groups(Mapping[str, Checkpoint]):
         return f"<Groups of {printable(self.checkpoint.root)} by {self.by}: {len(self)}>"
 
     def __str__(self) -> str:
-        counts, sizes, dtypes = self.counts, self.sizes, self.dtypes
-        rows = [
-            (printable(group), f"{counts[group]:,}", bytes_text(sizes[group]), ", ".join(dtypes[group]))
-            for group in self
-        ]
+        rows = [(printable(name), *cells) for name, *cells in group_rows(self)]
         return "\n".join(table_lines((self.by, "count", "bytes", "dtype"), rows))
 
     def _repr_html_(self) -> str:
         from reshard.view.html import groups_html
 
         return groups_html(self)
+
+
+def group_rows(groups: Groups) -> list[tuple[str, str, str, str]]:
+    """Return the name, number of tensors, size and dtypes of each group as text."""
+    counts, sizes, dtypes = groups.counts, groups.sizes, groups.dtypes
+    return [(name, f"{counts[name]:,}", bytes_text(sizes[name]), ", ".join(dtypes[name])) for name in groups]
 
 
 def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any]) -> Groups:

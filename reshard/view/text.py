@@ -29,7 +29,11 @@ _MOST_NAMES = 10
 _MOST_FILES = 8
 _LEAST_NAME = 24
 _WIDEST = 256  # longer cells do not widen their column
-_RIGHT = frozenset({"count", "bytes", "parameters", "tensors"})  # columns of numbers
+
+NUMBERS = frozenset({
+    "blocks", "bytes", "count", "in files", "parameters", "rank", "read", "tensors", "time of all", "written",
+})  # fmt: skip
+"""The titles of columns of numbers, which tables in text and HTML align to the right."""
 
 
 # --- elements ---------------------------------------------------------------------------------------------------
@@ -103,7 +107,7 @@ def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if title in _RIGHT else cell.ljust(width)
+            cell.rjust(width) if title in NUMBERS else cell.ljust(width)
             for cell, width, title in zip(line, widths, header, strict=True)
         ).rstrip()
         for line in lines
