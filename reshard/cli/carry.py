@@ -57,7 +57,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     from reshard.run.beside import neighbours
     from reshard.run.run import run
     from reshard.run.session import older_at
-    from reshard.view.text import report_data, report_text
+    from reshard.view.text import plan_data, report_text
 
     check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
@@ -111,7 +111,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
     verify = _command("verify", location, *(against if is_same else keys)) if is_known or is_same else None
     if running.as_json:
-        print_json(report_data(plan, str(target), done, verify, check))
+        print_json(plan_data(plan, str(target), done, verify, check))
         return
     look = None
     if is_known or plan.alone:
@@ -155,10 +155,10 @@ def key_typed(option: str, name: str) -> tuple[object, ...]:
 
 def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
     """Print a plan."""
-    from reshard.view.text import plan_text, report_data
+    from reshard.view.text import plan_data, plan_text
 
     if as_json:
-        print_json(report_data(plan, directory))
+        print_json(plan_data(plan, directory))
     else:
         print_text(plan_text(plan, directory, verbose=verbose, then=then))
 

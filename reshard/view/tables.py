@@ -20,7 +20,7 @@ from reshard.plan.select import all_states
 from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
-from reshard.view.text import count_text, looked_text, source_lines, step_data, table_lines
+from reshard.view.text import count_text, looked_text, plain, source_lines, table_lines
 from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shards_text
 
 if TYPE_CHECKING:
@@ -392,13 +392,13 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
     return {
         **_files_data([checkpoint]),
         "nbytes": checkpoint.nbytes,
-        "warnings": list(checkpoint.warnings),
-        "sampled": checkpoint.opening.looked and checkpoint.opening.looked._asdict(),
+        "warnings": plain(checkpoint.warnings),
+        "sampled": plain(checkpoint.opening.looked),
         "unreadable": dict(checkpoint.unreadable),
         "bound": dict(checkpoint.extras.bound),
         "objects": objects,
         "training": facts,
-        "totals": [total._asdict() for total in totals(checkpoint)],
+        "totals": plain(totals(checkpoint)),
         "tensors": [
             {
                 **_tensor_data(tensor),
@@ -423,7 +423,7 @@ def _shards_data(
 ) -> list[dict[str, object]]:
     if sharding not in known:
         known[sharding] = [
-            {"start": list(block.start), "stop": list(block.stop), "ranks": [ranks[at.file] for at in replicas]}
+            {**plain(block), "ranks": [ranks[at.file] for at in replicas]}
             for block, replicas in zip(sharding.blocks, sharding.replicas, strict=True)
         ]
     return known[sharding]
@@ -433,7 +433,7 @@ def _files_data(parts: Sequence[Checkpoint]) -> dict[str, object]:
     files = [(rank, file) for part in parts for rank, file in zip(part.ranks, part.files, strict=True)]
     return {
         "source": parts[0].root,
-        "step": step_data(parts[0].opening.step),
+        "step": plain(parts[0].opening.step),
         "ranks": sorted({rank for rank, _ in files}),
         "files": [
             {"rank": rank, "path": file.path, "format": file.index.format, "nbytes": file.nbytes}
@@ -450,7 +450,7 @@ def rank_files_data(parts: Sequence[Checkpoint], warnings: Sequence[str]) -> dic
         "groups": [
             {
                 "ranks": sorted(set(part.ranks)),
-                "totals": [total._asdict() for total in totals(part)],
+                "totals": plain(totals(part)),
                 "unreadable": dict(part.unreadable),
                 "tensors": [_tensor_data(tensor) for tensor in part.tensors.values()],
             }

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
 from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
+from reshard.layout.block import Block
 from reshard.plan.changes import changes_of, described
 from reshard.strategy.names import group_names, ranges_text
 
@@ -114,6 +115,26 @@ def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     ]
 
 
+def plain(value: object) -> Any:
+    """Convert a value to plain data for JSON: named tuples and blocks to dicts, other sequences to lists.
+
+    >>> from reshard.layout.block import Block
+    >>> plain((Block((0, 4), (2, 8)), "w", None))
+    [{'start': [0, 4], 'stop': [2, 8]}, 'w', None]
+    """
+    if isinstance(value, Block):
+        return fields_data(value, "start", "stop")
+    if isinstance(value, tuple | list):
+        keys = getattr(value, "_fields", None)
+        return fields_data(value, *keys) if keys else [plain(item) for item in value]
+    return value
+
+
+def fields_data(record: object, *names: str) -> dict[str, Any]:
+    """Return attributes of a record as plain data."""
+    return {name: plain(getattr(record, name)) for name in names}
+
+
 # --- sources ----------------------------------------------------------------------------------------------------
 
 
@@ -149,11 +170,6 @@ def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], 
     kinds = f"{kinds_text(file.index.format for file in files)}{of_ranks(', ', ranks)}, {nbytes}"
     title = f"{printable(title)}: "
     return [Text(title, kinds)] if step is None else [Text(title, step.text()), kinds]
-
-
-def step_data(step: Step | None) -> dict[str, object] | None:
-    """Return a step as plain data."""
-    return step and step._asdict()
 
 
 def looked_text(looked: Looked | None) -> str | None:
@@ -304,33 +320,6 @@ def _left_out(plan: Plan) -> list[Text]:
     return [Text("by ", joined(" and ", options), f": {list_text(plan.left_out)}")]
 
 
-def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[str, object]:
-    """Return a plan and its result as plain data; keys of the result are null before the run."""
-    stats = plan.stats._asdict()
-    if report is not None:
-        stats["bytes_read"] = report.bytes_read
-    return {
-        "dry_run": report is None,
-        "source": plan.source.root,
-        "step": step_data(plan.source.opening.step),
-        "target": directory,
-        "format": plan.format,
-        "encryption": plan.cipher and plan.cipher.mode,
-        "ranks": list(plan.ranks),
-        **stats,
-        "partition": "file" if plan.by_file else "tensor",
-        "read_amplification": plan.stats.read_amplification,
-        "seconds": None if report is None else report.seconds,
-        "dropped": list(plan.dropped),
-        "missing": list(plan.missing),
-        "left_out": list(plan.left_out),
-        "changes": [change._asdict() for change in changes_of(plan)],
-        "warnings": list(plan.warnings),
-        "sampled": plan.source.opening.looked and plan.source.opening.looked._asdict(),
-        "files": [{"rank": file.rank, "path": file.path, "nbytes": plan.size_of(file)} for file in plan.files],
-    }
-
-
 # --- runs -------------------------------------------------------------------------------------------------------
 
 
@@ -411,7 +400,7 @@ def _details(plan: Plan, report: Report) -> Iterator[str]:
         yield f"checksums: CRC-32C of every block, in {printable(near(report.directory))}/.reshard"
 
 
-def report_data(
+def plan_data(
     plan: Plan, directory: str, report: Report | None = None, verify: str | None = None, check: str | None = None
 ) -> dict[str, object]:
     """Return a plan and the report of its run as plain data; keys of the report are null before the run.
@@ -420,7 +409,23 @@ def report_data(
     """
     checksums = report and report.checksums
     return {
-        **plan_data(plan, directory, report),
+        "dry_run": report is None,
+        "source": plan.source.root,
+        "step": plain(plan.source.opening.step),
+        "target": directory,
+        "format": plan.format,
+        "encryption": plan.cipher and plan.cipher.mode,
+        "ranks": plain(plan.ranks),
+        **plain(plan.stats),
+        **({"bytes_read": report.bytes_read} if report else {}),
+        "partition": "file" if plan.by_file else "tensor",
+        "read_amplification": plan.stats.read_amplification,
+        "seconds": report and report.seconds,
+        **fields_data(plan, "dropped", "missing", "left_out"),
+        "changes": plain(changes_of(plan)),
+        "warnings": plain(plan.warnings),
+        "sampled": plain(plan.source.opening.looked),
+        "files": [{"rank": file.rank, "path": file.path, "nbytes": plan.size_of(file)} for file in plan.files],
         "replicas": plan.replicas,
         "links": sum(file.link is not None for file in plan.files),
         "measured_memory": report and report.peak_memory,
@@ -430,7 +435,7 @@ def report_data(
         },
         "resumed": report and report.resumed,
         "finished": report and report.finished,
-        "removed": report and list(report.removed),
+        "removed": report and plain(report.removed),
         "verify": report and verify,
         "manifest": report and check,
     }  # fmt: skip

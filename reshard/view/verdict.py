@@ -10,7 +10,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import PYTHON, Option, Text, bytes_text, printable, spelled
 from reshard.layout.block import shape_text
 from reshard.plan.changes import described
-from reshard.view.text import count_text, folded_text, near, of_ranks, step_data
+from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -241,51 +241,24 @@ def below(path: str, root: str | None) -> str:
 
 def verdict_data(verification: Verification) -> dict[str, object]:
     """Return the result of a verification as plain data."""
-    return {
-        "target": verification.target,
-        "against": verification.against,
-        "step": step_data(verification.step),
-        "against_step": step_data(verification.against_step),
-        "equal": verification.equal,
-        "changes": [change._asdict() for change in verification.changes],
-        "note": verification.note,
-        "absent": verification.absent,
-        "complete": verification.complete and verification.equal,
-        "ranks": list(verification.ranks),
-        "files": verification.files,
-        "tensors": verification.tensors,
-        "copies": verification.copies,
-        "bytes_read": verification.bytes_read,
-        "total_bytes": verification.total_bytes,
-        "sample": verification.sample,
-        "seed": verification.seed,
-        "seconds": verification.seconds,
-        "dropped": list(verification.dropped),
-        "left_out": list(verification.left_out),
-        "warnings": list(verification.warnings),
-        "unchecked": list(verification.unchecked),
-        "independent": verification.independent,
-        "differences": [_difference_data(difference) for difference in verification.differences],
-    }
+    data = fields_data(
+        verification, "target", "against", "step", "against_step", "equal", "changes", "note", "absent", "complete",
+        "ranks", "files", "tensors", "copies", "bytes_read", "total_bytes", "sample", "seed", "seconds", "dropped",
+        "left_out", "warnings", "unchecked", "independent",
+    )  # fmt: skip
+    data["complete"] = verification.complete and verification.equal
+    data["differences"] = [_difference_data(difference) for difference in verification.differences]
+    return data
 
 
 def _difference_data(difference: Difference) -> dict[str, object]:
-    block, largest = difference.block, difference.largest
     return {
-        "kind": difference.kind,
-        "text": difference.text,
+        **fields_data(difference, "kind", "text"),
         "tensor": difference.name,
-        "side": difference.side,
-        "rank": difference.rank,
-        "path": difference.path,
-        "block": None if block is None else {"start": list(block.start), "stop": list(block.stop)},
-        "index": None if difference.index is None else list(difference.index),
-        "index_in_block": None if difference.index_in_block is None else list(difference.index_in_block),
-        "count": difference.count,
-        "found": difference.found,
-        "expected": difference.expected,
-        "reference": difference.reference,
-        "dtype": difference.dtype,
-        "largest": largest if largest is not None and isfinite(largest) else None,
+        **fields_data(
+            difference, "side", "rank", "path", "block", "index", "index_in_block", "count", "found", "expected",
+            "reference", "dtype",
+        ),
+        "largest": None if difference.largest is None or not isfinite(difference.largest) else difference.largest,
         "nans": difference.nans,
-    }
+    }  # fmt: skip

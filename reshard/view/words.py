@@ -16,7 +16,7 @@ from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_names, ranges_text
-from reshard.view.text import count_text
+from reshard.view.text import count_text, fields_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -124,14 +124,10 @@ def _copies(count: int) -> str:
 
 def layout_data(layout: Layout) -> dict[str, object]:
     """Return a layout as plain data, with the keys of a JSON strategy file; map entries are lists of axes."""
-    return {
-        "dev_matrix": list(layout.dev_matrix),
-        "tensor_map": [list(axes) for axes in layout.tensor_map],
-        "opt_weight_shard_size": layout.opt_weight_shard_size,
-        "opt_weight_shard_step": layout.opt_weight_shard_step,
-        "param_split_shape": list(layout.param_split_shape),
-        "field": layout.field,
-    }
+    return fields_data(
+        layout, "dev_matrix", "tensor_map", "opt_weight_shard_size", "opt_weight_shard_step", "param_split_shape",
+        "field",
+    )  # fmt: skip
 
 
 # --- tensors of a checkpoint ------------------------------------------------------------------------------------
