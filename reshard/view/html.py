@@ -20,7 +20,7 @@ from reshard.view import words
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail, tiny
 from reshard.view.flow import fusion_picture, plan_picture
 from reshard.view.svg import (
-    MOST_NAMES,
+    MOST_ITEMS,
     Markup,
     and_more,
     colour,
@@ -28,9 +28,9 @@ from reshard.view.svg import (
     heading,
     join,
     listing,
-    long_table,
     note,
     page,
+    section,
     table,
     tag,
     tiles,
@@ -50,15 +50,16 @@ if TYPE_CHECKING:
     from reshard.run.graph import Graph
     from reshard.run.run import Report
     from reshard.run.tasks import Receipt
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
+    from reshard.targets.destination import TargetFile
+    from reshard.verify.difference import Difference
     from reshard.verify.verify import Verification
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
 
 
 _MOST_ROWS = 240
-_MOST_FILES = 24
 _MOST_GROUPS = 32
 _PARTS = re.compile(r"\.(?![^{}]*\})")  # dots outside braces: `{0,2,4,...}` has dots, too
 
@@ -71,12 +72,11 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ranks = sorted(set(checkpoint.ranks))
     formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
     stored = bytes_text(sum(file.nbytes for file in checkpoint.files))
-    rows = (
-        (f"{rank}", file.path, file.index.format, f"{len(file.index.entries):,}", bytes_text(file.nbytes))
-        for file, rank in zip(checkpoint.files, checkpoint.ranks, strict=False)
-    )
-    header = ("rank", "file", "format", "tensors", "bytes")
-    files = long_table(header, rows, len(checkpoint.files), _MOST_FILES, "file")
+
+    def file_row(item: tuple[int, SourceFile]) -> Sequence[str]:
+        rank, file = item
+        return f"{rank}", file.path, file.index.format, f"{len(file.index.entries):,}", bytes_text(file.nbytes)
+
     strategy, left_out = checkpoint.strategy, len(checkpoint.left_out)
     if strategy:
         stages = ("stages", f"{len(strategy.stages)}", "")
@@ -93,7 +93,13 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         ),
         _dtypes(checkpoint),
         details("Tensors", _tree(checkpoint), opened=True),
-        details("Files", files, more=f"{len(checkpoint.files):,}"),
+        section(
+            "Files",
+            ("rank", "file", "format", "tensors", "bytes"),
+            list(zip(checkpoint.ranks, checkpoint.files, strict=True)),
+            file_row,
+            "file",
+        ),
     ]
     facts, objects = objects_of(checkpoint)
     by_title = {
@@ -102,10 +108,11 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         "Megatron": {word: str(fact) for word, fact in facts.items()},
         "Not tensors": objects,
     }
-    for title, by_name in by_title.items():
-        if count := len(by_name):
-            reasons = long_table(("tensor", "reason"), by_name.items(), count, MOST_NAMES, "tensor")
-            parts.append(details(title, reasons, more=f"{count:,}", opened=True))
+    parts += [
+        section(title, ("tensor", "reason"), list(by_name.items()), tuple, "tensor", opened=True)
+        for title, by_name in by_title.items()
+        if by_name
+    ]
     return page(*parts, *warnings_listed(checkpoint.warnings))
 
 
@@ -217,7 +224,8 @@ def groups_html(groups: Groups) -> str:
     header = ("group", "tensors", "bytes", "dtype")
     return page(
         heading("Groups", groups.checkpoint.root, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
-        long_table(header, group_rows(groups), len(groups), _MOST_ROWS, "group"),
+        table(header, group_rows(groups)[:_MOST_ROWS]),
+        *and_more(len(groups), _MOST_ROWS, "group"),
     )
 
 
@@ -237,8 +245,8 @@ def strategy_html(strategy: Strategy) -> str:
     parts = []
     for (stage, layout), members in islice(groups.items(), _MOST_GROUPS):
         folded = [name for name, _, _ in group_names((name, None) for name in members)]
-        spans = [tag("span", name) for name in folded[:MOST_NAMES]]
-        rest = f" and {len(folded) - MOST_NAMES:,} more" if len(folded) > MOST_NAMES else ""
+        spans = [tag("span", name) for name in folded[:MOST_ITEMS]]
+        rest = f" and {len(folded) - MOST_ITEMS:,} more" if len(folded) > MOST_ITEMS else ""
         title = f"stage {stage} · " if several else ""
         rule = tag("span", words.raw_text(layout), class_="rule more")
         facts = tag(
@@ -271,11 +279,11 @@ def plan_html(plan: Plan) -> str:
     stats = plan.stats
     read = f"{stats.source_files:,} files, {stats.read_amplification:.2f} x needed"
     changed = changed_text(plan)
-    rows = (
-        (f"{file.rank}", file.path, bytes_text(plan.size_of(file)), f"link to {file.link}" if file.link else "")
-        for file in plan.files
-    )
-    files = long_table(("rank", "file", "bytes", ""), rows, len(plan.files), _MOST_FILES, "file")
+
+    def file_row(file: TargetFile) -> Sequence[str]:
+        link = f"link to {file.link}" if file.link else ""
+        return f"{file.rank}", file.path, bytes_text(plan.size_of(file)), link
+
     return page(
         heading("Plan", plan.source.root, f"to {count_text(stats.target_files, f'{plan.format} file')}"),
         tiles(
@@ -287,8 +295,8 @@ def plan_html(plan: Plan) -> str:
         ),
         *([note(f"changed: {changed}")] if changed else []),
         details("What goes where", plan_picture(plan).html(), opened=True),
-        details("Tensors", _moves(plan), more=f"{stats.tensors:,}"),
-        details("Target files", files, more=f"{len(plan.files):,}"),
+        details("Tensors", *_moves(plan), more=f"{stats.tensors:,}"),
+        section("Target files", ("rank", "file", "bytes", ""), plan.files, file_row, "file"),
         *_dropped_and_missing(plan),
         *warnings_listed(plan.warnings),
     )
@@ -301,7 +309,9 @@ def _dropped_and_missing(subject: Plan | Report) -> list[Markup]:
     ]
 
 
-def _moves(plan: Plan) -> Markup:
+def _moves(plan: Plan) -> list[Markup]:
+    """Return a table of the moves, and the number of rows that are not shown."""
+
     def row(move: Move) -> tuple[str, Shape, int, str, str]:
         recipe = move.recipe
         dtype = f"{move.dtype}" if move.dtype == move.target_dtype else f"{move.dtype} → {move.target_dtype}"
@@ -312,10 +322,10 @@ def _moves(plan: Plan) -> Markup:
     folded = group_names((label.name, row(move)) for move, label in zip(plan.moves, plan.labels, strict=True))
     rows = (
         (name, f"{count:,}", dtype, shape_text(shape), bytes_text(nbytes * count), blocks, files)
-        for name, (dtype, shape, nbytes, blocks, files), count in folded
+        for name, (dtype, shape, nbytes, blocks, files), count in folded[:_MOST_ROWS]
     )
     header = ("tensor", "count", "dtype", "shape", "bytes", "blocks", "in files")
-    return long_table(header, rows, len(folded), _MOST_ROWS, "row")
+    return [table(header, rows), *and_more(len(folded), _MOST_ROWS, "row")]
 
 
 def report_html(report: Report) -> str:
@@ -328,7 +338,6 @@ def report_html(report: Report) -> str:
     for kind, receipts in kinds.items():
         read, written, seconds = map(sum, zip(*((r.read, r.written, r.seconds) for r in receipts), strict=True))
         tasks.append((kind, f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
-    files = long_table(("file",), ((path,) for path in report.files), len(report.files), _MOST_FILES, "file")
     header = ("task", "count", "read", "written", "time of all")
     target = count_text(len(report.files), "file")
     if report.links:
@@ -344,7 +353,7 @@ def report_html(report: Report) -> str:
             ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
             ("memory", bytes_text(report.peak_memory), "at the peak"),
         ),
-        details("Files", files, more=f"{len(report.files):,}"),
+        section("Files", ("file",), report.files, lambda path: (path,), "file"),
         details("Tasks", table(header, tasks), more=f"{len(report.receipts):,}"),
         *_dropped_and_missing(report),
     )
@@ -370,20 +379,21 @@ def verification_html(verification: Verification) -> str:
             ("time", f"{seconds:.2f} s", rate),
         ),
     ]
-    if count:
-        rows = (
-            (
-                each.name or below(each.path or "", target),
-                spelled(each.text, PYTHON),
-                "" if each.index is None else shape_text(each.index),
-                each.side if each.rank is None else f"{each.side}, rank {each.rank}",
-                below(each.path or "", against if each.side == "source" else target),
-            )
-            for each in verification.differences
+
+    def row(difference: Difference) -> Sequence[str]:
+        return (
+            difference.name or below(difference.path or "", target),
+            spelled(difference.text, PYTHON),
+            "" if difference.index is None else shape_text(difference.index),
+            difference.side if difference.rank is None else f"{difference.side}, rank {difference.rank}",
+            below(difference.path or "", against if difference.side == "source" else target),
         )
+
+    if count:
         header = ("tensor or file", "difference", "first at", "where", "file")
-        differences = long_table(header, rows, count, _MOST_FILES, "difference", wrap="difference")
-        parts.append(details("Differences", differences, more=f"{count:,}", opened=True))
+        parts.append(
+            section("Differences", header, verification.differences, row, "difference", wrap="difference", opened=True)
+        )
     absent = (
         ("Dropped", verification.dropped, "in the source, not in the target"),
         ("Left out", verification.left_out, "in the target, and not asked for"),

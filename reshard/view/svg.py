@@ -14,9 +14,8 @@ import html
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import printable
 from reshard.strategy.names import group_names, ranges_text
@@ -24,11 +23,12 @@ from reshard.view.text import NUMBERS, count_text, shortened
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+T = TypeVar("T")
 
-MOST_NAMES = 24
-"""The most names in a list."""
+MOST_ITEMS = 24
+"""The most items in a list, and rows in a section."""
 
 _LONGEST = 300
 """The most characters of a text in an element: a name may have any length."""
@@ -107,18 +107,26 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = "
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
 
 
-def long_table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], count: int, most: int, noun: str, *, wrap: str = ""
-) -> Markup:
-    """Return a table of the first `most` of `count` rows, and the number of the rest."""
-    return join([table(header, islice(rows, most), wrap=wrap), *and_more(count, most, noun)])
-
-
 def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
     """Return a collapsible section, with a remark next to its title."""
     attributes = {"open": "open"} if opened else {}
     summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
     return tag("details", summary, *children, **attributes)
+
+
+def section(
+    title: str,
+    header: Sequence[str],
+    items: Sequence[T],
+    row: Callable[[T], Sequence[str]],
+    noun: str,
+    *,
+    wrap: str = "",
+    opened: bool = False,
+) -> Markup:
+    """Return a collapsible table of the first items, with the cells that `row` makes of each."""
+    body = table(header, map(row, items[:MOST_ITEMS]), wrap=wrap)
+    return details(title, body, *and_more(len(items), MOST_ITEMS, noun), more=f"{len(items):,}", opened=opened)
 
 
 def note(text: str) -> Markup:
@@ -145,8 +153,8 @@ def warnings_listed(warnings: Sequence[str]) -> list[Markup]:
 
 
 def _bullets(title: str, items: Sequence[str], noun: str, more: str) -> Markup:
-    bullets = tag("ul", *(tag("li", item) for item in items[:MOST_NAMES]))
-    return details(title, bullets, *and_more(len(items), MOST_NAMES, noun), more=more, opened=True)
+    bullets = tag("ul", *(tag("li", item) for item in items[:MOST_ITEMS]))
+    return details(title, bullets, *and_more(len(items), MOST_ITEMS, noun), more=more, opened=True)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------
