@@ -37,6 +37,7 @@ from reshard.view.svg import (
     wrapped,
 )
 from reshard.view.text import count_text
+from reshard.view.words import places_of, ranks_of
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
@@ -122,11 +123,10 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
         LayoutError: the target does not fit its shape.
     """
     tensor = checkpoint.tensors[name]
-    places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
+    places = places_of(checkpoint, tensor)
     rule = str(places[0].layout) if places else ""
     title = "" if target is None else "source"
-    ranks = _holders(tensor, checkpoint.ranks)
-    sides = [Side(title, tensor.spec.shape, tensor.sharding.blocks, ranks, rule)]
+    sides = [Side(title, tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor), rule)]
     if target is not None:
         sides += _strategy_sides(target, name, tensor.spec.shape, "target")
     return draw(sides, f"{name} {tensor.spec.dtype} {shape_text(tensor.spec.shape)}")
@@ -153,23 +153,19 @@ def _strategy_sides(strategy: Strategy, name: str, shape: Shape, title: str) -> 
     return sides
 
 
-def _holders(tensor: Tensor, file_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(sorted({file_ranks[at.file] for at in replicas})) for replicas in tensor.sharding.replicas)
-
-
 def thumbnail(layout: Layout) -> Markup:
     """Return a small drawing of a layout without labels, or "" if the layout is invalid."""
     return _small(_layout_side(layout, str(layout)), 96.0, 64.0, 20.0)
 
 
-def tiny(layout: Layout | None, tensor: Tensor, file_ranks: Sequence[int]) -> Markup:
+def tiny(layout: Layout | None, checkpoint: Checkpoint, tensor: Tensor) -> Markup:
     """Return a drawing for a row of a table: of a layout, or else of a tensor's blocks in files.
 
-    It is "" if the layout is invalid. `file_ranks` has the rank of each file of the checkpoint.
+    It is "" if the layout is invalid.
     """
     if layout is not None:
         return _small(_layout_side(layout, ""), 34.0, 22.0, 10.0)
-    side = Side("", tensor.spec.shape, tensor.sharding.blocks, _holders(tensor, file_ranks))
+    side = Side("", tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))
     return _small(side, 34.0, 22.0, 10.0)
 
 

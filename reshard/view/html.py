@@ -195,17 +195,16 @@ def _branch(checkpoint: Checkpoint, branch: _Branch, depth: int, *, opened: bool
 def _row_key(checkpoint: Checkpoint, tensor: Tensor) -> Hashable:
     """Return the properties that tensors of one row share; their stages may differ."""
     layouts = tuple(layout for _, layout in words.layouts_of(checkpoint, tensor))
-    return tensor.spec.dtype, tensor.spec.shape, tensor.text is None, layouts, words.shards_text(tensor.sharding)
+    return tensor.spec.dtype, tensor.spec.shape, tensor.text is None, layouts, words.shard_counts(tensor.sharding)
 
 
 def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int) -> Markup:
     tensor, count = tensors[0], len(tensors)
     cut = words.cut_words(checkpoint, tensor)
     layouts = words.layouts_of(checkpoint, tensor)
-    rule = (
-        f"{words.layouts_text(checkpoint, tensors)}; {words.shards_text(tensor.sharding)} blocks x copies in the files"
-    )
-    drawn = [tiny(layouts[0][1] if layouts else None, tensor, checkpoint.ranks)] if cut != "whole" else []
+    counts = " x ".join(words.shard_counts(tensor.sharding))
+    rule = f"{words.layouts_text(checkpoint, tensors)}; {counts} blocks x copies in the files"
+    drawn = [tiny(layouts[0][1] if layouts else None, checkpoint, tensor)] if cut != "whole" else []
     shape = words.extents_text(tensor) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
     return tag(

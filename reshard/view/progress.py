@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 READING = "reading headers and planning"
 """The name of the phase before a run."""
 
+_WORDS = ("writing", "syncing", "written")  # names of the phases of a run
 _PAUSE = 0.1  # seconds between two drawings of a bar
 _CELLS = 24  # of the bar in characters
 # An output without a number begins 12 pixels further left in the HTML that a notebook is exported to.
@@ -63,8 +64,8 @@ class _Bar:
 
     def __repr__(self) -> str:
         if self.state is None:
-            return "written" if self.done else "begins"
-        phase = "written" if self.done else _phase(self.state, ("writing", "syncing", "written"))
+            return _WORDS[2] if self.done else "begins"
+        phase = _WORDS[2] if self.done else _phase(self.state, _WORDS)
         before = f" ({bytes_text(self.state.resumed)} by an earlier run)" if self.state.resumed else ""
         return f"{phase}: {_amount(self.state)}{before} in {self.state.seconds:.1f} s"
 
@@ -81,9 +82,7 @@ class _Bar:
 
 
 @contextmanager
-def progress(
-    *, quiet: bool, words: tuple[str, str, str] = ("writing", "syncing", "written")
-) -> Iterator[Callable[[Progress], None] | None]:
+def progress(*, quiet: bool, words: tuple[str, str, str] = _WORDS) -> Iterator[Callable[[Progress], None] | None]:
     """Provide a callback that shows progress on stderr; None if `quiet`.
 
     A terminal gets a bar, by `rich` if it is installed; the bar is removed on an error, or if there was nothing to do.

@@ -21,7 +21,7 @@ from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, Ten
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
 from reshard.view.text import count_text, looked_text, plain, source_lines, table_lines
-from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shards_text
+from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import SourceFile
 
-_KEYS: dict[str, Callable[[Checkpoint], Callable[[str], str]]] = {
-    "prefix": lambda _: lambda name: name.partition(".")[0],
-    "dtype": lambda checkpoint: lambda name: checkpoint.tensors[name].spec.dtype.name,
-    "kind": lambda checkpoint: kinds(checkpoint).__getitem__,
-}
 _SORTED: dict[str, Callable[[str, int], Any]] = {
     "bytes": lambda _, nbytes: -nbytes,
     "name": lambda name, _: natural(name.replace("{", "")),  # folded layers sort as the first of them
@@ -122,17 +117,24 @@ def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any
     Raises:
         UsageError: an unknown value of `by`.
     """
-    by_group: dict[str, list[str]] = {}
+    tensors = checkpoint.tensors
+    kind_of = kinds(checkpoint) if by == "kind" else {}
+    keys: dict[str, Callable[[str], str]] = {
+        "prefix": lambda name: name.partition(".")[0],
+        "dtype": lambda name: tensors[name].spec.dtype.name,
+        "kind": kind_of.__getitem__,
+    }
     if by == "name":
-        for group, _, members in group_members((name, None) for name in checkpoint.tensors):
-            by_group.setdefault(group, []).extend(members)
-    elif by in _KEYS:
-        key = _KEYS[by](checkpoint)
-        for name in checkpoint.tensors:
-            by_group.setdefault(key(name), []).append(name)
+        folded = group_members((name, None) for name in tensors)
+        pairs = [(group, name) for group, _, members in folded for name in members]
+    elif by in keys:
+        pairs = [(keys[by](name), name) for name in tensors]
     else:
-        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}", code="bad-value")
-    return Groups(checkpoint, by, {group: tuple(members) for group, members in by_group.items()}, shown_as)
+        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *keys])}", code="bad-value")
+    groups: dict[str, list[str]] = {}
+    for group, name in pairs:
+        groups.setdefault(group, []).append(name)
+    return Groups(checkpoint, by, {group: tuple(members) for group, members in groups.items()}, shown_as)
 
 
 def kinds(checkpoint: Checkpoint) -> dict[str, str]:
@@ -253,7 +255,7 @@ def checkpoint_text(
     if raw:
         if cut:
             more["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
-        more["shards x replicas"] = lambda tensor: shards_text(tensor.sharding)
+        more["shards x replicas"] = lambda tensor: " x ".join(shard_counts(tensor.sharding))
     lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
     facts, objects = objects_of(checkpoint)
     if facts:
@@ -373,13 +375,8 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             _, dtype, shape = tensor.spec
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
-                blocks, _, replicas = shards_text(tensor.sharding).partition(" x ")
-                yield (
-                    *row,
-                    layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else "",
-                    blocks,
-                    replicas,
-                )
+                layouts = layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else ""
+                yield (*row, layouts, *shard_counts(tensor.sharding))
             else:
                 yield (ranks, *row)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Block, Shape
     from reshard.layout.layout import Layout
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.strategy.strategy import Strategy
+    from reshard.strategy.strategy import Placed, Strategy
 
 _SAVED_BY_TORCH = "torch.save"
 
@@ -101,11 +101,10 @@ def sharding_words(sharding: Sharding, shape: Shape) -> str:
 
 
 @lru_cache(maxsize=256)
-def shards_text(sharding: Sharding) -> str:
+def shard_counts(sharding: Sharding) -> tuple[str, str]:
     """Write the number of blocks and of copies of each; cached, since tensors share shardings."""
     copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
-    replicas = f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
-    return f"{max(len(sharding.blocks), 1)} x {replicas}"
+    return f"{max(len(sharding.blocks), 1)}", f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
 
 
 def _parts(ways: Sequence[int], optimizer: int) -> list[str]:
@@ -141,12 +140,25 @@ def extents_text(tensor: Tensor) -> str:
     return f"[{counted}{', ' if rest != '[]' else ''}{rest[1:]}" if words else rest
 
 
+def places_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Placed, ...]:
+    """Return the stages and layouts of a tensor in the strategy."""
+    if checkpoint.strategy is None or not tensor.listed:
+        return ()
+    return checkpoint.strategy.tensors.get(tensor.spec.name, ())
+
+
 def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
     """Return the stages and layouts of a tensor, from the strategy or from metadata."""
-    if checkpoint.strategy is None or not tensor.listed:
-        layout = checkpoint.extras.layouts.get(tensor.spec.name)
-        return [] if layout is None else [(0, layout)]
-    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
+    if places := places_of(checkpoint, tensor):
+        return [(placed.stage, placed.layout) for placed in places]
+    layout = checkpoint.extras.layouts.get(tensor.spec.name)
+    return [] if layout is None else [(0, layout)]
+
+
+def ranks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks whose files have each block of a tensor."""
+    ranks = checkpoint.ranks
+    return tuple(tuple(sorted({ranks[at.file] for at in replicas})) for replicas in tensor.sharding.replicas)
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
@@ -242,13 +254,12 @@ def picture_text(checkpoint: Checkpoint, name: str) -> str:
     """
     checkpoint.require(name)
     tensor = checkpoint.tensors[name]
-    places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
+    places = places_of(checkpoint, tensor)
     if places and checkpoint.strategy:
         grids = [checkpoint.strategy.grid(name, tensor.spec.shape, stage=placed.stage) for placed in places]
         pictures = [block_picture(grid.shape, grid.blocks, grid.ranks) for grid in grids]
     else:
-        ranks = [sorted({checkpoint.ranks[at.file] for at in replicas}) for replicas in tensor.sharding.replicas]
-        pictures = [block_picture(tensor.spec.shape, tensor.sharding.blocks, ranks)]
+        pictures = [block_picture(tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))]
     title = f"{printable(name)}  {extents_text(tensor)}  {tensor.spec.dtype}  {cut_words(checkpoint, tensor)}"
     return "\n\n".join([title, *("\n".join(picture) for picture in pictures)])
 
