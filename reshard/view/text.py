@@ -314,10 +314,14 @@ def _left_out(plan: Plan) -> list[Text]:
     """Write the tensors of the source that are left out, and the options that leave them out."""
     if not (plan.left_out and plan.request):
         return []
-    options = [
-        Text(Option(key)) for key in ("weights_only", "include", "exclude") if getattr(plan.request.selection, key)
-    ]
-    return [Text("by ", joined(" and ", options), f": {list_text(plan.left_out)}")]
+    selection = plan.request.selection
+    options = {
+        Option("weights_only"): selection.weights_only,
+        Option("include"): selection.include,
+        Option("exclude"): selection.exclude,
+    }
+    used = joined(" and ", [Text(option) for option, value in options.items() if value])
+    return [Text("by ", used, f": {list_text(plan.left_out)}")]
 
 
 # --- runs -------------------------------------------------------------------------------------------------------
