@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reshard.layout.block import Shape
-    from reshard.plan.plan import Held
+    from reshard.plan.plan import RankBlock
     from reshard.source.checkpoint import Checkpoint
 
 _KINDS = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
@@ -118,7 +118,7 @@ class RankArrays(Mapping[str, da.Array]):
     """
 
     checkpoint: Checkpoint
-    blocks: Mapping[str, Held]
+    blocks: Mapping[str, RankBlock]
     texts: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> da.Array:

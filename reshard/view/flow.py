@@ -2,7 +2,7 @@
 
 1. The columns of a plan are its source files, its tensors (repeated layers folded) and its target files. The columns of
    one tensor are its source blocks, its runs of rows that are moved alike, and its target blocks.
-2. The width of a ribbon is proportional to its bytes. Moves with the same recipe and files are counted once.
+2. The width of a ribbon is proportional to its bytes. Transfers with the same route are counted once.
 3. Neighbours share a box if a column would have too many boxes.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.plan.bands import Segment
-    from reshard.plan.plan import Move, Plan, Way
+    from reshard.plan.plan import Plan, Route, Transfer
     from reshard.rules.show import Fusion
 
 _MOST_ENDS = 16
@@ -92,8 +92,8 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
     """
     if name is None:
         return draw(_of_plan(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
-    moves = [move for move, label in zip(plan.moves, plan.labels, strict=True) if name in label]
-    return draw(_of_tensor(plan, moves), f"{name} {shape_text(moves[0].recipe.shape)}: what goes where")
+    transfers = [transfer for transfer in plan.transfers if name in (transfer.name, transfer.source_name)]
+    return draw(_of_tensor(plan, transfers), f"{name} {shape_text(transfers[0].recipe.shape)}: what goes where")
 
 
 # --- plans ------------------------------------------------------------------------------------------------------
@@ -102,20 +102,19 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
 def _of_plan(plan: Plan) -> Flow:
     """Return the bytes between source files, folded tensors and target files."""
     source_of, target_of = _shared(len(plan.source.files)), _shared(len(plan.files))
-    labelled = [(label.name, move) for move, label in zip(plan.moves, plan.labels, strict=True)]
-    folded = group_members((name, move.recipe.shape) for name, move in labelled)
+    folded = group_members((transfer.name, transfer.recipe.shape) for transfer in plan.transfers)
     middle_of, tensors = _middles(plan, folded)
     alike: Counter[tuple[int, int, int, int]] = Counter()
-    ways: dict[Way, int] = {}
-    for name, move in labelled:
-        number = ways.setdefault(move.way, len(ways))
-        alike[middle_of[name], number, move.dtype.itemsize, move.target_dtype.itemsize] += 1
-    elements = list(map(_elements, ways))
+    routes: dict[Route, int] = {}
+    for transfer in plan.transfers:
+        number = routes.setdefault(transfer.route, len(routes))
+        alike[middle_of[transfer.name], number, transfer.dtype.itemsize, transfer.target_dtype.itemsize] += 1
+    elements = list(map(_elements, routes))
     read, written = Flows(), Flows()
-    for (middle, way, itemsize, target_itemsize), count in alike.items():
-        for file, number in elements[way][0].items():
+    for (middle, route, itemsize, target_itemsize), count in alike.items():
+        for file, number in elements[route][0].items():
             read[source_of[file], middle] += number * itemsize * count
-        for file, number in elements[way][1].items():
+        for file, number in elements[route][1].items():
             written[middle, target_of[file]] += number * target_itemsize * count
     nbytes = _sums(read, 1)
     return Flow(
@@ -136,8 +135,8 @@ def _middles(
     The largest tensors have boxes of their own; the others share the last box.
     """
     nbytes: Counter[str] = Counter()
-    for move, (name, _) in zip(plan.moves, plan.labels, strict=True):
-        nbytes[name] += prod(move.recipe.shape) * move.dtype.itemsize
+    for transfer in plan.transfers:
+        nbytes[transfer.name] += prod(transfer.recipe.shape) * transfer.dtype.itemsize
     sizes = [sum(nbytes[member] for member in members) for _, _, members in folded]
     order = sorted(range(len(folded)), key=lambda row: -sizes[row])
     largest = sorted(order if len(order) <= _MOST_MIDDLES else order[: _MOST_MIDDLES - 1])
@@ -150,56 +149,59 @@ def _middles(
     return box_of, boxes
 
 
-def _elements(way: Way) -> tuple[Counter[int], Counter[int]]:
+def _elements(route: Route) -> tuple[Counter[int], Counter[int]]:
     """Count the elements read from each source file and written to each target file."""
-    recipe = way.recipe
+    recipe = route.recipe
     read: Counter[int] = Counter()
     if is_grid(recipe.shape, recipe.targets):  # all source blocks are read
-        for at, block in zip(way.reads, recipe.sources, strict=True):
+        for at, block in zip(route.reads, recipe.sources, strict=True):
             read[at.file] += block.size
     else:
-        for segment in recipe.segments(way.axis, 0, recipe.rows(way.axis)):
+        for segment in recipe.segments(route.axis, 0, recipe.rows(route.axis)):
             for number, shape in zip(segment.columns.sources, segment.columns.source_shapes, strict=True):
-                read[way.reads[number].file] += (segment.stop - segment.start) * prod(shape)
+                read[route.reads[number].file] += (segment.stop - segment.start) * prod(shape)
     written: Counter[int] = Counter()
-    for copies, block in zip(way.writes, recipe.targets, strict=True):
+    for copies, block in zip(route.writes, recipe.targets, strict=True):
         for at in copies:
             written[at.file] += block.size
     return read, written
 
 
-def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
+def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
     """Return the bytes between the source blocks, runs of rows and target blocks of one tensor."""
-    sources = [(move, n) for move in moves for n in range(len(move.recipe.sources))]
-    targets = [(move, n) for move in moves for n in range(len(move.recipe.targets))]
+    sources = [(transfer, n) for transfer in transfers for n in range(len(transfer.recipe.sources))]
+    targets = [(transfer, n) for transfer in transfers for n in range(len(transfer.recipe.targets))]
     all_runs = (
-        (number, run) for number, move in enumerate(moves) for run in move.recipe.segments(move.axis, 0, move.rows)
+        (number, run)
+        for number, transfer in enumerate(transfers)
+        for run in transfer.recipe.segments(transfer.axis, 0, transfer.rows)
     )
     most = max(_MOST_MEETINGS // (len(sources) + len(targets)), _MOST_MIDDLES)
     runs = list(islice(all_runs, most))
     title = "row bands" if next(all_runs, None) is None else f"row bands, the first {most:,} runs"
-    first_source = [0, *accumulate(len(move.recipe.sources) for move in moves)]
-    first_target = [0, *accumulate(len(move.recipe.targets) for move in moves)]
+    first_source = [0, *accumulate(len(transfer.recipe.sources) for transfer in transfers)]
+    first_target = [0, *accumulate(len(transfer.recipe.targets) for transfer in transfers)]
     source_of, run_of, target_of = _shared(len(sources)), _shared(len(runs), _MOST_MIDDLES), _shared(len(targets))
     read, written = Flows(), Flows()
     for n, (number, segment) in enumerate(runs):
-        move, columns = moves[number], segment.columns
+        transfer, columns = transfers[number], segment.columns
         rows = segment.stop - segment.start
         for block, shape in zip(columns.sources, columns.source_shapes, strict=True):
-            nbytes = rows * prod(shape) * move.dtype.itemsize
+            nbytes = rows * prod(shape) * transfer.dtype.itemsize
             read[source_of[first_source[number] + block], run_of[n]] += nbytes
         for block, shape in zip(columns.targets, columns.target_shapes, strict=True):
-            nbytes = rows * prod(shape) * move.target_dtype.itemsize * len(move.way.writes[block])
+            nbytes = rows * prod(shape) * transfer.target_dtype.itemsize * len(transfer.route.writes[block])
             written[run_of[n], target_of[first_target[number] + block]] += nbytes
     ranks = plan.source.ranks
-    holders = [({ranks[move.way.reads[n].file]}, str(move.recipe.sources[n])) for move, n in sources]
+    holders = [({ranks[transfer.route.reads[n].file]}, str(transfer.recipe.sources[n])) for transfer, n in sources]
     takers = [
-        ({plan.files[at.file].rank for at in move.way.writes[n]}, str(move.recipe.targets[n])) for move, n in targets
+        ({plan.files[at.file].rank for at in transfer.route.writes[n]}, str(transfer.recipe.targets[n]))
+        for transfer, n in targets
     ]
     return Flow(
         ("source blocks", title, "target blocks"),
         _blocks(source_of, holders, _sums(read, 0)),
-        _bands(plan, run_of, [(moves[number], segment) for number, segment in runs], _sums(read, 1)),
+        _bands(plan, run_of, [(transfers[number], segment) for number, segment in runs], _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1)),
         read,
         written,
@@ -253,13 +255,15 @@ def _blocks(box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbyte
     return nodes
 
 
-def _bands(plan: Plan, box_of: Sequence[int], runs: Sequence[tuple[Move, Segment]], nbytes: Counter[int]) -> list[Node]:
+def _bands(
+    plan: Plan, box_of: Sequence[int], runs: Sequence[tuple[Transfer, Segment]], nbytes: Counter[int]
+) -> list[Node]:
     """Return the boxes of runs of rows, each with its number of bands."""
     nodes = []
     for n, inside in enumerate(_inside(box_of, runs)):
         bands = sum(
-            ceil((run.stop - run.start) * run.columns.row_elements * move.dtype.itemsize / plan.band_bytes)
-            for move, run in inside
+            ceil((run.stop - run.start) * run.columns.row_elements * transfer.dtype.itemsize / plan.band_bytes)
+            for transfer, run in inside
         )
         name = f"rows {inside[0][1].start}:{inside[-1][1].stop}"
         nodes.append(Node(name, f"{count_text(bands, 'band')}, {bytes_text(nbytes[n])}", nbytes[n]))

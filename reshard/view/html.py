@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.plan.plan import Move, Plan
+    from reshard.plan.plan import Plan, Transfer
     from reshard.rules.show import Fusion
     from reshard.run.graph import Graph
     from reshard.run.run import Report
@@ -81,7 +81,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     if strategy:
         stages = ("stages", f"{len(strategy.stages)}", "")
     else:
-        stages = ("stages", "1", "layouts of its own" if checkpoint.extras.layouts else "no strategy")
+        stages = ("stages", "1", "layouts of its own" if checkpoint.extras.has_layouts else "no strategy")
     parts = [
         heading("Checkpoint", checkpoint.root),
         tiles(
@@ -294,7 +294,7 @@ def plan_html(plan: Plan) -> str:
         ),
         *([note(f"changed: {changed}")] if changed else []),
         details("What goes where", plan_picture(plan).html(), opened=True),
-        details("Tensors", *_moves(plan), more=f"{stats.tensors:,}"),
+        details("Tensors", *_transfers(plan), more=f"{stats.tensors:,}"),
         section("Target files", ("rank", "file", "bytes", ""), plan.files, file_row, "file"),
         *_dropped_and_missing(plan),
         *warnings_listed(plan.warnings),
@@ -308,17 +308,17 @@ def _dropped_and_missing(subject: Plan | Report) -> list[Markup]:
     ]
 
 
-def _moves(plan: Plan) -> list[Markup]:
-    """Return a table of the moves, and the number of rows that are not shown."""
+def _transfers(plan: Plan) -> list[Markup]:
+    """Return a table of the transfers, and the number of rows that are not shown."""
 
-    def row(move: Move) -> tuple[str, Shape, int, str, str]:
-        recipe = move.recipe
-        dtype = f"{move.dtype}" if move.dtype == move.target_dtype else f"{move.dtype} → {move.target_dtype}"
+    def row(transfer: Transfer) -> tuple[str, Shape, int, str, str]:
+        recipe, dtype, target_dtype = transfer.recipe, transfer.dtype, transfer.target_dtype
+        dtypes = f"{dtype}" if dtype == target_dtype else f"{dtype} → {target_dtype}"
         blocks = f"{len(recipe.sources):,} → {len(recipe.targets):,}"
-        files = len({at.file for copies in move.way.writes for at in copies})
-        return dtype, recipe.shape, prod(recipe.shape) * move.dtype.itemsize, blocks, f"{files:,}"
+        files = len({at.file for copies in transfer.route.writes for at in copies})
+        return dtypes, recipe.shape, prod(recipe.shape) * dtype.itemsize, blocks, f"{files:,}"
 
-    folded = group_names((label.name, row(move)) for move, label in zip(plan.moves, plan.labels, strict=True))
+    folded = group_names((transfer.name, row(transfer)) for transfer in plan.transfers)
     rows = (
         (name, f"{count:,}", dtype, shape_text(shape), bytes_text(nbytes * count), blocks, files)
         for name, (dtype, shape, nbytes, blocks, files), count in folded[:_MOST_ROWS]

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, bytes_text, joined, names, printable
-from reshard.formats.entries import Where
+from reshard.formats.entries import Replica
 from reshard.layout.block import Block
 from reshard.plan.select import all_states
 from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
@@ -202,7 +202,7 @@ def _unassembled(root: str, files: Mapping[int, Sequence[SourceFile]]) -> Checkp
     def tensor(number: int, name: str, entry: Entry) -> Tensor:
         key = number, entry.shape
         if key not in shared:
-            shared[key] = Sharding((Block.whole(entry.shape),), ((Where(number, 0),),))
+            shared[key] = Sharding((Block.whole(entry.shape),), ((Replica(number, 0),),))
         return Tensor(TensorSpec(name, entry.dtype, entry.shape), shared[key], (entry.runs,), text=entry.text)
 
     first = next(iter(files.values()))
@@ -249,7 +249,7 @@ def checkpoint_text(
         raw: write device matrices, tensor maps, and the numbers of blocks and copies in the files.
     """
     more: dict[str, Callable[[Tensor], str]] = {}
-    cut = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
+    cut = checkpoint.strategy is not None or checkpoint.extras.has_layouts
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
         more["layout"] = lambda tensor: cut_words(checkpoint, tensor)
     if raw:
@@ -375,7 +375,7 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             _, dtype, shape = tensor.spec
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
-                layouts = layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else ""
+                layouts = layouts_text(part, [tensor]) if part.strategy or part.extras.has_layouts else ""
                 yield (*row, layouts, *shard_counts(tensor.sharding))
             else:
                 yield (ranks, *row)

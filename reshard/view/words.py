@@ -151,7 +151,7 @@ def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout
     """Return the stages and layouts of a tensor, from the strategy or from metadata."""
     if places := places_of(checkpoint, tensor):
         return [(placed.stage, placed.layout) for placed in places]
-    layout = checkpoint.extras.layouts.get(tensor.spec.name)
+    layout = checkpoint.extras.layout_of(tensor.spec.name)
     return [] if layout is None else [(0, layout)]
 
 
