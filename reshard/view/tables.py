@@ -248,19 +248,19 @@ def checkpoint_text(
         width: the columns of the terminal; None for any number.
         raw: write device matrices, tensor maps, and the numbers of blocks and copies in the files.
     """
-    more: dict[str, Callable[[Tensor], str]] = {}
+    columns: dict[str, Callable[[Tensor], str]] = {}
     cut = checkpoint.strategy is not None or checkpoint.extras.has_layouts
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
-        more["layout"] = lambda tensor: cut_words(checkpoint, tensor)
+        columns["layout"] = lambda tensor: cut_words(checkpoint, tensor)
     if raw:
         if cut:
-            more["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
-        more["shards x replicas"] = lambda tensor: " x ".join(shard_counts(tensor.sharding))
+            columns["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
+        columns["shards x replicas"] = lambda tensor: " x ".join(shard_counts(tensor.sharding))
     lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
     facts, objects = objects_of(checkpoint)
     if facts:
         lines.append(f"Megatron: {printable(', '.join(f'{word} {fact}' for word, fact in facts.items()))}")
-    lines += ["", *_rows(checkpoint, "shape", sort, width, more), ""]
+    lines += ["", *_rows(checkpoint, "shape", sort, width, columns), ""]
     if cut and raw:
         lines += [*LEGEND.splitlines(), ""]
     lines += [*_totals(checkpoint, width), ""]
@@ -319,11 +319,11 @@ def _rows(
     shape: str,
     sort: str | None,
     width: int | None,
-    more: Mapping[str, Callable[[Tensor], str]],
+    columns: Mapping[str, Callable[[Tensor], str]],
 ) -> list[str]:
-    """Return the lines of a table of tensors, folded; `shape` is a title, `more` has columns by title."""
+    """Return the lines of a table of tensors, folded; `shape` is a title, `columns` has columns by title."""
     rows = group_names(
-        (name, (tensor.spec._replace(name=""), (extents_text(tensor), *(text(tensor) for text in more.values()))))
+        (name, (tensor.spec._replace(name=""), (extents_text(tensor), *(text(tensor) for text in columns.values()))))
         for name, tensor in checkpoint.tensors.items()
     )
     if sort is not None:
@@ -333,7 +333,7 @@ def _rows(
         (printable(name), f"{count:,}", spec.dtype.name, extents, bytes_text(spec.nbytes * count), *texts)
         for name, (spec, (extents, *texts)), count in rows
     ]
-    return table_lines(("tensor", "count", "dtype", shape, "bytes", *more), table, width, below=len(more))
+    return table_lines(("tensor", "count", "dtype", shape, "bytes", *columns), table, width, below=len(columns))
 
 
 def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, str]]:
