@@ -321,7 +321,7 @@ def _rows(
     width: int | None,
     columns: Mapping[str, Callable[[Tensor], str]],
 ) -> list[str]:
-    """Return the lines of a table of tensors, folded; `shape` is a title, `columns` has columns by title."""
+    """Return the lines of a table of tensors, folded; `shape` is a title, `columns` has further ones by title."""
     rows = group_names(
         (name, (tensor.spec._replace(name=""), (extents_text(tensor), *(text(tensor) for text in columns.values()))))
         for name, tensor in checkpoint.tensors.items()
