@@ -10,6 +10,7 @@ from reshard.api.choices import selection_of
 from reshard.api.jobs import job
 from reshard.api.plans import run_plan
 from reshard.plan.select import Selection
+from reshard.run.options import RunOptions
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
 
@@ -140,7 +141,5 @@ def convert(
         from reshard.run.session import with_neighbours  # it imports the modules that run a plan
 
         plan = with_neighbours(plan, path, starts_over=overwrite or restart)
-    return run_plan(
-        plan, conversion.directory or path, client=client, scheduler=scheduler, threads=threads,
-        overwrite=overwrite, restart=restart, progress=progress,
-    )  # fmt: skip
+    running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
+    return run_plan(plan, conversion.directory or path, running, progress)

@@ -11,6 +11,7 @@ from reshard.errors import UsageError, names
 from reshard.plan.make import plan as make_plan
 from reshard.plan.planfile import read_plan as read_record
 from reshard.plan.planfile import save as save_record
+from reshard.run.options import RunOptions
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
 from reshard.targets.kinds import RANKS, check_options, file_format, files_of, source_word, word_of
@@ -323,11 +324,11 @@ class Plan:
             reshard.SourceError: a source file changed or cannot be read.
             reshard.UsageError: options that contradict each other.
         """
-        return run_plan(
-            self._record, directory, client=client, scheduler=scheduler, threads=threads, fsync=fsync,
-            drop_cache=drop_cache, overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger,
-            partition=partition, progress=progress,
+        options = RunOptions(
+            client=client, scheduler=scheduler, threads=threads, fsync=fsync, drop_cache=drop_cache,
+            overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
         )  # fmt: skip
+        return run_plan(self._record, directory, options, progress)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a plan file, which `reshard.read_plan` and `reshard run` read.
@@ -352,15 +353,14 @@ class Plan:
 def run_plan(
     plan: Record,
     directory: AnyName,
-    *,
-    progress: Callable[[Progress], None] | bool | None = None,
-    **options: Any,
+    options: RunOptions,
+    progress: Callable[[Progress], None] | bool | None,
 ) -> Report:
-    """Run a plan with the options of `Plan.run`."""
+    """Run a plan, with `progress` as in `Plan.run`."""
     from reshard.run.run import run  # it brings dask
 
     with progress_of(progress) as callback:
-        return run(plan, directory, progress=callback, **options)
+        return run(plan, directory, options, progress=callback)
 
 
 def read_plan(

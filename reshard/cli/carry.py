@@ -61,7 +61,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
     if result in {None, target}:
-        plan = with_neighbours(plan, target, starts_over=running.overwrite or running.restart)
+        plan = with_neighbours(plan, target, starts_over=running.starts_over)
     warnings = [*plan.warnings]
     if plan.source.cipher and not plan.cipher:
         advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
@@ -82,14 +82,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         done = run(
             plan,
             target,
-            client=client,
-            scheduler=running.scheduler,
-            threads=running.threads,
-            fsync=running.fsync,
-            drop_cache=running.drop_cache,
-            overwrite=running.overwrite,
-            restart=running.restart,
-            checksums=None if running.write_manifest is None else True,
+            replace(running, client=client, checksums=None if running.write_manifest is None else True),
             progress=callback,
         )
     wrote()
@@ -170,10 +163,9 @@ def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     from reshard.run.session import older_at
     from reshard.view.text import count_text
 
-    starts_over = running.overwrite or running.restart
-    older = older_at(plan, str(target.real())) if starts_over else {}
-    state = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart, older=older)
-    if starts_over:
+    older = older_at(plan, str(target.real())) if running.starts_over else {}
+    state = preflight(plan, str(target), running, older)
+    if running.starts_over:
         refuse_other_ranks(plan, str(target.real()), older)
     finished = of(state.fates, Do.KEEP)
     key = ", with another key" if plan.cipher else ""

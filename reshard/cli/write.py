@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -234,7 +235,7 @@ def _make_store(
     as_json = running.as_json and running.dry_run
     if quiet and not running.quiet:
         say_warnings(plan.warnings)
-    first = running._replace(write_manifest=None, quiet=quiet, as_json=as_json)
+    first = replace(running, write_manifest=None, quiet=quiet, as_json=as_json)
     carry_out(plan, store, first)
     return not running.dry_run
 

@@ -21,6 +21,7 @@ from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.plan.select import all_states
 from reshard.readers.open import open as open_source
 from reshard.readers.open import read_headers
+from reshard.run.options import RunOptions
 from reshard.run.run import run
 from reshard.source.replicas import is_deduplicated
 from reshard.storage.places import as_place
@@ -322,7 +323,7 @@ def carry_out(
     paths = [as_place(strategy) for strategy in strategies if isinstance(strategy, str | os.PathLike)]
     files = [file for path in paths for file in (strategy_files(path) if path.is_dir() else [path])]
     refuse_inputs([target / file.path for file in planned.files], files, "one of the strategy files")
-    run(planned, target, threads=threads, overwrite=True, ledger=False)
+    run(planned, target, RunOptions(threads=threads, overwrite=True, ledger=False))
 
 
 def _check_complete(planned: Plan, after: Strategy | None, rank: int | None) -> None:
