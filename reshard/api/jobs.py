@@ -127,7 +127,7 @@ def job(
     plan = _planned(checkpoint, options, to, name, selection, threads)
     directory = target.parent if name and target is not None else target
     notes = [f"format: {to}, {reason}"] if reason else []
-    if to == "hf" and any(".linear_qkv." in label.name or ".linear_fc1." in label.name for label in plan.labels):
+    if to == "hf" and any(".linear_qkv." in each.name or ".linear_fc1." in each.name for each in plan.transfers):
         notes.append(Text("names are those of Megatron-Core; for Hugging Face's add ", Option("rules")))
     return Job(plan, directory, target, tuple(notes))
 

@@ -242,9 +242,9 @@ class Plan:
         """
         from reshard.view.html import picture
 
-        labels = self._record.labels
-        if name is not None and not any(name in label for label in labels):
-            alike = get_close_matches(name, (label.name for label in labels), n=3)
+        transfers = self._record.transfers
+        if name is not None and not any(name in (each.name, each.source_name) for each in transfers):
+            alike = get_close_matches(name, (each.name for each in transfers), n=3)
             raise UsageError(
                 f"the plan moves no tensor {name!r}", code="no-match",
                 hint=f"did you mean {names(alike)}?" if alike else "",

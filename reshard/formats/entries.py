@@ -40,15 +40,25 @@ class Extent(NamedTuple):
         return bool(self.strides) or not self.runs
 
 
-class Where(NamedTuple):
-    """An extent with the number of its runs in place of the runs.
+class Replica(NamedTuple):
+    """A stored copy of a block, with the number of its byte ranges in a table of the tensor.
 
-    Tensors in the same files differ in their runs only, so they can share such extents.
+    Tensors in the same files differ in their byte ranges only, so they can share replicas: a million of them, for 2,000
+    tensors on 512 ranks, would take 150 MB with their byte ranges. `extent` returns the location.
+
+    Attributes:
+        file: the number of the file.
+        number: the number of its byte ranges in the table.
+        strides: as in an `Extent`.
     """
 
     file: int
-    runs: int
+    number: int
     strides: Shape = ()
+
+    def extent(self, table: Sequence[Runs]) -> Extent:
+        """Return the location, given the byte ranges of the tensor."""
+        return Extent(self.file, table[self.number], self.strides)
 
 
 def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:

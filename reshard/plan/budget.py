@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.targets.destination import Destination, Item
+    from reshard.targets.destination import Destination, TargetTensor
 
 BAND_BYTES = 4 << 20
 """Maximum bytes of a tensor that a thread reads at once; the fastest of 1 to 16 MB, as measured."""
@@ -147,7 +147,9 @@ def band_buffers(*, casts: bool, strided: bool) -> int:
     return 2 + casts + (AHEAD if strided else 0)
 
 
-def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, extra: Sequence[Share]) -> tuple[Share, ...]:
+def _fixed_shares(
+    source: Checkpoint, items: Sequence[TargetTensor], ranks: int, extra: Sequence[Share]
+) -> tuple[Share, ...]:
     """Return the memory of the program, the source's indexes and the plan.
 
     Args:
@@ -169,7 +171,7 @@ def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, extra: 
 
 def budget(
     source: Checkpoint,
-    items: Sequence[Item],
+    items: Sequence[TargetTensor],
     destination: Destination,
     *,
     memory: int | None = None,
@@ -256,5 +258,5 @@ def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     return TENSOR_BYTES * len(tensors) + entry * sum(indexes.values()) + CHUNK_BYTES * chunks + places
 
 
-def _casts(items: Sequence[Item]) -> bool:
+def _casts(items: Sequence[TargetTensor]) -> bool:
     return any(item.dtype is not item.tensor.spec.dtype for item in items)

@@ -26,7 +26,7 @@ from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.destination import Item
+from reshard.targets.destination import TargetTensor
 from reshard.targets.kinds import OF_FORMATS, destination_of
 from reshard.targets.pattern import Pattern
 from reshard.targets.same_files import SameFiles
@@ -134,7 +134,7 @@ def plan(
             source, {old: target.shape_of(new) for old, new in selected.kept if new in target.tensors}
         )
     tensors = source.tensors
-    items = [Item(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
+    items = [TargetTensor(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
     dtypes = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.extras.bound}
     unused_casts = [
@@ -180,7 +180,7 @@ def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Pl
     # A link changes the change time of its file, which then does not show whether the file was modified.
     lasting = replace(source, files=tuple(replace(file, change=(0, 0)) for file in source.files))
     return Plan(
-        lasting, files, (), (), (), stats, destination.format, destination.ranks, 0, 1,
+        lasting, files, (), (), stats, destination.format, destination.ranks, 0, 1,
         dropped=destination.dropped, left_out=left_out, warnings=(*source.warnings, *destination.warnings()),
         memory=memory, request=request,
     )  # fmt: skip
@@ -331,13 +331,13 @@ def plan_files(
         SourceError: entries cannot be converted, and no selection drops them.
         UsageError: two tensors of a file would have one name, or a dtype does not exist in the format.
     """
-    items: list[list[Item]] = []
+    items: list[list[TargetTensor]] = []
     dropped: dict[str, None] = {}
     for number, (file, selection) in enumerate(zip(source.files, selections, strict=True)):
         tensors = assemble_whole(file.path, source.files, source.ranks, [number])
         checkpoint = Checkpoint(file.path, tensors, (file,), (0,), unreadable=dict(file.index.unreadable))
         selected = select(checkpoint, None, selection)
-        items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
+        items.append([TargetTensor(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
         dropped.update(dict.fromkeys(selected.dropped))
     destination = SameFiles(source, items, paths, by_name(format), _encrypting(target_cipher, format))
     all_items = [item for file_items in items for item in file_items]

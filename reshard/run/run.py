@@ -193,7 +193,7 @@ def run(
     finally:
         session.close()
         # Evict bytes that were read ahead and not used; on a cluster, tasks evict the source files themselves.
-        drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
+        drop_sources(plan, plan.transfers if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
     report = report_of(plan, root, receipts, time.perf_counter() - began)

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
-from reshard.formats.entries import Extent, Where
+from reshard.formats.entries import Extent, Replica
 from reshard.layout.axes import factors
 from reshard.storage.base import Status
 from reshard.storage.cipher import Cipher
@@ -96,7 +96,7 @@ class Sharding:
     """
 
     blocks: tuple[Block, ...]
-    replicas: tuple[tuple[Where, ...], ...]
+    replicas: tuple[tuple[Replica, ...], ...]
 
     @property
     def is_strided(self) -> bool:
@@ -110,8 +110,8 @@ class Tensor(NamedTuple):
     Attributes:
         spec: name, dtype and whole shape.
         sharding: its blocks, and the files of each.
-        runs: the byte ranges of its blocks in the files; `Where.runs` is an index into this. Files with equal headers
-            share one.
+        runs: the byte ranges of its blocks in the files; `Replica.number` is an index into this. Files with equal
+            headers share one.
         listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
         varies: its copies were found to differ between ranks (only for tensors that no strategy names).
         text: the value of a `str` entry; else None.
@@ -138,7 +138,7 @@ class Tensor(NamedTuple):
         for block, extents in shards:
             blocks.append(block)
             replicas.append(
-                tuple(Where(at.file, numbers.setdefault(at.runs, len(numbers)), at.strides) for at in extents)
+                tuple(Replica(at.file, numbers.setdefault(at.runs, len(numbers)), at.strides) for at in extents)
             )
         return cls(spec, Sharding(tuple(blocks), tuple(replicas)), tuple(numbers), listed, varies, text)
 
@@ -146,7 +146,7 @@ class Tensor(NamedTuple):
     def shards(self) -> tuple[Shard, ...]:
         """Return the blocks and their extents; built on demand to save memory."""
         return tuple(
-            Shard(block, tuple(Extent(at.file, self.runs[at.runs], at.strides) for at in replicas))
+            Shard(block, tuple(replica.extent(self.runs) for replica in replicas))
             for block, replicas in zip(self.sharding.blocks, self.sharding.replicas, strict=True)
         )
 

@@ -47,10 +47,9 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Stored
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
-    from reshard.plan.build import Routed
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Arrangement, Item
+    from reshard.targets.destination import Arrangement, Assigned, TargetTensor
 
 PREFIX = "checkpoint"
 """Default prefix of file names, as in mindformers' dynamic-graph mode."""
@@ -183,7 +182,12 @@ class Checkpoint2Target(Ranks):
     format = safetensors.NAME
 
     def __init__(
-        self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults
+        self,
+        source: Checkpoint,
+        request: Request,
+        items: Sequence[TargetTensor],
+        objects: Mapping[str, str],
+        faults: Faults,
     ) -> None:
         self._layout, self._arrangement = request.files, request.target
         self._full = None if request.target is None else _FullArrangement(request.target, items)
@@ -209,9 +213,9 @@ class Checkpoint2Target(Ranks):
             raise UsageError("a Checkpoint 2.0 has all ranks", code="needs-all-ranks", hint="leave ranks and stage out")
         return replace(request, files=request.files.of(source))
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata and the tracker file."""
-        tensor_files = super().files(routed, texts)
+        tensor_files = super().files(assigned, texts)
         first, directory = self.ranks[0], self._layout.directory
         contents = [(COMMON, (self._layout.common or "").encode())]
         if self._full is not None:
@@ -294,7 +298,7 @@ class _FullArrangement:
     A tensor that the strategy does not name is whole on every rank. Copies that differ by rank are not named.
     """
 
-    def __init__(self, arrangement: Arrangement, items: Iterable[Item]) -> None:
+    def __init__(self, arrangement: Arrangement, items: Iterable[TargetTensor]) -> None:
         self._arrangement = arrangement
         self.ranks, self.devices = arrangement.ranks, arrangement.devices
         is_strategy = not isinstance(arrangement, Pattern)  # a training loads only the tensors that its pattern lists
@@ -433,6 +437,6 @@ def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:
     at = tensor.sharding.replicas[0][0]
     content = bytearray(tensor.spec.dtype.itemsize)
     path = source.files[at.file].path
-    store_of(source.coding).read(wants(path, tensor.runs[at.runs], 0, memoryview(content)))
+    store_of(source.coding).read(wants(path, tensor.runs[at.number], 0, memoryview(content)))
     value = np.frombuffer(content, tensor.spec.dtype.numpy())[0].item()
     return value if type(value) in types and 0 <= value < inf else None

@@ -529,7 +529,7 @@ def _against_source(sides: Sides, options: _How) -> Verification:
         tuple(sorted(set(target.ranks))),
         len(target.files),
         len({check.name for check in all_checks}),
-        sum(len(copies) for check in all_checks for copies in check.move.way.writes),
+        sum(len(copies) for check in all_checks for copies in check.transfer.route.writes),
         compared.nbytes + ties.nbytes,
         compared.total_bytes + ties.total_bytes,
         tuple(differences),

@@ -224,7 +224,7 @@ def test_any_pair_of_strategies(tmp_path_factory: pytest.TempPathFactory, model:
     again = reshard.read_plan(folder / "plan.json")
     assert plan_digest(again._record) == plan_digest(plan._record)
     assert repr(again._record.files) == repr(plan._record.files)
-    assert repr(again._record.moves) == repr(plan._record.moves)
+    assert repr(again._record.transfers) == repr(plan._record.transfers)
     shutil.rmtree(folder)
 
 

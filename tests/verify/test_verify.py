@@ -70,7 +70,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
                 tmp_path / source, after, against=case / f"src_{other}", source_strategy=before, selection=every
             )
             assert not found.differences
-            assert found.tensors + len(plan._record.texts) == len({label.name for label in plan._record.labels})
+            assert found.tensors + len(plan._record.texts) == len({each.name for each in plan._record.transfers})
             assert set(found.dropped) == set(plan.dropped)
 
 

@@ -190,7 +190,7 @@ def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str
         for name, tensor in source.tensors.items()
         for replicas in tensor.sharding.replicas
         for at in replicas
-        for begin, nbytes in tensor.runs[at.runs]
+        for begin, nbytes in tensor.runs[at.number]
     )
     for file, begin, nbytes, name in sorted(extent for extent in extents if extent[2]):
         if (file, begin) < reached:

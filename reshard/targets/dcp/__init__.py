@@ -27,7 +27,7 @@ from reshard.layout.replicas import by_size
 from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.targets.dcp.metadata import Listed, Part, metadata
-from reshard.targets.destination import Destination, TargetFile, Wanted, literal
+from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
 from reshard.targets.ranks import fitted
 from reshard.targets.torch_save import Saved, saved_tensor, saved_text, torch_dtype
 
@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from reshard.errors import Faults
     from reshard.layout.block import Shape
     from reshard.plan.budget import Share
-    from reshard.plan.build import Routed
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Item
+    from reshard.targets.destination import Assigned, TargetTensor
 
 _ITEM_BYTES = 2050  # resident memory of a block in a file's layout and in the metadata, as measured
 
@@ -63,7 +62,12 @@ class DCPTarget(Destination):
     carries = True
 
     def __init__(
-        self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults
+        self,
+        source: Checkpoint,
+        request: Request,
+        items: Sequence[TargetTensor],
+        objects: Mapping[str, str],
+        faults: Faults,
     ) -> None:
         target, files = request.target, request.files
         self.ranks = (0,) if target is None else tuple(target.ranks)
@@ -84,7 +88,7 @@ class DCPTarget(Destination):
         self._files = {
             name: tuple(numbers[file] for file in tensor_files) for name, tensor_files in files_of_blocks.items()
         }
-        self._wanted: dict[tuple[Grid, tuple[int, ...]], Wanted] = {}
+        self._wanted: dict[tuple[Grid, tuple[int, ...]], TargetBlocks] = {}
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
         self.carried = self._carried.names
         self._sidecar_files, self._is_made = self._carried.beside, False
@@ -107,7 +111,7 @@ class DCPTarget(Destination):
             )  # fmt: skip
         return request
 
-    def wanted(self, item: Item) -> Wanted | None:
+    def blocks_of(self, item: TargetTensor) -> TargetBlocks | None:
         """Return the blocks, each with its single file; None if the layout does not fit."""
         grid = self._grids.get(item.name)
         if grid is None:
@@ -115,10 +119,10 @@ class DCPTarget(Destination):
         key = (grid, self._files[item.name])
         if key not in self._wanted:
             blocks = tuple(block for block, _ in _stored_blocks(grid))
-            self._wanted[key] = Wanted(blocks, tuple((file,) for file in key[1]))
+            self._wanted[key] = TargetBlocks(blocks, tuple((file,) for file in key[1]))
         return self._wanted[key]
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata that list the items."""
         files = [_File() for _ in self._data_files]
         parts: dict[str, list[Part]] = {}
@@ -129,9 +133,9 @@ class DCPTarget(Destination):
         for name, content_bytes in self._carried.objects.items():
             begin, nbytes = files[0].add(None, Saved(len(content_bytes), ((0, content_bytes),)))
             parts[name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
-        for item, route in routed:
+        for item, target in assigned:
             parts[item.name] = []
-            for block, (number,) in zip(route.wanted.blocks, route.wanted.files, strict=True):
+            for block, (number,) in zip(target.blocks, target.files, strict=True):
                 shape = block.shape
                 begin, nbytes = files[number].add(
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)

@@ -183,7 +183,7 @@ class _Links:
         """Sort the items of a tensor: items with bytes first, then empty items."""
         tensor, begins = self._source.tensors[name], dict[str, list[int]]()
         for at in chain.from_iterable(tensor.sharding.replicas):
-            runs = (begin for begin, nbytes in tensor.runs[at.runs] if nbytes)
+            runs = (begin for begin, nbytes in tensor.runs[at.number] if nbytes)
             begins.setdefault(self._source.files[at.file].path, []).extend(runs)
         sorted_begins = {path: sorted(file_begins) for path, file_begins in begins.items()}
 
