@@ -49,16 +49,19 @@ FORMATS = ("ckpt", "safetensors")
 
 _RANK_IN_PATH = re.compile(r"rank_?(\d{1,9})(?!\d)", re.IGNORECASE)
 
-WORDS: Words = {
-    **PYTHON,
-    "iteration": ("iteration to reshard.open", "iteration={} to reshard.open"),
-    "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
-    "layout": ("layout={{{!r}: {!r}}} to reshard.open",),
-    "partial": ("partial=True to reshard.open",),
-    "rank_pattern": ("rank_pattern to reshard.open",),
-    "strategy": ("src_strategy_file",),
-    "suffix": ("file_suffix",),
-}
+WORDS = Words(
+    PYTHON.rule,
+    {
+        **PYTHON.exceptions,
+        "iteration": ("iteration to reshard.open", "iteration={} to reshard.open"),
+        "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
+        "layout": ("layout={{{!r}: {!r}}} to reshard.open",),
+        "partial": ("partial=True to reshard.open",),
+        "rank_pattern": ("rank_pattern to reshard.open",),
+        "strategy": ("src_strategy_file",),
+        "suffix": ("file_suffix",),
+    },
+)
 """How messages spell options for callers of MindSpore's functions; other options are spelled as in Python."""
 
 
