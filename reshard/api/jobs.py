@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from reshard.api.asked import TargetOptions
+    from reshard.layout.arrangement import Arrangement
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName, Place
-    from reshard.targets.pattern import Pattern
 
 Verb = Literal["convert", "transform", "unify"]
 """The command, which sets the default format: the source's; rank files; a MindSpore set."""
@@ -416,7 +416,7 @@ def _planned(
     """Plan the conversion of an opened checkpoint."""
     if options.link:
         return make_plan(checkpoint, files=LinkedDCP(), selection=selection)
-    layout: Strategy | Pattern | None
+    layout: Strategy | Arrangement | None
     if options.layouts_of is not None:
         layout = read_layouts(options.layouts_of)
     else:

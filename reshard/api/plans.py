@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from reshard.api.checkpoints import Checkpoint
     from reshard.api.choices import Globs
+    from reshard.layout.arrangement import Arrangement
     from reshard.plan.plan import Plan as Record
     from reshard.plan.plan import Stats
     from reshard.plan.select import Selection
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.targets.kinds import AnyFiles
-    from reshard.targets.pattern import Pattern
     from reshard.view.arrays import RankArrays
     from reshard.view.svg import Picture
 
 
 def plan(
     source: Checkpoint,
-    target: Strategy | Pattern | AnyName | None = None,
+    target: Strategy | Arrangement | AnyName | None = None,
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
     prefix: str | None = None,

@@ -251,7 +251,7 @@ def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     """Return the memory of a checkpoint's tensors and of the indexes of all its files."""
     indexes = {file.index.header: len(file.index.entries) for file in checkpoint.files}
     chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
-    shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.holders else []
+    shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.arrangement is not None else []
     sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(shardings)}
     places = PLACE_BYTES * sum(sizes[sharding] for sharding in shardings)
     entry = ENTRY_BYTES + (DCP_ITEM_BYTES if checkpoint.format == DCP_ITEMS else 0)

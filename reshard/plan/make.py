@@ -12,6 +12,7 @@ from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
 from reshard.formats.zarr_files import is_store
+from reshard.layout.arrangement import Arrangement
 from reshard.plan.budget import IMPORTED_BYTES, budget
 from reshard.plan.build import build
 from reshard.plan.plan import Plan, Request, Stats
@@ -28,7 +29,6 @@ from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.destination import TargetTensor
 from reshard.targets.kinds import OF_FORMATS, destination_of
-from reshard.targets.pattern import Pattern
 from reshard.targets.same_files import SameFiles
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def plan(
     source: Checkpoint,
-    target: Strategy | Pattern | None = None,
+    target: Strategy | Arrangement | None = None,
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
     prefix: str = "checkpoint_",
@@ -129,9 +129,9 @@ def plan(
     source = source if destination_class.carries else source.unbound()
     selected = select(source, strategy, selection, carries=destination_class.carries)
     restacked: tuple[str, ...] = ()
-    if isinstance(target, Pattern):
+    if isinstance(target, Arrangement):
         source, restacked = with_shapes(
-            source, {old: target.shape_of(new) for old, new in selected.kept if new in target.tensors}
+            source, {old: target.shape_of(new) or () for old, new in selected.kept if new in target.tensors}
         )
     tensors = source.tensors
     items = [TargetTensor(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
@@ -140,7 +140,11 @@ def plan(
     unused_casts = [
         f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in dtypes
     ]
-    destination = destination_class(source, replace(request, ranks=stage_ranks), items, dict(selected.objects), faults)
+    shapes = {item.name: item.tensor.spec.shape for item in items if item.tensor.text is None}
+    arrangement = strategy.arrangement(shapes, faults) if isinstance(strategy, Strategy) else strategy
+    destination = destination_class(
+        source, replace(request, ranks=stage_ranks), items, arrangement, dict(selected.objects), faults
+    )
     limits = budget(source, items, destination, memory=memory, threads=threads)
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
@@ -167,7 +171,7 @@ def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
 def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Plan:
     """Plan a target whose files are links to the source's files."""
     renamed, left_out = select_listed(source, request.selection)
-    destination = kind(source, request, (), renamed, Faults(source.root))
+    destination = kind(source, request, (), None, renamed, Faults(source.root))
     files = destination.files((), ())
     memory = (("program", IMPORTED_BYTES), *destination.memory)
     stats = Stats(
@@ -195,8 +199,8 @@ def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | 
 
 
 def _restrict_to_stage(
-    target: Strategy | Pattern | None, stage: int | None, ranks: Iterable[int] | None
-) -> tuple[Strategy | Pattern | None, tuple[int, ...] | None]:
+    target: Strategy | Arrangement | None, stage: int | None, ranks: Iterable[int] | None
+) -> tuple[Strategy | Arrangement | None, tuple[int, ...] | None]:
     """Restrict a target's strategy and ranks to `stage`, if it is given.
 
     Raises:
@@ -283,7 +287,7 @@ def plan_convert(
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind is None and self_described(path):
         opened = open_checkpoint(path, cipher=cipher)
-        if opened.extras.holders:
+        if opened.extras.arrangement is not None:
             dropped = globs(drop)
             target = strategy_of(opened, drop=dropped)
             return plan(opened, target, format=format, drop=dropped, threads=threads, target_cipher=target_cipher)

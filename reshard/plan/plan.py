@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, FileLayout, Replica, Runs
+    from reshard.layout.arrangement import Arrangement
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
     from reshard.plan.select import Selection
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
-    from reshard.targets.pattern import Pattern
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +176,7 @@ class Stats(NamedTuple):
 class Request:
     """The options of a plan, which is made from them and its source. See `make`."""
 
-    target: Strategy | Pattern | None
+    target: Strategy | Arrangement | None
     format: str
     files: Any  # of `targets.kinds`
     ranks: tuple[int, ...] | None

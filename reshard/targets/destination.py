@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.errors import Faults
     from reshard.formats.entries import Replica
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Block, Shape
-    from reshard.layout.layout import Grid
-    from reshard.layout.mesh import Mesh
     from reshard.plan.budget import Share
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
@@ -89,31 +88,6 @@ class TargetFile(NamedTuple):
     done: bool = False
 
 
-class Arrangement(Protocol):
-    """The assignment of blocks of tensors to target ranks, such as a `Strategy`."""
-
-    @property
-    def tensors(self) -> Mapping[str, object]:
-        """Tensors by name."""
-
-    @property
-    def ranks(self) -> range:
-        """Ranks of the target."""
-
-    @property
-    def devices(self) -> int:
-        """Number of ranks of a stage, which together store a block once if requested."""
-
-    def grid(self, name: str, shape: Shape) -> Grid:
-        """Return a tensor's blocks and their ranks; raise `LayoutError` if they do not fit."""
-
-    def shape_of(self, name: str) -> Shape | None:
-        """Return the expected whole shape of a tensor, or None if it is not known."""
-
-    def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        """Return the mesh of a tensor in each stage; empty if it is whole on its ranks."""
-
-
 class Destination(Protocol):
     """A way to lay out the files of a target.
 
@@ -146,6 +120,7 @@ class Destination(Protocol):
         source: Checkpoint,
         request: Request,
         items: Sequence[TargetTensor],
+        arrangement: Arrangement | None,
         objects: Mapping[str, str],
         faults: Faults,
         /,
@@ -156,6 +131,7 @@ class Destination(Protocol):
             source: the checkpoint that is read.
             request: the resolved options.
             items: the planned tensors.
+            arrangement: the layouts and ranks of planned tensors; None for whole tensors.
             objects: old names to new names of carried objects, if it can carry objects.
             faults: collects the faults found.
         """

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     from reshard.errors import Faults
     from reshard.formats.entries import Replica
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Arrangement, Assigned, TargetTensor
+    from reshard.targets.destination import Assigned, TargetTensor
 
 
 class Ranks(Destination):
@@ -37,13 +38,14 @@ class Ranks(Destination):
         source: Checkpoint,
         request: Request,
         items: Sequence[TargetTensor],
+        arrangement: Arrangement | None,
         _objects: Mapping[str, str],
         faults: Faults,
     ) -> None:
         written = by_name(request.format)
         self.format, self.cipher = written.NAME, request.cipher
-        self.ranks = _wanted_ranks(request.target, request.ranks)
-        self._source, self._target, self._items = source, request.target, items
+        self.ranks = _wanted_ranks(arrangement, request.ranks)
+        self._source, self._target, self._items = source, arrangement, items
         self._faults = faults
         self._lay_out = written.lay_out
         stored = [self._stored(item) for item in items]
@@ -58,10 +60,10 @@ class Ranks(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if its target is a pattern."""
+        """Return the request; raise `UsageError` if its target is no strategy."""
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
-                "the target is a pattern of a Checkpoint 2.0, not a Strategy", code="wrong-type",
+                "the target is the layout of a Checkpoint 2.0, not a Strategy", code="wrong-type",
                 hint="give files=reshard.Checkpoint2(), or a Strategy",
             )  # fmt: skip
         return request

@@ -411,7 +411,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
     several = [
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
     ]
-    if several and target.extras.described_by and (nbytes or not target.extras.holders):
+    if several and target.extras.described_by and (nbytes or target.extras.arrangement is None):
         from reshard.verify.compare.replicas import compare_replicas  # lazy import: needs numpy
 
         compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)

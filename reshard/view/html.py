@@ -68,7 +68,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ranks = sorted(set(checkpoint.ranks))
     formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
     strategy = checkpoint.strategy
-    own = "layouts of its own" if checkpoint.extras.layouts else "no strategy"
+    own = "layouts of its own" if checkpoint.extras.has_layouts else "no strategy"
     left_out = len(checkpoint.left_out)
     parts = [
         heading("Checkpoint", checkpoint.root),

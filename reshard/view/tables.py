@@ -263,7 +263,7 @@ def checkpoint_text(
     """
     known: dict[Sharding, str] = {}
     more: dict[str, Callable[[Tensor], str]] = {}
-    cut = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
+    cut = checkpoint.strategy is not None or checkpoint.extras.has_layouts
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
         more["layout"] = lambda tensor: cut_words(checkpoint, tensor, known)
     if raw:
@@ -444,7 +444,7 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
                 blocks, _, replicas = shards_text(tensor, known).partition(" x ")
                 yield (
                     *row,
-                    layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else "",
+                    layouts_text(part, [tensor]) if part.strategy or part.extras.has_layouts else "",
                     blocks,
                     replicas,
                 )

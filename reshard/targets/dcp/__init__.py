@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.errors import Faults
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.plan.budget import Share
     from reshard.plan.plan import Request
@@ -66,10 +67,11 @@ class DCPTarget(Destination):
         source: Checkpoint,
         request: Request,
         items: Sequence[TargetTensor],
+        arrangement: Arrangement | None,
         objects: Mapping[str, str],
         faults: Faults,
     ) -> None:
-        target, files = request.target, request.files
+        target, files = arrangement, request.files
         self.ranks = (0,) if target is None else tuple(target.ranks)
         self._items, self._step = items, files.step
         self._directory = "" if files.step is None else f"iter_{files.step:07d}/"  # as in Megatron-LM

@@ -65,8 +65,9 @@ class Relinked(Destination):
     links = True
 
     def __init__(
-        self, source: Checkpoint, request: Request, _items: object, objects: Mapping[str, str], faults: Faults
-    ) -> None:
+        self, source: Checkpoint, request: Request, _items: object, _arrangement: object, objects: Mapping[str, str],
+        faults: Faults,
+    ) -> None:  # fmt: skip
         """Find the files to link, and make the metadata.
 
         `objects` maps old names of tensors and objects to new names.
