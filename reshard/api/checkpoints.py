@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.plan.select import Selection
-    from reshard.run.run import Progress, Report
+    from reshard.run.options import Progress
+    from reshard.run.run import Report
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.source.checkpoint import Tensor
     from reshard.storage.cipher import Cipher

@@ -18,7 +18,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.run.run import Progress
+    from reshard.run.options import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 

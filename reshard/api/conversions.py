@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from reshard.api.choices import Globs
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Progress, Report
+    from reshard.run.options import Progress
+    from reshard.run.run import Report
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.graph import Graph
-    from reshard.run.run import Progress, Report
+    from reshard.run.options import Progress
+    from reshard.run.run import Report
     from reshard.source.checkpoint import Checkpoint as SourceRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName

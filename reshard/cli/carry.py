@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import click
 
 from reshard.cli.commands import KEY_FILES, refuse_to_write
-from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
+from reshard.cli.terminal import (
+    OWN_PROCESS,
+    called_as,
+    cluster_client,
+    print_json,
+    print_text,
+    say,
+    say_warnings,
+    wrote,
+)
 from reshard.errors import ReshardError, SourceError, UsageError, names
 from reshard.readers.open import files_read, made_at
 from reshard.storage.small import refuse_existing, refuse_inputs
@@ -52,9 +61,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: the target that the user named, if it is a file in the target directory.
     """
     from reshard.plan.partition import partitioned
-    from reshard.run.run import run
     from reshard.run.session import with_neighbours
-    from reshard.view.data import report_data
     from reshard.view.text import report_text
 
     check_manifest_place(running.write_manifest, overwrite=running.overwrite)
@@ -75,16 +82,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
             say_warnings(messages)
         print_plan(plan, str(target), as_json=running.as_json, verbose=running.verbose)
         return
-    with (
-        cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
-        progress(quiet=running.quiet) as callback,
-    ):
-        done = run(
-            plan,
-            target,
-            replace(running, client=client, checksums=None if running.write_manifest is None else True),
-            progress=callback,
-        )
+    done = _run(plan, target, running)
     wrote()
     if done.touched and not running.quiet:
         say_warnings([_touched(done.touched, "kept")])
@@ -103,6 +101,8 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
     verify = _command("verify", location, *(against if is_same else keys)) if is_known or is_same else None
     if running.as_json:
+        from reshard.view.data import report_data
+
         print_json(report_data(plan, str(target), done, verify, check))
         return
     look = None
@@ -113,6 +113,22 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         say(f"to look at it: {look}")
     if running.verbose and verify and check:
         say(f"to check it against the manifest: {check}")
+
+
+def _run(plan: Plan, target: Place, running: Running) -> Report:
+    """Run a plan, with a progress bar."""
+    from reshard.run.executor import import_dask
+
+    if running.cluster is None and click.get_current_context().obj is OWN_PROCESS:
+        import_dask()
+    from reshard.run.run import run
+
+    checksums = None if running.write_manifest is None else True
+    with (
+        cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
+        progress(quiet=running.quiet) as callback,
+    ):
+        return run(plan, target, replace(running, client=client, checksums=checksums), progress=callback)
 
 
 def _is_known(plan: Plan, location: Place) -> bool:
@@ -147,12 +163,13 @@ def key_typed(option: str, name: str) -> tuple[object, ...]:
 
 def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
     """Print a plan."""
-    from reshard.view.data import report_data
-    from reshard.view.text import plan_text
-
     if as_json:
+        from reshard.view.data import report_data
+
         print_json(report_data(plan, directory))
     else:
+        from reshard.view.text import plan_text
+
         print_text(plan_text(plan, directory, verbose=verbose, then=then))
 
 

@@ -20,7 +20,7 @@ from reshard.api.asked import OPENING
 from reshard.cli.commands import Border, option
 from reshard.cli.options import json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
-from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
+from reshard.cli.terminal import OWN_PROCESS, called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
 from reshard.readers.open import open as open_checkpoint
@@ -255,5 +255,5 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    cli.main(args=None if arguments is None else list(arguments), prog_name="reshard")
+    cli.main(args=None if arguments is None else list(arguments), prog_name="reshard", obj=OWN_PROCESS)
     raise AssertionError("unreachable: click exits")

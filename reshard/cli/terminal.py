@@ -64,6 +64,8 @@ OPTIONS = Words(
 )
 """How the command line writes the options that texts refer to."""
 
+OWN_PROCESS = "reshard.own"
+"""The `obj` of click's context if the process runs the command alone."""
 DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
 JSON, ANSWERED = "reshard.json", "reshard.answered"

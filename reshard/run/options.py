@@ -1,9 +1,9 @@
-"""The options of a run. It imports little, since the help of the command line needs it."""
+"""The options of a run, and its progress. It imports little, since the help of the command line needs it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError
 
@@ -51,3 +51,19 @@ class RunOptions:
     def starts_over(self) -> bool:
         """Whether files of earlier runs are replaced, and the others of them removed."""
         return self.overwrite or self.restart
+
+
+class Progress(NamedTuple):
+    """The progress of a run.
+
+    Attributes:
+        written: bytes of contents written so far, by this run or an earlier one.
+        total: bytes of contents to be written in total.
+        seconds: seconds since this run began.
+        resumed: bytes in `written` from an earlier run; do not count them in the speed of this run.
+    """
+
+    written: int
+    total: int
+    seconds: float
+    resumed: int = 0

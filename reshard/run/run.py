@@ -19,6 +19,7 @@ from reshard.run.beside import refuse_other_ranks
 from reshard.run.executor import check_workers, work_by, work_here, work_on
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
+from reshard.run.options import Progress
 from reshard.run.preflight import check_target
 from reshard.run.session import Session, older_at
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
@@ -35,22 +36,6 @@ if TYPE_CHECKING:
     from reshard.run.options import RunOptions
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
-
-
-class Progress(NamedTuple):
-    """The progress of a run.
-
-    Attributes:
-        written: bytes of contents written so far, by this run or an earlier one.
-        total: bytes of contents to be written in total.
-        seconds: seconds since this run began.
-        resumed: bytes in `written` from an earlier run; do not count them in the speed of this run.
-    """
-
-    written: int
-    total: int
-    seconds: float
-    resumed: int = 0
 
 
 class Report(NamedTuple):
