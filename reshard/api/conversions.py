@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.api.asked import OPENING, TargetOptions
+from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import selection_of
 from reshard.api.jobs import job
@@ -134,8 +134,7 @@ def convert(
     path = as_place(target)
     conversion = job(
         record_of(source) if isinstance(source, Checkpoint) else as_place(source),
-        source_strategy, path, options, selection or Selection(), {**OPENING, "cipher": cipher},
-        threads=threads,
+        path, OpenOptions(strategy=source_strategy, cipher=cipher), options, selection or Selection(), threads=threads,
     )  # fmt: skip
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:

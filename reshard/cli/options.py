@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from reshard.api.asked import OPENING, TargetOptions
+from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.cli.commands import GroupedOption, option, record
 from reshard.cli.terminal import JSON
 from reshard.cli.values import (
@@ -175,7 +175,7 @@ class _Opening(NamedTuple):
 
 
 def opening_flag(name: str, side: str = "") -> str:
-    """Return the flag of a parameter of `OPENING`.
+    """Return the flag of a field of `OpenOptions`.
 
     >>> opening_flag("layouts"), opening_flag("rank_pattern", "target-")
     ('--layout', '--target-rank-pattern')
@@ -190,7 +190,7 @@ def _opening(name: str, **attrs: Any) -> _Opening:
 
 
 _RANK_PATTERN = _opening(
-    "rank_pattern", metavar="PATTERN", default=OPENING["rank_pattern"], show_default=True,
+    "rank_pattern", metavar="PATTERN", default=OpenOptions().rank_pattern, show_default=True,
     help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
 )  # fmt: skip
 _SUFFIX = _opening(
@@ -228,22 +228,18 @@ target_strategy_option = _target(
 )  # fmt: skip
 
 
-def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of opening the source."""
-    for add in (key_option, *(opening.source for opening in reversed(_OPENING)), source_strategy_option):
-        command = add(command)
-    return command
+def _opening_of(**values: Any) -> OpenOptions:
+    return OpenOptions(**{name.removeprefix("source_").removeprefix("target_"): values[name] for name in values})
 
 
-def _target_reading(**values: Any) -> dict[str, Any]:
-    return {name.removeprefix("target_"): value for name, value in values.items()}
-
-
-def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of opening a target, and pass them as `target_reading`."""
-    reading = record("target_reading", _target_reading, *(opening.target for opening in _OPENING))
-    wrapped: Callable[..., Any] = target_strategy_option(reading(target_key_option(command)))
-    return wrapped
+source_options = record(
+    "opening", _opening_of, source_strategy_option, *(opening.source for opening in _OPENING), key_option
+)
+"""Adds the options of opening the source."""
+opened_target_options = record(
+    "target_opening", _opening_of, target_strategy_option, *(opening.target for opening in _OPENING), target_key_option
+)
+"""Adds the options of opening a target."""
 
 
 # --- the target -------------------------------------------------------------------------------------------------

@@ -400,7 +400,7 @@ def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
 
 
 @reading(SourceError)
-def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
+def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
     """Return whether a checkpoint has several ranks, by file names; no header is read.
 
     Raises:
