@@ -10,6 +10,7 @@ from reshard.formats.rank_dirs import RANK_PATTERN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from reshard.layout.arrangement import Arrangement
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
@@ -50,7 +51,7 @@ class TargetOptions:
     to: str | None = None
     format: str | None = None
     style: str | None = None
-    target_strategy: Strategy | AnyName | None = None
+    target_strategy: Strategy | Arrangement | AnyName | None = None
     layouts_of: AnyName | None = None
     ranks: Iterable[int] | None = None
     target_stage: int | None = None

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from reshard.layout.arrangement import Arrangement
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName, Place
+    from reshard.targets.kinds import AnyFiles
 
 Verb = Literal["convert", "transform", "unify"]
 """The command, which sets the default format: the source's; rank files; a MindSpore set."""
@@ -121,7 +122,7 @@ def job(
         to, reason = _of_source(checkpoint, options, verb)
         _refuse_misfits(options, to)
     name = _file_name(as_place(checkpoint.root), target, options, to, verb)
-    plan = _planned(checkpoint, options, to, name, selection, threads)
+    plan = planned(checkpoint, options, to, selection, threads, name=name)
     directory = target.parent if name and target is not None else target
     notes = [f"format: {to}, {reason}"] if reason else []
     if to == "hf" and any(".linear_qkv." in each.name or ".linear_fc1." in each.name for each in plan.transfers):
@@ -343,7 +344,7 @@ def _kept_ranks(
     is_directory = source.is_dir() and not (target is not None and is_file_name(target))
     if not is_directory or not has_several_ranks(source, opening.rank_pattern, opening.suffix):
         return None
-    is_known, change = ledger_layout(source, opening.cipher)
+    is_known, change = ledger_layout(source, opening.cipher, described=False)
     if is_known or change:
         return None
     note = f"nothing says how {source} was sharded, so each rank keeps what it has; to join them pass "
@@ -397,10 +398,27 @@ def _choices(selection: Selection) -> list[str]:
 # --- the plan ---------------------------------------------------------------------------------------------------
 
 
-def _planned(
-    checkpoint: Checkpoint, options: TargetOptions, to: str, name: str | None, selection: Selection, threads: int | None
+def planned(
+    checkpoint: Checkpoint,
+    options: TargetOptions,
+    to: str | None,
+    selection: Selection,
+    threads: int | None,
+    *,
+    name: str | None = None,
+    files: AnyFiles | None = None,
 ) -> Plan:
-    """Plan the conversion of an opened checkpoint."""
+    """Plan the conversion of an opened checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        options: the options of the target, which suit the format.
+        to: the word for its format.
+        selection: which tensors.
+        threads: the most threads that a run may have.
+        name: the name of the target file, if it is only one.
+        files: another way to lay out the files; `to` is then their format, or None.
+    """
     if options.link:
         return make_plan(checkpoint, files=LinkedDCP(), selection=selection)
     layout: Strategy | Arrangement | None
@@ -408,13 +426,15 @@ def _planned(
         layout = read_layouts(options.layouts_of)
     else:
         layout = target_of(options.target_strategy, checkpoint, selection)
-    files = files_of(
-        to, name, prefix=options.prefix, step=options.target_step, max_shard_size=options.max_shard_size,
-        chunk_size=options.chunk_size, shard_size=options.shard_size, compression=options.compression,
-    )  # fmt: skip
-    prefix: dict[str, Any] = {} if options.prefix is None or to not in RANKS else {"prefix": options.prefix}
+    if files is None and to is not None:
+        files = files_of(
+            to, name, prefix=options.prefix, step=options.target_step, max_shard_size=options.max_shard_size,
+            chunk_size=options.chunk_size, shard_size=options.shard_size, compression=options.compression,
+        )  # fmt: skip
+        to = file_format(to)
+    prefix: dict[str, Any] = {} if options.prefix is None else {"prefix": options.prefix}
     return make_plan(
-        checkpoint, layout, format=file_format(to), files=files, ranks=options.ranks, stage=options.target_stage,
+        checkpoint, layout, format=to, files=files, ranks=options.ranks, stage=options.target_stage,
         selection=selection, remove_redundancy=options.remove_redundancy, link_replicas=options.link_replicas,
         memory=options.memory, threads=threads, target_cipher=options.target_cipher, **prefix,
     )  # fmt: skip
