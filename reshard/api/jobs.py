@@ -20,6 +20,7 @@ from reshard.api.choices import target_of
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
 from reshard.formats import check_name
 from reshard.formats.sets import DCP_NAME, LinkedDCP
+from reshard.layout.arrangement import Arrangement
 from reshard.plan.make import plan as make_plan
 from reshard.plan.make import plan_convert
 from reshard.plan.select import Selection
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from reshard.api.asked import OpenOptions, TargetOptions
-    from reshard.layout.arrangement import Arrangement
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName, Place
     from reshard.targets.kinds import AnyFiles
@@ -136,7 +136,9 @@ def with_format(options: TargetOptions, target: Place, to: str | None) -> Target
 
 
 @contextmanager
-def noting_swap(path: AnyName, opening: OpenOptions, other_strategy: Strategy | AnyName | None) -> Iterator[None]:
+def noting_swap(
+    path: AnyName, opening: OpenOptions, other_strategy: Strategy | Arrangement | AnyName | None
+) -> Iterator[None]:
     """Report swapped strategies if a checkpoint opens only with the other side's.
 
     Raises:
@@ -146,11 +148,12 @@ def noting_swap(path: AnyName, opening: OpenOptions, other_strategy: Strategy | 
         yield
     except SourceError as error:
         strategy = opening.strategy
-        if strategy is not None and other_strategy is not None and _fits_other(path, opening, other_strategy):
+        other = None if isinstance(other_strategy, Arrangement) else other_strategy
+        if strategy is not None and other is not None and _fits_other(path, opening, other):
             raise SourceError(
                 "the two strategies are swapped",
                 code="swapped-strategies",
-                facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other_strategy)}"],
+                facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other)}"],
                 hint=Text("exchange ", Option("source_strategy"), " and ", Option("target_strategy")),
             ) from error
         is_path = strategy is not None and not isinstance(strategy, Strategy)
