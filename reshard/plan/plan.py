@@ -105,7 +105,7 @@ class Transfer(NamedTuple):
         return tuple(tuple(replica.extent(self.write_runs) for replica in block) for block in self.route.writes)
 
 
-class Held(NamedTuple):
+class RankBlock(NamedTuple):
     """The block of a tensor that a target rank will hold.
 
     Attributes:
@@ -296,7 +296,7 @@ class Plan:
         linked = self.linked
         return sorted(read.union(number for number, file in enumerate(self.source.files) if file.path in linked))
 
-    def blocks(self, rank: int) -> dict[str, Held]:
+    def blocks(self, rank: int) -> dict[str, RankBlock]:
         """Return the blocks that a target rank will hold, by target name, without texts."""
         numbers = {number for number, file in enumerate(self.files) if file.rank == rank}
         result = {}
@@ -312,7 +312,9 @@ class Plan:
                     replica = transfer.route.reads[0].file if tensor.varies else None
                     several = transfer.name in result or not tensor.spec.shape  # the chunks of a zarr array
                     whole_or_part = Block.whole(tensor.spec.shape) if several else block
-                    result[transfer.name] = Held(transfer.source_name, whole_or_part, transfer.target_dtype, replica)
+                    result[transfer.name] = RankBlock(
+                        transfer.source_name, whole_or_part, transfer.target_dtype, replica
+                    )
         return result
 
     def __repr__(self) -> str:

@@ -117,7 +117,7 @@ def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], Looked]:
 
     Tensors that may differ by rank, and unlisted blocks, are left out.
     """
-    sampler, is_described = _Replicas(checkpoint), bool(checkpoint.extras.described_by)
+    sampler, is_described = _ReplicaSampler(checkpoint), bool(checkpoint.extras.described_by)
     statistics = sampler.samples([
         tensor
         for name, tensor in checkpoint.tensors.items()
@@ -366,7 +366,7 @@ class _Sampler:
         return self._strided[sharding]
 
 
-class _Replicas(_Sampler):
+class _ReplicaSampler(_Sampler):
     """Compares only replicas, and collects torn blocks."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.errors import Faults
-    from reshard.formats.entries import Stored
+    from reshard.formats.entries import SizedTensor
     from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
@@ -137,7 +137,7 @@ class Checkpoint2:
         prefix = f"{self.prefix}-" if self.prefix else ""
         return f"{self.directory}/{prefix}{kind}-{{number:07d}}-{{count:07d}}{extension}"
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Fill one file after the other, files of weights first."""
         paths: list[str] = []
         file_of: dict[str, int] = {}
@@ -158,7 +158,7 @@ class _FilesOfRanks:
 
     files: Checkpoint2
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         kinds = _kinds(tensors)
         part_of = {tensor.name: part for part, (_, kind_tensors) in enumerate(kinds) for tensor in kind_tensors}
         return ShardFiles(
@@ -166,10 +166,10 @@ class _FilesOfRanks:
         )
 
 
-def _kinds(tensors: Sequence[Stored]) -> list[tuple[str, list[Stored]]]:
+def _kinds(tensors: Sequence[SizedTensor]) -> list[tuple[str, list[SizedTensor]]]:
     """Return the tensors of each kind of file; text belongs to the weights."""
     states = optimizer_states({tensor.name for tensor in tensors})
-    tensors_of: dict[str, list[Stored]] = {"model": [], "opt": []}
+    tensors_of: dict[str, list[SizedTensor]] = {"model": [], "opt": []}
     for tensor in tensors:
         is_state = tensor.name in states or tensor.name in TRAINING_STATE
         tensors_of["opt" if is_state and not tensor.is_text else "model"].append(tensor)

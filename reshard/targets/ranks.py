@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats import by_name
-from reshard.formats.entries import Content, FileLayout, ShardFiles, Stored
+from reshard.formats.entries import Content, FileLayout, ShardFiles, SizedTensor
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
@@ -158,11 +158,11 @@ class Ranks(Destination):
         """Warn of tensors that every rank gets whole."""
         return copied_whole(self._source, self._target, self._items)
 
-    def _stored(self, item: TargetTensor) -> Stored:
+    def _stored(self, item: TargetTensor) -> SizedTensor:
         tensor = item.tensor
         is_text = tensor.text is not None
         nbytes = 0 if is_text else Block.whole(tensor.spec.shape).size * item.dtype.itemsize
-        return Stored(item.name, nbytes, tensor.listed or self.cuts(item.name), is_text=is_text)
+        return SizedTensor(item.name, nbytes, tensor.listed or self.cuts(item.name), is_text=is_text)
 
     def _written_ranks(self) -> list[int]:
         """Return the ranks whose files are written, not linked."""

@@ -14,7 +14,7 @@ from refusals import failed, refused
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import TargetError
-from reshard.formats.entries import Stored
+from reshard.formats.entries import SizedTensor
 from reshard.formats.sets import share_of
 from reshard.storage.remote import filesystem
 
@@ -110,7 +110,7 @@ def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Pat
 
 def test_what_other_processes_write_is_of_the_same_set(whole: Path, out: Path) -> None:
     source = reshard.open(whole)
-    stored = [Stored(name, tensor.spec.nbytes, listed=True) for name, tensor in source.tensors.items()]
+    stored = [SizedTensor(name, tensor.spec.nbytes, listed=True) for name, tensor in source.tensors.items()]
     every = MindSporeSet(100).shard_files(stored, ".safetensors")
     for process in (2, 1):
         files = share_of(every, process, 2)

@@ -26,7 +26,7 @@ from reshard.layout.layout import Grid
 from reshard.layout.replicas import by_size
 from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
-from reshard.targets.dcp.metadata import Listed, Part, metadata
+from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
 from reshard.targets.ranks import fitted
 from reshard.targets.torch_save import Saved, saved_tensor, saved_text, torch_dtype
@@ -126,15 +126,15 @@ class DCPTarget(Destination):
 
     def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata that list the items."""
-        files = [_File() for _ in self._data_files]
-        parts: dict[str, list[Part]] = {}
+        files = [_FileContents() for _ in self._data_files]
+        parts: dict[str, list[ItemPart]] = {}
         for item in texts:
             content = Content(item.name, item.dtype, (), item.tensor.text)
             begin, nbytes = files[0].add(content, saved_text(item.tensor.text or ""))
-            parts[item.name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
+            parts[item.name] = [ItemPart(None, (), self._data_files[0].path, begin, nbytes)]
         for name, content_bytes in self._carried.objects.items():
             begin, nbytes = files[0].add(None, Saved(len(content_bytes), ((0, content_bytes),)))
-            parts[name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
+            parts[name] = [ItemPart(None, (), self._data_files[0].path, begin, nbytes)]
         for item, target in assigned:
             parts[item.name] = []
             for block, (number,) in zip(target.blocks, target.files, strict=True):
@@ -142,10 +142,10 @@ class DCPTarget(Destination):
                 begin, nbytes = files[number].add(
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
                 )
-                parts[item.name].append(Part(block.start, shape, self._data_files[number].path, begin, nbytes))
+                parts[item.name].append(ItemPart(block.start, shape, self._data_files[number].path, begin, nbytes))
         paths = {} if self._is_made else self._carried.paths
         entries = [
-            Listed(
+            ListedTensor(
                 item.name,
                 torch_dtype(item.name, item.dtype) if item.tensor.text is None else None,
                 item.tensor.spec.shape,
@@ -155,7 +155,7 @@ class DCPTarget(Destination):
             for item in self._items
             if item.name in parts
         ]
-        entries += [Listed(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
+        entries += [ListedTensor(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
         target_files = [
             TargetFile(data_file.rank, f"{self._directory}{data_file.path}", file.layout())
             for data_file, file in zip(self._data_files, files, strict=True)
@@ -195,7 +195,7 @@ class DCPTarget(Destination):
         return result
 
 
-class _File:
+class _FileContents:
     """A data file under construction."""
 
     def __init__(self) -> None:
