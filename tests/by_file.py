@@ -13,7 +13,7 @@ import pytest
 from reshard.run import run as running
 
 if TYPE_CHECKING:
-    from reshard.run.options import RunOptions
+    from reshard.run.settings import RunOptions
 
 
 def by_file(patch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.plan.select import Selection
-    from reshard.run.options import Progress
     from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.source.checkpoint import Tensor
     from reshard.storage.cipher import Cipher
@@ -252,7 +252,7 @@ class Checkpoint(Arrays):
         """
         from reshard.api.plans import run_plan
         from reshard.formats.zarr import ZarrGroup
-        from reshard.run.options import RunOptions
+        from reshard.run.settings import RunOptions
 
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))

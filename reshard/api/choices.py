@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.rules.rules import Rules
-    from reshard.run.options import Progress
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 

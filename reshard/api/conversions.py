@@ -10,7 +10,7 @@ from reshard.api.choices import selection_of
 from reshard.api.jobs import job
 from reshard.api.plans import run_plan
 from reshard.plan.select import Selection
-from reshard.run.options import RunOptions
+from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from reshard.api.choices import Globs
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.options import Progress
     from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy

@@ -14,7 +14,7 @@ from reshard.errors import UsageError, names
 from reshard.plan.planfile import read_plan as read_record
 from reshard.plan.planfile import save as save_record
 from reshard.plan.select import Selection, globs
-from reshard.run.options import RunOptions
+from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
 from reshard.targets.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.graph import Graph
-    from reshard.run.options import Progress
     from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as SourceRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName

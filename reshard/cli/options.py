@@ -28,7 +28,7 @@ from reshard.cli.values import (
     size,
 )
 from reshard.errors import UsageError
-from reshard.run.options import RunOptions
+from reshard.run.settings import RunOptions
 from reshard.storage.cipher import MODE, MODES
 
 if TYPE_CHECKING:

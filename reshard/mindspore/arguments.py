@@ -21,8 +21,8 @@ from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.plan.select import all_states
 from reshard.readers.open import open as open_source
 from reshard.readers.open import read_headers
-from reshard.run.options import RunOptions
 from reshard.run.run import run
+from reshard.run.settings import RunOptions
 from reshard.source.replicas import is_deduplicated
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from reshard.errors import SourceError, UsageError, names
 from reshard.plan.make import plan_files
 from reshard.plan.select import Selection
-from reshard.run.options import RunOptions
 from reshard.run.run import run
+from reshard.run.settings import RunOptions
 from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.headers import indexed
 from reshard.storage.cipher import Cipher

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.options import RunOptions
+    from reshard.run.settings import RunOptions
     from reshard.source.records import State
 
 

@@ -19,9 +19,9 @@ from reshard.run.beside import refuse_other_ranks
 from reshard.run.executor import check_workers, work_by, work_here, work_on
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
-from reshard.run.options import Progress
 from reshard.run.preflight import check_target
 from reshard.run.session import Session, older_at
+from reshard.run.settings import Progress
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
 from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.options import RunOptions
+    from reshard.run.settings import RunOptions
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from reshard.plan.partition import Spans
     from reshard.plan.plan import Plan
     from reshard.run.beside import Older
-    from reshard.run.options import RunOptions
+    from reshard.run.settings import RunOptions
     from reshard.run.tasks import Receipt
     from reshard.source.records import Range, State
     from reshard.storage.base import Status

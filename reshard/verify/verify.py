@@ -27,7 +27,7 @@ from reshard.plan.changes import cast_advice, changes
 from reshard.plan.select import Selection
 from reshard.readers.open import made_at, read_headers
 from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
-from reshard.run.options import Progress
+from reshard.run.settings import Progress
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required

@@ -19,7 +19,7 @@ from reshard import Layout, Strategy
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, bytes_text
 from reshard.plan.plan import file_digests
 from reshard.run import session as resume
-from reshard.run.options import RunOptions
+from reshard.run.settings import RunOptions
 from reshard.source import headers
 from reshard.storage.local import local_store
 

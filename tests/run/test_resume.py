@@ -45,8 +45,8 @@ from reshard.plan.bands import Recipe
 from reshard.plan.partition import bytes_left, covers, remaining
 from reshard.plan.plan import file_digests
 from reshard.run import session as resume
-from reshard.run.options import RunOptions
 from reshard.run.preflight import Do, of, preflight
+from reshard.run.settings import RunOptions
 from reshard.source import records
 from reshard.storage.base import PARTIAL, unfinished_path
 from reshard.storage.crc import crc32c

@@ -20,8 +20,8 @@ from reshard.errors import TargetError, VerifyError, bytes_text, names
 from reshard.formats.sets import HuggingFaceSet
 from reshard.plan.make import plan
 from reshard.readers.open import open as open_checkpoint
-from reshard.run.options import RunOptions
 from reshard.run.run import run
+from reshard.run.settings import RunOptions
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text
