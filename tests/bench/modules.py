@@ -1,9 +1,10 @@
 """Count the modules of reshard that take part in a command, and those that are on the way of its bytes.
 
-    python tests/bench/modules.py [--list] convert SRC DST --source-strategy ...
+    python tests/bench/modules.py                   # safetensors of 4 ranks to 2 ranks, which it makes
+    python tests/bench/modules.py convert SRC DST --source-strategy ...
 
-Without a command it converts files that it makes: safetensors of 4 ranks to 2 ranks. A module takes part if one of its
-functions runs. It is on the way of a byte if it is on the stack when a tensor's bytes are read or written.
+A module takes part if one of its functions runs. It is on the way of a byte if it is on the stack when bytes of a
+checkpoint are read or written.
 """
 
 from __future__ import annotations
@@ -88,12 +89,10 @@ def traced(command: list[str]) -> Trace:
 
 
 if __name__ == "__main__":
-    arguments = [argument for argument in sys.argv[1:] if argument != "--list"]
     with tempfile.TemporaryDirectory() as temporary:
-        trace = traced(arguments or _example(Path(temporary)))
-    if "--list" in sys.argv:
-        for module, functions in sorted(trace.ran.items()):
-            mark = "*" if module in trace.on_the_way else " "
-            print(f"{mark} {module}: {', '.join(f'{name} {count}' for name, count in functions.items())}")
+        trace = traced(sys.argv[1:] or _example(Path(temporary)))
+    for module, functions_by_name in sorted(trace.ran.items()):
+        mark = "*" if module in trace.on_the_way else " "
+        print(f"{mark} {module}: {', '.join(f'{name} {count}' for name, count in functions_by_name.items())}")
     functions = sum(map(len, trace.ran.values()))
     print(f"{len(trace.ran)} modules, {functions} functions; on the way of bytes {len(trace.on_the_way)} modules (*)")
