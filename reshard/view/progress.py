@@ -16,7 +16,7 @@ from reshard.errors import bytes_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reshard.run.run import Progress
+    from reshard.run.settings import Progress
 
 READING = "reading headers and planning"
 """The name of the phase before a run."""
@@ -209,7 +209,7 @@ def pace(state: Progress) -> str:
 
     The rate is averaged over this whole run, since tasks finish in bursts. It excludes bytes of an earlier run.
 
-    >>> from reshard.run.run import Progress
+    >>> from reshard.run.settings import Progress
     >>> pace(Progress(written=3_000_000, total=4_000_000, seconds=2.0, resumed=1_000_000))
     '3.0 MB of 4.0 MB, 1.0 MB/s, 0:00:01 left'
     """
