@@ -82,7 +82,7 @@ def get_rank(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpo
 def get_group_size(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpore's signature
     """Return the number of processes, as the launcher set it; 1 if it is not set.
 
-    Arguments and errors are those of `get_rank`.
+    Arguments and errors: as for `get_rank`.
     """
     return _rank_and_size()[1]
 

@@ -371,7 +371,7 @@ def dtype_of(kind: DType) -> np.dtype[Any]:
 
 
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype of numpy, MindSpore or torch as numpy's; raise TypeError if it is none that a checkpoint holds."""
+    """Return a dtype of numpy, MindSpore or torch as numpy's; raise TypeError if it is no dtype."""
     try:
         return np.dtype(dtype)  # type: ignore[no-any-return]
     except TypeError:

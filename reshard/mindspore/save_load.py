@@ -249,7 +249,7 @@ def _crc(pieces: Iterable[bytes | memoryview], crc: int = 0) -> int:
 def _named_crc(
     tensors: Iterable[tuple[str, DType, Shape, Iterable[bytes | memoryview]]], *, as_mindspore: bool = True
 ) -> int:
-    """Return the CRC-32 over names and contents, in name order, that a safetensors file carries in its metadata.
+    """Return the CRC-32 over names and contents in name order, as safetensors metadata have it.
 
     MindSpore has Python make bytes of every array. An integer array without dimensions becomes as many zeros as its
     value says (`bytes(np.array(5))` is five zeros), and MindSpore's CRC covers those. MindSpore compares the same
@@ -421,14 +421,14 @@ def _named(save_obj: Any) -> dict[str, Any]:
         values = parameters_of(save_obj, "save_obj")
     else:
         for number, item in enumerate(save_obj):
-            where = f"save_checkpoint: save_obj[{number}]"
+            argument = f"save_checkpoint: save_obj[{number}]"
             if not isinstance(item, dict):
-                parameter = as_parameter(item, where)
+                parameter = as_parameter(item, argument)
                 values[parameter.name] = parameter
             elif {"name", "data"} <= set(item):
                 values[item["name"]] = item["data"]
             else:
-                raise TypeError(f"{where} is a dict without 'name' and 'data'; expected both")
+                raise TypeError(f"{argument} is a dict without 'name' and 'data'; expected both")
     for name in values:
         if not isinstance(name, str):
             raise TypeError(f"save_checkpoint: a name is a {type(name).__name__} ({name!r}); expected a string")

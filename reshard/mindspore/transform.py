@@ -1,6 +1,6 @@
 """`transform_checkpoints` and related functions: transform a checkpoint from one sharding strategy to another.
 
-Differences from MindSpore 2.10, besides the errors' texts:
+Differences from MindSpore 2.10, apart from the errors' texts:
 
 * Bytes are moved a few MB at a time (`reshard.plan`); no rank's file and no tensor is in memory as a whole.
 * Every target rank gets its slices, whatever the layouts and the numbers of devices. A tensor that only the source
@@ -30,11 +30,11 @@ from reshard.mindspore.arguments import (
     check_rank,
     check_target_stages,
     checked_format,
+    mindspore_words,
     needed_text,
     open_ranks,
     open_whole,
     own_stage,
-    own_words,
     path_of,
     strategy_of,
     target_directory,
@@ -195,7 +195,7 @@ def transform_checkpoint_by_rank(
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():
             faults.add(f"source rank {rank}", f"has no file; {needed_text(needing, [rank_id])}", code="missing-ranks")
         faults.raise_if_any(SourceError)
-        with own_words():
+        with mindspore_words():
             source = open_source(files, strategy=before, stage="own", partial=True)
     else:
         source = open_whole(files)
