@@ -73,7 +73,8 @@ def load_param_into_net(
     if not strict_load:
         matches |= _by_suffix(missing, values)
     fitted = {name: _fitted(name, targets[name], values[source], strict_load) for name, source in matches.items()}
-    if _is_cell(net):
+    mindspore: Any = sys.modules.get("mindspore")
+    if mindspore is not None and isinstance(net, mindspore.nn.Cell):
         not_loaded = _set_in_cell(net, fitted, matches, parameter_dict)
     else:
         for name, tensor in fitted.items():
@@ -86,7 +87,7 @@ def load_param_into_net(
 
 
 def parameters_of(net: Any, argument: str) -> dict[str, Any]:
-    """Return the parameters of a network by name; raise TypeError if it has no such method or type."""
+    """Return the parameters of a network by name; raise TypeError if it is not a network."""
     if isinstance(net, Mapping):
         return dict(net)
     if hasattr(net, "parameters_and_names"):
@@ -216,13 +217,14 @@ def _converted(name: str, tensor: Tensor, kind: DType) -> Tensor:
 
 def _set(target: Any, tensor: Tensor) -> None:
     """Set the value of a network's parameter."""
+    mindspore: Any = sys.modules.get("mindspore")
     if isinstance(target, Parameter):
         target.set_data(tensor, target.sliced)
     elif isinstance(target, Tensor):
         target.array[...] = tensor.array
     elif isinstance(target, np.ndarray):  # of a void dtype: the same kind, or MindSpore's own bfloat16
         target[...] = tensor.array.view(target.dtype) if target.dtype.kind == "V" else tensor.array
-    elif _is_mindspores(target):
+    elif mindspore is not None and isinstance(target, mindspore.Tensor):  # a Parameter, too
         if hasattr(target, "set_data"):
             target.set_data(as_mindspore(tensor), target.sliced)
         else:
@@ -231,18 +233,6 @@ def _set(target: Any, tensor: Tensor) -> None:
         target.detach().copy_(as_torch(tensor))
     else:
         target.set_data(tensor)
-
-
-def _is_cell(net: Any) -> bool:
-    """Return whether an object is a MindSpore Cell."""
-    mindspore = sys.modules.get("mindspore")
-    return mindspore is not None and isinstance(net, mindspore.nn.Cell)
-
-
-def _is_mindspores(value: object) -> bool:
-    """Return whether a value is a Tensor or Parameter of MindSpore's own."""
-    mindspore = sys.modules.get("mindspore")
-    return mindspore is not None and isinstance(value, mindspore.Tensor)
 
 
 def _set_in_cell(

@@ -48,8 +48,6 @@ qint4x2 = np.dtype(ml_dtypes.int4)
 
 _DTYPE_NAMES = ", ".join(name for name, value in list(globals().items()) if isinstance(value, np.dtype))
 
-_SHOWN_DTYPES = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
-
 _KINDS = {name.replace("_", ""): kind for name, kind in BY_NAME.items()}
 
 _unnamed = count()
@@ -319,7 +317,7 @@ def _shown(kind: DType) -> str:
     >>> _shown(BY_NAME["bfloat16"]), _shown(BY_NAME["bool"]), _shown(BY_NAME["float8_e5m2"])
     ('BFloat16', 'Bool', 'Float8E5M2')
     """
-    return kind.mindspore or _SHOWN_DTYPES.get(kind.name, kind.name)
+    return kind.mindspore or {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}.get(kind.name, kind.name)
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
