@@ -24,10 +24,13 @@ from heapq import heapify, heapreplace
 from itertools import groupby, product
 from typing import TYPE_CHECKING
 
+from reshard.layout.grid import flat_index
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from reshard.layout.layout import Grid, Layout
+    from reshard.layout.grid import Grid
+    from reshard.layout.layout import Layout
 
 Group = tuple[int, ...]
 """Ranks that hold the same block, ascending."""
@@ -58,10 +61,8 @@ def replica_groups(layout: Layout, first_rank: int = 0) -> tuple[Group, ...]:
     used = [axis for axis in reversed(range(len(layout.dev_matrix))) if axis not in unused]
     groups: dict[Group, list[int]] = defaultdict(list)
     for rank, coordinates in enumerate(product(*map(range, layout.dev_matrix)), first_rank):
-        position = 0
-        for axis in unused:
-            position = position * layout.dev_matrix[axis] + coordinates[axis]
-        groups[(*(coordinates[axis] for axis in used), position % pieces)].append(rank)
+        piece = flat_index(coordinates, layout.dev_matrix, unused) % pieces
+        groups[(*(coordinates[axis] for axis in used), piece)].append(rank)
     return tuple(tuple(groups[key]) for key in sorted(groups))
 
 

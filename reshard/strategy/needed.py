@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError
 from reshard.layout.block import Block
-from reshard.layout.layout import foldings, grid, least_shape
+from reshard.layout.grid import grid
+from reshard.layout.layout import foldings, least_shape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -30,7 +30,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
-from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

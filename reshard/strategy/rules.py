@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from reshard.dtypes import DType, by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
-from reshard.layout.layout import MOST_DEVICES, Layout, whole
-from reshard.layout.placements import is_placement, placed, placement
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout, whole
+from reshard.layout.placements import is_placement, layout_of_placements, placement
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
 from reshard.strategy.strategy import Strategy
 
@@ -258,7 +259,7 @@ def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], key_path: 
             placements.append(placement(str(entry)))
         except LayoutError as error:
             faults.add(f"{key_path}[{number}]", error)
-    return lambda shape: placed(tuple(mesh.values()), placements, shape)
+    return lambda shape: layout_of_placements(tuple(mesh.values()), placements, shape)
 
 
 def _exactly(layout: Layout) -> LayoutOf:

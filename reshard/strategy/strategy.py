@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, names
 from reshard.layout.arrangement import Arranged, Arrangement
 from reshard.layout.block import shape_text
-from reshard.layout.layout import Grid, Layout, foldings, grid
+from reshard.layout.grid import grid
+from reshard.layout.layout import Layout, foldings
 from reshard.layout.mesh import Mesh
 from reshard.upward import upward
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from reshard.layout.block import Shape
+    from reshard.layout.grid import Grid
     from reshard.strategy.operators import OperatorStrategy
     from reshard.strategy.rules import Options, Rule
     from reshard.view.svg import Picture
