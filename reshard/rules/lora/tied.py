@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import Option, Text, UsageError, names
+from reshard.rules.numbers import read_config
 from reshard.storage.places import as_place
-from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import optimizer_states
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Resolved(NamedTuple):
     copies: tuple[Copy, ...]
 
 
-class _Group(NamedTuple):
+class _TiedWeights(NamedTuple):
     """Tied weights, and whether they have the same bytes."""
 
     names: tuple[str, ...]
@@ -72,9 +72,9 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     absent = bool(head) and not (head in source.every or head in source.left_out)
     if absent and embedding in tensors:
         tensors[head] = _renamed(tensors[embedding], head)
-    groups = [_Group(tied, one_storage=True) for tied in _sharing(source, pairs)]
+    groups = [_TiedWeights(tied, one_storage=True) for tied in _sharing(source, pairs)]
     if head in tensors and embedding in tensors and not any(head in group.names for group in groups):
-        groups.append(_Group((embedding, head), one_storage=absent))
+        groups.append(_TiedWeights((embedding, head), one_storage=absent))
     merged, warnings, untied = list(pairs.values()), list[str](), list[str]()
     for group in groups:
         changed = [name for name in group.names if name in pairs]
@@ -161,12 +161,7 @@ def _config_ties(source: Checkpoint, *, absent: bool) -> bool:
     path = (root.parent if root.is_file() else root) / "config.json"
     if not path.is_file():
         return False
-    try:
-        config = parse_json(read_small(path, "model configuration", 1 << 22, UsageError), [])
-    except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
+    config = read_config(path)
     if not isinstance(config, Mapping):
         raise UsageError(f"{path} is a {type(config).__name__}; expected a JSON object", code="wrong-type")
     inner = config.get("text_config")
