@@ -55,7 +55,7 @@ class Arrangement:
         tensors: the layout of each tensor, by name.
         ranks: all ranks.
         devices: number of ranks of a stage, which together store a block once if requested.
-        lists_all: the training that it is of loads no other tensors.
+        lists_all: the training loads no other tensors.
     """
 
     tensors: Mapping[str, Arranged]

@@ -151,7 +151,7 @@ class Layout:
             devices: ranks in a stage.
 
         Raises:
-            LayoutError: the rule is none of these.
+            LayoutError: the rule has another form.
 
         >>> print(Layout.parse("split:1", 2, 8)), print(Layout.parse("2,2,2:1+0,-1:-1", 2, 8))
         [8] map [-1, 0]

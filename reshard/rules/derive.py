@@ -29,7 +29,7 @@ from reshard.storage.places import as_place
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.layout.block import Block, Shape
     from reshard.rules.equation import Equation
     from reshard.rules.matching import Bound, Use
     from reshard.rules.rule import Rule
@@ -282,7 +282,7 @@ class _Deriving:
         )
         _check_count(prod(equation.front) * len(equation.parts))
         if equation.padding:
-            self._look_at_padding(tensor, equation)
+            self._look_at_padding(tensor, equation, equation.padding)
         shards_of_part: dict[tuple[Shape, int], list[Shard]] = {
             (index, part): [] for index in product(*map(range, equation.front)) for part in range(len(equation.parts))
         }
@@ -297,18 +297,15 @@ class _Deriving:
             self._add_part(use, number, words, self.shared.tensor(spec, shards, space=box.space))
         self.fused[name] = Fused(name, tensor.spec.dtype.name, use, equation, tuple(use.targets[before:]))
 
-    def _look_at_padding(self, tensor: Tensor, equation: Equation) -> None:
+    def _look_at_padding(self, tensor: Tensor, equation: Equation, padding: Block) -> None:
         """Check whether the padding that is left out is zero, if it is contiguous."""
         from reshard.rules.look import is_zero  # not on every start: it brings numpy
 
-        padding = equation.padding
-        assert padding is not None  # noqa: S101 -- the caller checked it
-        together = not any(padding.start[1:]) and not equation.front
-        size = prod(tensor.spec.shape)
-        all_zeros = is_zero(self.source, tensor, size - padding.size, padding.size) if together else None
-        self.padding.setdefault({True: "zeros", False: "not zeros", None: "not looked at"}[all_zeros], []).append(
-            tensor.spec.name
-        )
+        contents = "not looked at"
+        if not any(padding.start[1:]) and not equation.front:
+            first = prod(tensor.spec.shape) - padding.size
+            contents = "zeros" if is_zero(self.source, tensor, first, padding.size) else "not zeros"
+        self.padding.setdefault(contents, []).append(tensor.spec.name)
 
     def _join(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
         """Fuse a tensor from its parts."""

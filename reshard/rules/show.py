@@ -25,7 +25,7 @@ class RowBand(NamedTuple):
     Attributes:
         start, stop: the rows.
         part: the number of their part; -1 for padding.
-        first: the first of these rows in the part, where they are consecutive.
+        first: the first of these rows in the part, in which they are consecutive.
         step: the step between the rows.
     """
 

@@ -83,8 +83,10 @@ def _has_more_stages(path: Place, strategy: Strategy) -> bool:
         matches = [_LAST_NUMBER.fullmatch(sibling.name) for sibling in path.parent.iterdir()]
         alike = [match for match in matches if match and _are_alike(match, parts)]
         last = path.parent / max(alike, key=lambda match: int(match[2]))[0]
-        if last.name == path.name or _are_equal(path, last):  # ranks of one stage have equal files
+        if last.name == path.name:
             return False
+        if path.status().nbytes == last.status().nbytes and path.read_bytes() == last.read_bytes():
+            return False  # ranks of one stage have equal files
         last_strategy = _read_file(last)
     except (OSError, ReshardError, ValueError):  # the user did not ask for this file
         return False
@@ -93,10 +95,6 @@ def _has_more_stages(path: Place, strategy: Strategy) -> bool:
         and last_strategy.devices == strategy.devices
         and last_strategy.stages != strategy.stages
     )
-
-
-def _are_equal(a: Place, b: Place) -> bool:
-    return a.status().nbytes == b.status().nbytes and a.read_bytes() == b.read_bytes()
 
 
 def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
