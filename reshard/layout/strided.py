@@ -49,11 +49,7 @@ def _new(nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def read_strided(
-    read: Callable[[int, memoryview], None],
-    begin: int,
-    pitch: Shape,
-    out: np.ndarray[Any, Any],
-    take: Take = _new,
+    read: Callable[[int, memoryview], None], begin: int, pitch: Shape, out: np.ndarray[Any, Any], take: Take = _new
 ) -> None:
     """Fill an array with strided elements.
 

@@ -180,10 +180,7 @@ def _turned(shape: Shape, *, transposed: bool) -> Shape:
     if not transposed:
         return shape
     if len(shape) < 2:
-        raise SourceError(
-            f"is {shape_text(shape)}; to transpose, two dimensions are needed",
-            code="wrong-dimensions",
-        )
+        raise SourceError(f"is {shape_text(shape)}; to transpose, two dimensions are needed", code="wrong-dimensions")
     return (*shape[:-2], shape[-1], shape[-2])
 
 

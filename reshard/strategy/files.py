@@ -188,11 +188,7 @@ def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
     by_stage: dict[int, tuple[str, Strategy]] = {}
     for path, part in parts:
         if not part.tensors:
-            faults.add(
-                path,
-                "names no tensor; MindSpore leaves such a file after a failed run",
-                code="no-tensors",
-            )
+            faults.add(path, "names no tensor; MindSpore leaves such a file after a failed run", code="no-tensors")
         elif part.merged:
             faults.add(path, "is already merged", code="already-merged", hint="give the files of the single ranks")
         else:
@@ -208,16 +204,12 @@ def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
                 )
             elif first.devices != part.devices:
                 faults.add(
-                    path,
-                    f"has {part.devices} devices a stage; {first_path} has {first.devices}",
-                    code="devices-differ",
+                    path, f"has {part.devices} devices a stage; {first_path} has {first.devices}", code="devices-differ"
                 )
     count = max(by_stage, default=-1) + 1
     for stage in sorted(set(range(count)) - set(by_stage)):
         faults.add(
-            f"stage {stage}",
-            f"has no file; {by_stage[count - 1][0]} is stage {count - 1}",
-            code="missing-stage",
+            f"stage {stage}", f"has no file; {by_stage[count - 1][0]} is stage {count - 1}", code="missing-stage"
         )
     devices = {part.devices for _, part in by_stage.values()}
     if len(devices) > 1:

@@ -249,8 +249,7 @@ def _operator(
         if len(parts - {1} if label in stretched else parts) > 1:
             numbers = " and ".join(map(str, sorted(parts)))
             raise LayoutError(
-                f"strategy {strategies} of {kind} cuts dimension {label} into {numbers} parts",
-                code="inputs-disagree",
+                f"strategy {strategies} of {kind} cuts dimension {label} into {numbers} parts", code="inputs-disagree"
             )
     dims = [
         order.index(label) if cut > 1 else None

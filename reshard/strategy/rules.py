@@ -93,15 +93,7 @@ def from_rules(
 ) -> Strategy:
     """Build a strategy from a mesh and rules; see `Strategy.from_rules`.
 
-    Args:
-        shapes: the whole shape of every tensor.
-        mesh: the extents of the axes by name, outermost first: the device matrix.
-        rules: globs of tensor names to rules for their dimensions; the first match counts.
-        options: see `Options`.
-        faults: collects the faults, under the name of a file.
-
-    Raises:
-        UsageError: all faults at once, each with its place.
+    The faults of a rules file are collected in `faults`, under its name.
     """
     faults = faults or Faults("rules")
     extents = parse_mesh(mesh, "mesh", faults)
@@ -124,15 +116,7 @@ def from_operators(
 ) -> Strategy:
     """Build a strategy from operators; see `Strategy.from_operators`.
 
-    Args:
-        shapes: the whole shape of every tensor.
-        operators: globs of tensor names to the strategy of the operator that uses them, or to a layout.
-        devices: ranks in each stage.
-        options: see `Options`.
-        faults: collects the faults, under the name of a file.
-
-    Raises:
-        UsageError: all faults at once, each with its place.
+    The faults of a rules file are collected in `faults`, under its name.
     """
     faults = faults or Faults("operators")
     check_options(options, faults)

@@ -121,10 +121,7 @@ class Strategy:
 
     @classmethod
     def of(
-        cls,
-        layouts: Mapping[str, Layout | Mapping[int, Layout]],
-        *,
-        shapes: Mapping[str, Shape] | None = None,
+        cls, layouts: Mapping[str, Layout | Mapping[int, Layout]], *, shapes: Mapping[str, Shape] | None = None
     ) -> Strategy:
         """Build a strategy from layouts by name, or by name and stage.
 
@@ -145,11 +142,7 @@ class Strategy:
 
     @classmethod
     def from_rules(
-        cls,
-        shapes: Mapping[str, Shape],
-        mesh: Mapping[str, int],
-        rules: Mapping[str, Rule],
-        **options: Unpack[Options],
+        cls, shapes: Mapping[str, Shape], mesh: Mapping[str, int], rules: Mapping[str, Rule], **options: Unpack[Options]
     ) -> Strategy:
         """Build the strategy of a network without compiling it, from a mesh and rules.
 
