@@ -144,9 +144,7 @@ def unified_safetensors(
         replace(opened, tensors={name: opened.tensors[name] for name in mine}),
         format="safetensors",
         files=files,
-        selection=Selection(name_map=mine),
-        drop=["*"],
-        allow_missing=["*"],
+        selection=Selection(name_map=mine, drop="*", allow_missing="*"),
     )
     missing = tuple(name for name in (before.tensors if before else ()) if name not in opened.tensors)
     planned = replace(planned, missing=missing)
