@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.api.choices import run_plan
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.make import plan as make_plan
@@ -250,7 +251,6 @@ class Checkpoint(Arrays):
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
                 `Plan.run` do.
         """
-        from reshard.api.plans import run_plan
         from reshard.formats.zarr import ZarrGroup
         from reshard.run.settings import RunOptions
 
