@@ -188,8 +188,10 @@ class Checkpoint(Arrays):
             reshard.SourceError: the adapter cannot be read, or does not fit the weights; all faults at once.
             reshard.UsageError: rules were applied before.
         """
+        from reshard.rules.lora.merge import merged  # not on every start
+
         adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
-        return Checkpoint(adapter.merged(self._record))
+        return Checkpoint(merged(self._record, adapter))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
