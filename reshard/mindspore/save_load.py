@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.formats.entries import Entry, FileIndex, FileLayout, Runs
     from reshard.layout.block import Shape
-    from reshard.storage.base import Readable
+    from reshard.storage.base import RangeStore
 
 _log = logging.getLogger("reshard.mindspore")
 
@@ -286,7 +286,7 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
         raise
 
 
-def _pieces(path: str, runs: Runs, store: Readable) -> Iterator[memoryview]:
+def _pieces(path: str, runs: Runs, store: RangeStore) -> Iterator[memoryview]:
     """Yield bytes of a file, a few MB at a time; a piece is valid until the next one."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     for offset, nbytes in runs:
@@ -330,7 +330,7 @@ def _named_crc(
     return crc
 
 
-def _source_store(cipher: Cipher | None) -> Readable:
+def _source_store(cipher: Cipher | None) -> RangeStore:
     """Return a store that reads files as they are, or decrypts them."""
     return local_store() if cipher is None else cipher.store()
 
@@ -346,7 +346,7 @@ class _InMemory:
     def __init__(self, content: BytesIO) -> None:
         self._content = content.getbuffer()
 
-    def size(self, path: str) -> int:  # noqa: ARG002 -- as `Readable` has it
+    def size(self, path: str) -> int:  # noqa: ARG002 -- as `RangeStore` has it
         return len(self._content)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -358,7 +358,7 @@ class _InMemory:
         buffer[:] = self._content[offset : offset + len(buffer)]
 
 
-def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Readable]:  # noqa: A002 -- as above
+def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, RangeStore]:  # noqa: A002 -- as above
     """Check the file's name, and return it with a store that reads it."""
     _check_format("load_checkpoint", format)
     if isinstance(file, BytesIO):
@@ -379,7 +379,7 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Read
     return os.path.realpath(path), _source_store(cipher)
 
 
-def _loaded(path: str, index: FileIndex, store: Readable, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+def _loaded(path: str, index: FileIndex, store: RangeStore, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
     """Read the matching entries: Parameters and text."""
     for name, reason in index.unreadable:
         _log.warning("%s: %r %s; it is left out", path, name, reason)
@@ -391,14 +391,14 @@ def _loaded(path: str, index: FileIndex, store: Readable, is_wanted: Callable[[s
     }
 
 
-def _tensor(path: str, entry: Entry, store: Readable) -> Tensor:
+def _tensor(path: str, entry: Entry, store: RangeStore) -> Tensor:
     raw = np.empty(entry.nbytes, np.uint8)
     for want in wants(path, entry.runs, 0, raw.data):
         store.read_into(*want)
     return Tensor.of_kind(raw.view(entry.dtype.numpy()).reshape(entry.shape), entry.dtype)
 
 
-def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
+def _check_crc(path: str, index: FileIndex, store: RangeStore) -> None:
     """Compare the CRC that a file carries with that of its contents."""
     if index.crc is None:
         _log.warning("%s: carries no CRC to check", path)

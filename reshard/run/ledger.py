@@ -45,14 +45,14 @@ class Ledger:
     Args:
         root: the target, a local path or a URL.
         keeps: write records; otherwise there are only locks, if the file system has any.
-        made: the provenance of the files, as in `source.made`; empty if it is not recorded.
+        provenance: the provenance of the files, as in `source.made`; empty if it is not recorded.
         sources: a digest of the last change of the source files (`changes_digest`).
     """
 
-    def __init__(self, root: str, *, keeps: bool = True, made: bytes = b"", sources: str = "") -> None:
+    def __init__(self, root: str, *, keeps: bool = True, provenance: bytes = b"", sources: str = "") -> None:
         self.root, self.keeps = root, keeps
-        self._directory, self._provenance = f"{root}/{DIRECTORY}", made
-        self._head: Line = {"reshard": VERSION, "made": digest(made) if made else "", "sources": sources}
+        self._directory, self._provenance = f"{root}/{DIRECTORY}", provenance
+        self._head: Line = {"reshard": VERSION, "made": digest(provenance) if provenance else "", "sources": sources}
         self._locks = locks_at(root)
         self._log = ""
         self._parts = 0

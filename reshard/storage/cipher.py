@@ -64,14 +64,14 @@ _IMPORTED_BYTES, _THREAD_BYTES = 20 << 20, 9 << 20  # measured with up to 24 thr
 _TRAILER, _TRAILER_BYTES = b"crc_num", 17
 
 
-def read_key(content: bytes, where: str) -> bytes:
+def read_key(content: bytes, name: str) -> bytes:
     r"""Return the key in a file or variable: raw bytes or hexadecimal digits.
 
     A final newline is ignored. 32 hexadecimal digits are ambiguous (a key of 32 bytes or of 16) and are refused.
 
     Args:
         content: the contents of the file or variable.
-        where: its name, for messages, which never show the contents.
+        name: its name, for messages, which never show the contents.
 
     Raises:
         UsageError: it is not a key.
@@ -83,7 +83,7 @@ def read_key(content: bytes, where: str) -> bytes:
     if digits := next(filter(_DIGITS.fullmatch, lines), None):
         if len(digits) == _AMBIGUOUS:
             raise UsageError(
-                f"{where} has {_AMBIGUOUS} hexadecimal digits, which may be a key of 32 bytes or of 16",
+                f"{name} has {_AMBIGUOUS} hexadecimal digits, which may be a key of 32 bytes or of 16",
                 code="ambiguous-key",
                 hint="write 16 bytes as they are (openssl rand 16), or 32 bytes as 64 digits (openssl rand -hex 32)",
             )
@@ -92,7 +92,7 @@ def read_key(content: bytes, where: str) -> bytes:
         if len(key) in _KEY_BYTES[MODE]:
             return key
     raise UsageError(
-        f"{where} is not a key",
+        f"{name} is not a key",
         code="bad-key",
         facts=[f"expected 16, 24 or 32 bytes, or 48 or 64 hexadecimal digits; found {len(content)} bytes"],
         hint="make a key with openssl rand 32, or openssl rand -hex 32",
@@ -142,12 +142,12 @@ class Cipher:
 
     @property
     def has_tag(self) -> bool:
-        """Whether blocks are authenticated (AES-GCM), which detects wrong keys and changes."""
+        """Return whether blocks are authenticated (AES-GCM), which detects wrong keys and changes."""
         return (self.mode or MODE) == "AES-GCM"
 
     @property
     def head_bytes(self) -> int:
-        """The number of bytes of a block that are not ciphertext."""
+        """Return the number of bytes of a block that are not ciphertext."""
         return 4 + self.has_tag * _UNIT + 4 + 4 + _UNIT + 4
 
     def encrypted_size(self, nbytes: int) -> int:
@@ -164,7 +164,7 @@ class Cipher:
 
     def encrypt(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
         """Yield the encrypted blocks of a file, given in pieces; buffer one block at a time."""
-        block = _Block(self)
+        block = _BlockEncryptor(self)
         parts: list[bytes] = []
         for piece in pieces:
             view = memoryview(piece).cast("B")
@@ -175,7 +175,7 @@ class Cipher:
                 if block.nbytes == BLOCK_BYTES:
                     parts.append(block.end())
                     yield b"".join((block.head(), *parts))
-                    block, parts = _Block(self), []
+                    block, parts = _BlockEncryptor(self), []
         if block.nbytes:
             parts.append(block.end())
             yield b"".join((block.head(), *parts))
@@ -221,7 +221,7 @@ class Cipher:
         return library.Cipher(algorithm(self.key), mode)
 
 
-class _Block:
+class _BlockEncryptor:
     """A block being encrypted: `add` and `end` return ciphertext; `head` is valid after `end`."""
 
     def __init__(self, cipher: Cipher) -> None:
@@ -261,7 +261,7 @@ class _EncryptingSink:
     def __init__(self, cipher: Cipher, into: Sink) -> None:
         self._cipher, self._into = cipher, into
         self._begin = 0  # offset of the block in the encrypted file
-        self._block = _Block(cipher)
+        self._block = _BlockEncryptor(cipher)
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:  # noqa: ARG002 -- it is written in order
         """Encrypt and write the next bytes."""
@@ -281,7 +281,7 @@ class _EncryptingSink:
         self._append(self._block.end(), self._block.cipher_bytes)
         self._into.write_at(self._begin, self._block.head())
         self._begin += self._cipher.head_bytes + self._block.cipher_bytes
-        self._block = _Block(self._cipher)
+        self._block = _BlockEncryptor(self._cipher)
 
     def finish(self, *, durable: bool) -> None:
         """Finish the file."""

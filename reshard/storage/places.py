@@ -25,12 +25,11 @@ from reshard.storage.remote import (
     status_of,
     whole,
 )
-from reshard.storage.threads import map_threads
 from reshard.storage.urls.requests import ask, filesystem
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.storage.base import ReadStore, Want
 
@@ -47,7 +46,7 @@ class LocalPath(PosixPath):
 
     @property
     def can(self) -> Capabilities:
-        """The capabilities of the store."""
+        """Return the capabilities of the store."""
         return LOCAL
 
     def refresh(self) -> None:
@@ -113,27 +112,27 @@ class RemotePath:
 
     @property
     def can(self) -> Capabilities:
-        """The capabilities of the store."""
+        """Return the capabilities of the store."""
         return can(self.url)
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Return the last part."""
         return PurePosixPath(self.url).name
 
     @property
     def stem(self) -> str:
-        """The last part without its extension."""
+        """Return the last part without its extension."""
         return PurePosixPath(self.url).stem
 
     @property
     def suffix(self) -> str:
-        """The extension, with its dot."""
+        """Return the extension, with its dot."""
         return PurePosixPath(self.url).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """The directory that it is in."""
+        """Return the directory that it is in."""
         return RemotePath(self.url.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> RemotePath:
@@ -273,10 +272,9 @@ def can(path: str) -> Capabilities:
     return remote_can(scheme) if separator else LOCAL
 
 
-def of_each(function: Callable[[T], R], places: Sequence[T]) -> Iterator[R]:
-    """Map a function over places, concurrently if requests have high latency."""
-    requests = max((can(str(place)).requests for place in places), default=1)
-    return map(function, places) if requests == 1 else iter(map_threads(function, places, requests))
+def workers_at(paths: Iterable[AnyName]) -> int:
+    """Return how many files at paths to read at once, for `map_ordered`: 0 without latency."""
+    return max((store.requests for path in paths if (store := can(str(path))).waits), default=0)
 
 
 def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
@@ -337,17 +335,6 @@ class AnyStore(Around):
     def status(self, path: str) -> Status:
         """Return the state of a file as it is now."""
         return store_at(path).status(path)
-
-    def statuses(self, paths: Sequence[str]) -> list[Status | SourceError]:
-        """Return the current state, or the error, of each file."""
-
-        def status(path: str) -> Status | SourceError:
-            try:
-                return self.status(path)
-            except SourceError as error:
-                return error
-
-        return list(of_each(status, paths))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
