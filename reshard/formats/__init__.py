@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError
 from reshard.formats.entries import RangeReader
-from reshard.storage.cipher import DecryptingStore
+from reshard.storage.decryption import DecryptingStore
 from reshard.storage.places import can
 
 if TYPE_CHECKING:

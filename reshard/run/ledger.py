@@ -23,8 +23,8 @@ from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, di
 from reshard.storage.crc import CASTAGNOLI, combine
 from reshard.storage.local import write_error
 from reshard.storage.places import as_place, can, store_at
-from reshard.storage.remote import remote_store
 from reshard.storage.small import read_small
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -30,7 +30,7 @@ from reshard.source.records import DIRECTORY, UNSOUND
 from reshard.storage.local import write_error
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import as_place, can
-from reshard.storage.remote import remote_store
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,9 +25,9 @@ from reshard.source.records import DIRECTORY, Record, known
 from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import local_store
 from reshard.storage.places import any_store, as_place, can, workers_at
-from reshard.storage.remote import REQUESTS
 from reshard.storage.small import is_within, refuse_inputs
 from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -42,8 +42,8 @@ from reshard.storage.crc import crc32, crc_of_range
 from reshard.storage.local import free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
-from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS, remote_store
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -148,9 +148,8 @@ def move_task(plan: Plan, number: int, directory: str, options: TaskOptions, _ma
     began = time.perf_counter()
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
-    spans = (
-        ReadSpans(store) if options.drop_cache and not options.multi_process and plan.source.coding is None else None
-    )
+    drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
+    spans = ReadSpans(store) if drops_spans else None
     with _working(options, directory, _written(plan, [number], directory) if options.multi_process else ()):
         moved = move_pieces(
             plan,
@@ -193,21 +192,15 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
 
 
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
-    """Return the paths of unfinished files that the tasks write."""
-    targets = set[int]().union(*(_targets(plan, number) for number in numbers))
-    return [unfinished(plan, target, directory) for target in sorted(targets)]
-
-
-def _targets(plan: Plan, number: int) -> set[int]:
-    """Return the files that a task writes; of a zarr array, only those of its rows."""
+    """Return the unfinished paths that tasks write; of a zarr array, only the files of their rows."""
     files: set[int] = set()
-    for piece in plan.tasks[number].pieces:
+    for piece in (piece for number in numbers for piece in plan.tasks[number].pieces):
         transfer = plan.transfers[piece.transfer]
         for target, written in enumerate(transfer.route.writes):
             begin, end = (transfer.recipe.before(target, transfer.axis, row) for row in (piece.start, piece.stop))
             if begin < end:
                 files.update(at.file for at in written)
-    return files
+    return [unfinished(plan, file, directory) for file in sorted(files)]
 
 
 def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) -> None:
@@ -272,8 +265,7 @@ def close_files(
     Delayed literals (see `create_files`) are written here, with the sums of contents, which are combined from sums of
     ranges. In a plan by file, only files that are published last remain to be written. Naming all files is fast then.
     """
-    began = time.perf_counter()
-    ready = []
+    began, ready = time.perf_counter(), []
     with _working(options, directory):
         for number in files:
             file, path = plan.files[number], unfinished(plan, number, directory)
@@ -334,8 +326,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, options: Task
     For a zarr store by file this writes all metadata, which no other task writes; the metadata of the group are last.
     """
     began = time.perf_counter()
-    store, positioned = store_at(directory), can(directory).positioned
-    ready: list[tuple[int, int, int]] = []
+    store, positioned, ready = store_at(directory), can(directory).positioned, list[tuple[int, int, int]]()
     for number in files:
         file = plan.files[number]
         if file.link is not None:
@@ -408,7 +399,7 @@ def _write_files(
         sinks.finish(durable=options.fsync)
     except BaseException:
         sinks.abort()
-        for number in sinks.ended:  # unfinished names only: the final name may be that of a file to be replaced
+        for number in sinks.ended:  # unfinished names only: a file to be replaced may have the final name
             store_at(directory).discard(unfinished(plan, number, directory))
         raise
     return moved

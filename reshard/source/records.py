@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import as_place, can
-from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS, remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -1,7 +1,9 @@
 """Places: local paths and URLs with one interface, and a store that reads files at both.
 
 `as_place` turns a path or URL of the user into a `LocalPath` or a `RemotePath`. Both have the same methods, so that
-other modules need not tell them apart; differences that matter are in the store's capabilities (`can`).
+other modules need not distinguish them; differences that matter are in the store's capabilities (`can`).
+
+Only `as_place`, `can` and `store_at` choose by scheme. Another store of URLs begins there.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reshard.errors import GoneError, SourceError
 from reshard.storage.base import Around, Capabilities, Status
 from reshard.storage.local import LOCAL, LocalStore, local_store
-from reshard.storage.remote import (
+from reshard.storage.urls.remote import (
     FETCH_BYTES,
     RemoteStore,
     forget_listings,
@@ -322,7 +324,7 @@ def _fetched(steps: Sequence[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T
 
 
 def store_at(path: str) -> LocalStore | RemoteStore:
-    """Return this process's store for a path or URL."""
+    """Return this process's store for a path or URL, to read and write files."""
     return remote_store() if is_url(path) else local_store()
 
 
@@ -344,7 +346,7 @@ class AnyStore(Around):
         """Fill buffers from files: local ones one by one, remote ones all at once."""
         remote = []
         for want in wants:
-            if "://" in want[0]:
+            if is_url(want[0]):
                 remote.append(want)
             else:
                 self.inner.read_into(*want)
@@ -353,7 +355,7 @@ class AnyStore(Around):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
-        (remote_store() if "://" in path else self.inner).read_into(path, offset, buffer)
+        (remote_store() if is_url(path) else self.inner).read_into(path, offset, buffer)
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
         """Return whether a file has certain bytes at certain offsets."""

@@ -20,7 +20,7 @@ from reshard.errors import Option, TargetError, Text, UsageError
 from reshard.storage.base import read_error, stem_of_unfinished, unfinished_path, unfinished_stem
 from reshard.storage.handles import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
-from reshard.storage.remote import remote_store
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

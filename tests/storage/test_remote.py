@@ -22,9 +22,10 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
 from reshard.plan import budget
-from reshard.storage import places, remote
+from reshard.storage import places
 from reshard.storage.places import RemotePath, any_store, as_place, can
-from reshard.storage.remote import joined
+from reshard.storage.urls import remote
+from reshard.storage.urls.remote import joined
 from reshard.storage.urls.requests import translating
 from reshard.storage.urls.s3 import options
 
