@@ -331,28 +331,28 @@ class Faults:
         self.count = 0
         self._causes: dict[tuple[str, str], _Cause] = {}
 
-    def add(self, where: str, what: str | ReshardError | Callable[[], str], *, code: str = "", hint: str = "") -> None:
+    def add(self, path: str, fault: str | ReshardError | Callable[[], str], *, code: str = "", hint: str = "") -> None:
         """Record one fault.
 
         Args:
-            where: the location in the subject.
-            what: the fault: a sentence, an error with code and hint, or a function that returns a sentence, called only
-                if it is shown.
+            path: its path in the subject.
+            fault: a sentence, an error with code and hint, or a function that returns a sentence, called only if it is
+                shown.
             code: the cause. Faults of one code are shown as one example and a count; without a code each is shown.
             hint: advice; the hints of shown faults are joined.
         """
         self.count += 1
-        if isinstance(what, ReshardError):
-            code, hint = code or what.code, hint or what.hint
-            what = joined("; ", [what.message, *what.facts])
-        cause = self._causes.get((code, "" if code else where))
+        if isinstance(fault, ReshardError):
+            code, hint = code or fault.code, hint or fault.hint
+            fault = joined("; ", [fault.message, *fault.facts])
+        cause = self._causes.get((code, "" if code else path))
         if cause is not None:
-            cause.add(where)
+            cause.add(path)
         elif len(self._causes) < _SHOWN_FAULTS:  # a hostile file has millions
-            sentence = what if isinstance(what, str) else what()
-            subject = where if isinstance(where, Text) or where.isprintable() else repr(where)
+            sentence = fault if isinstance(fault, str) else fault()
+            subject = path if isinstance(path, Text) or path.isprintable() else repr(path)
             example = Text(subject, " " if _VERB.match(sentence) else ": ", sentence)
-            self._causes[code, "" if code else where] = _Cause(where, example, code, hint)
+            self._causes[code, "" if code else path] = _Cause(path, example, code, hint)
 
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "", code: str = "") -> None:
         """Raise `kind` if there are faults.
@@ -395,21 +395,21 @@ def parted(text: str, word: str) -> list[Text]:
 
 
 class _Cause:
-    """A cause of faults: an example, and the locations of more faults."""
+    """A cause of faults: an example, and the paths of more faults."""
 
-    def __init__(self, where: str, example: Text, code: str, hint: str) -> None:
+    def __init__(self, path: str, example: Text, code: str, hint: str) -> None:
         self.example, self.code, self.hint = example, code, hint
-        self.count, self._places, self._more = 1, [where], 0
+        self.count, self._paths, self._more = 1, [path], 0
 
-    def add(self, where: str) -> None:
+    def add(self, path: str) -> None:
         self.count += 1
-        if where not in self._places and len(self._places) <= _SHOWN_OTHERS:
-            self._places.append(where)
+        if path not in self._paths and len(self._paths) <= _SHOWN_OTHERS:
+            self._paths.append(path)
         else:
             self._more += 1
 
     def text(self) -> Text:
-        same = f"likewise {names(self._places[1:], most=_SHOWN_OTHERS)}" if len(self._places) > 1 else ""
+        same = f"likewise {names(self._paths[1:], most=_SHOWN_OTHERS)}" if len(self._paths) > 1 else ""
         rest = " and ".join(filter(None, (same, f"{self._more} more" if self._more else "")))
         return Text(self.example, f" ({rest})") if rest else self.example
 

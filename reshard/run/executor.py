@@ -97,7 +97,7 @@ def _here(
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
             with callback(report):
-                # Twice as many tasks as threads are submitted, so that no thread idles until dask sees a result.
+                # Two tasks for each thread are submitted, so that no thread idles until dask sees a result.
                 (receipts,) = get_async(pool.submit, 2 * threads, tasks, [key])
         except BaseException:
             cancel()

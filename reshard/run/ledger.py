@@ -306,7 +306,7 @@ def append(path: str, content: bytes, *, sync: bool = False) -> None:
 class Checksums(Mapping[str, Mapping[str, int]]):
     """A lazy mapping of target file to tensor to the CRC-32C of its contents.
 
-    A block of which parts were written twice, around a crash, may have no checksum. A linked file has the checksums of
+    A block with parts that were written twice, around a crash, may have no checksum. A linked file has the checksums of
     its link target.
 
     Attributes:

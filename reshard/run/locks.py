@@ -4,8 +4,8 @@
 ranks or stages can write into the same directory at the same time. The kernel releases them at process exit.
 
 *At URLs*, which have no locks, each run writes a lock object, as restic does: its files, machine, process, and the time
-of the last refresh. A run writes its own object before it looks for others, so that of two runs that begin at once,
-neither continues without having seen the other. The object is refreshed during the run. The lock of an ended process of
+of the last refresh. A run writes its own object before it looks for others, so that neither of two runs that begin at
+once continues without having seen the other. The object is refreshed during the run. The lock of an ended process of
 this machine is ignored. Whether a process of another machine has ended is unknown: if its lock is no longer refreshed,
 it is reported as stale, and the user overrides it by removing the object.
 """

@@ -1,7 +1,7 @@
 """Check sources and a target; decide to keep, resume, make or refuse each target file.
 
 `fates` decides only from the plan, the ledger and the files found in the target, so that dry runs, runs and resumed
-runs decide alike. A file is *ours* if its size and time are those that an earlier run recorded. Any other file is
+runs decide alike. A file is *ours* if its size and time are as an earlier run recorded them. Any other file is
 foreign, and is replaced only with `overwrite`.
 
 `run.beside` handles other files in the directory.
@@ -244,8 +244,8 @@ def _check_apart(plan: Plan, root: str) -> None:
     """Reject a target inside its source, and a source inside its target.
 
     The two may be equal. In a run directory only the iteration that is written is the target. If the source files were
-    named one by one, or the source is one file, their directory is not the source; likewise for a target that is one
-    file.
+    named one by one, or the source is one file, their directory is not the source. The same holds for a target that
+    is one file.
     """
     source = plan.source.opened
     origin = as_place(source.root).absolute()
@@ -325,9 +325,9 @@ def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]
 
 def _files_at(url: str) -> list[str]:
     """Return the paths of all files below a URL, bypassing cached listings."""
-    place = as_place(url)
-    place.refresh()
-    return [str(path.relative_to(str(place))) for path in place.files()]
+    directory = as_place(url)
+    directory.refresh()
+    return [str(path.relative_to(str(directory))) for path in directory.files()]
 
 
 def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:

@@ -77,7 +77,7 @@ class Report(NamedTuple):
             state than now: they may have been changed since, or copied, linked, or given to another user.
         checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
         removed: files of earlier runs that `overwrite` or `restart` removed.
-        warnings: those of the plan, and of `convert` about other files in the target directory.
+        warnings: warnings of the plan, and of `convert` about other files in the target directory.
     """
 
     directory: str

@@ -172,8 +172,7 @@ def parts_of(directory: str) -> dict[str, list[str]]:
 def listed(directory: str) -> list[str]:
     """Return the sorted names in a directory of logs; empty if it does not exist."""
     if not can(directory).appends:
-        place = as_place(directory)
-        return sorted(str(path.relative_to(str(place))) for path in place.files())
+        return sorted(str(path.relative_to(directory)) for path in as_place(directory).files())
     with suppress(OSError):
         return sorted(os.listdir(directory))  # noqa: PTH208 -- by text, as at URLs
     return []

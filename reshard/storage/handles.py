@@ -50,7 +50,7 @@ class OpenFiles:
     """The open files of a store, by path, flags and thread number. Safe to use from several threads.
 
     Args:
-        most_open: the most files to keep open, besides files in use; by default as the system allows.
+        most_open: the most files to keep open, in addition to files in use; by default as the system allows.
     """
 
     def __init__(self, most_open: int | None = None) -> None:

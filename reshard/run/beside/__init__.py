@@ -67,7 +67,7 @@ def older_files(plan: Plan, root: str, provenance: str) -> dict[str, Older]:
         records = known(root, directory=f"{root}.reshard", with_ranges=False).records | records
     written = {file.path for file in plan.files}
     read = {str(as_place(file.path).real()) for file in source.files}
-    of_target = _TargetFiles(plan, provenance)
+    of_target = _Retention(plan, provenance)
     files = [
         file
         for file, record in records.items()
@@ -222,7 +222,7 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
     ]
 
 
-class _TargetFiles:
+class _Retention:
     """Decides which files of earlier runs are kept, given the target of a plan."""
 
     def __init__(self, plan: Plan, provenance: str) -> None:
