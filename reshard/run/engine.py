@@ -1,33 +1,41 @@
 """Execute transfers: read each band once and scatter it to all target blocks.
 
 For each band, the part of every source block is read once into a buffer of this thread, and columns are gathered
-(`BandReader`, with `buffers`). `move_pieces` writes the result into the target files, once for each replica; a
-comparison (`verify.compare`) compares it. If requests have a high latency, as at URLs, several bands are read at once
-(`places.in_batches`).
+(`BandReader`). `move_pieces` writes the result into the target files, once for each replica; a comparison
+(`verify.compare`) compares it. `preadv` and numpy's copies release the interpreter's lock, so threads run side by side.
+If requests have a high latency, as at URLs, several bands are read at once (`places.in_batches`).
 """
 
 from __future__ import annotations
 
+import mmap
+import threading
 from array import array
+from collections import OrderedDict
+from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.entries import ranges, wants
-from reshard.plan.bands import AHEAD
-from reshard.run.buffers import buffers, cast
+from reshard.layout.strided import Ahead
+from reshard.plan.bands import AHEAD, VIEWS, alike, cut, elements_of, is_whole, views_of
 from reshard.storage.crc import crc32, crc32c
+from reshard.storage.handles import thread
 from reshard.storage.places import in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, Runs
     from reshard.layout.block import Shape
-    from reshard.layout.strided import Ahead
+    from reshard.plan.bands import Rows
     from reshard.plan.plan import Piece, Plan, Transfer
-    from reshard.run.buffers import Band
     from reshard.storage.base import ReadStore, Sinks, Want
+
+    Array = NDArray[Any]
 
 
 class BandOutput(NamedTuple):
@@ -46,37 +54,123 @@ class BandOutput(NamedTuple):
     content: memoryview
 
 
-class _StridedBlocks(NamedTuple):
-    """The strided source blocks of a transfer, and the bytes of its rows."""
+class BandRead(NamedTuple):
+    """The part of a source block in a band: block, offset in bytes, and buffer."""
 
-    sources: frozenset[int]
-    nbytes: int
+    source: int
+    begin: int
+    view: memoryview
+
+
+class BandWrite(NamedTuple):
+    """The part of a target block in a band.
+
+    Attributes:
+        target: the number of the block.
+        first: the offset in the block, in elements.
+        content: the elements: a part of the read buffer, or the buffer in which columns are gathered.
+        copies: pairs of a destination and a source view to copy for that, in the order of the columns.
+    """
+
+    target: int
+    first: int
+    content: memoryview
+    copies: Sequence[tuple[Array, Array]]
+
+    def gathered(self) -> memoryview:
+        """Gather the columns of a read band; the result is valid until the next call."""
+        for target, source in self.copies:
+            target[...] = source
+        return self.content
+
+
+class Band(NamedTuple):
+    """Rows of a tensor that are read, and then written, together."""
+
+    reads: Sequence[BandRead]
+    writes: Iterable[BandWrite]
+
+
+_VIEW_BYTES = 200  # size of a view in a cached band, with its share of the containers; measured
+
+
+class _Buffers(threading.local):
+    """Buffers of a thread, reused because touching new memory is slower than copying.
+
+    The bands of the last few tensor shapes are cached, too: layers repeat, and computing bands with their views of the
+    buffers takes as long as gathering their columns.
+
+    Attributes:
+        read: the bytes that are read for a band.
+        gather: the gathered columns of one target block.
+        cast: these elements in another dtype.
+        ahead: reads strided source blocks.
+        copies: reads strided copies that are compared with the source blocks.
+    """
+
+    def __init__(self) -> None:
+        self.read = self.gather = self.cast = memoryview(b"")
+        self.ahead, self.copies = Ahead(_memory), Ahead(_memory)
+        self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
+        self._views = 0
+
+    def bands(self, piece: Piece, transfer: Transfer, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
+        """Return the bands of a piece; unless `in_order`, rotate them by thread."""
+        itemsizes = transfer.dtype.itemsize, transfer.target_dtype.itemsize
+        key = (transfer.recipe, transfer.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
+        if key in self._bands:
+            self._bands.move_to_end(key)
+            return self._bands[key][-1]
+        segments = transfer.recipe.segments(transfer.axis, piece.start, piece.stop)
+        parts = list(cut(segments, band_bytes // max(itemsizes)))
+        self.reserve(max([band_bytes, *(max(itemsizes) * elements_of(rows) for rows in parts)]))
+        bands = (_band(rows, transfer, in_order=in_order) for rows in (parts if in_order else _turned(parts)))
+        views, limit = 1 + sum(map(views_of, parts)), int(band_bytes * VIEWS) // _VIEW_BYTES
+        if views > limit:
+            return bands
+        while self._views + views > limit:
+            _, (count, _) = self._bands.popitem(last=False)
+            self._views -= count
+        cached = [Band(band.reads, list(band.writes)) for band in bands]
+        self._bands[key] = views, cached
+        self._views += views
+        return cached
+
+    def reserve(self, nbytes: int) -> None:
+        """Ensure the buffers hold at least `nbytes` bytes. Untouched pages cost nothing."""
+        if len(self.read) < nbytes:
+            self._bands.clear()  # their views would keep the old, smaller buffers alive
+            self._views = 0
+            self.read, self.gather = _memory(nbytes), _memory(nbytes)
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Return a buffer; only pages that are touched take memory."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+_buffers = _Buffers()
 
 
 class BandReader:
     """Reads bands of transfers; for use by one thread.
+
+    Args:
+        transfers: the transfers, by number.
+        paths: the source files, by number.
+        store: reads the source files.
+        band_bytes: the most bytes of a tensor that are read at once.
 
     Attributes:
         nbytes: the number of bytes read.
     """
 
     def __init__(
-        self,
-        transfers: Sequence[Transfer] | Mapping[int, Transfer],
-        paths: Sequence[str],
-        store: ReadStore,
+        self, transfers: Sequence[Transfer] | Mapping[int, Transfer], paths: Sequence[str], store: ReadStore,
         band_bytes: int,
-    ) -> None:
-        """Prepare to read.
-
-        Args:
-            transfers: the transfers, by number.
-            paths: the source files, by number.
-            store: reads the source files.
-            band_bytes: the most bytes of a tensor that are read at once.
-        """
+    ) -> None:  # fmt: skip
         self._transfers, self._paths, self._store, self._band_bytes = transfers, paths, store, band_bytes
-        self._strided: dict[int, _StridedBlocks] = {}  # by transfer number
+        self._strided: dict[int, tuple[frozenset[int], int]] = {}  # by transfer: strided sources, bytes of the rows
         self._token = object()  # data that is read ahead belongs to this reader alone
         self.nbytes = 0
 
@@ -111,8 +205,8 @@ class BandReader:
             sources = [(self._paths[at.file], at.runs) for at in transfer.reads]
             strided = frozenset(number for number, at in enumerate(transfer.reads) if at.is_apart)
             row = prod(transfer.recipe.shape[transfer.axis + 1 :]) * transfer.dtype.itemsize
-            self._strided[piece.transfer] = _StridedBlocks(strided, (piece.stop - piece.start) * row)
-            for band in buffers.bands(piece, transfer, self._band_bytes, in_order=in_order or bool(strided)):
+            self._strided[piece.transfer] = strided, (piece.stop - piece.start) * row
+            for band in _buffers.bands(piece, transfer, self._band_bytes, in_order=in_order or bool(strided)):
                 requests: list[Want] = []
                 for source, begin, view in band.reads:
                     if source not in strided:
@@ -122,16 +216,16 @@ class BandReader:
 
     def gather(self, number: int, band: Band) -> None:
         """Read the strided source blocks of a band, and fill blocks that are all zeros."""
-        strided = self._strided[number]
-        if strided.sources:
+        strided, nbytes = self._strided[number]
+        if strided:
             transfer = self._transfers[number]
-            reads = [read for read in band.reads if read.source in strided.sources]
-            room = min(AHEAD * self._band_bytes, strided.nbytes)
-            buffers.ahead.share((self._token, number, room, *(read.source for read in reads)), len(reads) or 1, room)
+            reads = [read for read in band.reads if read.source in strided]
+            room = min(AHEAD * self._band_bytes, nbytes)
+            _buffers.ahead.share((self._token, number, room, *(read.source for read in reads)), len(reads) or 1, room)
             for index, (source, begin, view) in enumerate(reads):
                 shape = transfer.recipe.sources[source].shape
                 at = transfer.reads[source]
-                read_block(self._store, self._paths, at, shape, transfer.dtype, begin, view, buffers.ahead, index)
+                read_block(self._store, self._paths, at, shape, transfer.dtype, begin, view, _buffers.ahead, index)
 
 
 def read_block(
@@ -159,6 +253,97 @@ def read_block(
 
     out = np.frombuffer(view, dtype.carrier())
     ahead.read(index, read, shape, extent.strides, begin // dtype.itemsize, out)
+
+
+def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
+    """Cast elements to another dtype, rounding to nearest, ties to even.
+
+    The result is in a buffer of this thread, and valid until the next call.
+    """
+    if dtype is target_dtype:
+        return content
+    import numpy as np
+
+    elements = np.frombuffer(content, dtype.numpy())
+    if len(_buffers.cast) < len(elements) * target_dtype.itemsize:
+        _buffers.cast = _memory(len(elements) * target_dtype.itemsize)
+    buffer = _buffers.cast[: len(elements) * target_dtype.itemsize]
+    with np.errstate(over="ignore", invalid="ignore"):  # a number that is too large becomes infinity
+        np.copyto(np.frombuffer(buffer, target_dtype.numpy()), elements, casting="unsafe")
+    return buffer
+
+
+def copies_ahead() -> Ahead:
+    """Return the reader of strided copies for this thread."""
+    return _buffers.copies
+
+
+def scratch(nbytes: int) -> memoryview:
+    """Return the gather buffer of this thread, to read other data into."""
+    _buffers.reserve(nbytes)
+    return _buffers.gather[:nbytes]
+
+
+def _turned(items: list[Any]) -> list[Any]:
+    """Rotate a list by thread: threads that write to one file wait for each other."""
+    start = len(items) * thread.number // 2 % len(items) if items else 0
+    return items[start:] + items[:start]
+
+
+def _band(parts: Sequence[Rows], transfer: Transfer, *, in_order: bool) -> Band:
+    """Lay out a band in the buffers of this thread, one part after the other."""
+    itemsize = transfer.dtype.itemsize
+    reads = []
+    position = 0
+    for segment, start, rows in parts:
+        columns = segment.columns
+        for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
+            row = prod(shape) * itemsize
+            begin = offset * itemsize + (start - segment.start) * row
+            reads.append(BandRead(source, begin, _buffers.read[position : position + rows * row]))
+            position += rows * row
+    return Band(reads, _writes(parts, transfer, reads, _buffers.read[:position], in_order=in_order))
+
+
+def _writes(
+    parts: Sequence[Rows], transfer: Transfer, reads: Sequence[BandRead], read_bytes: memoryview, *, in_order: bool
+) -> Iterator[BandWrite]:
+    """Yield the writes of a band; unless `in_order`, rotate them by thread."""
+    segment, start, _ = parts[0]
+    columns = segment.columns
+    rows = sum(rows for _, _, rows in parts)
+    numbers = list(range(len(columns.targets)))
+    for number in numbers if in_order else _turned(numbers):
+        row = prod(columns.target_shapes[number])
+        first = segment.target_offsets[number] + (start - segment.start) * row
+        if is_whole(columns.parts[number]):
+            yield BandWrite(columns.targets[number], first, reads[columns.parts[number][0].read].view, ())
+        else:
+            content = _buffers.gather[: rows * row * transfer.dtype.itemsize]
+            copies = _copies(parts, number, transfer, read_bytes, content)
+            yield BandWrite(columns.targets[number], first, content, copies)
+
+
+def _copies(
+    parts: Sequence[Rows], number: int, transfer: Transfer, read_bytes: memoryview, content: memoryview
+) -> list[tuple[Array, Array]]:
+    """Return destination and source views for the columns of one target block."""
+    import numpy as np  # a quarter of the start-up time of a command; whole rows do not need it
+
+    carrier = transfer.dtype.carrier()
+    elements = np.frombuffer(read_bytes, carrier)
+    shape = parts[0].segment.columns.target_shapes[number]
+    gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
+    copies = []
+    begin = done = 0  # offsets in the elements that were read, and in the rows
+    for columns, rows in alike(parts, number):
+        starts = list(accumulate((rows * prod(shape) for shape in columns.source_shapes), initial=begin))
+        for read, source_index, target_index in columns.parts[number]:
+            block = elements[starts[read] : starts[read + 1]].reshape(rows, *columns.source_shapes[read])
+            copies.append((gathered[done : done + rows][target_index or ...], block[source_index or ...]))
+        begin = starts[-1]
+        done += rows
+    return copies
 
 
 class Moved(NamedTuple):
@@ -246,9 +431,8 @@ class _RangeSums:
         """Add bytes written at offset `begin` of a block; ranges never cross its runs."""
         if len(runs) > 1:
             for _, start, stop in ranges(runs, begin, len(content)):
-                self._complete.extend(
-                    (transfer, target, begin + start, stop - start, self._extend(content[start:stop], 0))
-                )
+                crc = self._extend(content[start:stop], 0)
+                self._complete.extend((transfer, target, begin + start, stop - start, crc))
             return
         last = self._last.get((transfer, target))
         if last and last[0] + last[1] == begin:

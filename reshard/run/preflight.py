@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
+    from reshard.run.settings import RunOptions
     from reshard.run.tasks import Receipt
     from reshard.source.records import State
     from reshard.storage.base import Status
@@ -342,8 +343,7 @@ def seen_files(plan: Plan, root: str, records: Mapping[str, Record], needed: Col
     """Return records and states; at URLs, full states only of `needed` files."""
     paths = [file.path for file in plan.files]
     states = states_of(root, paths, needed)
-    begun: Mapping[str, Sequence[str]] = {}
-    nothing = Record()
+    nothing, begun = Record(), dict[str, list[str]]()
     if can(root).positioned:
         begun = local_store().all_unfinished([f"{root}/{path}" for path in paths])
     return {
@@ -376,7 +376,7 @@ def states_of(root: str, files: Sequence[str], needed: Collection[str]) -> dict[
     return dict.fromkeys(present, (-1, 0)) | dict(zip(requested, states, strict=True))
 
 
-def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: Collection[str] = ()) -> Preflight:
+def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str] = ()) -> Preflight:
     """Return what a run would do with each target file; nothing is locked or changed.
 
     Only a run itself checks locks of other runs, and space on the disk.
@@ -394,7 +394,7 @@ def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: C
     existing = seen_files(plan, root, records, records)
     if not any(item.state is not None or item.record.digest for item in existing.values()):
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
-    policy = Policy(changes_digest(plan), not can(root).positioned, overwrite, restart)
+    policy = Policy(changes_digest(plan), not can(root).positioned, options.overwrite, options.restart)
     decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
     return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in of(decisions, Do.RESUME)))
 

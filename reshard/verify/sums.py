@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from reshard.errors import UsageError
 from reshard.formats.entries import wants
 from reshard.plan import budget
-from reshard.run.buffers import scratch
+from reshard.run.engine import scratch
 from reshard.run.executor import map_tasks
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault

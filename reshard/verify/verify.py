@@ -27,6 +27,7 @@ from reshard.plan.changes import cast_advice, changes
 from reshard.plan.select import Selection
 from reshard.readers.open import made_at, read_headers
 from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
+from reshard.run.settings import Progress
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.rank_dirs import Step
     from reshard.plan.changes import Change
-    from reshard.run.run import Progress
     from reshard.source.checkpoint import Looked
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
@@ -398,8 +398,6 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
     """Return a function that reports progress to the callback of a user."""
     if progress is None:
         return lambda _done, _total: None
-    from reshard.run.run import Progress  # lazy import: only this needs dask
-
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
 

@@ -16,7 +16,7 @@ import reshard
 from reshard.errors import UsageError
 from reshard.layout.layout import Layout
 from reshard.strategy.diff import check, diff
-from reshard.strategy.rules_file import strategy_from_file
+from reshard.strategy.rules import strategy_from_file
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:

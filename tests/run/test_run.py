@@ -25,7 +25,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.formats import ckpt
 from reshard.formats.entries import Content
-from reshard.run import buffers, graph, tasks
+from reshard.run import engine, graph, tasks
 from reshard.storage import local as store
 
 if TYPE_CHECKING:
@@ -61,16 +61,16 @@ def test_bands_are_worked_out_anew_where_they_are_not_kept(
     opened = reshard.open(write_ranks(tmp_path / "src", full, before), strategy=before)
     made = reshard.plan(opened, after, selection=reshard.Selection(cast={"float64": cast} if cast else {}))
     full = {name: array.astype(cast) if cast and array.dtype == np.float64 else array for name, array in full.items()}
-    lay_out, calls = buffers._band, []
+    lay_out, calls = engine._band, []
 
-    def counted(*given: Any, in_order: bool) -> buffers.Band:
+    def counted(*given: Any, in_order: bool) -> engine.Band:
         calls.append(given)
         return lay_out(*given, in_order=in_order)
 
-    monkeypatch.setattr(buffers, "_band", counted)
+    monkeypatch.setattr(engine, "_band", counted)
     laid_out = []
     for kept in (0, 40, 1 << 20):
-        monkeypatch.setattr(buffers, "VIEWS", kept)
+        monkeypatch.setattr(engine, "VIEWS", kept)
         calls.clear()
         made.run(tmp_path / f"{kept}", threads=1)
         laid_out.append(len(calls))

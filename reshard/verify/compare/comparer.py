@@ -13,8 +13,7 @@ from reshard.formats.entries import Extent, Replica, wants
 from reshard.layout.block import Block
 from reshard.plan.bands import AHEAD
 from reshard.plan.plan import Piece, Route
-from reshard.run.buffers import Band, BandWrite, cast, copies_ahead, scratch
-from reshard.run.engine import BandReader, read_block
+from reshard.run.engine import Band, BandReader, BandWrite, cast, copies_ahead, read_block, scratch
 from reshard.storage.cipher import store_of
 from reshard.storage.places import in_batches
 
