@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.formats.entries import FileIndex, FileLayout, Runs
     from reshard.layout.block import Shape
-    from reshard.storage.base import Readable
+    from reshard.storage.base import RangeStore
 
 Prefixes = str | list[str] | tuple[str, ...] | None
 
@@ -229,7 +229,7 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
         raise
 
 
-def _pieces(path: str, runs: Runs, store: Readable) -> Iterator[memoryview]:
+def _pieces(path: str, runs: Runs, store: RangeStore) -> Iterator[memoryview]:
     """Yield bytes of a file, a few MB at a time; a piece is valid until the next one."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     for offset, nbytes in runs:
@@ -284,7 +284,7 @@ class _InMemory:
     def __init__(self, content: BytesIO) -> None:
         self._content = content.getbuffer()
 
-    def size(self, path: str) -> int:  # noqa: ARG002 -- as `Readable` has it
+    def size(self, path: str) -> int:  # noqa: ARG002 -- as `RangeStore` has it
         return len(self._content)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -293,7 +293,7 @@ class _InMemory:
         buffer[:] = self._content[offset : offset + len(buffer)]
 
 
-def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Readable]:  # noqa: A002 -- as above
+def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, RangeStore]:  # noqa: A002 -- as above
     """Check the file's name, and return it with a store that reads it."""
     _check_format("load_checkpoint", format)
     if isinstance(file, BytesIO):
@@ -314,7 +314,7 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Read
     return os.path.realpath(path), local_store() if cipher is None else cipher.store()
 
 
-def read_entries(path: str, index: FileIndex, store: Readable, selects: Callable[[str], bool]) -> dict[str, Any]:
+def read_entries(path: str, index: FileIndex, store: RangeStore, selects: Callable[[str], bool]) -> dict[str, Any]:
     """Read the entries whose names are selected: Parameters and text."""
     for name, reason in index.unreadable:
         _log.warning("%s: %r %s; it is left out", path, name, reason)
@@ -332,7 +332,7 @@ def read_entries(path: str, index: FileIndex, store: Readable, selects: Callable
     return values
 
 
-def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
+def _check_crc(path: str, index: FileIndex, store: RangeStore) -> None:
     """Compare the CRC of a file's contents with the CRC in the file."""
     if index.crc is None:
         _log.warning("%s: carries no CRC to check", path)

@@ -42,8 +42,8 @@ from reshard.storage.crc import crc32, crc_of_range
 from reshard.storage.local import free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
-from reshard.storage.remote import REQUESTS, remote_store
-from reshard.storage.threads import map_threads
+from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS, remote_store
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Session:
         sources = changes_digest(plan)
         provenance = made_data(plan) if ledger else b""
         self._provenance_digest = digest(provenance)
-        self.ledger = Ledger(root, keeps=ledger, made=provenance, sources=sources)
+        self.ledger = Ledger(root, keeps=ledger, provenance=provenance, sources=sources)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
@@ -140,7 +140,7 @@ class Session:
             if options.fsync:
                 self._sync(finished)
             begun = [number for number in self._numbers(Do.RESUME) if self._record(number).wrote]
-            verified = map_threads(self._verified, begun, max(threads, 1))
+            verified = map_ordered(self._verified, begun, max(threads, 1))
             good = {number: ranges for number, ranges in zip(begun, verified, strict=True) if ranges}
             local_store().close()  # files that were read are written next
             self._spans = {number: _spans(ranges) for number, ranges in good.items()}
@@ -411,7 +411,7 @@ class Session:
 
     def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         """Apply a function to each number, concurrently at URLs."""
-        return map_threads(function, numbers, REQUESTS) if self._early else list(map(function, numbers))
+        return list(map_ordered(function, numbers, REQUESTS if self._early else 0))
 
     def _numbers(self, do: Do) -> list[int]:
         return [number for number, path in enumerate(self._paths) if self._fates[path].do is do]

@@ -16,8 +16,9 @@ from reshard.formats.entries import FileIndex
 from reshard.layout.block import shape_text
 from reshard.source.headers import gaps
 from reshard.storage.crc import crc32c
-from reshard.storage.places import as_place, of_each
+from reshard.storage.places import as_place, workers_at
 from reshard.storage.small import refuse_inputs
+from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import FileSums, Manifest, Part, write_manifest
 from reshard.verify.sums import sum_contents, thread_count
@@ -99,7 +100,7 @@ def check_files(
     differences: list[Difference] = []
     paths: list[str] = []
     contents: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
-    indexes = of_each(lambda path: _look(top, path, manifest), places)
+    indexes = map_ordered(lambda path: _look(top, path, manifest), places, workers_at(places))
     for (path, file), index in zip(manifest.files.items(), indexes, strict=True):
         if index is None and partial:
             continue

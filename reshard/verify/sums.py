@@ -16,7 +16,7 @@ from reshard.run.executor import map_tasks
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
 from reshard.storage.places import in_batches
-from reshard.storage.threads import run_threads
+from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def check_carried(
             for subject, runs, crc in part.left:
                 to_sum.setdefault((number, runs, crc), []).append((part.name, subject))
 
-    run_threads(read, range(len(target.files)), threads, note)
+    map_ordered(read, range(len(target.files)), threads, note)
     values, _ = sum_contents(
         ((key, target.files[key[0]].path, key[1]) for key in to_sum),
         threads=threads, on_progress=on_progress, kind=CRC32, coding=target.coding, client=client,
