@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -173,18 +173,6 @@ class Selection:
                 faults.add(f"name {new!r}", shared, code="duplicate-name")
         faults.raise_if_any(UsageError)
         return dict(pairs)
-
-
-def selection_data(selection: Selection) -> dict[str, object]:
-    """Return a selection as JSON data, for `planfile.read_selection`."""
-    pairs = ((field.name, getattr(selection, field.name)) for field in fields(selection))
-    values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in pairs}
-    values["names"] = values.pop("name_map")  # the key in ledgers and plan files
-    return {
-        **values,
-        "rules": selection.rules and selection.rules.data(),
-        "lora": selection.lora and asdict(selection.lora),
-    }
 
 
 def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
