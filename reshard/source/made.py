@@ -12,6 +12,7 @@ compared with the files. The layout in it is used while the files are the ones t
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -23,8 +24,9 @@ from reshard.source.headers import contents_digest
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.source.records import digest as digest_of
 from reshard.storage.crc import crc_of_range
-from reshard.storage.places import any_store, as_place, of_each
+from reshard.storage.places import any_store, as_place, workers_at
 from reshard.storage.small import read_small
+from reshard.storage.threads import map_ordered
 from reshard.strategy.schema import is_inner_path, parse, read, to_json
 
 if TYPE_CHECKING:
@@ -75,11 +77,14 @@ class Made:
 
     def is_as_noted(self) -> bool:
         """Return whether all files exist with the size and time in the ledger."""
-        statuses = any_store().statuses([f"{self.root}/{file}" for file in self.records])
-        return all(
-            not isinstance(state, SourceError) and record.ready == state[:2]
-            for record, state in zip(self.records.values(), statuses, strict=True)
-        )
+
+        def is_unchanged(path: str) -> bool:
+            with suppress(SourceError):
+                return records[path].ready == any_store().status(path)[:2]
+            return False
+
+        records = {f"{self.root}/{file}": record for file, record in self.records.items()}
+        return all(map_ordered(is_unchanged, [*records], workers_at(records)))
 
     def change(self, files: Sequence[SourceFile], *, partial: bool = False) -> str:
         """Return which file differs from the written one, and how; "" if none does.
@@ -135,7 +140,7 @@ class Made:
                     return f"{path} has other contents than were written (bytes {begin} to {begin + nbytes})"
             return ""
 
-        return next(filter(None, of_each(change, [*sizes])), "")
+        return next(filter(None, map_ordered(change, [*sizes], workers_at(sizes))), "")
 
 
 def _samples(ranges: Mapping[str, Iterable[Range]], touched: Collection[str]) -> dict[str, list[Range]]:

@@ -11,7 +11,8 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout
 from reshard.storage.places import as_place
 from reshard.strategy.schema import Count, FormatError, Line, read
 from reshard.strategy.strategy import Placed, Strategy

@@ -53,17 +53,18 @@ class ArrangementRecord:
         if not 0 < devices <= _MOST_RANKS:
             raise ValueError(f"an arrangement of {devices} ranks cannot be")
         meshes = [Mesh(Layout(matrix, axes), ranks, names) for matrix, axes, ranks, names in self.meshes]
-        for layout, ranks, _ in meshes:
-            if len({*ranks}) != len(ranks) or len(ranks) != layout.devices or not max(ranks) < devices:
+        for mesh in meshes:
+            ranks = mesh.ranks
+            if len({*ranks}) != len(ranks) or len(ranks) != mesh.layout.devices or not max(ranks) < devices:
                 raise ValueError("a mesh has not one rank for each device")
         tensors = {}
-        for name, (mesh, shape, extra_ranks) in self.tensors.items():
-            if mesh is not None and (mesh >= len(meshes) or len(meshes[mesh].layout.tensor_map) != len(shape)):
+        for name, (number, shape, extra_ranks) in self.tensors.items():
+            if number is not None and (number >= len(meshes) or len(meshes[number].layout.tensor_map) != len(shape)):
                 raise ValueError("the arrangement of a tensor has a mesh that is not there, or of other dimensions")
-            blocks = 1 if mesh is None else prod(meshes[mesh].layout.splits)
-            if any(rank >= devices or number >= blocks for rank, number in extra_ranks):
+            blocks = 1 if number is None else prod(meshes[number].layout.splits)
+            if any(rank >= devices or block >= blocks for rank, block in extra_ranks):
                 raise ValueError("the arrangement of a tensor has a rank, or a block, that is not there")
-            tensors[name] = Arranged(() if mesh is None else (meshes[mesh],), shape, extra_ranks)
+            tensors[name] = Arranged(() if number is None else (meshes[number],), shape, extra_ranks)
         return Arrangement(tensors, range(devices), devices, lists_all=True)
 
 

@@ -14,7 +14,8 @@ from reshard.plan.inputs import selection_of
 from reshard.plan.select import derived
 from reshard.readers.reopen import reopen
 from reshard.source.records import known
-from reshard.storage.places import any_store, as_place, of_each
+from reshard.storage.places import any_store, as_place, workers_at
+from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
 from reshard.verify.sums import sum_contents
 
@@ -99,7 +100,8 @@ def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], No
     ranges: list[tuple[tuple[str, tuple[int, int, int]], str, Runs]] = []
     root = as_place(made.root)
     records = known(made.root, made.records, directory=made.ledger).records
-    sizes = of_each(_size, [root / file for file in records])
+    paths = [root / file for file in records]
+    sizes = map_ordered(_size, paths, workers_at(paths))
 
     def add(kind: Literal["file", "size", "checksum"], file: str, text: str) -> None:
         differences.append(Difference(kind, text, None, "target", made.records[file].rank, f"{root}/{file}"))

@@ -21,8 +21,9 @@ from reshard.layout.block import shape_text
 from reshard.readers.open import read_headers
 from reshard.source.headers import gaps
 from reshard.storage.crc import crc32c
-from reshard.storage.places import as_place, of_each
+from reshard.storage.places import as_place, workers_at
 from reshard.storage.small import refuse_inputs
+from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import FileSums, Manifest, Part, read_manifest, write_manifest
 from reshard.verify.sums import progress_callback, sum_contents, thread_count
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Entry, FileLayout, Runs
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import TargetFile
@@ -140,7 +142,8 @@ def verify_files(
     differences: list[Difference] = []
     files: list[FileSums] = []
     contents: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
-    indexes = of_each(lambda path: _look(top, path, expected), [top / path for path in expected.files])
+    places = [top / path for path in expected.files]
+    indexes = map_ordered(lambda path: _look(top, path, expected), places, workers_at(places))
     for (path, file), index in zip(expected.files.items(), indexes, strict=True):
         if index is None and partial:
             continue

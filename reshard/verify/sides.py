@@ -16,7 +16,6 @@ only choose what to compare: everything is read, and the verdict names each chan
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -27,7 +26,7 @@ from reshard.readers.open import iteration_at, made_at, read_headers, self_descr
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target
 from reshard.source.checkpoint import Checkpoint, Opening
-from reshard.storage.places import as_place, is_url
+from reshard.storage.places import as_place
 from reshard.verify.made import noted_source, selection_in
 
 if TYPE_CHECKING:
@@ -267,7 +266,7 @@ def _key(path: AnyName) -> str:
     location = as_place(path)
     with suppress(SourceError):  # a run directory without a checkpoint
         location = iteration_at(location)
-    return str(location) if is_url(location) else os.path.realpath(str(location))
+    return str(location.real())
 
 
 def _meeting(first: _Lineage, second: _Lineage) -> tuple[int, int, bool]:

@@ -39,7 +39,7 @@ from reshard.verify.verification import Comparison, Counts, Verification
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reshard.run.run import Progress
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Looked
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
