@@ -29,8 +29,10 @@ _KEYS = {
         "fill_value", "storage_transformers", "dimension_names",
     },
 }  # fmt: skip
+_OLDER = ("sources", "strategy")  # in stores of earlier versions
+
 _NOTED = {
-    "group": {"common", "tensors", "texts", "notes", "sources", "strategy", "version"},
+    "group": {"common", "tensors", "texts", "notes", "source", "version", *_OLDER},
     "array": {"dtype", "listed", "layout", "name"},
 }
 

@@ -113,13 +113,13 @@ def strategy_by_rules(
         UsageError: the file cannot be read, or is not a rules file for these tensors; all faults at once.
         SourceError: the checkpoint seems to have the blocks of one rank.
     """
-    from reshard.strategy.rules import strategy_from_file  # lazy import: rarely needed
+    from reshard.strategy.rules import layouts_from_file  # lazy import: rarely needed
 
     checkpoint.require_whole()
     names = {name: name for name in checkpoint.tensors} if target_names is None else target_names
     tensors = {new: checkpoint.tensors[old] for old, new in names.items() if checkpoint.tensors[old].text is None}
     has_layout = checkpoint.strategy is not None or checkpoint.extras.has_layouts
-    return strategy_from_file(
+    layouts, shapes = layouts_from_file(
         rules,
         {name: tensor.spec.shape for name, tensor in tensors.items()},
         dtypes={name: tensor.spec.dtype for name, tensor in tensors.items()},
@@ -128,3 +128,4 @@ def strategy_by_rules(
         },
         predict=predict,
     )
+    return Strategy.of(layouts, shapes=shapes)

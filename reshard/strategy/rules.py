@@ -69,7 +69,6 @@ from reshard.strategy.rule_values import (
     parse_mesh,
     parse_operators,
 )
-from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -83,6 +82,9 @@ if TYPE_CHECKING:
 _MOST_WAYS = 64  # the largest number of parts in a hint
 _MOST_STAGES = 1 << 16
 
+Built = tuple[dict[str, "Layout | Mapping[int, Layout]"], dict[str, "Shape"]]
+"""The layouts of a strategy and the whole shapes, by name."""
+
 
 def from_rules(
     shapes: Mapping[str, Shape],
@@ -90,8 +92,8 @@ def from_rules(
     rules: Mapping[str, Rule],
     options: Options,
     faults: Faults | None = None,
-) -> Strategy:
-    """Build a strategy from a mesh and rules; see `Strategy.from_rules`.
+) -> Built:
+    """Build layouts from a mesh and rules; see `Strategy.from_rules`.
 
     The faults of a rules file are collected in `faults`, under its name.
     """
@@ -113,8 +115,8 @@ def from_operators(
     devices: int,
     options: Options,
     faults: Faults | None = None,
-) -> Strategy:
-    """Build a strategy from operators; see `Strategy.from_operators`.
+) -> Built:
+    """Build layouts from operators; see `Strategy.from_operators`.
 
     The faults of a rules file are collected in `faults`, under its name.
     """
@@ -141,15 +143,15 @@ def from_operators(
     return _build(shapes, layout_rules, lambda shape: whole(len(shape), devices), "operators", options, faults)
 
 
-def strategy_from_file(
+def layouts_from_file(
     path: AnyName,
     shapes: Mapping[str, Shape],
     *,
     dtypes: Mapping[str, DType | str] | None = None,
     only_by_rule: Collection[str] = (),
     predict: bool = False,
-) -> Strategy:
-    """Build the strategy that a rules file describes.
+) -> Built:
+    """Build the layouts that a rules file describes.
 
     Args:
         path: a YAML file.
@@ -209,7 +211,7 @@ def _build(
     key: str,
     options: Options,
     faults: Faults,
-) -> Strategy:
+) -> Built:
     """Apply rules, pipeline and optimizer parallel to every tensor (the steps above)."""
     homes: dict[str, str] = {}  # the weight of each tensor, and itself for a weight
     owners: dict[str, str] = {}  # the tensor whose rule applies
@@ -239,7 +241,7 @@ def _build(
     }
     if not by_name:
         raise UsageError(f"{faults.subject}: no tensor is left for a strategy", code="no-tensors")
-    return Strategy.of(by_name, shapes={name: tuple(shapes[name]) for name in by_name})
+    return by_name, {name: tuple(shapes[name]) for name in by_name}
 
 
 def _first_matches(

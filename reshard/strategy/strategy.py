@@ -167,7 +167,8 @@ class Strategy:
         """
         from reshard.strategy.rules import from_rules
 
-        return from_rules(shapes, mesh, rules, options)
+        layouts, whole_shapes = from_rules(shapes, mesh, rules, options)
+        return cls.of(layouts, shapes=whole_shapes)
 
     @classmethod
     def from_operators(
@@ -198,7 +199,8 @@ class Strategy:
         """
         from reshard.strategy.rules import from_operators
 
-        return from_operators(shapes, operators, devices, options)
+        layouts, whole_shapes = from_operators(shapes, operators, devices, options)
+        return cls.of(layouts, shapes=whole_shapes)
 
     @property
     def ranks(self) -> range:

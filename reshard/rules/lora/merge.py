@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.layout.block import Block, flat_boxes, shape_text
+from reshard.rules.lora.adapter import read_adapter
 from reshard.rules.lora.parts import Copy, Pair
 from reshard.rules.lora.tied import ALIAS, resolve
 from reshard.source.checkpoint import Origin
@@ -75,6 +76,17 @@ class WeightSpan(NamedTuple):
     dtype: DType
     of: Pair | Copy
     transposed: bool
+
+
+def merged(source: Checkpoint, lora: LoRA) -> Checkpoint:
+    """Return a checkpoint with an adapter merged into its weights: see `Checkpoint.merge_lora`."""
+    adapter = read_adapter(lora)
+    if lora.digest not in {"", adapter.digest}:
+        raise SourceError(
+            f"{lora.root} is not the LoRA adapter that was planned or merged", code="different-adapter",
+            hint="give that adapter",
+        )  # fmt: skip
+    return merge(source, adapter, replace(lora, digest=adapter.digest))
 
 
 def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
