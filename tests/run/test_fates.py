@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.run.preflight import Do, Fate, Planned, Policy, FileState, fate, fates, of
+from reshard.run.preflight import Do, Fate, FileState, Planned, Policy, fate, fates, of
 from reshard.source.records import Record
 from reshard.storage.page_cache import boot_id
 
