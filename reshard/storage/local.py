@@ -171,8 +171,8 @@ class LocalStore:
 
         Args:
             path: the file.
-            first: where the range begins, in bytes.
-            last: where it ends, in bytes; None for the end of the file.
+            first: the begin of the range, in bytes.
+            last: its end, in bytes; None for the end of the file.
             written: it is an unfinished file; sync its data to disk first.
             wait: wait for the sync; if not, only start it, and evict the pages that are on disk already.
         """
