@@ -111,16 +111,11 @@ class ZarrStore(Destination):
             return None
         from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes  # imported only if needed
 
-        by_key: dict[tuple[Array, Shape], ToCompress] = {}
-        units = {}
-        for name, array in self._arrays.items():
-            for unit in array.units:
-                key = (array, unit.valid)
-                if key not in by_key:
-                    positions = tuple(position for position, valid in enumerate(unit.valid) if valid)
-                    valid = tuple(unit.valid[position] for position in positions)
-                    by_key[key] = ToCompress(array.chunk_bytes, valid, positions, len(unit.valid) if array.shard else 0)
-                units[f"{self._directories[name]}/{unit.path}"] = by_key[key]
+        units = {
+            f"{self._directories[name]}/{unit.path}": ToCompress(array.chunk_bytes, unit.valid, array.shard is not None)
+            for name, array in self._arrays.items()
+            for unit in array.units
+        }
         arrays = set(self._arrays.values())
         buffered = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in arrays if prod(a.shape)), default=0)
         return Encoding(units, self._group.level, buffered, max((a.chunk_bytes for a in arrays), default=0))
