@@ -56,6 +56,14 @@ def zstd_content(encoded: bytes | bytearray, most: int, *, one_frame: bool = Fal
 
     view = memoryview(encoded)
     content = np.empty(most, np.uint8).data  # untouched pages take no memory
+    if not one_frame and _declared_bytes(encoded) == most:
+        from numcodecs import zstd as numcodecs_zstd
+
+        try:
+            numcodecs_zstd.decompress(encoded, content)  # at once, which takes a quarter less time
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        return content
     begin = done = 0
     while True:
         decoder = zstd.ZstdDecompressor()
@@ -77,6 +85,14 @@ def zstd_content(encoded: bytes | bytearray, most: int, *, one_frame: bool = Fal
             return content[:done]
         if one_frame:
             raise ValueError("it is not one frame of zstd")
+
+
+def _declared_bytes(encoded: bytes | bytearray) -> int | None:
+    """Return the size of the contents in a frame's header; None if there is none."""
+    try:
+        return zstd.get_frame_info(encoded).decompressed_size
+    except zstd.ZstdError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
