@@ -40,7 +40,7 @@ _HOMES = {
     "plan": "api.plans",
     "Plan": "api.plans",
     "PlanError": "errors",
-    "Progress": "run.run",
+    "Progress": "run.settings",
     "read_layouts": "targets.pattern",
     "read_manifest": "verify.manifest",
     "read_object": "api.checkpoints",
@@ -146,7 +146,8 @@ if TYPE_CHECKING:
     from reshard.plan.select import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy

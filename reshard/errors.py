@@ -10,89 +10,81 @@ Its `code` names the cause and stays the same when the wording changes. Faults o
 example for each cause.
 
 A hint is often an option, which the command line, Python and MindSpore's functions write in different ways. So a `Text`
-refers to an `Option`, and each of the three has a table of `Words`. `str(error)` is in Python's words.
+refers to an `Option`, and each of the three has `Words`: a rule, and a table of exceptions. `str(error)` is in Python's
+words.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _SHOWN_FAULTS = 20
 _SHOWN_OTHERS = 3
 
-Words = Mapping[str, tuple[str, ...]]
-"""How options are written, by their names: without a value, and with one."""
 
-PYTHON: Words = {
-    "against": ("against=...",),
-    "as_is": ("as_is=True",),
-    "allow_missing": ("allow_missing", "allow_missing={!r}"),
-    "cast": ("cast", "cast={{{!r}: {!r}}}"),
-    "chunk_size": ("chunk_size=...",),
-    "client": ("client=...",),
-    "compression": ("compression=...",),
-    "deduplicated": ("deduplicated=True",),
-    "drop": ("drop={!r}",),
-    "exclude": ("exclude", "exclude={!r}"),
-    "include": ("include", "include={!r}"),
-    "iteration": ("iteration=...", "iteration={}"),
-    "key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
-    "layout": ("layout", "layout={{{!r}: {!r}}}"),
-    "layouts_of": ("target=reshard.read_layouts(...)",),
-    "let": ("let={{{!r}: N}}",),
-    "link": ("files=reshard.LinkedDCP()",),
-    "link_replicas": ("link_replicas=True",),
-    "lora": ("lora",),
-    "lora_alpha": ("alpha=... to reshard.LoRA",),
-    "lora_tied": ("tied={!r} to reshard.LoRA",),
-    "max_shard_size": ("max_shard_size=...",),
-    "memory": ("memory=...", "memory={:_}"),
-    "model_config": ("config=...",),
-    "name_map": ("name_map=...",),
-    "overwrite": ("overwrite=True",),
-    "partial": ("partial=True",),
-    "prefix": ("prefix=...",),
-    "rank_pattern": ("rank_pattern=...",),
-    "ranks": ("ranks=...",),
-    "remove_redundancy": ("remove_redundancy=True",),
-    "restart": ("restart=True",),
-    "rules": ("rules=...",),
-    "same_ranks": ("same_ranks",),
-    "sample": ("sample=...",),
-    "seed": ("seed={}",),
-    "shard_size": ("shard_size=...",),
-    "source": ("source=...",),
-    "source_key": ("source_cipher=...", "source_cipher=reshard.Cipher({!r}, key)"),
-    "source_strategy": ("source_strategy=...", "source_strategy={!r}"),
-    "stage": ("stage", "stage={}"),
-    "strategy": ("strategy=...", "strategy={!r}"),
-    "suffix": ("suffix=...", "suffix={!r}"),
-    "target_cipher": ("target_cipher=...", "target_cipher=reshard.Cipher({!r}, key)"),
-    "target_key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
-    "target_iteration": ("iteration=...", "iteration={}"),
-    "target_layout": ("layout={{{!r}: {!r}}}",),
-    "target_partial": ("partial=True",),
-    "target_rank_pattern": ("rank_pattern=...",),
-    "target_stage": ("stage", "stage={}"),
-    "target_step": ("step=...",),
-    "target_strategy": ("strategy=...", "strategy={!r}"),
-    "target_suffix": ("suffix=...", "suffix={!r}"),
-    "to": ("to=...", "to={!r}"),
-    "weights_only": ("weights_only",),
+class Words(NamedTuple):
+    """How options are written.
+
+    Attributes:
+        rule: writes an option that is no exception.
+        exceptions: the forms of others by their names: without a value, and with one.
+    """
+
+    rule: Callable[[Option], str]
+    exceptions: Mapping[str, tuple[str, ...]]
+
+
+_FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
+_BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
+"""Options that Python's texts name without a value."""
+
+
+def _argument(option: Option) -> str:
+    """Write an option as an argument of a public function; those of the target are `verify`'s."""
+    name = option.name.removeprefix("target_")
+    if option.value is not None:
+        return f"{name}={option.value!r}"
+    return name if name in _BARE else f"{name}={'True' if name in _FLAGS else '...'}"
+
+
+_CIPHER = ("cipher=...", "cipher=reshard.Cipher({!r}, key)")
+
+PYTHON = Words(
+    _argument,
+    {
+        "cast": ("cast", "cast={{{!r}: {!r}}}"),
+        "key": _CIPHER,
+        "layout": ("layout", "layout={{{!r}: {!r}}}"),
+        "layouts_of": ("target=reshard.read_layouts(...)",),
+        "let": ("let={{{!r}: N}}",),
+        "link": ("files=reshard.LinkedDCP()",),
+        "lora_alpha": ("alpha=... to reshard.LoRA",),
+        "lora_tied": ("tied={!r} to reshard.LoRA",),
+        "memory": ("memory=...", "memory={:_}"),
+        "model_config": ("config=...",),
+        "source_key": tuple(f"source_{form}" for form in _CIPHER),
+        "target_cipher": tuple(f"target_{form}" for form in _CIPHER),
+        "target_key": _CIPHER,
+        "target_layout": ("layout={{{!r}: {!r}}}",),
+    },
+)
+
+_SIDED = {
+    "source": {"key", "strategy"},
+    "target": {"iteration", "key", "layout", "partial", "rank_pattern", "stage", "strategy", "suffix"},
 }
-"""As arguments of the public functions; those of the target, and of the source next to one, are `verify`'s."""
+"""Options that have names of their own for a side, if a call has both."""
 
 
 class Option(NamedTuple):
     """An option that a text refers to.
 
     Attributes:
-        name: as in the tables of words.
+        name: as on the command line, with underscores; `Words` have the exceptions.
         value: what it is given; None where a text names the option alone, or it has no value.
         rule: of the tensors that `layout` names in its value; how people write the size that `memory` has, and a
             shell the path that `strategy` has.
@@ -104,12 +96,13 @@ class Option(NamedTuple):
 
     def of(self, side: str) -> Option:
         """Return the option of the same meaning for `source` or `target`, where a call has both."""
-        name = f"{side}_{self.name}"
-        return self._replace(name=name) if name in PYTHON else self
+        return self._replace(name=f"{side}_{self.name}") if self.name in _SIDED[side] else self
 
     def written(self, words: Words) -> str:
         """Return what to type."""
-        forms = words[self.name]
+        forms = words.exceptions.get(self.name)
+        if forms is None:
+            return printable(words.rule(self))
         return printable(forms[0 if self.value is None else -1].format(self.value, self.rule))
 
 
@@ -117,7 +110,7 @@ class Text(str):
     """A sentence in Python's words, which knows where they are options.
 
     >>> text = Text("w: differs; give ", Option("layout", "w", "whole"))
-    >>> str(text), spelled(text, {"layout": ("{1} as the layout of {0}",)})
+    >>> str(text), spelled(text, Words(repr, {"layout": ("{1} as the layout of {0}",)}))
     ("w: differs; give layout={'w': 'whole'}", 'w: differs; give whole as the layout of w')
     """
 

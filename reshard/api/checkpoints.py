@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.plan.select import Selection
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.source.checkpoint import Tensor
     from reshard.storage.cipher import Cipher
@@ -251,13 +252,12 @@ class Checkpoint(Arrays):
         """
         from reshard.api.plans import run_plan
         from reshard.formats.zarr import ZarrGroup
+        from reshard.run.settings import RunOptions
 
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
-        return run_plan(
-            plan, store, overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client,
-            progress=progress,
-        )  # fmt: skip
+        options = RunOptions(overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client)
+        return run_plan(plan, store, options, progress)
 
     def __getitem__(self, name: str, /) -> Array:
         """Return a tensor as a lazy dask array, with one chunk per source shard.

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
+from reshard.layout.arrangement import Arrangement
 from reshard.plan.select import Selection, derived, select
 from reshard.rules.lora import LoRA
-from reshard.rules.rules import Rules
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
-from reshard.targets.pattern import Pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.run.run import Progress
+    from reshard.rules.rules import Rules
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 
@@ -56,8 +56,10 @@ def selection_of(
         return selection
     if not arguments:
         return None
-    if rules is not None and not isinstance(rules, Rules | Mapping):
-        arguments["rules"] = Rules.read(rules)
+    if rules is not None and not isinstance(rules, Mapping):
+        from reshard.rules.rules import Rules  # not on every start
+
+        arguments["rules"] = rules if isinstance(rules, Rules) else Rules.read(rules)
     if lora is not None and not isinstance(lora, LoRA):
         arguments["lora"] = LoRA(str(lora))
     chosen: dict[str, Any] = arguments
@@ -65,8 +67,8 @@ def selection_of(
 
 
 def target_of(
-    target: Strategy | Pattern | AnyName | None, source: Record, selection: Selection | None
-) -> Strategy | Pattern | None:
+    target: Strategy | Arrangement | AnyName | None, source: Record, selection: Selection | None
+) -> Strategy | Arrangement | None:
     """Return the strategy of a target.
 
     A path is read: a strategy, or rules that are applied to the selected tensors.
@@ -75,7 +77,7 @@ def target_of(
         UsageError: the target is neither a strategy nor a path.
         StrategyError: the file is not valid.
     """
-    if target is None or isinstance(target, Strategy | Pattern):
+    if target is None or isinstance(target, Strategy | Arrangement):
         return target
     try:
         path = as_place(target)
@@ -91,7 +93,9 @@ def target_of(
     return strategy_by_rules(path, source, target_names=dict(select(source, None, selection).kept))
 
 
-def progress_of(progress: Callable[[Progress], None] | bool | None) -> Any:
+def progress_of(
+    progress: Callable[[Progress], None] | bool | None,
+) -> AbstractContextManager[Callable[[Progress], None] | None]:
     """Return a context manager that yields the progress callback.
 
     The callback shows a bar if `progress` is True.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reshard.plan.select import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Progress
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
@@ -56,7 +56,7 @@ def verify(
     client: Any = None,
     progress: Callable[[Progress], None] | bool | None = None,
 ) -> Verification:
-    """Verify a checkpoint by itself, its source or a manifest.
+    """Verify a checkpoint alone, against its source, or against a manifest.
 
     By itself: structure and stored checksums. Against its source or a manifest: every bit.
 

@@ -22,6 +22,7 @@ from reshard.plan.select import all_states
 from reshard.readers.open import open as open_source
 from reshard.readers.open import read_headers
 from reshard.run.run import run
+from reshard.run.settings import RunOptions
 from reshard.source.replicas import is_deduplicated
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs
@@ -48,16 +49,19 @@ FORMATS = ("ckpt", "safetensors")
 
 _RANK_IN_PATH = re.compile(r"rank_?(\d{1,9})(?!\d)", re.IGNORECASE)
 
-WORDS: Words = {
-    **PYTHON,
-    "iteration": ("iteration to reshard.open", "iteration={} to reshard.open"),
-    "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
-    "layout": ("layout={{{!r}: {!r}}} to reshard.open",),
-    "partial": ("partial=True to reshard.open",),
-    "rank_pattern": ("rank_pattern to reshard.open",),
-    "strategy": ("src_strategy_file",),
-    "suffix": ("file_suffix",),
-}
+WORDS = Words(
+    PYTHON.rule,
+    {
+        **PYTHON.exceptions,
+        "iteration": ("iteration to reshard.open", "iteration={} to reshard.open"),
+        "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
+        "layout": ("layout={{{!r}: {!r}}} to reshard.open",),
+        "partial": ("partial=True to reshard.open",),
+        "rank_pattern": ("rank_pattern to reshard.open",),
+        "strategy": ("src_strategy_file",),
+        "suffix": ("file_suffix",),
+    },
+)
 """How messages spell options for callers of MindSpore's functions; other options are spelled as in Python."""
 
 
@@ -322,7 +326,7 @@ def carry_out(
     paths = [as_place(strategy) for strategy in strategies if isinstance(strategy, str | os.PathLike)]
     files = [file for path in paths for file in (strategy_files(path) if path.is_dir() else [path])]
     refuse_inputs([target / file.path for file in planned.files], files, "one of the strategy files")
-    run(planned, target, threads=threads, overwrite=True, ledger=False)
+    run(planned, target, RunOptions(threads=threads, overwrite=True, ledger=False))
 
 
 def _check_complete(planned: Plan, after: Strategy | None, rank: int | None) -> None:

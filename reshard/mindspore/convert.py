@@ -19,6 +19,7 @@ from reshard.errors import SourceError, UsageError, names
 from reshard.plan.make import plan_files
 from reshard.plan.select import Selection
 from reshard.run.run import run
+from reshard.run.settings import RunOptions
 from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.source.headers import indexed
 from reshard.storage.cipher import Cipher
@@ -125,7 +126,7 @@ def _convert(
             selections=[_selection(file, name_map or {}) for file in files],
             threads=processes_num,
         )
-        run(planned, directory, threads=processes_num, overwrite=True, ledger=False)
+        run(planned, directory, RunOptions(threads=processes_num, overwrite=True, ledger=False))
     unused = [old for old in name_map or {} if old not in tensors]
     if unused:
         _log.warning("name_map: no file has %s", names(map(repr, unused)))

@@ -44,6 +44,7 @@ from reshard.mindspore.arguments import (
 from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import load_parts
 from reshard.plan.make import plan
+from reshard.plan.select import Selection
 from reshard.readers.open import open as open_source
 from reshard.strategy.names import ranks_text
 from reshard.strategy.needed import lacking_ranks, needed_ranks
@@ -129,8 +130,7 @@ def transform_checkpoints(
         format=output_format,
         prefix=ckpt_prefix,
         stage=own_stage(after),
-        drop=["*"],
-        allow_missing=["*"],
+        selection=Selection(drop="*", allow_missing="*"),
         threads=threads,
     )
     carry_out(planned, target_dir, after, [src_strategy_file, dst_strategy_file], threads=threads)
@@ -213,8 +213,7 @@ def transform_checkpoint_by_rank(
         files=NamedFile(target.name),
         ranks=None if after is None else [rank_id],
         stage=own_stage(after),
-        drop=["*"],
-        allow_missing=["*"],
+        selection=Selection(drop="*", allow_missing="*"),
     )
     carry_out(planned, target.parent, after, [src_strategy_file, dst_strategy_file], rank=rank_id)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard.plan.plan import Plan
+    from reshard.run.settings import RunOptions
     from reshard.source.records import State
 
 
@@ -369,7 +370,7 @@ def states_of(root: str, files: Sequence[str], asked: Collection[str]) -> dict[s
     return dict.fromkeys(present, (-1, 0)) | dict(zip(requested, states, strict=True))
 
 
-def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: Collection[str] = ()) -> Preflight:
+def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str] = ()) -> Preflight:
     """Return what a run would do with each target file; nothing is locked or changed.
 
     Only a run itself checks locks of other runs, and space on the disk.
@@ -387,6 +388,6 @@ def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: C
     existing = seen_files(plan, root, records, records)
     if not any(item.state is not None or item.record.digest for item in existing.values()):
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
-    policy = Policy(changes_digest(plan), not can(root).positioned, overwrite, restart)
+    policy = Policy(changes_digest(plan), not can(root).positioned, options.overwrite, options.restart)
     decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
     return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in of(decisions, Do.RESUME)))

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, names
+from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.run.beside import refuse_other_ranks
 from reshard.run.executor import check_workers, work_by, work_here, work_on
@@ -21,6 +21,7 @@ from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
 from reshard.run.preflight import check_target
 from reshard.run.session import Session, older_at
+from reshard.run.settings import Progress
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
 from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
@@ -32,24 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
+    from reshard.run.settings import RunOptions
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
-
-
-class Progress(NamedTuple):
-    """The progress of a run.
-
-    Attributes:
-        written: bytes of contents written so far, by this run or an earlier one.
-        total: bytes of contents to be written in total.
-        seconds: seconds since this run began.
-        resumed: bytes in `written` from an earlier run; do not count them in the speed of this run.
-    """
-
-    written: int
-    total: int
-    seconds: float
-    resumed: int = 0
 
 
 class Report(NamedTuple):
@@ -77,6 +63,7 @@ class Report(NamedTuple):
             state than now: they may have been changed since, or copied, linked, or given to another user.
         checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
         removed: files of earlier runs that `overwrite` or `restart` removed.
+        warnings: those of the plan, and of `convert` about other files in the target directory.
     """
 
     directory: str
@@ -98,6 +85,7 @@ class Report(NamedTuple):
     touched: int = 0
     checksums: Mapping[str, Mapping[str, int]] | None = None
     removed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, without reading them if possible.
@@ -139,52 +127,33 @@ class Report(NamedTuple):
 def run(
     plan: Plan,
     directory: AnyName,
+    options: RunOptions,
     *,
-    client: Any = None,
-    scheduler: str | Callable[..., Any] | None = None,
-    threads: int | None = None,
-    fsync: bool = True,
-    drop_cache: bool | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    checksums: bool | None = None,
-    ledger: bool = True,
-    partition: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Write the target files of a plan; see `reshard.Plan.run`."""
     began = time.perf_counter()
-    if isinstance(client, str):
-        raise UsageError(
-            f"client is {client!r}; expected a distributed.Client",
-            code="wrong-type",
-            hint=f"pass client=distributed.Client({client!r})",
-        )
-    target = as_place(directory)
-    root = str(target.real())
-    plan = partitioned(plan, partition, root)
-    older = older_at(plan, root) if ledger and (overwrite or restart) else {}
+    root = str(as_place(directory).real())
+    plan = partitioned(plan, options.partition, root)
+    removes = options.ledger and options.starts_over
+    older = older_at(plan, root) if removes else {}
     check_target(plan, root, older)
-    if ledger and (overwrite or restart):
+    if removes:
         refuse_other_ranks(plan, root, older)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})
-    get = _scheduler(scheduler, client)
-    threads = _threads(threads, scheduler, plan.threads)
+    client, get = options.client, options.scheduler if callable(options.scheduler) else None
+    threads = _threads(options, plan.threads)
+    drop_cache = options.drop_cache
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
-    cached = ""
-    if client is not None:
-        cached = check_workers(plan, root, client)
-    session = Session(
-        plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, ledger=ledger, older=older
-    )
-    if checksums is None:
-        checksums = fsync and ledger
+    cached = "" if client is None else check_workers(plan, root, client)
+    session = Session(plan, root, options, threads=threads, older=older)
+    checksums = options.fsync and options.ledger if options.checksums is None else options.checksums
     # Encoded and encrypted files have other bytes on the disk; of linked files no bytes are written.
     checksums = checksums and not (plan.coding or plan.cipher or plan.linked)
-    options = How(
-        fsync,
+    how = How(
+        options.fsync,
         drop_cache,
         apart=client is not None or get is not None,
         checksums=checksums,
@@ -194,12 +163,12 @@ def run(
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
         reporter.begin()
-        graph = Graph(session.plan, root, options)
+        graph = Graph(session.plan, root, how)
         receipts = _work(graph, client, get, threads, reporter)
         receipts = work_here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
         receipts = work_here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
-        sums = Checksums(plan, root) if ledger and checksums and not plan.exclusive else None
+        sums = Checksums(plan, root) if options.ledger and checksums and not plan.exclusive else None
         if sums is not None and plan.alone:
             sums.load()  # before the ledger is removed
         session.finished()
@@ -209,7 +178,7 @@ def run(
     finally:
         session.close()
         # Evict bytes that were read ahead and not used; on a cluster, tasks evict the source files themselves.
-        drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
+        drop_sources(plan, plan.transfers if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
     report = report_of(plan, root, receipts, time.perf_counter() - began)
@@ -219,6 +188,7 @@ def run(
         touched=session.touched,
         checksums=sums,
         removed=session.removed,
+        warnings=plan.warnings,
     )
 
 
@@ -256,25 +226,11 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
     )
 
 
-def _scheduler(scheduler: str | Callable[..., Any] | None, client: Any) -> Callable[..., Any] | None:
-    """Return the scheduler function, or None for the built-in ones."""
-    if not callable(scheduler):
-        return None
-    if client is not None:
-        raise UsageError("a client is a scheduler, and another is given", code="two-schedulers")
-    return scheduler
-
-
-def _threads(threads: int | None, scheduler: object, most: int) -> int:
+def _threads(options: RunOptions, most: int) -> int:
     """Return the number of threads; 0 means the calling thread."""
-    if threads is None:
-        threads = len(os.sched_getaffinity(0))
-    if threads < 1:
-        raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
-    threads = min(threads, most)
-    if not callable(scheduler) and scheduler not in {None, "threads", "synchronous"}:
-        raise UsageError(f"scheduler is {scheduler!r}; expected 'threads' or 'synchronous'", code="unknown-scheduler")
-    return 0 if scheduler == "synchronous" else threads
+    if options.scheduler == "synchronous":
+        return 0
+    return min(options.threads or len(os.sched_getaffinity(0)), most)
 
 
 def _memory() -> int:

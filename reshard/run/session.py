@@ -22,7 +22,7 @@ from reshard.errors import BudgetError, ChangedError, Option, ReshardError, Targ
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.plan.select import Selection, selection_data
-from reshard.run.beside import older_files, remove_older
+from reshard.run.beside import neighbours, older_files, remove_older
 from reshard.run.ledger import Ledger, in_files, refuse_foreign
 from reshard.run.preflight import (
     Do,
@@ -53,9 +53,11 @@ if TYPE_CHECKING:
     from reshard.plan.partition import Spans
     from reshard.plan.plan import Plan
     from reshard.run.beside import Older
+    from reshard.run.settings import RunOptions
     from reshard.run.tasks import Receipt
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
+    from reshard.storage.places import Place
 
 FLUSH_SECONDS = 1.0
 """Interval in which receipts are recorded; if the process dies, unrecorded ranges are written again."""
@@ -91,12 +93,9 @@ class Session:
         self,
         plan: Plan,
         root: str,
+        options: RunOptions,
         *,
-        overwrite: bool,
-        restart: bool,
         threads: int,
-        fsync: bool,
-        ledger: bool = True,
         older: Mapping[str, Older] | None = None,
     ) -> None:
         """Lock the target files, and find out which of them can be reused.
@@ -104,11 +103,9 @@ class Session:
         Args:
             plan: the whole plan.
             root: the target.
-            overwrite: replace foreign files.
-            restart: do not reuse files of an earlier run.
+            options: with `overwrite` foreign files are replaced, with `restart` no file of an earlier run is reused;
+                without `ledger` all existing files are foreign, and no unfinished file is kept.
             threads: number of threads that verify ranges of unfinished files.
-            fsync: sync finished files to the disk.
-            ledger: keep a ledger; otherwise all existing files are foreign, and no unfinished file is kept.
             older: files of earlier runs to be removed (`beside.older_files`).
 
         Raises:
@@ -116,7 +113,7 @@ class Session:
             SourceError: the storage of the target cannot be reached.
             BudgetError: the disk has no space for the remaining files.
         """
-        self._root, self._overwrite, self._fsync = root, overwrite, fsync
+        self._root, self._options, ledger = root, options, options.ledger
         self._early = not can(root).positioned
         self._older = older or {}
         self.removed: tuple[str, ...] = ()
@@ -133,13 +130,14 @@ class Session:
             self._whole = plan = replace(plan, digests=tuple(digests))
             self._planned = planned_files(plan, digests)
             records = self.ledger.load(self._paths)
-            self._existing = seen_files(plan, root, records, self._paths if overwrite or restart else records)
-            policy = Policy(sources, self._early, overwrite or (restart and not ledger), restart)
+            self._existing = seen_files(plan, root, records, self._paths if options.starts_over else records)
+            replaces = options.overwrite or (options.restart and not ledger)
+            policy = Policy(sources, self._early, replaces, options.restart)
             self._fates = fates(self._planned, self._existing, policy)
             self._refuse()
             finished = self._numbers(Do.KEEP)
             self.touched = sum(self._fates[self._paths[number]].is_touched for number in finished)
-            if fsync:
+            if options.fsync:
                 self._sync(finished)
             begun = [number for number in self._numbers(Do.RESUME) if self._record(number).wrote]
             verified = map_threads(self._verified, begun, max(threads, 1))
@@ -173,7 +171,7 @@ class Session:
 
     def flush(self, *, durable: bool = False) -> None:
         """Write the collected ranges and states to the ledger; sync it if `durable`."""
-        boot = "" if self._fsync or self._early else boot_id()  # at a URL a complete file is durable
+        boot = "" if self._options.fsync or self._early else boot_id()  # at a URL a complete file is durable
         records = {}
         for number in {**self._pending, **self._completed}:
             wrote, ready = self._pending.get(number, array("Q")), self._completed.get(number)
@@ -188,7 +186,7 @@ class Session:
 
     def complete(self) -> None:
         """Record complete files before they get their names; remove files of earlier runs."""
-        self.flush(durable=self._fsync)
+        self.flush(durable=self._options.fsync)
         self._note_kept()
         if self._older:
             withdraw(self._root, [self._whole.files[number] for number in self._unfinished_numbers])
@@ -252,7 +250,7 @@ class Session:
             nbytes, mtime_ns = status[:2] if status else (0, 0)
             files[number] = replace(files[number], nbytes=nbytes, mtime_ns=mtime_ns)
         is_refused = False
-        if known_paths and not self._overwrite:
+        if known_paths and not self._options.overwrite:
             now = file_digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
             new = dict(zip(self._paths, now, strict=True))
             is_refused = any(self._planned[path].digest != new[path] for path in known_paths)
@@ -428,6 +426,21 @@ class Session:
 def older_at(plan: Plan, root: str) -> dict[str, Older]:
     """Return the files of earlier runs to be removed (`beside.older_files`)."""
     return older_files(plan, root, digest(made_data(plan)))
+
+
+def with_neighbours(plan: Plan, target: Place, *, starts_over: bool) -> Plan:
+    """Return a plan with warnings about other files in its target directory.
+
+    Args:
+        plan: the plan to be run.
+        target: the target directory.
+        starts_over: whether the run has `overwrite` or `restart`, and removes files of earlier runs.
+
+    Raises:
+        TargetError: the directory has another checkpoint (`beside.neighbours`).
+    """
+    older = older_at(plan, str(target.real())) if starts_over else {}
+    return replace(plan, warnings=(*plan.warnings, *neighbours(plan, target, older)))
 
 
 def made_data(plan: Plan) -> bytes:

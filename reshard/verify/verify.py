@@ -27,6 +27,7 @@ from reshard.plan.changes import cast_advice, changes
 from reshard.plan.select import Selection
 from reshard.readers.open import made_at, read_headers
 from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
+from reshard.run.settings import Progress
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.rank_dirs import Step
     from reshard.plan.changes import Change
-    from reshard.run.run import Progress
     from reshard.source.checkpoint import Looked
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
@@ -398,8 +398,6 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
     """Return a function that reports progress to the callback of a user."""
     if progress is None:
         return lambda _done, _total: None
-    from reshard.run.run import Progress  # lazy import: only this needs dask
-
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
 
@@ -411,7 +409,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
     several = [
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
     ]
-    if several and target.extras.described_by and (nbytes or not target.extras.holders):
+    if several and target.extras.described_by and (nbytes or target.extras.arrangement is None):
         from reshard.verify.compare.replicas import compare_replicas  # lazy import: needs numpy
 
         compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)
@@ -529,7 +527,7 @@ def _against_source(sides: Sides, options: _How) -> Verification:
         tuple(sorted(set(target.ranks))),
         len(target.files),
         len({check.name for check in all_checks}),
-        sum(len(copies) for check in all_checks for copies in check.move.way.writes),
+        sum(len(copies) for check in all_checks for copies in check.transfer.route.writes),
         compared.nbytes + ties.nbytes,
         compared.total_bytes + ties.total_bytes,
         tuple(differences),

@@ -15,9 +15,9 @@ import reshard
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
 from reshard.layout.layout import Layout
+from reshard.source import stored
 from reshard.storage.local import LocalStore
 from reshard.strategy.strategy import Strategy
-from reshard.view import arrays
 from reshard.view.tables import checkpoint_text
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class CountingStore(LocalStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
     counting = CountingStore()
-    monkeypatch.setattr(arrays, "store_of", lambda _cipher: counting)
+    monkeypatch.setattr(stored, "store_of", lambda _cipher: counting)
     return counting
 
 
@@ -106,7 +106,7 @@ def test_a_choice_is_planned_and_written(
     names = {"layers.*": "model.*"}
     renamed = Strategy.of({name.replace("layers", "model"): p[0].layout for name, p in COLUMNS.tensors.items()})
     plan = reshard.plan(chosen, renamed, selection=reshard.Selection(name_map=names))
-    assert [label.name for label in plan._record.labels] == ["model.0.attn.wq", "model.1.attn.wq"]
+    assert [each.name for each in plan._record.transfers] == ["model.0.attn.wq", "model.1.attn.wq"]
 
 
 def test_a_choice_does_not_hide_what_is_missing(source: Checkpoint) -> None:

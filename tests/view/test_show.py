@@ -16,20 +16,15 @@ from hypothesis import strategies as st
 import reshard
 from reshard.dtypes import BY_NAME
 from reshard.errors import printable
-from reshard.formats.entries import Entry, Extent, FileIndex, Where
+from reshard.formats.entries import Entry, Extent, FileIndex, Replica
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
 from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
-from reshard.view.data import plan_data, rank_files_data, strategy_data
-from reshard.view.tables import checkpoint_text, rank_files_text, rank_parts, table_lines
-from reshard.view.text import (
-    bytes_text,
-    plan_text,
-    strategy_text,
-)
-from reshard.view.words import block_picture, layout_words, ranks_words
+from reshard.view.tables import checkpoint_text, rank_files_data, rank_files_text, rank_parts
+from reshard.view.text import bytes_text, plan_data, plan_text, table_lines
+from reshard.view.words import block_picture, layout_words, ranks_words, strategy_data, strategy_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -181,7 +176,7 @@ def large(tensors: int, ranks: int) -> Checkpoint:
     strategy = Strategy.of(layouts)
     grids = {layout: layout.grid((ranks, ranks)) for layout in (rows, columns)}
     shardings = {
-        layout: Sharding(grid.blocks, tuple(tuple(Where(rank, 0) for rank in some) for some in grid.ranks))
+        layout: Sharding(grid.blocks, tuple(tuple(Replica(rank, 0) for rank in some) for some in grid.ranks))
         for layout, grid in grids.items()
     }
     index = FileIndex("ckpt", {name: Entry(FLOAT32, (1, ranks), ((0, 4 * ranks),)) for name in layouts})

@@ -12,12 +12,13 @@ from reshard.cli.options import json_option, overwrite_file_option, source_optio
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, WRITE
-from reshard.errors import UsageError, VerifyError, names, printable
+from reshard.errors import VerifyError, names, printable
 from reshard.readers.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.api.asked import OpenOptions
     from reshard.rules.derive import Derived
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
@@ -29,11 +30,10 @@ def rules() -> None:
 
 
 def _derived(
-    file: Place, source: Place, source_strategy: Place | None, model_config: Place | None, let: dict[str, int],
-    **reading: Any,
-) -> Derived:  # fmt: skip
+    file: Place, source: Place, opening: OpenOptions, model_config: Place | None, let: dict[str, int]
+) -> Derived:
     rules = reshard.Rules.read(file, config=model_config, let=let)
-    derived = rules.derived(open_checkpoint(source, strategy=source_strategy, **reading))
+    derived = rules.derived(open_checkpoint(source, **vars(opening)))
     say_warnings(derived.checkpoint.warnings)
     return derived
 
@@ -51,7 +51,7 @@ Examples:
 @click.argument("name", required=False)
 def list_rules(name: str | None) -> None:
     """List the built-in rules, whose names are taken in place of FILE; with NAME, print that file."""
-    from reshard.rules.rules import example, examples
+    from reshard.rules.rules import example, examples, not_built_in
 
     if name is None:
         names_width = max(map(len, examples()))
@@ -59,8 +59,7 @@ def list_rules(name: str | None) -> None:
         return
     path = example(name)
     if path is None:
-        reshard.Rules.read(name)  # its error lists the names
-        raise UsageError(f"{name} is not built in", code="not-found", hint="type reshard rules list")
+        raise not_built_in(name)
     print_text(path.read_text("utf-8").rstrip("\n"))
 
 
@@ -91,8 +90,7 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **arg
     those of another checkpoint.
     """
     from reshard.rules.show import table
-    from reshard.view.tables import table_lines
-    from reshard.view.text import count_text
+    from reshard.view.text import count_text, table_lines
 
     derived = _derived(file, source, **arguments)
     result, rows = derived.checkpoint, table(derived)
