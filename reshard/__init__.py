@@ -31,7 +31,7 @@ _HOMES = {
     "LayoutError": "errors",
     "LinkedDCP": "formats.sets",
     "LoRA": "rules.lora",
-    "make_manifest": "verify.verify",
+    "make_manifest": "verify.manifest_files",
     "Manifest": "verify.manifest",
     "merge_strategies": "strategy.files",
     "MindSporeSet": "formats.sets",
@@ -58,7 +58,7 @@ _HOMES = {
     "UnansweredError": "errors",
     "UnsentError": "errors",
     "UsageError": "errors",
-    "Verification": "verify.verify",
+    "Verification": "verify.verification",
     "verify": "api.verification",
     "VerifyError": "errors",
     "write_manifest": "verify.manifest",
@@ -154,7 +154,8 @@ if TYPE_CHECKING:
     from reshard.targets.checkpoint2 import Checkpoint2
     from reshard.targets.pattern import read_layouts
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
-    from reshard.verify.verify import Verification, make_manifest
+    from reshard.verify.manifest_files import make_manifest
+    from reshard.verify.verification import Verification
 
 
 class _Package(type(sys)):  # type: ignore[misc]  # a module

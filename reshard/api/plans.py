@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import progress_of, selection_of
+from reshard.api.choices import run_plan, selection_of
 from reshard.api.jobs import planned
 from reshard.errors import UsageError, names
-from reshard.plan.planfile import read_plan as read_record
+from reshard.plan.planfile import read as read_record
 from reshard.plan.planfile import save as save_record
 from reshard.plan.select import Selection, globs
 from reshard.run.settings import RunOptions
@@ -344,19 +344,6 @@ class Plan:
         return html(self._record)
 
 
-def run_plan(
-    plan: Record,
-    directory: AnyName,
-    options: RunOptions,
-    progress: Callable[[Progress], None] | bool | None,
-) -> Report:
-    """Run a plan, with `progress` as in `Plan.run`."""
-    from reshard.run.run import run  # it brings dask
-
-    with progress_of(progress) as callback:
-        return run(plan, directory, options, progress=callback)
-
-
 def read_plan(
     path: str | os.PathLike[str],
     *,
@@ -378,4 +365,4 @@ def read_plan(
         reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
             and a key is given.
     """
-    return Plan(read_record(path, source=source, cipher=cipher, target_cipher=target_cipher))
+    return Plan(read_record(path).plan(source, cipher=cipher, target_cipher=target_cipher))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.verify.manifest import Manifest
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
 
 
 def verify(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
 
 _WORDS = ("comparing", "comparing", "compared")
 
@@ -302,7 +302,7 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
     from reshard.storage.places import as_place
     from reshard.storage.small import refuse_existing, refuse_inputs
     from reshard.verify.manifest import write_manifest
-    from reshard.verify.verify import make_manifest
+    from reshard.verify.manifest_files import make_manifest
     from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read

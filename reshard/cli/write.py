@@ -203,19 +203,20 @@ def _make_store(
     Raises:
         TargetError: the store is finished, and was made from another source, or from this one before it changed.
     """
-    from reshard.readers.zarr import noted_provenance
-    from reshard.targets.zarr import provenance
+    from reshard.readers.zarr import store_notes
+    from reshard.source.provenance import SourceRecord
+    from reshard.targets.zarr import source_record
 
-    recorded = noted_provenance(store)
-    if recorded is not None and not (source.is_dir() or source.is_file()):
+    store_content = store_notes(store)
+    if store_content is not None and not (source.is_dir() or source.is_file()):
         say_warnings([f"{source} does not exist; {store} is finished, and is used"])
         return True
     checkpoint = open_checkpoint(source, **vars(opening))
     if checkpoint.cipher and not running.quiet:
         say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
-    if recorded is not None:
-        current = provenance(checkpoint, times=True)
-        if (current["sources"], current["strategy"]) != (recorded.get("sources"), recorded.get("strategy")):
+    if store_content is not None:
+        recorded = SourceRecord.noted(store_content)
+        if recorded is None or not recorded.is_of(source_record(checkpoint, times=True)):
             raise TargetError(
                 f"{store} is finished, and was made from another source, or from {source} before it changed",
                 code="other-store", hint="choose another store, remove it, or give it as SOURCE",
@@ -239,8 +240,9 @@ def _make_store(
 
 def _format_before(store: Place) -> str | None:
     """Return `ckpt` if a store was made from `.ckpt` files only, else None."""
-    from reshard.readers.zarr import noted_provenance
+    from reshard.readers.zarr import store_notes
+    from reshard.source.provenance import SourceRecord
 
-    sources = (noted_provenance(store) or {}).get("sources")
-    paths = [str(item.get("path")) for item in sources if isinstance(item, dict)] if isinstance(sources, list) else []
+    recorded = SourceRecord.noted(store_notes(store) or {})
+    paths = [file.path for file in recorded.files] if recorded else []
     return "ckpt" if paths and all(path.endswith(".ckpt") for path in paths) else None

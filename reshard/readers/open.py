@@ -25,7 +25,7 @@ from reshard.formats.directories import (
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
-from reshard.formats.zarr_files import is_of_store, is_store
+from reshard.formats.zarr.files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
@@ -41,7 +41,7 @@ from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.formats.directories import DirectoryFormat, RunFormat
     from reshard.readers.runs import Iteration
@@ -91,7 +91,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     by_ledger = strategy is None and stage is None and unnamed and ledger_strategy is not None
     lone_reason = ""
     if by_ledger and ledger and ledger_strategy:
-        strategy, stage = ledger_strategy, ledger.stage
+        strategy, stage = ledger_strategy, ledger.provenance.target.stage
         partial = partial or len(set(ranks)) < len(
             (ledger_strategy if stage is None else ledger_strategy.of_stage(stage)).ranks
         )
@@ -340,52 +340,7 @@ def _with_strategy(root: Place, *, described: bool | None) -> Made | None:
     Files may have changed, and other files may have been added.
     """
     ledger = made_at(root, mixed=True, described=described) if root.is_dir() else None
-    return ledger if ledger is not None and ledger.content["target"]["strategy"] else None
-
-
-def reopen(
-    root: str,
-    paths: Mapping[int, Sequence[Place]],
-    *,
-    strategy: Strategy | None,
-    part: int | None,
-    partial: bool,
-    varying: Collection[str],
-    elsewhere: Collection[str],
-    warnings: Sequence[str],
-    cipher: Cipher | None,
-    whole: bool = True,
-) -> Checkpoint:
-    """Open a checkpoint again, with results of the first time.
-
-    It may be on another machine. Headers are read again.
-
-    Args:
-        root: the directory or file that was opened.
-        paths: the files of each rank, ascending.
-        strategy: the strategy of the first time, with rules and stage applied.
-        part: as `Opening.part`.
-        partial: as `Opening.partial`.
-        varying: names of the tensors that differ from rank to rank.
-        elsewhere: as `Opening.elsewhere`.
-        warnings: as `Checkpoint.warnings`.
-        cipher: decrypts the files.
-        whole: assemble tensors from the files; if false, the checkpoint has none, like ranks without a strategy.
-
-    Raises:
-        SourceError: a file is not valid, or headers contradict the strategy.
-    """
-    files, ranks, _, _, cipher = _read(paths, cipher, [])
-    tensors = with_varying(assemble(root, files, ranks, strategy, partial=partial) if whole else {}, varying)
-    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    step = Step.of(path for of_rank in paths.values() for path in of_rank)
-    opening = Opening(part, frozenset(elsewhere), partial, step=step)
-    return Checkpoint(root, tensors, files, ranks, strategy, tuple(warnings), unreadable, cipher, opening=opening)
-
-
-def with_varying(tensors: Mapping[str, Tensor], varying: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors with `varies` set for these names, and cleared for others."""
-    return {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in tensors.items()}
+    return ledger if ledger is not None and ledger.strategy else None
 
 
 def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:

@@ -3,12 +3,12 @@
 1. Every `zarr.json` below the root is read. Groups within the group become part of the names, as in zarr.
 2. An uncompressed chunk is a byte range of its file. In a shard it is found by the index, which is read. At the edge
    of an array a chunk extends beyond the tensor; its part within the tensor may then be several ranges.
-3. Absent and encoded chunks get the extents of the decoded file that `storage.decoding` presents.
+3. Absent and encoded chunks get the extents of the decoded file that `formats.decoding` presents.
 4. A store that this program wrote (it has its notes) has every chunk and all notes; any that is missing was lost. In a
    store of another program an absent chunk is the fill value, and a warning gives their number.
 
-Nothing is trusted: extents, file sizes, shard indexes, the list of files (`zarr_files`) and the metadata of arrays
-(`zarr_array`) are all checked.
+Nothing is trusted: extents, file sizes, shard indexes, the list of files (`zarr.files`) and the metadata of arrays
+(`zarr.array`) are all checked.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats import zarr
+from reshard.formats.decoding import Decoding, Fill
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
-from reshard.formats.zarr_array import ArrayMetadata, clipped
-from reshard.formats.zarr_chunks import Encoded, slab_bytes
-from reshard.formats.zarr_files import V2, StoreFiles, own_notes, read_metadata, strings
+from reshard.formats.zarr.array import ArrayMetadata, clipped
+from reshard.formats.zarr.chunks import Encoded, slab_bytes
+from reshard.formats.zarr.files import V2, StoreFiles, own_notes, read_metadata, strings
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Extras, Shard, SourceFile, Tensor, TensorSpec
 from reshard.storage.crc import crc32c
-from reshard.storage.decoding import Decoding, Fill
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
     return _Store(files, own_notes(metadata)).checkpoint(str(root))
 
 
-def noted_provenance(root: Place) -> dict[str, Any] | None:
-    """Return the provenance in a store's notes; None if unfinished or missing."""
+def store_notes(root: Place) -> dict[str, Any] | None:
+    """Return the notes of this program in a store; None if it is unfinished or missing."""
     files = StoreFiles(root)
     top = files.base / METADATA
     return None if files.status(top) is None else own_notes(read_metadata(files, top))

@@ -11,18 +11,18 @@ import resource
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.run.beside import refuse_other_ranks
-from reshard.run.executor import check_workers, work_by, work_here, work_on
+from reshard.run.executor import check_workers, execute
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
-from reshard.run.preflight import check_target
+from reshard.run.preflight import changed_sources, check_sources, check_target
 from reshard.run.session import Session, older_at
 from reshard.run.settings import Progress
-from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
+from reshard.run.tasks import Receipt, TaskOptions, drop_sources
 from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
@@ -63,7 +63,7 @@ class Report(NamedTuple):
             state than now: they may have been changed since, or copied, linked, or given to another user.
         checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
         removed: files of earlier runs that `overwrite` or `restart` removed.
-        warnings: those of the plan, and of `convert` about other files in the target directory.
+        warnings: warnings of the plan, and of `convert` about other files in the target directory.
     """
 
     directory: str
@@ -152,22 +152,24 @@ def run(
     checksums = options.fsync and options.ledger if options.checksums is None else options.checksums
     # Encoded and encrypted files have other bytes on the disk; of linked files no bytes are written.
     checksums = checksums and not (plan.coding or plan.cipher or plan.linked)
-    how = How(
+    task_options = TaskOptions(
         options.fsync,
         drop_cache,
-        apart=client is not None or get is not None,
+        multi_process=client is not None or get is not None,
         checksums=checksums,
         cached=cached,
-        seen=_lock_of(root) if client else "",
+        sentinel=_lock_of(root) if client else "",
     )
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
         reporter.begin()
-        graph = Graph(session.plan, root, how)
-        receipts = _work(graph, client, get, threads, reporter)
-        receipts = work_here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
+        graph = Graph(session.plan, root, task_options)
+        receipts = execute(graph.work(), graph.ready, graph.run, threads, reporter.add, client=client, get=get)
+        if client is not None or get is not None:
+            check_sources(graph.plan, None)  # other processes may have missed a change
+        receipts = execute(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
-        receipts = work_here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
+        receipts = execute(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
         sums = Checksums(plan, root) if options.ledger and checksums and not plan.exclusive else None
         if sums is not None and plan.alone:
             sums.load()  # before the ledger is removed
@@ -190,20 +192,6 @@ def run(
         removed=session.removed,
         warnings=plan.warnings,
     )
-
-
-def _work(
-    graph: Graph, client: Any, get: Callable[..., Any] | None, threads: int, reporter: _Reporter
-) -> Sequence[Receipt]:
-    """Create and fill the files; return the receipts."""
-    if client is not None:
-        receipts = work_on(client, graph, reporter.add)
-    elif get is not None:
-        receipts = work_by(get, graph, reporter.add)
-    else:
-        return work_here(graph.work(), graph.ready, graph.run, threads, reporter.add)
-    check_sources(graph.plan, None)  # other processes may have missed a change
-    return receipts
 
 
 def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float) -> Report:

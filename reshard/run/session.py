@@ -7,21 +7,19 @@ as soon as it is complete, and the next run cannot use an unfinished one.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
 from array import array
 from contextlib import suppress
 from dataclasses import replace
-from glob import escape
 from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
+from reshard.plan.inputs import ledger_provenance
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
-from reshard.plan.select import Selection, selection_data
 from reshard.run.beside import neighbours, older_files, remove_older
 from reshard.run.ledger import Ledger, in_files, refuse_foreign
 from reshard.run.preflight import (
@@ -36,14 +34,14 @@ from reshard.run.preflight import (
 )
 from reshard.run.tasks import unfinished, withdraw
 from reshard.source.headers import contents_digest
-from reshard.source.made import VERSION, small_strategy, source_data
+from reshard.source.made import provenance_file
 from reshard.source.records import Record, digest
 from reshard.storage.crc import crc32, crc_of_range
 from reshard.storage.local import free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
-from reshard.storage.remote import REQUESTS, remote_store
-from reshard.storage.threads import map_threads
+from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS, remote_store
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -122,7 +120,7 @@ class Session:
         sources = changes_digest(plan)
         provenance = made_data(plan) if ledger else b""
         self._provenance_digest = digest(provenance)
-        self.ledger = Ledger(root, keeps=ledger, made=provenance, sources=sources)
+        self.ledger = Ledger(root, keeps=ledger, provenance=provenance, sources=sources)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
@@ -140,7 +138,7 @@ class Session:
             if options.fsync:
                 self._sync(finished)
             begun = [number for number in self._numbers(Do.RESUME) if self._record(number).wrote]
-            verified = map_threads(self._verified, begun, max(threads, 1))
+            verified = map_ordered(self._verified, begun, max(threads, 1))
             good = {number: ranges for number, ranges in zip(begun, verified, strict=True) if ranges}
             local_store().close()  # files that were read are written next
             self._spans = {number: _spans(ranges) for number, ranges in good.items()}
@@ -411,7 +409,7 @@ class Session:
 
     def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         """Apply a function to each number, concurrently at URLs."""
-        return map_threads(function, numbers, REQUESTS) if self._early else list(map(function, numbers))
+        return list(map_ordered(function, numbers, REQUESTS if self._early else 0))
 
     def _numbers(self, do: Do) -> list[int]:
         return [number for number, path in enumerate(self._paths) if self._fates[path].do is do]
@@ -445,31 +443,7 @@ def with_neighbours(plan: Plan, target: Place, *, starts_over: bool) -> Plan:
 
 def made_data(plan: Plan) -> bytes:
     """Return the provenance of the files of a plan, for the ledger."""
-    from reshard import __version__
-
-    request = plan.request
-    selection = request.selection if request else Selection(drop=tuple(map(escape, plan.dropped)))
-    target = request.target if request and isinstance(request.target, Strategy) else None
-    if any(file.pointer for file in plan.files):  # it describes itself, without the dropped tensors
-        target, selection = None, replace(selection, exclude=(*selection.exclude, *map(escape, plan.dropped)))
-    stage = request.stage if request else None
-    if target is not None and len(target.stages) > 1:
-        stage = None  # the strategy defines the ranks, even if only some are written
-    content = {
-        "reshard_made": VERSION,
-        "by": __version__,
-        "source": source_data(plan.source.opened),
-        "target": {
-            "strategy": small_strategy(target),
-            "stage": stage,
-            "format": plan.format,
-            "deduplicated": bool(request and request.remove_redundancy),
-            "encrypted": plan.cipher is not None,
-            "index": next((file.path for file in plan.files if file.last), None),
-        },
-        "selection": selection_data(selection),
-    }
-    return json.dumps(content, separators=(",", ":")).encode()
+    return provenance_file(ledger_provenance(plan))
 
 
 def _headers(plan: Plan) -> dict[FileLayout, str]:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
     from reshard.verify.difference import Difference
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from reshard.errors import Words
     from reshard.verify.difference import Difference
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
 
 _MOST_SHOWN = 6  # differences, of up to two lines each
 _MOST_NAMES = 6
@@ -83,7 +83,7 @@ def summary(verification: Verification) -> str:
     """Return one sentence about the differences.
 
     >>> from reshard.verify.difference import Difference
-    >>> from reshard.verify.verify import Verification
+    >>> from reshard.verify.verification import Verification
     >>> size = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
     >>> summary(Verification("dst", "m.json", (), 1, 9, 0, differences=(size,)))
     'dst differs from m.json: 1 of 1 file'

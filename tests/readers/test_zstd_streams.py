@@ -14,10 +14,10 @@ from refusals import refused
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import BudgetError, SourceError
+from reshard.formats.decoding import IMPORTED_BYTES
 from reshard.readers import dcp
 from reshard.readers.dcp import zstd
 from reshard.readers.dcp.metadata import Stated
-from reshard.storage.decoding import IMPORTED_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,10 +16,10 @@ from measure import RESHARD, measured
 from numcodecs import zstd
 
 import reshard
+from reshard.formats import decoding
 from reshard.readers.dcp import zstd as module
 from reshard.readers.dcp.archive import Archives, Part
 from reshard.readers.dcp.zstd import StreamArchives
-from reshard.storage import decoding
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:

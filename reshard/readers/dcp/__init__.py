@@ -43,18 +43,19 @@ from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, Te
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.source.reshape import laid
-from reshard.storage.places import any_store, of_each
+from reshard.storage.places import any_store, workers_at
+from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from reshard.formats.decoding import Decoding
     from reshard.formats.entries import Entry, Sums
     from reshard.layout.block import Shape
     from reshard.readers.dcp.metadata import Item, Stated
     from reshard.readers.dcp.zstd import Streams
     from reshard.source.checkpoint import Tensor
     from reshard.storage.base import Status
-    from reshard.storage.decoding import Decoding
     from reshard.storage.places import Place
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
@@ -184,7 +185,7 @@ class _Files:
     ) -> dict[str, SourceFile]:
         """Read the heads of the tensors in files; return these, whose headers are numbered from one on."""
         paths = [place.absolute() / file for file, _ in some]
-        states = list(of_each(_status, paths))
+        states = list(map_ordered(_status, paths, workers_at(paths)))
         faults = Faults(str(place))
         for (file, items), status in zip(some, states, strict=True):
             places = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})
@@ -258,7 +259,7 @@ class _Files:
         """Return how the files are decoded; None where all are plain."""
         if not self.streams:
             return None
-        from reshard.storage.decoding import Decoding  # not on every start
+        from reshard.formats.decoding import Decoding  # not on every start
 
         held = 0
         for name, one in self._said.tensors.items():

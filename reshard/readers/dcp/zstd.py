@@ -2,7 +2,7 @@
 
 A stream does not declare the size of its contents; the metadata bound it by the size of the tensor's block. The head of
 an item, which describes its tensor, is in the first block of the stream. An item is decoded in memory as a whole
-(`storage.decoding`), by `verify` too; items of more than 1 GB are refused.
+(`formats.decoding`), by `verify` too; items of more than 1 GB are refused.
 
 An item carries the checksums of its zip (`archive`), and the checksum of the frame, if it has one, which zstd compares.
 A bit of the stream may occur in several places of the zip, so that these agree on another name of a record: names have
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import bytes_text
+from reshard.formats.decoding import TooLongError, zstd_content
 from reshard.formats.entries import Entry, Summed
 from reshard.readers.dcp.archive import Archives, Part
 from reshard.readers.dcp.records import directory
 from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault
-from reshard.storage.decoding import TooLongError, zstd_content
 from reshard.storage.places import any_store, in_batches
 
 if sys.version_info >= (3, 14):
@@ -57,7 +57,7 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A file of zstd streams; see `storage.decoding.Chunks`.
+    """A file of zstd streams; see `formats.decoding.Chunks`.
 
     Attributes:
         chunk_bytes: the most bytes that a stream decodes to, and their distance in the virtual file.

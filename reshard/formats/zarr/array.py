@@ -15,7 +15,7 @@ from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
 from reshard.formats.zarr import METADATA, NATIVE, counts
-from reshard.formats.zarr_files import refuse_unknown
+from reshard.formats.zarr.files import refuse_unknown
 from reshard.layout.axes import row_major
 from reshard.layout.block import shape_text
 
