@@ -11,7 +11,7 @@ from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
-from reshard.formats.zarr_files import is_store
+from reshard.formats.zarr.files import is_store
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.budget import IMPORTED_BYTES, budget
 from reshard.plan.build import build

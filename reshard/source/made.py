@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
-from reshard.formats.zarr_files import is_store
+from reshard.formats.zarr.files import is_store
 from reshard.source.headers import contents_digest
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.source.records import digest as digest_of

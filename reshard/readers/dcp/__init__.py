@@ -49,11 +49,11 @@ from reshard.storage.threads import map_ordered
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from reshard.formats.decoding import Decoding
     from reshard.formats.entries import Entry, Sums
-    from reshard.formats.zarr_chunks import Decoding
     from reshard.layout.block import Shape
     from reshard.readers.dcp.metadata import Item, Stated
-    from reshard.readers.dcp.zstd import LongStreams, Streams
+    from reshard.readers.dcp.zstd import Streams
     from reshard.source.checkpoint import Tensor
     from reshard.storage.base import Status
     from reshard.storage.places import Place
@@ -162,7 +162,7 @@ class _Files:
         self.numbers = {name: number for number, name in enumerate(ordered)}
         self.entries: dict[Item, Entry | str] = {}
         self.unlisted: dict[str, list[str]] = {}
-        self.streams: dict[str, Streams | LongStreams] = {}
+        self.streams: dict[str, Streams] = {}
         headed = [name for name in ordered if _has_header(place / name, [item for _, item in items[name]])]
         indexes, _ = read_indexes({0: [place / name for name in headed]}, None)
         known = dict(zip(headed, map(without_notes, indexes), strict=True))
@@ -251,16 +251,15 @@ class _Files:
         """Read the heads of the items of a file of zstd streams, and note how it is decoded."""
         from reshard.readers.dcp.zstd import read_streams  # not on every start
 
-        most = max(self._said.nbytes(name) for name, _ in items)
-        spans = [(item.begin, item.nbytes) for _, item in items]
-        self.streams[path], found = read_streams(path, spans, most)
-        return found
+        sized = [((item.begin, item.nbytes), self._said.nbytes(name)) for name, item in items]
+        self.streams[path], entries = read_streams(path, sized)
+        return entries
 
     def decoding(self) -> Decoding | None:
         """Return how the files are decoded; None where all are plain."""
         if not self.streams:
             return None
-        from reshard.formats.zarr_chunks import Decoding  # not on every start
+        from reshard.formats.decoding import Decoding  # not on every start
 
         held = 0
         for name, one in self._said.tensors.items():

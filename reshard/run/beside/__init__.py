@@ -21,7 +21,7 @@ from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is
 from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.sets import DCP_INDEX, SET_INDEXES
-from reshard.formats.zarr_files import is_store
+from reshard.formats.zarr.files import is_store
 from reshard.run.locks import refuse_link
 from reshard.run.preflight import states_of
 from reshard.source.records import known
