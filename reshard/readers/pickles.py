@@ -1,23 +1,21 @@
-"""Reading a pickle as data: nothing that it names is imported or called, and its keys are not hashed.
+"""Read a pickle as data: nothing that it names is imported or called, and its keys are not hashed.
 
-Python's unpickler follows the instructions. `_Scan` stands between it and the file: it takes the file in pieces, checks
-each instruction and counts what it makes, and hands on the piece with a few instructions replaced:
+Python's unpickler follows the instructions. `_Scan` stands between it and the file: it reads the file in pieces, checks
+each instruction, counts what it makes, and passes the piece on with a few instructions replaced:
 
-* a dict becomes `Pairs`, a list of its keys and values, and a set a list: Python would hash the keys, and equal hashes,
-  or a tuple that holds the one before twice, a hundred deep, would take for ever;
-* a new object becomes a call, of a `Name`, which returns a `Record`: the name, arguments and state of an object;
+* a dict becomes `Pairs`, a list of its keys and values, and a set becomes a list. Python would hash the keys, which
+  takes for ever if many hashes are equal, or if a hundred tuples each hold the previous one twice;
+* a new object becomes a call of a `Name`, which returns a `Record`: the name, arguments and state of an object;
 * a long text or value becomes a record of its length;
-* frames are those of the pieces.
+* each piece becomes a frame; the file's own frames are dropped.
 
-A file of nothing but lists, calls, names or numbers would take minutes and all memory. So the count of values is
-compared with what describes tensors: objects of classes (a tensor, a box, its place), and references to bytes outside
-of the pickle. For each of these PyTorch, Megatron-Core and hyper-parallel write 30 bytes or more (14 until the places
-come), make at most 11 values (25 in a small file) of 7 bytes or more, and push some 30 on the stack and the memo. A
-pickle may have more than that, and besides it a million numbers, 2^18 texts, lists and the like, and 16 MiB of short
-texts.
+A file that holds only lists, calls, names or numbers could take minutes and all memory. So the number of values is
+compared with the number of instances: objects of classes (a tensor, a box, a storage entry) and references to data
+outside of the pickle. For each instance PyTorch, Megatron-Core and hyper-parallel write at least 30 bytes (14 before
+the storage entries), at most 11 objects (25 in a small file), and push some 30 values.
 
 Sources: `pickletools` of Python 3.13; pickles of protocol 2 to 5 as Python's own pickler writes them. The instructions
-that it needs for tuples that hold themselves, and for calls with keywords, are refused.
+for tuples that contain themselves, and for calls with keywords, are refused.
 """
 
 from __future__ import annotations
@@ -35,23 +33,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _LARGEST = 1 << 28  # bytes of a file; the metadata of a model of 10^12 parameters have 10^8
-_MOST_OBJECTS = 1 << 23  # of some 100 bytes
-_MOST_ITEMS = 1 << 26  # places on the stack, in the memo and in lists, of 8 bytes
-_MOST_PLAIN = 1 << 18  # objects that tell of no tensor; 4 times as many items, 64 times as many bytes
-_MOST_FOR_ONE, _LEAST_BYTES, _MOST_BYTES, _SHORTEST = 64, 24, 1 << 14, 4  # each that does; bytes of an object
-_MOST_ATTRIBUTES = 64  # that are searched for a name: all objects may have the same many
+_MOST_OBJECTS = 10 << 20  # of some 100 bytes; also 64 bytes of a text, or 4 places on the stack and in the memo
+_FREE_OBJECTS, _OBJECTS_PER_INSTANCE = 1 << 18, 64
+_FREE_INSTANCES, _BYTES_PER_INSTANCE = 1 << 17, 24
+_MOST_ATTRIBUTES = 64  # that are searched for a name: all objects may share one large dict
 _LONGEST = 1 << 16  # bytes of a text or a name; a longer text names nothing
 _WIDEST = 32  # bytes of an integer
 _PIECE = 1 << 17
 
-# instructions that are handed on as they are
+# instructions that are passed on as they are
 _PLAIN = rb"(?:[()N\x88\x89\x85-\x87t\]aesuRb\x93\x94]++|[Khq].|M..|[Jj].{4}|G.{8}|r..[\0-\x3f]\0)"
 _NEW_OBJECT, _NEW_RECORD = b"\x81\x94}\x94(", b"R\x94NQ\x94("  # and its attributes
 _RUN = re.compile(rb"(?:%b|%b)*+" % (_PLAIN, re.escape(_NEW_OBJECT)), re.DOTALL)
 _BETWEEN = re.compile(rb"(%b*+)%b" % (_PLAIN, re.escape(_NEW_OBJECT)), re.DOTALL)
 _MAKES = b"]Qt\x85\x86\x87R\x93ue"  # instructions that make an object, or take as long
 _PUSHES = b"(N\x88\x89)KMJGhj\x94qr"  # that take a place on the stack or in the memo
-_REPLACED = {  # objects, dicts, sets, references to things outside
+_INSTANCES = b"\x81Q"
+_REPLACED = {  # objects, dicts, sets, references to data outside
     0x81: b"R",
     ord("}"): b"NQ",
     0x8F: b"]",
@@ -59,7 +57,7 @@ _REPLACED = {  # objects, dicts, sets, references to things outside
     0x91: b"l",
     ord("Q"): b"\x85Q",
 }
-_STOP, _NEW, _FRAME, _OUTSIDE, _GLOBAL, _PUT, _BYTEARRAY8, _BINBYTES8 = b".\x81\x95Qcr\x96\x8e"
+_STOP, _FRAME, _OUTSIDE, _GLOBAL, _PUT, _BYTEARRAY8, _BINBYTES8 = b".\x95Qcr\x96\x8e"
 _TEXTS = {0x8C: 1, ord("X"): 4, 0x8D: 8}  # with the bytes of the length that follows
 _LONGS = {0x8A: 1, 0x8B: 4}
 _WIDTHS = _TEXTS | _LONGS | {ord("C"): 1, ord("B"): 4, _BINBYTES8: 8, _BYTEARRAY8: 8}
@@ -69,7 +67,7 @@ _DAMAGED = (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, L
 
 
 class Name(NamedTuple):
-    """A class or a function that a pickle would import. A call, as the unpickler does it, returns a record."""
+    """A class or a function that a pickle would import. A call returns a record."""
 
     module: str
     name: str
@@ -98,13 +96,13 @@ class Pairs(list[Any]):
 
 
 class Record:
-    """An object that is not made, or a call that is not done.
+    """An object that is not created, or a call that is not made.
 
     Attributes:
         made_by: the class or function.
-        arguments: of the call.
-        state: the object's; None if there is none.
-        items: to be put into it, keys and values in turn or items of a list; None if there are none.
+        arguments: the arguments of the call.
+        state: the state of the object; None if there is none.
+        items: items of the object, as of a list, or keys and values in turn; None if there are none.
     """
 
     __slots__ = ("arguments", "items", "made_by", "state")
@@ -119,13 +117,17 @@ class Record:
         if self.state is not None:
             raise TypeError("a second state of an object")
         self.state = state
+        if type(state) is Pairs and len(state) <= 2 * _MOST_ATTRIBUTES:
+            values = state[:]
+            state.clear()
+            state += values  # which frees the room for more
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Keep a key and its value."""
+        """Add a key and its value to the items."""
         self.extend((key, value))
 
     def extend(self, values: Iterable[object]) -> None:
-        """Keep items."""
+        """Add items."""
         if self.items is None:
             self.items = Pairs()
         list.extend(self.items, values)
@@ -140,7 +142,7 @@ class Record:
         return self.fields(name)[0]
 
     def fields(self, *names: str) -> list[Any]:
-        """Return attributes from the state, None for a missing one. Quick if they are in this order."""
+        """Return attributes from the state, None for a missing one. Fast if they are in this order."""
         values = [None] * len(names)
         for part in self.state[1::-1] if type(self.state) is tuple else (self.state,):
             if type(part) is Pairs:
@@ -169,29 +171,29 @@ class Readable(Protocol):
 
 
 def shown(value: object) -> str:
-    """Describe a value in a message. To write all of it could take for ever, if it holds one value again and again.
+    """Describe a value in a message, in bounded time: it may contain the same value many times.
 
     >>> shown("w"), shown([1, 2]), shown([[], []]), shown(Name("os", "system"))
     ("'w'", '[1, 2]', 'a list of 2', "'system'")
     """
     if isinstance(value, Name | Record):
         return f"{value.name!r:.60}" if value.name else "a record"
-    if isinstance(value, list | tuple) and not all(isinstance(one, int | float | str) for one in value[:8]):
+    if isinstance(value, list | tuple) and not all(isinstance(item, int | float | str) for item in value[:8]):
         return f"a {type(value).__name__.lower()} of {len(value)}"
     return f"{value[:8] if isinstance(value, list | tuple) else value!r:.60}"
 
 
 def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
-    """Return a shape or the like: a tuple of at most `most` numbers, or the argument of a call such as `torch.Size`.
+    """Return a shape, offsets or strides: a tuple of numbers, or the argument of a call such as `torch.Size`.
 
     Raises:
-        SourceError: it is none; a short fact, to which the caller adds the place.
+        SourceError: the value is not a tuple of at most `most` numbers. The message does not name the file.
     """
     if isinstance(value, Record) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
         (value,) = value.arguments
     if isinstance(value, tuple | list) and len(value) <= most:
-        for one in value:
-            if type(one) is not int or not 0 <= one < 1 << 63:
+        for number in value:
+            if type(number) is not int or not 0 <= number < 1 << 63:
                 break
         else:
             return tuple(value)
@@ -204,7 +206,7 @@ def unpickled(reader: Readable, what: str, *, outside: bool = False) -> Any:
     Args:
         reader: the file.
         what: the expected content, for messages.
-        outside: allow references to things outside of the file (persistent ids), which become records without a name.
+        outside: allow references to data outside of the pickle (persistent ids), which become records without a name.
 
     Raises:
         SourceError: it is not a pickle, has an instruction that Python's pickler does not write, or exceeds a limit.
@@ -222,15 +224,15 @@ def unpickled(reader: Readable, what: str, *, outside: bool = False) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's unpickler, which finds nothing."""
+    """Python's unpickler, which imports nothing."""
 
     def find_class(self, module: str, name: str) -> Name:
         if not is_text(module + name):
-            raise ValueError("a name that is no text")
+            raise ValueError("a name that is not text")
         return Name(module, name)
 
     def persistent_load(self, key: Any) -> Pairs | Record:
-        """Return a dict for None, and a record for the size of a text: `_Scan` puts these, and others into tuples."""
+        """Return a dict for None and a long value for a text, as `_Scan` writes; others are in tuples."""
         if key is None:
             return Pairs()
         return Record(Name("", key), ()) if isinstance(key, str) else Record(None, *key)
@@ -242,12 +244,12 @@ class _Scan:
     def __init__(self, reader: Readable, what: str, *, outside: bool) -> None:
         self._reader, self._what, self._outside = reader, what, outside
         self._at = self._skipped = 0  # the next byte to be checked; bytes of long texts
-        self._objects = self._items = self._telling = 0  # the last: what tells of tensors
+        self._objects = self._pushed = self._instances = 0
         self._pieces = self._checked()
         self._piece = io.BytesIO()
 
     def read(self, nbytes: int) -> bytes:
-        """Return the next bytes; the unpickler asks for a frame at once, and for the bytes around it one by one."""
+        """Return the next bytes. The unpickler reads a frame at once, and the bytes around it one by one."""
         content = self._piece.read(nbytes)
         if len(content) < nbytes:
             self._piece = io.BytesIO(next(self._pieces, b""))
@@ -255,7 +257,7 @@ class _Scan:
         return content
 
     def readline(self) -> bytes:
-        """Return a line, of which there is none outside of a frame."""
+        """Return nothing: there are no lines outside of frames."""
         return b""
 
     def refuse(self, why: str) -> NoReturn:
@@ -265,8 +267,8 @@ class _Scan:
     def _checked(self) -> Iterator[bytes]:
         """Yield the pickle, frame by frame.
 
-        Around it are instructions that make (None, (value,)) of the one value that has to be left on the stack, and
-        something else, or nothing, of more values or marks.
+        The instructions around it make (None, (value,)) if one value is left on the stack. More values or marks give
+        another result, or an error.
         """
         reader = self._reader
         if reader.size > _LARGEST:
@@ -280,75 +282,75 @@ class _Scan:
             self.refuse(f"is of protocol {start[1]}; expected 2 to 5")
         yield b"\x80\x05N("
         self._at = 2
-        held, is_last = b"", False
+        buffer, is_last = b"", False
         while not is_last:
-            more = reader.upto(self._at + len(held), _PIECE)
-            held += more
+            content = reader.upto(self._at + len(buffer), _PIECE)
+            buffer += content
             begin = self._at
-            piece, is_last = self._follow(held)
-            if self._at == begin and (not more or len(held) > _LONGEST + _PIECE):
+            piece, is_last = self._follow(buffer)
+            if self._at == begin and (not content or len(buffer) > _LONGEST + _PIECE):
                 self.refuse("ends early, or has a name that is too long; was saving it interrupted?")
-            held = held[self._at - begin :]
+            buffer = buffer[self._at - begin :]
             self._compare()
             yield b"\x95%b%b" % (len(piece).to_bytes(8, "little"), piece)
         if self._at != reader.size:
             self.refuse("goes on behind its end")
         yield b"t\x86."
 
-    def _follow(self, held: bytes) -> tuple[bytes, bool]:
-        """Return whole instructions from the first byte, and whether the last of the pickle is among them."""
+    def _follow(self, buffer: bytes) -> tuple[bytes, bool]:
+        """Return the complete instructions of a buffer, and whether STOP is among them."""
         begin, at, is_last = self._at, 0, False
         parts: list[bytes] = []
-        while at < len(held) and not is_last:
-            match = _RUN.match(held, at)
+        while at < len(buffer) and not is_last:
+            match = _RUN.match(buffer, at)
             if match and match.end() > at:
                 plain = _BETWEEN.findall(match[0] + _NEW_OBJECT)
                 parts.append(_NEW_RECORD.join(plain))
-                self._telling += len(plain) - 1
+                self._instances += len(plain) - 1
                 self._count(parts[-1])
                 at = match.end()
             else:
                 self._at = begin + at
-                instruction = self._instruction(held, at)
+                instruction = self._instruction(buffer, at)
                 if instruction is None:
                     break
-                is_last = held[at] == _STOP
+                is_last = buffer[at] == _STOP
                 parts.append(instruction[0])
                 at = instruction[1]
         self._at = begin + at
         return b"".join(parts), is_last
 
-    def _instruction(self, held: bytes, at: int) -> tuple[bytes, int] | None:
-        """Return an instruction to be handed on, and where the next begins; None if it goes on behind these bytes."""
-        code = held[at]
+    def _instruction(self, buffer: bytes, at: int) -> tuple[bytes, int] | None:
+        """Return the instruction to pass on, and where the next begins; None if the buffer ends before."""
+        code = buffer[at]
         if code in _WIDTHS:
-            return self._content(held, at, at + 1 + _WIDTHS[code])
+            return self._content(buffer, at, at + 1 + _WIDTHS[code])
         part, end = _REPLACED.get(code, b""), at + 1
         self._objects += 1
-        self._telling += code in {_NEW, _OUTSIDE}
+        self._instances += code in _INSTANCES
         if code == _OUTSIDE and not self._outside:
             self.refuse("refers to something outside of itself")
         if code == _GLOBAL:
-            names = _NAMES.match(held, at)
+            names = _NAMES.match(buffer, at)
             if not names:
                 return None
             part, end = names[0], names.end()
-            self._objects += 2  # as it takes the time of several; classes are few
+            self._objects += 2  # as it takes as long; a file has few classes
         elif code == _FRAME:
             end = at + 9
         elif code != _STOP and code not in _REPLACED:
-            if code == _PUT and at + 5 <= len(held):
-                self.refuse(f"remembers a value at place {int.from_bytes(held[at + 1 : at + 5], 'little'):,}")
+            if code == _PUT and at + 5 <= len(buffer):
+                self.refuse(f"remembers a value at place {int.from_bytes(buffer[at + 1 : at + 5], 'little'):,}")
             if code not in _LONGER:
                 self._refuse_instruction(code)
             return None
-        return (part, end) if end <= len(held) else None
+        return (part, end) if end <= len(buffer) else None
 
-    def _content(self, held: bytes, at: int, begin: int) -> tuple[bytes, int] | None:
-        """Return a text or value whose content begins at a byte; see `_instruction`."""
-        code, length = held[at], int.from_bytes(held[at + 1 : begin], "little")
+    def _content(self, buffer: bytes, at: int, begin: int) -> tuple[bytes, int] | None:
+        """Return a text or value whose content starts at `begin`; see `_instruction`."""
+        code, length = buffer[at], int.from_bytes(buffer[at + 1 : begin], "little")
         end = begin + length
-        if begin > len(held):
+        if begin > len(buffer):
             return None
         if code in _LONGS and length > _WIDEST:
             self.refuse(f"has an integer of {length:,} bytes; at most {_WIDEST} are taken")
@@ -358,34 +360,30 @@ class _Scan:
             self._skipped += length
             text = f"{bytes_text(length)} of text or bytes".encode()
             part = b"\x8c%c%bQ" % (len(text), text)
-        elif end > len(held):
+        elif end > len(buffer):
             return None
         else:
-            part = b"%c%b" % (_BINBYTES8 if code == _BYTEARRAY8 else code, held[at + 1 : end])
+            self._objects += length // 64
+            part = b"%c%b" % (_BINBYTES8 if code == _BYTEARRAY8 else code, buffer[at + 1 : end])
             if code in _TEXTS:
                 try:
-                    held[begin:end].decode()
+                    buffer[begin:end].decode()
                 except UnicodeDecodeError:
                     self.refuse("has a text that is not UTF-8")
         self._objects += 1
         return part, end
 
     def _count(self, plain: bytes) -> None:
-        """Count what instructions make. Their arguments may look like others, so that the counts are upper bounds."""
+        """Count objects and pushes. Arguments may look like instructions, so the counts are upper bounds."""
         self._objects += len(plain) - len(plain.translate(None, _MAKES))
-        self._items += len(plain) - len(plain.translate(None, _PUSHES))
+        self._pushed += len(plain) - len(plain.translate(None, _PUSHES))
 
     def _compare(self) -> None:
-        """Compare the counts with limits, and with the bytes so far and what tells of tensors."""
-        if self._objects > _MOST_OBJECTS or self._items > _MOST_ITEMS:
-            self.refuse(f"has more than {_MOST_OBJECTS:,} objects or {_MOST_ITEMS:,} items")
-        telling, nbytes = self._telling, self._at - self._skipped
-        if (
-            self._objects > _MOST_PLAIN + min(_MOST_FOR_ONE * telling, nbytes // _SHORTEST)
-            or self._items > 4 * _MOST_PLAIN + 2 * _MOST_FOR_ONE * telling
-            or not telling * _LEAST_BYTES - 12 * _MOST_PLAIN <= nbytes <= telling * _MOST_BYTES + 64 * _MOST_PLAIN
-        ):
-            self.refuse("has more values than what it tells of tensors can take")
+        """Compare the counts with limits, with the number of instances, and that with the bytes so far."""
+        most = min(_MOST_OBJECTS, _FREE_OBJECTS + _OBJECTS_PER_INSTANCE * self._instances)
+        most_instances = _FREE_INSTANCES + (self._at - self._skipped) // _BYTES_PER_INSTANCE
+        if self._objects > most or self._pushed > 4 * most or self._instances > most_instances:
+            self.refuse("has more values than a description of tensors needs")
 
     def _refuse_instruction(self, code: int) -> NoReturn:
         from pickletools import opcodes  # not on every start

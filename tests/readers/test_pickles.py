@@ -291,25 +291,26 @@ def test_what_is_followed_at_once_is_followed_as_one_by_one(
         assert described(read(path, content)) == at_once
 
 
-def test_objects_and_items_are_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_and_pushes_are_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickles, "_PIECE", 1 << 10)
-    for value, limit in (([Thing({"a": 1}) for _ in range(1000)], "_MOST_OBJECTS"), ([1] * 4000, "_MOST_ITEMS")):
+    for value in ([Thing({"a": 1}) for _ in range(1000)], [1] * 4000, "x" * 64_000):
         with monkeypatch.context() as patch:
-            patch.setattr(pickles, limit, 1000)
-            with refused(SourceError, "bad-pickle", "1,000 objects" if limit == "_MOST_OBJECTS" else "1,000 items"):
+            patch.setattr(pickles, "_MOST_OBJECTS", 900)
+            with refused(SourceError, "bad-pickle", "more values"):
                 read(path, pickle.dumps(value))
         read(path, pickle.dumps(value))
 
 
-def test_what_tells_of_tensors_may_make_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values, items and bytes are compared with objects of classes, and these with bytes."""
+def test_instances_allow_more_values(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and bytes are compared with instances of classes, and these with bytes."""
     monkeypatch.setattr(pickles, "_PIECE", 1 << 10)
-    monkeypatch.setattr(pickles, "_MOST_PLAIN", 1 << 8)
-    some = [Thing({"name": f"name {number}", "shape": (number, 2), "more": [number, {}]}) for number in range(300)]
+    monkeypatch.setattr(pickles, "_FREE_OBJECTS", 1 << 8)
+    monkeypatch.setattr(pickles, "_FREE_INSTANCES", 1 << 7)
+    things = [Thing({"name": f"name {number}", "shape": (number, 2), "more": [number, {}]}) for number in range(300)]
     for value in ([[] for _ in range(300)], [1] * 1100, ["x" * 100 + str(number) for number in range(200)]):
         with refused(SourceError, "bad-pickle", "more values"):
             read(path, pickle.dumps([value, "x" * 2000]))
-        assert read(path, pickle.dumps([some, value, "x" * 2000]))[1] == value
+        assert read(path, pickle.dumps([things, value, "x" * 2000]))[1] == value
     with refused(SourceError, "bad-pickle", "more values"):
         read(path, HEAD + b"(ca\nb\n\x94](" + b"h\0)\x81" * 2000 + b"et.")
 
@@ -337,4 +338,12 @@ def test_attributes_that_all_objects_share_are_not_looked_through_again_and_agai
     found = read(path, pickle.dumps(shared))
     began = time.process_time()
     assert [found.field("last") for _ in range(10_000)] == [None] * 10_000
+    assert time.process_time() - began < 1
+
+
+def test_a_large_state_that_many_objects_share_is_not_copied(path: Path) -> None:
+    state = b"}\x94(" + b"K\0" * 400_000 + b"u"
+    began = time.process_time()
+    values = read(path, HEAD + b"(ca\nb\n\x94" + state + b"h\0)Rh\1b" * 30_000 + b"t.")
+    assert values[-1].state is values[1]
     assert time.process_time() - began < 1
