@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
+from reshard.layout.arrangement import Arrangement
 from reshard.plan.select import Selection, derived, select
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
-from reshard.targets.pattern import Pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +65,8 @@ def selection_of(
 
 
 def target_of(
-    target: Strategy | Pattern | AnyName | None, source: Record, selection: Selection | None
-) -> Strategy | Pattern | None:
+    target: Strategy | Arrangement | AnyName | None, source: Record, selection: Selection | None
+) -> Strategy | Arrangement | None:
     """Return the strategy of a target.
 
     A path is read: a strategy, or rules that are applied to the selected tensors.
@@ -75,7 +75,7 @@ def target_of(
         UsageError: the target is neither a strategy nor a path.
         StrategyError: the file is not valid.
     """
-    if target is None or isinstance(target, Strategy | Pattern):
+    if target is None or isinstance(target, Strategy | Arrangement):
         return target
     try:
         path = as_place(target)
@@ -91,7 +91,9 @@ def target_of(
     return strategy_by_rules(path, source, target_names=dict(select(source, None, selection).kept))
 
 
-def progress_of(progress: Callable[[Progress], None] | bool | None) -> Any:
+def progress_of(
+    progress: Callable[[Progress], None] | bool | None,
+) -> AbstractContextManager[Callable[[Progress], None] | None]:
     """Return a context manager that yields the progress callback.
 
     The callback shows a bar if `progress` is True.

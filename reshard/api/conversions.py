@@ -135,13 +135,12 @@ def convert(
         source_strategy, path, options, selection or Selection(), {**OPENING, "cipher": cipher},
         threads=threads,
     )  # fmt: skip
+    plan = conversion.plan
     if conversion.result in {None, conversion.directory}:
-        from reshard.run.beside import neighbours  # they import the modules that run a plan
-        from reshard.run.session import older_at
+        from reshard.run.session import with_neighbours  # it imports the modules that run a plan
 
-        older = older_at(conversion.plan, str(path.real())) if overwrite or restart else {}
-        neighbours(conversion.plan, path, older)
+        plan = with_neighbours(plan, path, starts_over=overwrite or restart)
     return run_plan(
-        conversion.plan, conversion.directory or path, client=client, scheduler=scheduler, threads=threads,
+        plan, conversion.directory or path, client=client, scheduler=scheduler, threads=threads,
         overwrite=overwrite, restart=restart, progress=progress,
     )  # fmt: skip

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from reshard.api.asked import TargetOptions
+    from reshard.layout.arrangement import Arrangement
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName, Place
-    from reshard.targets.pattern import Pattern
 
 Verb = Literal["convert", "transform", "unify"]
 """The command, which sets the default format: the source's; rank files; a MindSpore set."""
@@ -127,7 +127,7 @@ def job(
     plan = _planned(checkpoint, options, to, name, selection, threads)
     directory = target.parent if name and target is not None else target
     notes = [f"format: {to}, {reason}"] if reason else []
-    if to == "hf" and any(".linear_qkv." in label.name or ".linear_fc1." in label.name for label in plan.labels):
+    if to == "hf" and any(".linear_qkv." in each.name or ".linear_fc1." in each.name for each in plan.transfers):
         notes.append(Text("names are those of Megatron-Core; for Hugging Face's add ", Option("rules")))
     return Job(plan, directory, target, tuple(notes))
 
@@ -168,7 +168,7 @@ def noting_swap(
 
 def _fitting(path: AnyName, reading: dict[str, Any]) -> str:
     """Return the path of a strategy next to a checkpoint that fits it, or ""."""
-    from reshard.readers.beside import fitting_strategies  # on errors, and if the sharding is unknown
+    from reshard.readers.beside import fitting_strategies  # on errors only
 
     with suppress(ReshardError, OSError):
         file_options = {name: reading[name] for name in ("rank_pattern", "suffix", "cipher")}
@@ -416,7 +416,7 @@ def _planned(
     """Plan the conversion of an opened checkpoint."""
     if options.link:
         return make_plan(checkpoint, files=LinkedDCP(), selection=selection)
-    layout: Strategy | Pattern | None
+    layout: Strategy | Arrangement | None
     if options.layouts_of is not None:
         layout = read_layouts(options.layouts_of)
     else:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from reshard.api.checkpoints import Checkpoint
     from reshard.api.choices import Globs
+    from reshard.layout.arrangement import Arrangement
     from reshard.plan.plan import Plan as Record
     from reshard.plan.plan import Stats
     from reshard.plan.select import Selection
@@ -33,14 +34,13 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.targets.kinds import AnyFiles
-    from reshard.targets.pattern import Pattern
     from reshard.view.arrays import RankArrays
     from reshard.view.svg import Picture
 
 
 def plan(
     source: Checkpoint,
-    target: Strategy | Pattern | AnyName | None = None,
+    target: Strategy | Arrangement | AnyName | None = None,
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
     prefix: str | None = None,
@@ -241,9 +241,9 @@ class Plan:
         """
         from reshard.view.html import picture
 
-        labels = self._record.labels
-        if name is not None and not any(name in label for label in labels):
-            alike = get_close_matches(name, (label.name for label in labels), n=3)
+        transfers = self._record.transfers
+        if name is not None and not any(name in (each.name, each.source_name) for each in transfers):
+            alike = get_close_matches(name, (each.name for each in transfers), n=3)
             raise UsageError(
                 f"the plan moves no tensor {name!r}", code="no-match",
                 hint=f"did you mean {names(alike)}?" if alike else "",

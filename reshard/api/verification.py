@@ -56,7 +56,7 @@ def verify(
     client: Any = None,
     progress: Callable[[Progress], None] | bool | None = None,
 ) -> Verification:
-    """Verify a checkpoint by itself, its source or a manifest.
+    """Verify a checkpoint alone, against its source, or against a manifest.
 
     By itself: structure and stored checksums. Against its source or a manifest: every bit.
 

@@ -18,8 +18,6 @@ from reshard.storage.small import refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from reshard.cli.options import Running
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
@@ -54,17 +52,17 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: the target that the user named, if it is a file in the target directory.
     """
     from reshard.plan.partition import partitioned
-    from reshard.run.beside import neighbours
     from reshard.run.run import run
-    from reshard.run.session import older_at
+    from reshard.run.session import with_neighbours
     from reshard.view.data import report_data
     from reshard.view.text import report_text
 
     check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
-    older = older_at(plan, str(target.real())) if running.overwrite or running.restart else {}
-    warnings = [*plan.warnings, *(neighbours(plan, target, older) if result in {None, target} else ())]
+    if result in {None, target}:
+        plan = with_neighbours(plan, target, starts_over=running.overwrite or running.restart)
+    warnings = [*plan.warnings]
     if plan.source.cipher and not plan.cipher:
         advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
         warnings.append(f"{plan.source.root} is encrypted, and what is written is not{advice}")
@@ -72,7 +70,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     if not running.quiet:
         say_warnings(plan.warnings)
     if running.dry_run:
-        messages = _preflight(plan, target, running, older)
+        messages = _preflight(plan, target, running)
         if not running.quiet:
             say_warnings(messages)
         print_plan(plan, str(target), as_json=running.as_json, verbose=running.verbose)
@@ -165,14 +163,17 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
         print_text(plan_text(plan, directory, verbose=verbose, then=then))
 
 
-def _preflight(plan: Plan, target: Place, running: Running, older: Collection[str]) -> list[str]:
+def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     """Return messages on existing target files and the options that they require."""
     from reshard.run.beside import refuse_other_ranks
     from reshard.run.preflight import Do, of, preflight
+    from reshard.run.session import older_at
     from reshard.view.text import count_text
 
+    starts_over = running.overwrite or running.restart
+    older = older_at(plan, str(target.real())) if starts_over else {}
     state = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart, older=older)
-    if running.overwrite or running.restart:
+    if starts_over:
         refuse_other_ranks(plan, str(target.real()), older)
     finished = of(state.fates, Do.KEEP)
     key = ", with another key" if plan.cipher else ""

@@ -40,15 +40,25 @@ class Extent(NamedTuple):
         return bool(self.strides) or not self.runs
 
 
-class Where(NamedTuple):
-    """An extent with the number of its runs in place of the runs.
+class Replica(NamedTuple):
+    """A stored copy of a block, with the number of its byte ranges in a table of the tensor.
 
-    Tensors in the same files differ in their runs only, so they can share such extents.
+    Tensors in the same files differ in their byte ranges only, so they can share replicas: a million of them, for 2,000
+    tensors on 512 ranks, would take 150 MB with their byte ranges. `extent` returns the location.
+
+    Attributes:
+        file: the number of the file.
+        number: the number of its byte ranges in the table.
+        strides: as in an `Extent`.
     """
 
     file: int
-    runs: int
+    number: int
     strides: Shape = ()
+
+    def extent(self, table: Sequence[Runs]) -> Extent:
+        """Return the location, given the byte ranges of the tensor."""
+        return Extent(self.file, table[self.number], self.strides)
 
 
 def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
@@ -277,7 +287,7 @@ class Format(Protocol):
         """Return the layout of a file to be written: offsets of contents, and all other bytes."""
 
 
-class Stored(NamedTuple):
+class SizedTensor(NamedTuple):
     """A tensor to be stored.
 
     Attributes:
@@ -316,7 +326,7 @@ class ShardFiles:
 class TargetFiles(Protocol):
     """A policy for the files of ranks; directory formats have others (`targets.kinds`)."""
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Assign the tensors to files."""
 
 
@@ -332,7 +342,7 @@ class RankFiles(NamedTuple):
     prefix: str = "checkpoint_"
     suffix: str = ""
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Put all tensors of a rank into one file."""
         for kind, part in (("prefix", self.prefix), ("suffix", self.suffix)):
             hides = kind == "prefix" and part.startswith(".")
@@ -349,7 +359,7 @@ class NamedFile(NamedTuple):
 
     name: str
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- the name has its own
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:  # noqa: ARG002 -- the name has its own
         """Put all tensors of a rank into the named file."""
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.name or not self.name.isprintable():
@@ -366,7 +376,7 @@ class SomeFiles(NamedTuple):
         with_index: write the index file, too.
 
     >>> some = SomeFiles(ShardFiles(("a", "b"), {"w": 0, "v": 1}), (1,), with_index=False)
-    >>> some.shard_files([Stored("v", 8, True)], "")
+    >>> some.shard_files([SizedTensor("v", 8, True)], "")
     ShardFiles(paths=('b',), of={'v': 0}, index=None, notes={}, numbered=False)
     """
 
@@ -378,7 +388,7 @@ class SomeFiles(NamedTuple):
         """Return whether a tensor is in one of the files that are written."""
         return self.every.of[name] in self.numbers
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- the set has its own
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:  # noqa: ARG002 -- the set has its own
         """Assign the tensors to the same files as the set does."""
         positions = {number: position for position, number in enumerate(self.numbers)}
         return ShardFiles(

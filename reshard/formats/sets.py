@@ -23,7 +23,7 @@ from reshard.storage.small import parse_json, read_small
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.entries import Stored
+    from reshard.formats.entries import SizedTensor
     from reshard.storage.places import Place
 
 MAX_SHARD_BYTES = 4_000_000_000
@@ -82,7 +82,7 @@ class MindSporeSet:
     def __post_init__(self) -> None:
         check_size(self.max_shard_size)
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Assign the tensors to parts."""
         stored = [tensor for tensor in tensors if not tensor.is_text]
         in_strategy = [tensor for tensor in stored if tensor.listed] or stored
@@ -125,7 +125,7 @@ class HuggingFaceSet:
     def __post_init__(self) -> None:
         check_size(self.max_shard_size)
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Fill one file after the other."""
         # Text is in a file's notes, so the index must not name it: other readers look for tensors.
         of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_size)
@@ -173,11 +173,12 @@ class LinkedDCP:
     """
 
 
-def one_after_the_other(tensors: Iterable[Stored], max_shard_size: int) -> dict[str, int]:
+def one_after_the_other(tensors: Iterable[SizedTensor], max_shard_size: int) -> dict[str, int]:
     """Return the number of each tensor's file if files are filled one after the other.
 
-    >>> from reshard.formats.entries import Stored
-    >>> one_after_the_other([Stored("a", 3, True), Stored("b", 3, True), Stored("c", 9, True), Stored("d", 0, True)], 6)
+    >>> from reshard.formats.entries import SizedTensor
+    >>> tensors = [SizedTensor(name, size, True) for name, size in zip("abcd", (3, 3, 9, 0))]
+    >>> one_after_the_other(tensors, 6)
     {'a': 0, 'b': 0, 'c': 1, 'd': 1}
     """
     of: dict[str, int] = {}

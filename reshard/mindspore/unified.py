@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
-from reshard.formats.entries import NamedFile, Stored
+from reshard.formats.entries import NamedFile, SizedTensor
 from reshard.formats.sets import MindSporeSet, read_index, share_of
 from reshard.mindspore.arguments import (
     carry_out,
@@ -131,7 +131,7 @@ def unified_safetensors(
     check_all_stages(source_dir, opened)
     new_names = _chosen(opened, choice_func)
     stored = [
-        Stored(new, 0 if tensor.text is not None else tensor.spec.nbytes, tensor.listed)
+        SizedTensor(new, 0 if tensor.text is not None else tensor.spec.nbytes, tensor.listed)
         for name, new in new_names.items()
         for tensor in [opened.tensors[name]]
     ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.targets.destination import Destination, Item
+    from reshard.targets.destination import Destination, TargetTensor
 
 BAND_BYTES = 4 << 20
 """Maximum bytes of a tensor that a thread reads at once; the fastest of 1 to 16 MB, as measured."""
@@ -42,8 +42,8 @@ TASK_BYTES = 64 << 20
 MOST_TASKS = 4096
 
 IMPORTED_BYTES = 55 << 20
-"""The interpreter with all imports of a run, with 2 MiB for jinja2, which dask imports if it is installed, and 2 MiB for
-modules that Python compiles in the process, as it does if it may not write bytecode."""
+"""The interpreter with all imports of a run; 2 MiB are for jinja2, which dask imports if it is installed, and 2 MiB
+for modules that Python compiles in the process, as it does if it may not write bytecode."""
 
 CAST_BYTES = 4 << 20
 """The import of ml_dtypes, which only a cast needs."""
@@ -147,7 +147,9 @@ def band_buffers(*, casts: bool, strided: bool) -> int:
     return 2 + casts + (AHEAD if strided else 0)
 
 
-def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, extra: Sequence[Share]) -> tuple[Share, ...]:
+def _fixed_shares(
+    source: Checkpoint, items: Sequence[TargetTensor], ranks: int, extra: Sequence[Share]
+) -> tuple[Share, ...]:
     """Return the memory of the program, the source's indexes and the plan.
 
     Args:
@@ -169,7 +171,7 @@ def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, extra: 
 
 def budget(
     source: Checkpoint,
-    items: Sequence[Item],
+    items: Sequence[TargetTensor],
     destination: Destination,
     *,
     memory: int | None = None,
@@ -249,12 +251,12 @@ def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     """Return the memory of a checkpoint's tensors and of the indexes of all its files."""
     indexes = {file.index.header: len(file.index.entries) for file in checkpoint.files}
     chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
-    shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.holders else []
+    shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.arrangement is not None else []
     sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(shardings)}
     places = PLACE_BYTES * sum(sizes[sharding] for sharding in shardings)
     entry = ENTRY_BYTES + (DCP_ITEM_BYTES if checkpoint.format == DCP_ITEMS else 0)
     return TENSOR_BYTES * len(tensors) + entry * sum(indexes.values()) + CHUNK_BYTES * chunks + places
 
 
-def _casts(items: Sequence[Item]) -> bool:
+def _casts(items: Sequence[TargetTensor]) -> bool:
     return any(item.dtype is not item.tensor.spec.dtype for item in items)

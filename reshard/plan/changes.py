@@ -49,7 +49,7 @@ def changes_of(plan: Plan) -> tuple[Change, ...]:
     """Return the changes of a plan; empty if it was combined from other plans."""
     if plan.request is None:
         return ()
-    pairs = [(label.source_name, label.name) for label in plan.labels]
+    pairs = [(transfer.source_name, transfer.name) for transfer in plan.transfers]
     return changes(plan.source, plan.request.selection, [*pairs, *((name, name) for name in plan.texts)])
 
 

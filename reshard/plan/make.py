@@ -12,6 +12,7 @@ from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
 from reshard.formats.zarr_files import is_store
+from reshard.layout.arrangement import Arrangement
 from reshard.plan.budget import IMPORTED_BYTES, budget
 from reshard.plan.build import build
 from reshard.plan.plan import Plan, Request, Stats
@@ -26,9 +27,8 @@ from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.destination import Item
+from reshard.targets.destination import TargetTensor
 from reshard.targets.kinds import OF_FORMATS, destination_of
-from reshard.targets.pattern import Pattern
 from reshard.targets.same_files import SameFiles
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def plan(
     source: Checkpoint,
-    target: Strategy | Pattern | None = None,
+    target: Strategy | Arrangement | None = None,
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
     prefix: str = "checkpoint_",
@@ -129,18 +129,22 @@ def plan(
     source = source if destination_class.carries else source.unbound()
     selected = select(source, strategy, selection, carries=destination_class.carries)
     restacked: tuple[str, ...] = ()
-    if isinstance(target, Pattern):
+    if isinstance(target, Arrangement):
         source, restacked = with_shapes(
-            source, {old: target.shape_of(new) for old, new in selected.kept if new in target.tensors}
+            source, {old: target.shape_of(new) or () for old, new in selected.kept if new in target.tensors}
         )
     tensors = source.tensors
-    items = [Item(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
+    items = [TargetTensor(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
     dtypes = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.extras.bound}
     unused_casts = [
         f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in dtypes
     ]
-    destination = destination_class(source, replace(request, ranks=stage_ranks), items, dict(selected.objects), faults)
+    shapes = {item.name: item.tensor.spec.shape for item in items if item.tensor.text is None}
+    arrangement = strategy.arrangement(shapes, faults) if isinstance(strategy, Strategy) else strategy
+    destination = destination_class(
+        source, replace(request, ranks=stage_ranks), items, arrangement, dict(selected.objects), faults
+    )
     limits = budget(source, items, destination, memory=memory, threads=threads)
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
@@ -167,7 +171,7 @@ def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
 def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Plan:
     """Plan a target whose files are links to the source's files."""
     renamed, left_out = select_listed(source, request.selection)
-    destination = kind(source, request, (), renamed, Faults(source.root))
+    destination = kind(source, request, (), None, renamed, Faults(source.root))
     files = destination.files((), ())
     memory = (("program", IMPORTED_BYTES), *destination.memory)
     stats = Stats(
@@ -180,7 +184,7 @@ def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Pl
     # A link changes the change time of its file, which then does not show whether the file was modified.
     lasting = replace(source, files=tuple(replace(file, change=(0, 0)) for file in source.files))
     return Plan(
-        lasting, files, (), (), (), stats, destination.format, destination.ranks, 0, 1,
+        lasting, files, (), (), stats, destination.format, destination.ranks, 0, 1,
         dropped=destination.dropped, left_out=left_out, warnings=(*source.warnings, *destination.warnings()),
         memory=memory, request=request,
     )  # fmt: skip
@@ -195,8 +199,8 @@ def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | 
 
 
 def _restrict_to_stage(
-    target: Strategy | Pattern | None, stage: int | None, ranks: Iterable[int] | None
-) -> tuple[Strategy | Pattern | None, tuple[int, ...] | None]:
+    target: Strategy | Arrangement | None, stage: int | None, ranks: Iterable[int] | None
+) -> tuple[Strategy | Arrangement | None, tuple[int, ...] | None]:
     """Restrict a target's strategy and ranks to `stage`, if it is given.
 
     Raises:
@@ -283,7 +287,7 @@ def plan_convert(
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind is None and self_described(path):
         opened = open_checkpoint(path, cipher=cipher)
-        if opened.extras.holders:
+        if opened.extras.arrangement is not None:
             dropped = globs(drop)
             target = strategy_of(opened, drop=dropped)
             return plan(opened, target, format=format, drop=dropped, threads=threads, target_cipher=target_cipher)
@@ -331,13 +335,13 @@ def plan_files(
         SourceError: entries cannot be converted, and no selection drops them.
         UsageError: two tensors of a file would have one name, or a dtype does not exist in the format.
     """
-    items: list[list[Item]] = []
+    items: list[list[TargetTensor]] = []
     dropped: dict[str, None] = {}
     for number, (file, selection) in enumerate(zip(source.files, selections, strict=True)):
         tensors = assemble_whole(file.path, source.files, source.ranks, [number])
         checkpoint = Checkpoint(file.path, tensors, (file,), (0,), unreadable=dict(file.index.unreadable))
         selected = select(checkpoint, None, selection)
-        items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
+        items.append([TargetTensor(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
         dropped.update(dict.fromkeys(selected.dropped))
     destination = SameFiles(source, items, paths, by_name(format), _encrypting(target_cipher, format))
     all_items = [item for file_items in items for item in file_items]

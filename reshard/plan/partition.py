@@ -32,7 +32,7 @@ from reshard.formats.entries import ranges
 from reshard.plan import budget
 from reshard.plan.bands import AHEAD, Recipe
 from reshard.plan.budget import band_buffers, thread_bytes
-from reshard.plan.plan import Piece, Task, Way
+from reshard.plan.plan import Piece, Route, Task
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
 from reshard.storage.remote import part_bytes
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import FileLayout
     from reshard.layout.block import Block
     from reshard.plan.bands import Columns
-    from reshard.plan.plan import Move, Plan
+    from reshard.plan.plan import Plan, Transfer
 
 PARTITIONS = ("tensor", "file")
 
@@ -90,7 +90,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
         return plan
     if plan.exclusive:
         return _with_whole_chunks(plan, directory)
-    readers = _readers(plan.moves)
+    readers = _readers(plan.transfers)
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     groups = _groups(readers, numbers, FILES_AT_ONCE if can(directory).positioned else STREAMS_AT_ONCE)
     group_of = {number: index for index, group in enumerate(groups) for number in group}
@@ -105,7 +105,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
 
 
 def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
-    """Return a plan of the moves of a task that writes whole files, and its pieces.
+    """Return a plan of the transfers of a task that writes whole files, and its pieces.
 
     Pieces are in the order of each file. A task of a zarr store has its pieces already; for others, the plan is
     restricted to the task's files.
@@ -113,17 +113,17 @@ def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
     if task.pieces:
         return plan, task.pieces
     chosen_files = frozenset(task.files)
-    shares: dict[Way, tuple[Way, dict[tuple[FileLayout, int], None]] | None] = {}
-    moves: list[tuple[int, Move]] = []
-    begins: dict[FileLayout, list[tuple[int, int]]] = {}  # offset and move of each content, by layout
-    for number, move in enumerate(plan.moves):
-        if move.way not in shares:
-            shares[move.way] = _restrict(plan, move.way, chosen_files)
-        if share := shares[move.way]:
+    shares: dict[Route, tuple[Route, dict[tuple[FileLayout, int], None]] | None] = {}
+    transfers: list[Transfer] = []
+    begins: dict[FileLayout, list[tuple[int, int]]] = {}  # offset and transfer of each content, by layout
+    for transfer in plan.transfers:
+        if transfer.route not in shares:
+            shares[transfer.route] = _restrict(plan, transfer.route, chosen_files)
+        if share := shares[transfer.route]:
             for layout, runs in share[1]:
-                if any(nbytes for _, nbytes in move.write_runs[runs]):
-                    begins.setdefault(layout, []).append((move.write_runs[runs][0][0], len(moves)))
-            moves.append((number, move._replace(way=share[0])))
+                if any(nbytes for _, nbytes in transfer.write_runs[runs]):
+                    begins.setdefault(layout, []).append((transfer.write_runs[runs][0][0], len(transfers)))
+            transfers.append(transfer._replace(route=share[0]))
     sorter: TopologicalSorter[int] = TopologicalSorter()
     for places in begins.values():
         places.sort()
@@ -132,61 +132,63 @@ def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
         for (_, before), (_, number) in pairwise(places):
             if number != before:  # several pieces of a block
                 sorter.add(number, before)
-    ordered = [moves[number] for number in sorter.static_order()]
-    pieces = tuple(Piece(number, 0, move.rows) for number, (_, move) in enumerate(ordered))
-    labels = tuple(plan.labels[number] for number, _ in ordered)
-    return replace(plan, moves=tuple(move for _, move in ordered), labels=labels), pieces
+    ordered = [transfers[number] for number in sorter.static_order()]
+    pieces = tuple(Piece(number, 0, transfer.rows) for number, transfer in enumerate(ordered))
+    return replace(plan, transfers=tuple(ordered)), pieces
 
 
 def _restrict(
-    plan: Plan, way: Way, chosen_files: frozenset[int]
-) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
-    """Restrict a way to the blocks of some files, and return it with their runs.
+    plan: Plan, route: Route, chosen_files: frozenset[int]
+) -> tuple[Route, dict[tuple[FileLayout, int], None]] | None:
+    """Restrict a route to the blocks of some files, and return it with their runs.
 
     The runs are given by the layouts of the files and the numbers of runs.
 
-    Return None if the way writes no block of these files.
+    Return None if the route writes no block of these files.
     """
     kept = [
         (block, chosen_writes)
-        for block, written in zip(way.recipe.targets, way.writes, strict=True)
+        for block, written in zip(route.recipe.targets, route.writes, strict=True)
         if (chosen_writes := tuple(at for at in written if at.file in chosen_files))
     ]
     if not kept:
         return None
     blocks = tuple(block for block, _ in kept)
-    source_numbers = [n for n, source in enumerate(way.recipe.sources) if any(source & block for block in blocks)]
-    recipe = Recipe(way.recipe.shape, tuple(way.recipe.sources[n] for n in source_numbers), blocks)
+    source_numbers = [n for n, source in enumerate(route.recipe.sources) if any(source & block for block in blocks)]
+    recipe = Recipe(route.recipe.shape, tuple(route.recipe.sources[n] for n in source_numbers), blocks)
     writes = tuple(chosen_writes for _, chosen_writes in kept)
-    share = Way(recipe, way.axis, tuple(way.reads[n] for n in source_numbers), writes, way.row_multiple)
-    return share, {(plan.files[at.file].layout, at.runs): None for chosen_writes in writes for at in chosen_writes}
+    share = Route(recipe, route.axis, tuple(route.reads[n] for n in source_numbers), writes, route.row_multiple)
+    return share, {(plan.files[at.file].layout, at.number): None for chosen_writes in writes for at in chosen_writes}
 
 
 def _extra_bands(plan: Plan, tasks: int) -> int:
     """Return the memory for bands of the threads that become busy with more tasks."""
     threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
-    casts = any(move.dtype != move.target_dtype for move in plan.moves)
-    strided = any(way.is_strided for way in {move.way for move in plan.moves})
+    casts = any(transfer.dtype != transfer.target_dtype for transfer in plan.transfers)
+    strided = any(route.is_strided for route in {transfer.route for transfer in plan.transfers})
     return max(threads, 0) * thread_bytes(plan.band_bytes, band_buffers(casts=casts, strided=strided))
 
 
 def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     """Return the plan of a zarr store with tasks that are cut at file boundaries."""
-    moves = plan.moves
-    weights = [prod(move.recipe.shape) * max(move.dtype.itemsize, move.target_dtype.itemsize) for move in moves]
-    tasks = share_out(moves, weights, plan.band_bytes, whole_files=True)
+    transfers = plan.transfers
+    weights = [
+        prod(transfer.recipe.shape) * max(transfer.dtype.itemsize, transfer.target_dtype.itemsize)
+        for transfer in transfers
+    ]
+    tasks = share_out(transfers, weights, plan.band_bytes, whole_files=True)
     groups: list[dict[int, None]] = [{} for _ in tasks]
-    pieces: list[list[tuple[int, int]]] = [[] for _ in moves]  # for each move: first row and task
+    pieces: list[list[tuple[int, int]]] = [[] for _ in transfers]  # for each transfer: first row and task
     for number, task in enumerate(tasks):
         for piece in task.pieces:
-            pieces[piece.move].append((piece.start, number))
+            pieces[piece.transfer].append((piece.start, number))
     sending = waiting = 0
-    for move, starts in zip(moves, pieces, strict=True):
-        row = prod(move.recipe.shape[1 : move.axis + 1])
-        for block, (at,) in zip(move.recipe.targets, move.way.writes, strict=True):
+    for transfer, starts in zip(transfers, pieces, strict=True):
+        row = prod(transfer.recipe.shape[1 : transfer.axis + 1])
+        for block, (at,) in zip(transfer.recipe.targets, transfer.route.writes, strict=True):
             first = block.start[0] * row if block.start else 0
             groups[starts[bisect_right(starts, first, key=itemgetter(0)) - 1][1]][at.file] = None
-        array_sent, array_waiting = _array_buffers(plan, move)
+        array_sent, array_waiting = _array_buffers(plan, transfer)
         sending, waiting = max(sending, array_sent), max(waiting, array_waiting)
     overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
     memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
@@ -196,7 +198,7 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     return replace(plan, tasks=tasks, stats=stats, memory=shares)
 
 
-def _array_buffers(plan: Plan, move: Move) -> tuple[int, int]:
+def _array_buffers(plan: Plan, transfer: Transfer) -> tuple[int, int]:
     """Return how many bytes of an array are buffered for sending, and how many wait.
 
     Files that share rows are open side by side, and each begins and ends with the same rows. In a shard of several
@@ -204,11 +206,11 @@ def _array_buffers(plan: Plan, move: Move) -> tuple[int, int]:
     """
     files: dict[int, tuple[int, ...]] = {}
     chunks: Counter[tuple[int, ...]] = Counter()
-    blocks = move.recipe.targets
+    blocks = transfer.recipe.targets
     lead = _first_cut(blocks)
-    for block, (at,) in zip(blocks, move.way.writes, strict=True):
+    for block, (at,) in zip(blocks, transfer.route.writes, strict=True):
         files[at.file] = min(files.get(at.file, block.start), block.start)
-        chunks[block.start[: lead + 1]] += block.size * move.target_dtype.itemsize
+        chunks[block.start[: lead + 1]] += block.size * transfer.target_dtype.itemsize
     side_by_side: Counter[tuple[int, ...]] = Counter()
     for file, start in files.items():
         size = plan.files[file].layout.size
@@ -222,28 +224,28 @@ def _first_cut(blocks: Sequence[Block]) -> int:
     return min((axis for block in blocks[:1] for axis, extent in enumerate(block.shape) if extent > 1), default=0)
 
 
-def _readers(moves: Iterable[Move]) -> Counter[frozenset[int]]:
+def _readers(transfers: Iterable[Transfer]) -> Counter[frozenset[int]]:
     """Return how many bytes are read for each set of files that share them."""
     nbytes_by_files: Counter[frozenset[int]] = Counter()
-    by_way: dict[Way, Counter[frozenset[int]]] = {}
-    for move in moves:
-        if move.way not in by_way:
-            by_way[move.way] = _elements(move.way)
-        for files, elements in by_way[move.way].items():
-            nbytes_by_files[files] += elements * move.dtype.itemsize
+    by_route: dict[Route, Counter[frozenset[int]]] = {}
+    for transfer in transfers:
+        if transfer.route not in by_route:
+            by_route[transfer.route] = _elements(transfer.route)
+        for files, elements in by_route[transfer.route].items():
+            nbytes_by_files[files] += elements * transfer.dtype.itemsize
     return nbytes_by_files
 
 
-def _elements(way: Way) -> Counter[frozenset[int]]:
-    recipe, elements_by_files = way.recipe, Counter[frozenset[int]]()
+def _elements(route: Route) -> Counter[frozenset[int]]:
+    recipe, elements_by_files = route.recipe, Counter[frozenset[int]]()
     by_columns: dict[Columns, list[tuple[frozenset[int], int]]] = {}
-    for segment in recipe.segments(way.axis, 0, recipe.rows(way.axis)):
+    for segment in recipe.segments(route.axis, 0, recipe.rows(route.axis)):
         columns = segment.columns
         if columns not in by_columns:
             files: list[set[int]] = [set() for _ in columns.sources]
             for target, parts in zip(columns.targets, columns.parts, strict=True):
                 for part in parts:
-                    files[part.read].update(at.file for at in way.writes[target])
+                    files[part.read].update(at.file for at in route.writes[target])
             by_columns[columns] = [
                 (frozenset(readers), prod(shape)) for readers, shape in zip(files, columns.source_shapes, strict=True)
             ]
@@ -252,25 +254,27 @@ def _elements(way: Way) -> Counter[frozenset[int]]:
     return elements_by_files
 
 
-def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *, whole_files: bool) -> tuple[Task, ...]:
-    """Share the rows of moves out into tasks of about equal weight.
+def share_out(
+    transfers: Sequence[Transfer], weights: Sequence[int], band_bytes: int, *, whole_files: bool
+) -> tuple[Task, ...]:
+    """Share the rows of transfers out into tasks of about equal weight.
 
     Args:
-        moves: the moves.
-        weights: the bytes of each move.
+        transfers: the transfers.
+        weights: the bytes of each transfer.
         band_bytes: maximum bytes of a tensor that are read at once. Strided tensors are cut at the end of a read-ahead
             of about `AHEAD` times as many bytes.
-        whole_files: cut tasks at file boundaries (`Way.row_multiple`).
+        whole_files: cut tasks at file boundaries (`Route.row_multiple`).
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
-    strided = {way for way in {move.way for move in moves} if way.is_strided}
+    strided = {route for route in {transfer.route for transfer in transfers} if route.is_strided}
     tasks: list[Task] = []
     task: list[Piece] = []
     room = limit
-    for number, (move, weight) in enumerate(zip(moves, weights, strict=True)):
-        rows = move.rows if weight else 0
-        multiple = move.way.row_multiple if whole_files else 1
-        if multiple == 1 and rows and move.way in strided:
+    for number, (transfer, weight) in enumerate(zip(transfers, weights, strict=True)):
+        rows = transfer.rows if weight else 0
+        multiple = transfer.route.row_multiple if whole_files else 1
+        if multiple == 1 and rows and transfer.route in strided:
             multiple = -(-rows // -(-weight // (AHEAD * band_bytes)))
         start = 0
         while start < rows:
@@ -347,11 +351,13 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
     if not done and not written:
         return plan
     files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
-    ways: dict[Way, Way] = {}
-    moves = (
-        tuple(move._replace(way=_without_finished(move.way, done, ways)) for move in plan.moves) if done else plan.moves
+    routes: dict[Route, Route] = {}
+    transfers = (
+        tuple(transfer._replace(route=_without_finished(transfer.route, done, routes)) for transfer in plan.transfers)
+        if done
+        else plan.transfers
     )
-    plan = replace(plan, files=files, moves=moves)
+    plan = replace(plan, files=files, transfers=transfers)
     written_whole = done.union(complete)
     tasks = (_remaining_task(plan, task, done, written_whole, written) for task in plan.tasks)
     return replace(plan, tasks=tuple(task for task in tasks if task))
@@ -368,20 +374,20 @@ def _remaining_task(
     return None if written_whole.issuperset(files) else task._replace(files=files)
 
 
-def _without_finished(way: Way, done: frozenset[int], ways: dict[Way, Way]) -> Way:
-    """Return a way without its writes into files that are done."""
-    if way not in ways:
-        writes = tuple(tuple(at for at in extents if at.file not in done) for extents in way.writes)
-        ways[way] = replace(way, writes=writes)
-    return ways[way]
+def _without_finished(route: Route, done: frozenset[int], routes: dict[Route, Route]) -> Route:
+    """Return a route without its writes into files that are done."""
+    if route not in routes:
+        writes = tuple(tuple(at for at in extents if at.file not in done) for extents in route.writes)
+        routes[route] = replace(route, writes=writes)
+    return routes[route]
 
 
 def _is_incomplete(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
     """Return whether any byte of a piece is missing in one of its files."""
-    move = plan.moves[piece.move]
-    width = move.target_dtype.itemsize
-    for number, extents in enumerate(move.writes):
-        begin, end = (move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
+    transfer = plan.transfers[piece.transfer]
+    width = transfer.target_dtype.itemsize
+    for number, extents in enumerate(transfer.writes):
+        begin, end = (transfer.recipe.before(number, transfer.axis, row) * width for row in (piece.start, piece.stop))
         for file, runs, _ in extents:
             spans = written.get(file, [])
             if not all(covers(spans, at, at + stop - start) for at, start, stop in ranges(runs, begin, end - begin)):
@@ -393,11 +399,11 @@ def bytes_left(plan: Plan) -> int:
     """Return how many bytes of contents a plan writes."""
     total = sum(plan.files[n].layout.content_bytes for task in plan.tasks if not task.pieces for n in task.files)
     for piece in (piece for task in plan.tasks for piece in task.pieces):
-        move = plan.moves[piece.move]
-        for number, written in enumerate(move.way.writes):
+        transfer = plan.transfers[piece.transfer]
+        for number, written in enumerate(transfer.route.writes):
             if written:
-                rows = (move.recipe.before(number, move.axis, row) for row in (piece.stop, piece.start))
-                total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(written)
+                rows = (transfer.recipe.before(number, transfer.axis, row) for row in (piece.stop, piece.start))
+                total += (next(rows) - next(rows)) * transfer.target_dtype.itemsize * len(written)
     return total
 
 

@@ -1,8 +1,8 @@
 """Plans: all byte transfers, known before anything is read or written.
 
 `plan` is pure: it opens no file, reads no clock and knows no scheduler. A plan is small (a few bytes a tensor and
-rank), because tensors share everything they have in common: their ways, and the layouts of target files with equal
-contents. A move holds extents only; names are in `Plan.labels`, for messages and file headers.
+rank), because tensors share everything they have in common: their routes, and the layouts of target files with equal
+contents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.formats.entries import Extent
 from reshard.layout.block import Block
 from reshard.source.headers import index_digests
 from reshard.source.records import digest
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileLayout, Runs, Where
+    from reshard.formats.entries import Extent, FileLayout, Replica, Runs
+    from reshard.layout.arrangement import Arrangement
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
     from reshard.plan.select import Selection
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
-    from reshard.targets.pattern import Pattern
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Way:
-    """The transfer pattern that similar tensors share. Compared by identity.
+class Route:
+    """The part of a transfer that similar tensors share. Compared by identity.
 
     Attributes:
         recipe: which rows and columns go where.
@@ -48,8 +47,8 @@ class Way:
 
     recipe: Recipe
     axis: int
-    reads: tuple[Where, ...]
-    writes: tuple[tuple[Where, ...], ...]
+    reads: tuple[Replica, ...]
+    writes: tuple[tuple[Replica, ...], ...]
     row_multiple: int = 1
     held: tuple[Block, ...] = ()
 
@@ -59,18 +58,22 @@ class Way:
         return any(at.strides for extents in (self.reads, *self.writes) for at in extents)
 
 
-class Move(NamedTuple):
-    """The transfer of one tensor. Its name is in `Plan.labels`.
+class Transfer(NamedTuple):
+    """The transfer of one tensor.
 
     Attributes:
-        way: the transfer pattern that it shares with similar tensors.
+        route: the blocks and files, which it shares with similar tensors.
+        name: the tensor's name in the target files, for messages.
+        source_name: its name in the source files.
         dtype: dtype of the elements in the source; they are moved as bits.
         target_dtype: dtype of the elements in the target, the same unless they are cast.
-        read_runs: the byte ranges of its blocks in source files, indexed by `Way.reads`.
-        write_runs: the byte ranges of its blocks in target files, indexed by `Way.writes`.
+        read_runs: the byte ranges of its blocks in source files, indexed by `Route.reads`.
+        write_runs: the byte ranges of its blocks in target files, indexed by `Route.writes`.
     """
 
-    way: Way
+    route: Route
+    name: str
+    source_name: str
     dtype: DType
     target_dtype: DType
     read_runs: tuple[Runs, ...]
@@ -79,39 +82,30 @@ class Move(NamedTuple):
     @property
     def recipe(self) -> Recipe:
         """Which rows and columns go where."""
-        return self.way.recipe
+        return self.route.recipe
 
     @property
     def axis(self) -> int:
         """Axis along which bands are cut."""
-        return self.way.axis
+        return self.route.axis
 
     @property
     def rows(self) -> int:
         """Number of rows along `axis` and all axes before it."""
-        return self.way.recipe.rows(self.way.axis)
+        return self.route.recipe.rows(self.route.axis)
 
     @property
     def reads(self) -> tuple[Extent, ...]:
         """Extent to read, for each source block."""
-        return tuple(Extent(at.file, self.read_runs[at.runs], at.strides) for at in self.way.reads)
+        return tuple(replica.extent(self.read_runs) for replica in self.route.reads)
 
     @property
     def writes(self) -> tuple[tuple[Extent, ...], ...]:
         """Extents to write, for each target block."""
-        return tuple(
-            tuple(Extent(at.file, self.write_runs[at.runs], at.strides) for at in block) for block in self.way.writes
-        )
+        return tuple(tuple(replica.extent(self.write_runs) for replica in block) for block in self.route.writes)
 
 
-class Label(NamedTuple):
-    """The names of the tensor of a move, in the target files and in the source files."""
-
-    name: str
-    source_name: str
-
-
-class Held(NamedTuple):
+class RankBlock(NamedTuple):
     """The block of a tensor that a target rank will hold.
 
     Attributes:
@@ -128,9 +122,9 @@ class Held(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A range of rows of one move."""
+    """A range of rows of one transfer."""
 
-    move: int
+    transfer: int
     start: int
     stop: int
 
@@ -182,7 +176,7 @@ class Stats(NamedTuple):
 class Request:
     """The options of a plan, which is made from them and its source. See `make`."""
 
-    target: Strategy | Pattern | None
+    target: Strategy | Arrangement | None
     format: str
     files: Any  # of `targets.kinds`
     ranks: tuple[int, ...] | None
@@ -211,8 +205,7 @@ class Plan:
     Attributes:
         source: the checkpoint that is read.
         files: the files to be written.
-        moves: one for each tensor (several for a copy whose source differs from rank to rank).
-        labels: the names of the tensors of the moves.
+        transfers: one for each tensor (several for a copy whose source differs from rank to rank).
         tasks: the units of work (see `partition`).
         stats: its costs.
         format: name of the target files' format.
@@ -236,8 +229,7 @@ class Plan:
 
     source: Checkpoint
     files: tuple[TargetFile, ...]
-    moves: tuple[Move, ...]
-    labels: tuple[Label, ...]
+    transfers: tuple[Transfer, ...]
     tasks: tuple[Task, ...]
     stats: Stats
     format: str
@@ -275,8 +267,8 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Number of copies written beyond the first of each block, without linked files."""
-        ways = Counter(move.way for move in self.moves)
-        return sum(count * sum(max(len(files) - 1, 0) for files in way.writes) for way, count in ways.items())
+        routes = Counter(transfer.route for transfer in self.transfers)
+        return sum(count * sum(max(len(files) - 1, 0) for files in route.writes) for route, count in routes.items())
 
     def explain_memory(self) -> dict[str, int]:
         """Return the parts of the predicted peak memory in bytes.
@@ -300,23 +292,29 @@ class Plan:
 
     def read_files(self) -> list[int]:
         """Return the numbers of the source files that are read, or linked, ascending."""
-        read = {at.file for way in {move.way for move in self.moves} for at in way.reads}
+        read = {at.file for route in {transfer.route for transfer in self.transfers} for at in route.reads}
         linked = self.linked
         return sorted(read.union(number for number, file in enumerate(self.source.files) if file.path in linked))
 
-    def blocks(self, rank: int) -> dict[str, Held]:
+    def blocks(self, rank: int) -> dict[str, RankBlock]:
         """Return the blocks that a target rank will hold, by target name, without texts."""
         numbers = {number for number, file in enumerate(self.files) if file.rank == rank}
         result = {}
-        for move, label in zip(self.moves, self.labels, strict=True):
-            tensor = self.source.tensors[label.source_name]
-            writes_by_block = dict(zip(move.way.held, move.way.writes, strict=True)) if move.way.held else {}
-            for block, written in writes_by_block.items() or zip(move.recipe.targets, move.way.writes, strict=True):
+        for transfer in self.transfers:
+            tensor = self.source.tensors[transfer.source_name]
+            writes_by_block = (
+                dict(zip(transfer.route.held, transfer.route.writes, strict=True)) if transfer.route.held else {}
+            )
+            for block, written in writes_by_block.items() or zip(
+                transfer.recipe.targets, transfer.route.writes, strict=True
+            ):
                 if any(at.file in numbers for at in written):
-                    replica = move.way.reads[0].file if tensor.varies else None
-                    several = label.name in result or not tensor.spec.shape  # the chunks of a zarr array
+                    replica = transfer.route.reads[0].file if tensor.varies else None
+                    several = transfer.name in result or not tensor.spec.shape  # the chunks of a zarr array
                     whole_or_part = Block.whole(tensor.spec.shape) if several else block
-                    result[label.name] = Held(label.source_name, whole_or_part, move.target_dtype, replica)
+                    result[transfer.name] = RankBlock(
+                        transfer.source_name, whole_or_part, transfer.target_dtype, replica
+                    )
         return result
 
     def __repr__(self) -> str:
@@ -375,15 +373,15 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
         link = None if file.link in digest_of_path else file.link
         header = repr((file.path, file.layout.size, link, *plan.encoded(file), *options)).encode()
         hashes.append(sha256(header + literals[file.layout]))
-    blocks_by_way: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, block digest
-    for move in plan.moves:
-        way = move.way
-        if way not in blocks_by_way:
-            block_digests = zip(_made_of(way, sources), way.writes, strict=True)
-            blocks_by_way[way] = [(at.file, at.runs, block) for block, written in block_digests for at in written]
-        header = repr((move.dtype.name, move.target_dtype.name, move.read_runs)).encode()
-        in_files = [sha256(header + repr(runs).encode()).digest() for runs in move.write_runs]
-        for number, runs, block in blocks_by_way[way]:
+    blocks_by_route: dict[Route, list[tuple[int, int, bytes]]] = {}  # file, number of runs, block digest
+    for transfer in plan.transfers:
+        route = transfer.route
+        if route not in blocks_by_route:
+            block_digests = zip(_made_of(route, sources), route.writes, strict=True)
+            blocks_by_route[route] = [(at.file, at.number, block) for block, written in block_digests for at in written]
+        header = repr((transfer.dtype.name, transfer.target_dtype.name, transfer.read_runs)).encode()
+        in_files = [sha256(header + repr(runs).encode()).digest() for runs in transfer.write_runs]
+        for number, runs, block in blocks_by_route[route]:
             hashes[number].update(in_files[runs] + block)
     # No block is written for a link: its bytes are determined by the file that it links to.
     digest_of_path |= {file.path: content_hash.digest() for file, content_hash in zip(plan.files, hashes, strict=True)}
@@ -393,9 +391,9 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
     return [content_hash.hexdigest() for content_hash in hashes]
 
 
-def _made_of(way: Way, sources: Sequence[bytes]) -> list[bytes]:
+def _made_of(route: Route, sources: Sequence[bytes]) -> list[bytes]:
     """Return a digest of each target block and of its source extents."""
-    recipe = way.recipe
+    recipe = route.recipe
     rows: dict[tuple[int, int], list[int]] = {}  # numbers of source blocks by first axis, to check few
     for number, source in enumerate(recipe.sources):
         rows.setdefault((source.start[0], source.stop[0]), []).append(number)
@@ -403,10 +401,10 @@ def _made_of(way: Way, sources: Sequence[bytes]) -> list[bytes]:
     for block in recipe.targets:
         near = [numbers for (start, stop), numbers in rows.items() if start < block.stop[0] and stop > block.start[0]]
         overlapping = [number for numbers in near for number in numbers if recipe.sources[number] & block]
-        read = [(recipe.sources[number], *way.reads[number][1:]) for number in overlapping]
+        read = [(recipe.sources[number], *route.reads[number][1:]) for number in overlapping]
         block_hash = sha256(repr((recipe.shape, block, read)).encode())
         for number in overlapping:
-            block_hash.update(sources[way.reads[number].file])
+            block_hash.update(sources[route.reads[number].file])
         digests.append(block_hash.digest())
     return digests
 

@@ -32,6 +32,7 @@ from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
+from reshard.layout.arrangement import Arrangement
 from reshard.layout.layout import MOST_DEVICES
 from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
@@ -46,7 +47,7 @@ from reshard.storage.small import read_small, refuse_existing, refuse_inputs, wr
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
 from reshard.strategy.strategy import Strategy
 from reshard.targets.checkpoint2 import Checkpoint2
-from reshard.targets.pattern import PATTERN, Pattern, pattern_data, read_pattern
+from reshard.targets.pattern import PATTERN, pattern_data, read_pattern
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Request
@@ -355,7 +356,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
         "source": _source_data(plan.source.opened),
         "target": {
             "strategy": small_strategy(request.target if isinstance(request.target, Strategy) else None),
-            "pattern": pattern_data(request.target) if isinstance(request.target, Pattern) else None,
+            "pattern": pattern_data(request.target) if isinstance(request.target, Arrangement) else None,
             "format": request.format,
             "ranks": request.ranks,
             "stage": request.stage,

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
+from reshard.layout.arrangement import Arrangement
 from reshard.strategy.names import (
     USUAL_STATES,
     is_step,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from reshard.rules.rules import Rules
     from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.names import State
-    from reshard.targets.pattern import Pattern
 
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
 
@@ -284,7 +284,7 @@ class Selected(NamedTuple):
 
 
 def select(
-    source: Checkpoint, target: Strategy | Pattern | None, selection: Selection, *, carries: bool = False
+    source: Checkpoint, target: Strategy | Arrangement | None, selection: Selection, *, carries: bool = False
 ) -> Selected:
     """Apply a selection and the table above.
 
@@ -308,10 +308,11 @@ def select(
     objects = {name: new_names.get(name, name) for name in source.extras.objects if name in chosen}
     faults = Faults(source.root)
     dropped = []
+    of_one_stage = isinstance(target, Strategy) and target.others
     for name, new in renamed.items():
         if target is not None and new not in expected_tensors and has_no_place(source, target, name):
             dropped.append(name)
-            if not (name in states or target.others or matches(name, selection.drop)):
+            if not (name in states or of_one_stage or matches(name, selection.drop)):
                 hint = Text("to leave it out, give ", Option("drop", name))
                 faults.add(f"tensor {name!r}", "is not in the target strategy", code="not-in-strategy", hint=hint)
     for name, reason in source.unreadable.items():
@@ -370,7 +371,7 @@ def select_listed(source: Checkpoint, selection: Selection) -> tuple[dict[str, s
     return renamed, tuple(name for name in source.every if name not in chosen)
 
 
-def _advice(target: Strategy | Pattern | None, known: Collection[str], states: Collection[str]) -> str:
+def _advice(target: Strategy | Arrangement | None, known: Collection[str], states: Collection[str]) -> str:
     """Return advice for dropped or missing weights, or an empty string."""
     if target is None:
         return ""
@@ -389,17 +390,17 @@ def _states_warning(omitted: Collection[str], states: Mapping[str, State]) -> tu
     return (f"{count} taken for optimizer states, by their prefix, and left out: {names(unusual)}",)
 
 
-def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> bool:
+def has_no_place(source: Checkpoint, target: Strategy | Arrangement, name: str) -> bool:
     """Return whether an unlisted tensor is dropped rather than replicated.
 
     Nothing tells which whole tensors are split in training. But weights that the strategy of a single stage does not
     name are most likely of other stages, and a training does not load a weight that its metadata do not list.
     """
     tensor = source.tensors[name]
-    one_stage = target.others and len(target.stages) == 1 and source.strategy is None
-    is_pattern = not isinstance(target, Strategy)
+    one_stage = isinstance(target, Strategy) and target.others and len(target.stages) == 1 and source.strategy is None
+    is_whole = isinstance(target, Arrangement)
     is_sharded = tensor.listed and name not in source.extras.bound
-    return is_sharded or ((one_stage or is_pattern) and not is_training_state(name, tensor))
+    return is_sharded or ((one_stage or is_whole) and not is_training_state(name, tensor))
 
 
 def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:
@@ -492,7 +493,7 @@ def _in_message_order(source: Checkpoint, in_target: set[str]) -> list[str]:
 
 
 def all_states(
-    source: Checkpoint, target: Strategy | Pattern | None, written: Collection[str] = ()
+    source: Checkpoint, target: Strategy | Arrangement | None, written: Collection[str] = ()
 ) -> dict[str, State]:
     """Return the optimizer states among all names of a conversion, by name.
 

@@ -16,7 +16,7 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import BLOCKS, SHARDING_INFO
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block, is_possible, shape_text
-from reshard.readers.listed import Listed, nothing_readable
+from reshard.readers.listed import BlockList, nothing_readable
 from reshard.source.checkpoint import Checkpoint, Extras, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
@@ -78,7 +78,7 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
             block = offsets[name], entry.dtype, entry.shape, Extent(number, entry.runs)
             blocks.setdefault(name, []).append(block)
     faults.raise_if_any(SourceError)
-    assembler = Listed()
+    assembler = BlockList()
     tensors: dict[str, Tensor] = {}
     for name in [name for name in blocks if name not in unreadable]:
         tensor = _tensor(name, blocks[name], assembler)
@@ -139,7 +139,7 @@ def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
     return result
 
 
-def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: Listed) -> Tensor | str:
+def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: BlockList) -> Tensor | str:
     """Return a tensor, or the reason why its blocks do not form one."""
     dtypes = {dtype.name: dtype for _, dtype, _, _ in stored}
     dims = {len(offsets) for offsets, *_ in stored}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Tensor, TensorSpec
 
 
-class Listed:
+class BlockList:
     """Assembles tensors from blocks.
 
     Tensors with equal blocks in the same files share their records.

@@ -185,7 +185,7 @@ class _Deriving:
             self.source, tensors=self.tensors, strategy=None, warnings=(*self.source.warnings, *self.warnings),
             left_out=self.source.left_out.union(left_out), origin=origin,
             opening=replace(self.source.opening, elsewhere=frozenset()),
-            extras=replace(self.source.extras, layouts={}, holders={}, objects={}, beside={}, paths={}),
+            extras=replace(self.source.extras, arrangement=None, objects={}, beside={}, paths={}),
         )  # fmt: skip
         ordered = sorted(self.uses.items(), key=lambda item: (item[0][0], item[0][1]))
         uses = tuple(use for _, use in ordered)

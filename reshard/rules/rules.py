@@ -195,10 +195,7 @@ class Rules:
         if (shipped := example(str(path))) and not location.is_file():
             location = as_place(shipped)
         elif location.name == str(path) and not location.suffix and not location.is_there():
-            raise UsageError(
-                f"{path} is neither a file nor the name of built-in rules", code="not-found",
-                hint=f"built-in rules: {names(_nearest(str(path)), most=6)}",
-            )  # fmt: skip
+            raise not_built_in(str(path))
         faults = Faults(str(path))
         top = read_yaml(location, "rules file", faults)
         faults.raise_if_any(UsageError)
@@ -334,6 +331,14 @@ def _nearest(name: str) -> list[str]:
     words = re.split(r"[\W_]+", name.lower())
     alike = [built_in for built_in in examples() if any(get_close_matches(word, built_in.split("-")) for word in words)]
     return alike or list(examples())
+
+
+def not_built_in(name: str) -> UsageError:
+    """Return the error for a name that is neither a file nor that of built-in rules."""
+    return UsageError(
+        f"{name} is neither a file nor the name of built-in rules", code="not-found",
+        hint=f"built-in rules: {names(_nearest(name), most=6)}",
+    )  # fmt: skip
 
 
 def example(name: str) -> Path | None:

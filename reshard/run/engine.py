@@ -1,4 +1,4 @@
-"""Execute moves: read each band once and scatter it to all target blocks.
+"""Execute transfers: read each band once and scatter it to all target blocks.
 
 For each band, the part of every source block is read once into a buffer of this thread, and columns are copied if they
 have to be gathered (`BandReader`). `move_pieces` writes the result into the target files, once for each replica; a
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Extent, Runs
     from reshard.layout.block import Shape
     from reshard.plan.bands import Columns, Part, Segment
-    from reshard.plan.plan import Move, Piece, Plan
+    from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.storage.base import ReadStore, Sinks, Want
 
     Array = NDArray[Any]
@@ -42,13 +42,13 @@ class Given(NamedTuple):
     """The part of a band that belongs to one target block.
 
     Attributes:
-        move: the number of the move.
+        transfer: the number of the transfer.
         target: the number of the target block in its recipe.
         first: the offset in the block, in elements.
         content: the elements in the dtype of the source; valid until the next part is requested.
     """
 
-    move: int
+    transfer: int
     target: int
     first: int
     content: memoryview
@@ -100,7 +100,7 @@ class Band(NamedTuple):
 
 
 class _Strided(NamedTuple):
-    """The strided source blocks of a move, and the bytes of its rows."""
+    """The strided source blocks of a transfer, and the bytes of its rows."""
 
     sources: frozenset[int]
     nbytes: int
@@ -129,16 +129,16 @@ class _Buffers(threading.local):
         self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
         self._views = 0
 
-    def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
+    def bands(self, piece: Piece, transfer: Transfer, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
         """Return the bands of a piece; unless `in_order`, rotate them by thread."""
-        itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
-        key = (move.recipe, move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
+        itemsizes = transfer.dtype.itemsize, transfer.target_dtype.itemsize
+        key = (transfer.recipe, transfer.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
         if key in self._bands:
             self._bands.move_to_end(key)
             return self._bands[key][-1]
-        cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
+        cut = list(_cut(transfer.recipe.segments(transfer.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
         self.hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
-        bands = (_band(rows, move, in_order=in_order) for rows in (cut if in_order else _turned(cut)))
+        bands = (_band(rows, transfer, in_order=in_order) for rows in (cut if in_order else _turned(cut)))
         views = 1 + sum(map(_views, cut))
         limit = int(band_bytes * VIEWS) // _VIEW_BYTES
         if views > limit:
@@ -168,32 +168,36 @@ _buffers = _Buffers()
 
 
 class BandReader:
-    """Reads bands of moves; for use by one thread.
+    """Reads bands of transfers; for use by one thread.
 
     Attributes:
         nbytes: the number of bytes read.
     """
 
     def __init__(
-        self, moves: Sequence[Move] | Mapping[int, Move], paths: Sequence[str], store: ReadStore, band_bytes: int
+        self,
+        transfers: Sequence[Transfer] | Mapping[int, Transfer],
+        paths: Sequence[str],
+        store: ReadStore,
+        band_bytes: int,
     ) -> None:
         """Prepare to read.
 
         Args:
-            moves: the moves, by number.
+            transfers: the transfers, by number.
             paths: the source files, by number.
             store: reads the source files.
             band_bytes: the most bytes of a tensor that are read at once.
         """
-        self._moves, self._paths, self._store, self._band_bytes = moves, paths, store, band_bytes
-        self._strided: dict[int, _Strided] = {}  # by move number
+        self._moves, self._paths, self._store, self._band_bytes = transfers, paths, store, band_bytes
+        self._strided: dict[int, _Strided] = {}  # by transfer number
         self._token = object()  # data that is read ahead belongs to this reader alone
         self.nbytes = 0
 
     def read(
         self, pieces: Iterable[Piece], *, in_order: bool = False, check: Callable[[], object] = lambda: None
     ) -> Iterator[Given]:
-        """Read pieces of moves, and yield the part of each target block.
+        """Read pieces of transfers, and yield the part of each target block.
 
         Args:
             pieces: the rows to read.
@@ -212,36 +216,36 @@ class BandReader:
     def bands(
         self, pieces: Iterable[Piece], *, in_order: bool = False
     ) -> Iterator[tuple[tuple[int, Band], ReadStore, list[Want]]]:
-        """Yield the bands of pieces, each with its move number, store and read requests.
+        """Yield the bands of pieces, each with its transfer number, store and read requests.
 
         Once the requests are complete, `gather` reads the strided blocks.
         """
         for piece in pieces:
-            move = self._moves[piece.move]
-            sources = [(self._paths[at.file], at.runs) for at in move.reads]
-            strided = frozenset(number for number, at in enumerate(move.reads) if at.is_apart)
-            row = prod(move.recipe.shape[move.axis + 1 :]) * move.dtype.itemsize
-            self._strided[piece.move] = _Strided(strided, (piece.stop - piece.start) * row)
-            for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order or bool(strided)):
+            transfer = self._moves[piece.transfer]
+            sources = [(self._paths[at.file], at.runs) for at in transfer.reads]
+            strided = frozenset(number for number, at in enumerate(transfer.reads) if at.is_apart)
+            row = prod(transfer.recipe.shape[transfer.axis + 1 :]) * transfer.dtype.itemsize
+            self._strided[piece.transfer] = _Strided(strided, (piece.stop - piece.start) * row)
+            for band in _buffers.bands(piece, transfer, self._band_bytes, in_order=in_order or bool(strided)):
                 requests: list[Want] = []
                 for source, begin, view in band.reads:
                     if source not in strided:
                         requests += wants(*sources[source], begin, view)
                     self.nbytes += len(view)
-                yield (piece.move, band), self._store, requests
+                yield (piece.transfer, band), self._store, requests
 
     def gather(self, number: int, band: Band) -> None:
         """Read the strided source blocks of a band, and fill blocks that are all zeros."""
         strided = self._strided[number]
         if strided.sources:
-            move = self._moves[number]
+            transfer = self._moves[number]
             reads = [read for read in band.reads if read.source in strided.sources]
             room = min(AHEAD * self._band_bytes, strided.nbytes)
             _buffers.ahead.share((self._token, number, room, *(read.source for read in reads)), len(reads) or 1, room)
             for index, (source, begin, view) in enumerate(reads):
-                shape = move.recipe.sources[source].shape
-                at = move.reads[source]
-                read_block(self._store, self._paths, at, shape, move.dtype, begin, view, _buffers.ahead, index)
+                shape = transfer.recipe.sources[source].shape
+                at = transfer.reads[source]
+                read_block(self._store, self._paths, at, shape, transfer.dtype, begin, view, _buffers.ahead, index)
 
 
 def read_block(
@@ -351,9 +355,9 @@ def _views(parts: Sequence[Rows]) -> int:
     return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
 
 
-def _band(parts: Sequence[Rows], move: Move, *, in_order: bool) -> Band:
+def _band(parts: Sequence[Rows], transfer: Transfer, *, in_order: bool) -> Band:
     """Lay out a band in the buffers of this thread, one part after the other."""
-    itemsize = move.dtype.itemsize
+    itemsize = transfer.dtype.itemsize
     reads = []
     position = 0
     for segment, start, rows in parts:
@@ -363,11 +367,11 @@ def _band(parts: Sequence[Rows], move: Move, *, in_order: bool) -> Band:
             begin = offset * itemsize + (start - segment.start) * row
             reads.append(Read(source, begin, _buffers.read[position : position + rows * row]))
             position += rows * row
-    return Band(reads, _writes(parts, move, reads, _buffers.read[:position], in_order=in_order))
+    return Band(reads, _writes(parts, transfer, reads, _buffers.read[:position], in_order=in_order))
 
 
 def _writes(
-    parts: Sequence[Rows], move: Move, reads: Sequence[Read], read_bytes: memoryview, *, in_order: bool
+    parts: Sequence[Rows], transfer: Transfer, reads: Sequence[Read], read_bytes: memoryview, *, in_order: bool
 ) -> Iterator[Write]:
     """Yield the writes of a band; unless `in_order`, rotate them by thread."""
     segment, start, _ = parts[0]
@@ -380,17 +384,17 @@ def _writes(
         if _is_whole(columns.parts[number]):
             yield Write(columns.targets[number], first, reads[columns.parts[number][0].read].view, ())
         else:
-            content = _buffers.put[: rows * row * move.dtype.itemsize]
-            yield Write(columns.targets[number], first, content, _copies(parts, number, move, read_bytes, content))
+            content = _buffers.put[: rows * row * transfer.dtype.itemsize]
+            yield Write(columns.targets[number], first, content, _copies(parts, number, transfer, read_bytes, content))
 
 
 def _copies(
-    parts: Sequence[Rows], number: int, move: Move, read_bytes: memoryview, content: memoryview
+    parts: Sequence[Rows], number: int, transfer: Transfer, read_bytes: memoryview, content: memoryview
 ) -> list[tuple[Array, Array]]:
     """Return destination and source views for the columns of one target block."""
     import numpy as np  # a quarter of the start-up time of a command; whole rows do not need it
 
-    carrier = move.dtype.carrier()
+    carrier = transfer.dtype.carrier()
     elements = np.frombuffer(read_bytes, carrier)
     shape = parts[0].segment.columns.target_shapes[number]
     gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
@@ -427,8 +431,8 @@ class Moved(NamedTuple):
 
     Attributes:
         read, written: bytes of contents.
-        wrote: five numbers for each range that was written: the move, the target block, the offset of the range in the
-            contents of the block, its bytes and their CRC-32C. Empty if no sums are requested.
+        wrote: five numbers for each range that was written: the transfer, the target block, the offset of the range in
+            the contents of the block, its bytes and their CRC-32C. Empty if no sums are requested.
         crcs: the same, with CRC-32 sums.
     """
 
@@ -452,7 +456,7 @@ def move_pieces(
     """Move rows of tensors from the source files into the unfinished target files.
 
     Args:
-        plan: the plan of all moves.
+        plan: the plan of all transfers.
         pieces: the rows.
         store: reads the source files.
         writer: writes the target files.
@@ -471,17 +475,17 @@ def move_pieces(
     written = 0
     wrote, summed = _Sums(crc32c), _Sums(crc32)
     sums = [summing for summing, is_requested in ((wrote, checksums), (summed, crcs)) if is_requested]
-    reader = BandReader(plan.moves, [file.path for file in plan.source.files], store, plan.band_bytes)
+    reader = BandReader(plan.transfers, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
     for number, target, first, elements in reader.read(pieces, in_order=in_order, check=check_cancelled):
-        move = plan.moves[number]
+        transfer = plan.transfers[number]
         if number != current:
-            targets = [[(at.file, at.runs) for at in extents] for extents in move.writes]
+            targets = [[(at.file, at.runs) for at in extents] for extents in transfer.writes]
             current = number
-        content = cast(elements, move.dtype, move.target_dtype)
-        begin = first * move.target_dtype.itemsize
+        content = cast(elements, transfer.dtype, transfer.target_dtype)
+        begin = first * transfer.target_dtype.itemsize
         for file, runs in targets[target]:
             written += len(content)
             if len(runs) == 1:
@@ -503,19 +507,21 @@ class _Sums:
         self._ended = array("Q")
         self._last: dict[tuple[int, int], list[int]] = {}
 
-    def add(self, move: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
+    def add(self, transfer: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
         """Add bytes written at offset `begin` of a block; ranges never cross its runs."""
         if len(runs) > 1:
             for _, start, stop in ranges(runs, begin, len(content)):
-                self._ended.extend((move, target, begin + start, stop - start, self._extend(content[start:stop], 0)))
+                self._ended.extend(
+                    (transfer, target, begin + start, stop - start, self._extend(content[start:stop], 0))
+                )
             return
-        last = self._last.get((move, target))
+        last = self._last.get((transfer, target))
         if last and last[0] + last[1] == begin:
             last[1:] = last[1] + len(content), self._extend(content, last[2])
         else:
             if last:
-                self._ended.extend((move, target, *last))
-            self._last[move, target] = [begin, len(content), self._extend(content, 0)]
+                self._ended.extend((transfer, target, *last))
+            self._last[transfer, target] = [begin, len(content), self._extend(content, 0)]
 
     def ranges(self) -> array[int]:
         """Return the ranges so far, in the format of `Moved.wrote`."""

@@ -122,7 +122,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def kinds(self) -> dict[str, int]:
         """Return the number of tasks by kind.
 
-        Kinds are `create` and `move`, or `files` if tasks write whole files; `check`; `close` and `last`, which
+        Kinds are `create` and `transfer`, or `files` if tasks write whole files; `check`; `close` and `last`, which
         complete files; `commit`, `link` and `index`, which give them their names.
         """
         matches = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
@@ -140,8 +140,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         else:
             written = [number for number, file in enumerate(plan.files) if file.link is None and not file.done]
             created = self._add(graph, "create", create_files, [(files, directory, how) for files in _batches(written)])
-            moves = [(number, directory, how, created) for number in range(len(plan.tasks))]
-            moved = self._add(graph, "move", move_task, moves) if moves else created
+            transfers = [(number, directory, how, created) for number in range(len(plan.tasks))]
+            moved = self._add(graph, "move", move_task, transfers) if transfers else created
             done = [created, moved, self._unchanged(graph, moved)]
         graph[self.ready] = Task(self.ready, collect, *done)
         return graph

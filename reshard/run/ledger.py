@@ -345,10 +345,10 @@ def in_files(plan: Plan, wrote: Sequence[int]) -> dict[int, list[Range]]:
     by_file: dict[int, list[Range]] = {}
     for start in range(0, len(wrote), 5):
         number, target, begin, nbytes, crc = wrote[start : start + 5]
-        move = plan.moves[number]
-        for file, runs, _ in move.way.writes[target]:
-            for offset, _, _ in ranges(move.write_runs[runs], begin, nbytes):
-                by_file.setdefault(file, []).append((offset, nbytes, crc))
+        transfer = plan.transfers[number]
+        for replica in transfer.route.writes[target]:
+            for offset, _, _ in ranges(transfer.write_runs[replica.number], begin, nbytes):
+                by_file.setdefault(replica.file, []).append((offset, nbytes, crc))
     return by_file
 
 

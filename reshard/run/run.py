@@ -77,6 +77,7 @@ class Report(NamedTuple):
             state than now: they may have been changed since, or copied, linked, or given to another user.
         checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
         removed: files of earlier runs that `overwrite` or `restart` removed.
+        warnings: those of the plan, and of `convert` about other files in the target directory.
     """
 
     directory: str
@@ -98,6 +99,7 @@ class Report(NamedTuple):
     touched: int = 0
     checksums: Mapping[str, Mapping[str, int]] | None = None
     removed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, without reading them if possible.
@@ -209,7 +211,7 @@ def run(
     finally:
         session.close()
         # Evict bytes that were read ahead and not used; on a cluster, tasks evict the source files themselves.
-        drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
+        drop_sources(plan, plan.transfers if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
     report = report_of(plan, root, receipts, time.perf_counter() - began)
@@ -219,6 +221,7 @@ def run(
         touched=session.touched,
         checksums=sums,
         removed=session.removed,
+        warnings=plan.warnings,
     )
 
 

@@ -22,7 +22,7 @@ from reshard.errors import BudgetError, ChangedError, Option, ReshardError, Targ
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.plan.select import Selection, selection_data
-from reshard.run.beside import older_files, remove_older
+from reshard.run.beside import neighbours, older_files, remove_older
 from reshard.run.ledger import Ledger, in_files, refuse_foreign
 from reshard.run.preflight import (
     Do,
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from reshard.run.tasks import Receipt
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
+    from reshard.storage.places import Place
 
 FLUSH_SECONDS = 1.0
 """Interval in which receipts are recorded; if the process dies, unrecorded ranges are written again."""
@@ -428,6 +429,21 @@ class Session:
 def older_at(plan: Plan, root: str) -> dict[str, Older]:
     """Return the files of earlier runs to be removed (`beside.older_files`)."""
     return older_files(plan, root, digest(made_data(plan)))
+
+
+def with_neighbours(plan: Plan, target: Place, *, starts_over: bool) -> Plan:
+    """Return a plan with warnings about other files in its target directory.
+
+    Args:
+        plan: the plan to be run.
+        target: the target directory.
+        starts_over: whether the run has `overwrite` or `restart`, and removes files of earlier runs.
+
+    Raises:
+        TargetError: the directory has another checkpoint (`beside.neighbours`).
+    """
+    older = older_at(plan, str(target.real())) if starts_over else {}
+    return replace(plan, warnings=(*plan.warnings, *neighbours(plan, target, older)))
 
 
 def made_data(plan: Plan) -> bytes:

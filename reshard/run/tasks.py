@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Crc, FileLayout
-    from reshard.plan.plan import Move, Piece, Plan
+    from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.source.records import Range
     from reshard.storage.base import ReadStore, Sink, Status
     from reshard.targets.destination import TargetFile
@@ -52,7 +52,7 @@ class Receipt(NamedTuple):
     """The result of a task.
 
     Attributes:
-        task: `create`, `move`, `close`, `commit` or (for whole files) `files`, with a number.
+        task: `create`, `transfer`, `close`, `commit` or (for whole files) `files`, with a number.
         read, written: bytes of contents.
         seconds: duration of the task.
         wrote, crcs: the ranges that were written, as in `Moved`.
@@ -163,7 +163,7 @@ def move_task(plan: Plan, number: int, directory: str, options: How, _made: obje
         if spans:
             spans.drop()
         elif options.drop_cache:
-            drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number].pieces], store)
+            drop_sources(plan, [plan.transfers[piece.transfer] for piece in plan.tasks[number].pieces], store)
         if options.drop_cache:
             last = number % SYNC_TASKS == SYNC_TASKS - 1
             tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not options.apart else [number]
@@ -218,17 +218,17 @@ def _targets(plan: Plan, number: int) -> set[int]:
     """Return the files that a task writes; of a zarr array, only those of its rows."""
     files: set[int] = set()
     for piece in plan.tasks[number].pieces:
-        move = plan.moves[piece.move]
-        for target, written in enumerate(move.way.writes):
-            begin, end = (move.recipe.before(target, move.axis, row) for row in (piece.start, piece.stop))
+        transfer = plan.transfers[piece.transfer]
+        for target, written in enumerate(transfer.route.writes):
+            begin, end = (transfer.recipe.before(target, transfer.axis, row) for row in (piece.start, piece.stop))
             if begin < end:
                 files.update(at.file for at in written)
     return files
 
 
-def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
-    """Evict the source files of moves from the page cache; ignore errors."""
-    for file in {at.file for way in {move.way for move in moves} for at in way.reads}:
+def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) -> None:
+    """Evict the source files of transfers from the page cache; ignore errors."""
+    for file in {at.file for route in {transfer.route for transfer in transfers} for at in route.reads}:
         with suppress(OSError, SourceError):
             store.drop_cache(plan.source.files[file].path)
 
@@ -244,7 +244,7 @@ def files_task(plan: Plan, number: int, directory: str, options: How) -> Receipt
         if not can(directory).positioned:  # complete files stay, even if other tasks fail
             ready = tuple(_published(plan, target, directory, options) for target in files)
         if options.drop_cache:
-            drop_sources(plan, [part.moves[piece.move] for piece in pieces], any_store())
+            drop_sources(plan, [part.transfers[piece.transfer] for piece in pieces], any_store())
             for target in files:
                 any_store().drop_cache(unfinished(plan, target, directory), written=True)
     by_file = in_files(part, moved.wrote).items()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
-from reshard.formats.entries import Where
+from reshard.formats.entries import Replica
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Sharding, Tensor, TensorSpec
 from reshard.strategy.names import ranks_text
@@ -58,7 +58,7 @@ def assemble(
     return _WithStrategy(root, files, ranks, strategy, partial=partial).tensors()
 
 
-def sharding_of(grid: Grid, ranks: Sequence[int], replicas: Iterable[Where]) -> Sharding:
+def sharding_of(grid: Grid, ranks: Sequence[int], replicas: Iterable[Replica]) -> Sharding:
     """Return the blocks of a grid with the files that hold each.
 
     Args:
@@ -66,7 +66,7 @@ def sharding_of(grid: Grid, ranks: Sequence[int], replicas: Iterable[Where]) -> 
         ranks: the rank of each file.
         replicas: the files that hold any block.
     """
-    by_rank: dict[int, list[Where]] = {}
+    by_rank: dict[int, list[Replica]] = {}
     for at in replicas:
         by_rank.setdefault(ranks[at.file], []).append(at)
     return Sharding(
@@ -89,10 +89,10 @@ def by_header(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[
     return list(groups.values())
 
 
-def where(files: Sequence[SourceFile], replicas: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
-    """Return the `Where` of each file, numbered by header, and a file of each header."""
+def where(files: Sequence[SourceFile], replicas: Iterable[int]) -> tuple[dict[int, Replica], tuple[int, ...]]:
+    """Return the `Replica` of each file, numbered by header, and a file of each header."""
     alike = by_header(files, replicas)
-    by_file = {number: Where(number, index) for index, numbers in enumerate(alike) for number in numbers}
+    by_file = {number: Replica(number, index) for index, numbers in enumerate(alike) for number in numbers}
     return by_file, tuple(numbers[0] for numbers in alike)
 
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
-from reshard.formats.entries import Extent, Where
+from reshard.formats.entries import Extent, Replica
 from reshard.layout.axes import factors
 from reshard.storage.base import Status
 from reshard.storage.cipher import Cipher
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.formats.entries import FileIndex, Runs
     from reshard.formats.rank_dirs import Step
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Block, Shape
     from reshard.layout.layout import Layout
     from reshard.rules.lora import LoRA
@@ -96,7 +97,7 @@ class Sharding:
     """
 
     blocks: tuple[Block, ...]
-    replicas: tuple[tuple[Where, ...], ...]
+    replicas: tuple[tuple[Replica, ...], ...]
 
     @property
     def is_strided(self) -> bool:
@@ -110,8 +111,8 @@ class Tensor(NamedTuple):
     Attributes:
         spec: name, dtype and whole shape.
         sharding: its blocks, and the files of each.
-        runs: the byte ranges of its blocks in the files; `Where.runs` is an index into this. Files with equal headers
-            share one.
+        runs: the byte ranges of its blocks in the files; `Replica.number` is an index into this. Files with equal
+            headers share one.
         listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
         varies: its copies were found to differ between ranks (only for tensors that no strategy names).
         text: the value of a `str` entry; else None.
@@ -138,7 +139,7 @@ class Tensor(NamedTuple):
         for block, extents in shards:
             blocks.append(block)
             replicas.append(
-                tuple(Where(at.file, numbers.setdefault(at.runs, len(numbers)), at.strides) for at in extents)
+                tuple(Replica(at.file, numbers.setdefault(at.runs, len(numbers)), at.strides) for at in extents)
             )
         return cls(spec, Sharding(tuple(blocks), tuple(replicas)), tuple(numbers), listed, varies, text)
 
@@ -146,7 +147,7 @@ class Tensor(NamedTuple):
     def shards(self) -> tuple[Shard, ...]:
         """Return the blocks and their extents; built on demand to save memory."""
         return tuple(
-            Shard(block, tuple(Extent(at.file, self.runs[at.runs], at.strides) for at in replicas))
+            Shard(block, tuple(replica.extent(self.runs) for replica in replicas))
             for block, replicas in zip(self.sharding.blocks, self.sharding.replicas, strict=True)
         )
 
@@ -245,9 +246,7 @@ class Extras:
 
     Attributes:
         described_by: the metadata file, or the format, that lists the blocks; empty if a strategy defines them.
-        layouts: the layouts of tensors.
-        holders: the ranks of each tensor: the devices of its layout in order, pipeline stages in sequence if several
-            share it; ascending if it has no layout. A tensor is absent if its ranks are unknown.
+        arrangement: the layouts and ranks of tensors, as the metadata say; None if they say nothing.
         defects: warnings about harmless errors in the metadata.
         objects: objects of the program that wrote it, by name. Only targets of the same format receive them.
         beside: sidecar files that the training needs, by name. Only targets of the same format receive them.
@@ -257,13 +256,22 @@ class Extras:
     """
 
     described_by: str = ""
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    arrangement: Arrangement | None = None
     defects: tuple[str, ...] = ()
     objects: Mapping[str, Object] = field(default_factory=dict)
     beside: Mapping[str, Object] = field(default_factory=dict)
     bound: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
+
+    def layout_of(self, name: str) -> Layout | None:
+        """Return the layout of a tensor; None if it has none, or it is unknown."""
+        arranged = self.arrangement.tensors.get(name) if self.arrangement else None
+        return arranged.layout if arranged else None
+
+    @property
+    def has_layouts(self) -> bool:
+        """Return whether the metadata give the layout of any tensor."""
+        return self.arrangement is not None and any(arranged.meshes for arranged in self.arrangement.tensors.values())
 
     def without(self, names: Collection[str]) -> Extras:
         """Return the extras without some objects and bound tensors."""

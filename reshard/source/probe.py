@@ -43,7 +43,7 @@ from reshard.storage.places import can, in_batches
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from reshard.formats.entries import Where
+    from reshard.formats.entries import Replica
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.storage.base import ReadStore, Want
@@ -117,7 +117,7 @@ def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], Looked]:
 
     Tensors that may differ by rank, and unlisted blocks, are left out.
     """
-    sampler, is_described = _Replicas(checkpoint), bool(checkpoint.extras.described_by)
+    sampler, is_described = _ReplicaSampler(checkpoint), bool(checkpoint.extras.described_by)
     statistics = sampler.samples([
         tensor
         for name, tensor in checkpoint.tensors.items()
@@ -136,7 +136,7 @@ class _Chosen(NamedTuple):
     """A tensor and its sampled replicas: block numbers and extents."""
 
     tensor: Tensor
-    places: list[tuple[int, Where]]
+    places: list[tuple[int, Replica]]
 
 
 class _Sampler:
@@ -213,7 +213,7 @@ class _Sampler:
             return False
         return len(tensor.sharding.blocks) > 1 and tensor.listed
 
-    def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Where]]:
+    def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Replica]]:
         """Yield block numbers and extents, the most informative first."""
         stored = [(number, replicas) for number, replicas in enumerate(tensor.sharding.replicas) if replicas]
         ends = stored[:1] + stored[1:][-1:]
@@ -226,9 +226,9 @@ class _Sampler:
         )
         return iter(dict.fromkeys(turns))
 
-    def _compare(self, tensor: Tensor, samples: Iterable[tuple[tuple[int, Where], bytearray]]) -> None:
+    def _compare(self, tensor: Tensor, samples: Iterable[tuple[tuple[int, Replica], bytearray]]) -> None:
         """Compare the samples of replicas with the first, and of blocks with each other."""
-        first: dict[int, tuple[Where, bytearray]] = {}
+        first: dict[int, tuple[Replica, bytearray]] = {}
         for (number, at), content in samples:
             reference = first.setdefault(number, (at, content))
             if reference[1] != content:
@@ -316,17 +316,17 @@ class _Sampler:
         for choice in chosen:
             extra = len(choice.places) - len({number for number, _ in choice.places})
             compared += extra
-            nbytes = sum(length for _, length in choice.tensor.runs[choice.places[0][1].runs])
+            nbytes = sum(length for _, length in choice.tensor.runs[choice.places[0][1].number])
             whole += extra if nbytes <= _SMALL and not self.is_strided(choice.tensor.sharding) else 0
         return Looked(len(chosen), len(candidates), compared, whole, copies)
 
-    def differ(self, tensor: Tensor, places: Iterable[tuple[int, Where]], pages: int) -> bool:
+    def differ(self, tensor: Tensor, places: Iterable[tuple[int, Replica]], pages: int) -> bool:
         """Return whether samples of the given replicas differ."""
         samples = self.contents((None, tensor, replica, pages) for replica in places)
         _, first = next(samples)
         return any(sample != first for _, sample in samples)
 
-    def contents(self, requests: Iterable[tuple[T, Tensor, tuple[int, Where], int]]) -> Iterator[tuple[T, bytearray]]:
+    def contents(self, requests: Iterable[tuple[T, Tensor, tuple[int, Replica], int]]) -> Iterator[tuple[T, bytearray]]:
         """Yield the key and the sample of each requested replica."""
 
         def steps() -> Iterator[tuple[tuple[T, bytearray], ReadStore, list[Want]]]:
@@ -336,14 +336,14 @@ class _Sampler:
 
         return in_batches(steps())
 
-    def sample(self, tensor: Tensor, block: int, at: Where, pages: int) -> tuple[bytearray, list[Want]]:
+    def sample(self, tensor: Tensor, block: int, at: Replica, pages: int) -> tuple[bytearray, list[Want]]:
         """Return a buffer for a sample of a block, and the read requests that fill it.
 
         The sample is all of a block up to 64 KiB, else `pages` pages, including the first and the last; a single page
         is in the middle, where padding and untrained elements are unlikely. For strided tensors, whose strides can
         differ from file to file, it is a few elements.
         """
-        runs, width = tensor.runs[at.runs], tensor.spec.dtype.itemsize
+        runs, width = tensor.runs[at.number], tensor.spec.dtype.itemsize
         nbytes = sum(length for _, length in runs)
         begins, length = [0], nbytes
         if self.is_strided(tensor.sharding):
@@ -366,7 +366,7 @@ class _Sampler:
         return self._strided[sharding]
 
 
-class _Replicas(_Sampler):
+class _ReplicaSampler(_Sampler):
     """Compares only replicas, and collects torn blocks."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -51,7 +51,7 @@ def is_deduplicated(checkpoint: Checkpoint) -> bool:
     return any(file.index.deduplicated for file in checkpoint.files)
 
 
-class Replicas:
+class MissingBlocks:
     """Finds missing blocks of ranks; results are cached by sharding."""
 
     def __init__(self, checkpoint: Checkpoint, *, once: bool, converted: bool) -> None:

@@ -47,23 +47,25 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
     if checkpoint.strategy is not None:
         remaining = {name: placed for name, placed in checkpoint.strategy.tensors.items() if name not in dropped}
         return replace(checkpoint.strategy, tensors=remaining)
-    if not checkpoint.extras.holders:
+    arrangement = checkpoint.extras.arrangement
+    if arrangement is None:
         raise UsageError(
             f"{checkpoint.root} does not say which rank holds which block",
             code="no-layout",
             facts=["whole tensors need no strategy"],
         )
-    devices = max((layout.devices for layout in checkpoint.extras.layouts.values()), default=len(set(checkpoint.ranks)))
+    layouts = [arranged.layout for arranged in arrangement.tensors.values() if arranged.layout]
+    devices = max((layout.devices for layout in layouts), default=len(set(checkpoint.ranks)))
     faults = Faults(checkpoint.root)
     for name, reason in checkpoint.unreadable.items():
         faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name))
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
-        ranks = checkpoint.extras.holders.get(name)
-        if ranks is None or is_training_state(name, tensor):
+        arranged = arrangement.tensors.get(name)
+        if arranged is None or is_training_state(name, tensor):
             continue
-        shape = tensor.spec.shape
-        layout = checkpoint.extras.layouts.get(name) or whole(len(shape), devices)
+        shape, ranks = tensor.spec.shape, arranged.ranks
+        layout = arranged.layout or whole(len(shape), devices)
         if (stages_with_tensor := _stages(ranks, devices)) and not devices % layout.devices:
             layout = replace(layout, dev_matrix=_filled(layout, devices))
             tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(stages_with_tensor))
@@ -74,7 +76,7 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
             fault = "is on ranks that its layout does not describe"
             faults.add(f"tensor {name!r}", fault, code="unknown-blocks", hint=_leave_out(name))
     faults.raise_if_any(SourceError)
-    stages = range(max(max(ranks, default=0) for ranks in checkpoint.extras.holders.values()) // devices + 1)
+    stages = range(max(max(arranged.ranks, default=0) for arranged in arrangement.tensors.values()) // devices + 1)
     several = len(stages) > 1
     return Strategy(tensors, stages, devices, merged=several, current_stage=1 if several else 2)
 
@@ -116,7 +118,7 @@ def strategy_by_rules(
     checkpoint.require_whole()
     names = {name: name for name in checkpoint.tensors} if target_names is None else target_names
     tensors = {new: checkpoint.tensors[old] for old, new in names.items() if checkpoint.tensors[old].text is None}
-    has_layout = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
+    has_layout = checkpoint.strategy is not None or checkpoint.extras.has_layouts
     return strategy_from_file(
         rules,
         {name: tensor.spec.shape for name, tensor in tensors.items()},

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, names
+from reshard.layout.arrangement import Arranged, Arrangement
 from reshard.layout.block import shape_text
 from reshard.layout.layout import Grid, Layout, foldings, grid
 from reshard.layout.mesh import Mesh
@@ -234,18 +235,22 @@ class Strategy:
         except LayoutError as error:
             raise error.about(f"tensor {name!r}") from None
 
-    def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        """Return the mesh of a tensor in each stage that holds it, over global ranks.
+    def arrangement(self, shapes: Mapping[str, Shape], faults: Faults) -> Arrangement:
+        """Return the layouts and ranks of the named tensors among some.
 
-        Optimizer sharding is folded into the layouts.
-
-        Raises:
-            LayoutError: a layout does not fit the shape, or cannot be folded.
+        Args:
+            shapes: the whole shapes of tensors, as the files store them.
+            faults: collects the tensors whose layout is of another shape.
         """
-        try:
-            return tuple(Mesh.of(_unfolded(p, shape).folded(), p.stage * self.devices) for p in self.tensors[name])
-        except LayoutError as error:
-            raise error.about(f"tensor {name!r}") from None
+        tensors = {}
+        for name in self.tensors.keys() & shapes.keys():
+            try:
+                meshes = tuple(Mesh.of(_unfolded(p, shapes[name]), p.stage * self.devices) for p in self.tensors[name])
+            except LayoutError as error:
+                faults.add(f"tensor {name!r}", error)
+                continue
+            tensors[name] = Arranged(meshes, self.shape_of(name))
+        return Arrangement(tensors, self.ranks, self.devices)
 
     def shape_of(self, name: str) -> Shape | None:
         """Return the whole shape of a tensor in the strategy, or None if it has no shape."""

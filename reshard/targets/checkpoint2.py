@@ -27,7 +27,7 @@ from reshard.formats.directories import CHECKPOINT2, TRACKER
 from reshard.formats.entries import ShardFiles, wants
 from reshard.formats.sets import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
 from reshard.formats.zarr import NAME as ZARR
-from reshard.layout.layout import whole
+from reshard.layout.arrangement import Arranged
 from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2 import COMMON
 from reshard.readers.checkpoint2.metadata import METADATA
@@ -37,20 +37,19 @@ from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 from reshard.targets.destination import TargetFile, literal
-from reshard.targets.pattern import Pattern
 from reshard.targets.ranks import Ranks, copied_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.errors import Faults
-    from reshard.formats.entries import Stored
+    from reshard.formats.entries import SizedTensor
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
-    from reshard.plan.build import Routed
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Arrangement, Item
+    from reshard.targets.destination import Assigned, TargetTensor
 
 PREFIX = "checkpoint"
 """Default prefix of file names, as in mindformers' dynamic-graph mode."""
@@ -138,7 +137,7 @@ class Checkpoint2:
         prefix = f"{self.prefix}-" if self.prefix else ""
         return f"{self.directory}/{prefix}{kind}-{{number:07d}}-{{count:07d}}{extension}"
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Fill one file after the other, files of weights first."""
         paths: list[str] = []
         file_of: dict[str, int] = {}
@@ -159,7 +158,7 @@ class _FilesOfRanks:
 
     files: Checkpoint2
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         kinds = _kinds(tensors)
         part_of = {tensor.name: part for part, (_, kind_tensors) in enumerate(kinds) for tensor in kind_tensors}
         return ShardFiles(
@@ -167,10 +166,10 @@ class _FilesOfRanks:
         )
 
 
-def _kinds(tensors: Sequence[Stored]) -> list[tuple[str, list[Stored]]]:
+def _kinds(tensors: Sequence[SizedTensor]) -> list[tuple[str, list[SizedTensor]]]:
     """Return the tensors of each kind of file; text belongs to the weights."""
     states = optimizer_states({tensor.name for tensor in tensors})
-    tensors_of: dict[str, list[Stored]] = {"model": [], "opt": []}
+    tensors_of: dict[str, list[SizedTensor]] = {"model": [], "opt": []}
     for tensor in tensors:
         is_state = tensor.name in states or tensor.name in TRAINING_STATE
         tensors_of["opt" if is_state and not tensor.is_text else "model"].append(tensor)
@@ -183,14 +182,20 @@ class Checkpoint2Target(Ranks):
     format = safetensors.NAME
 
     def __init__(
-        self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults
+        self,
+        source: Checkpoint,
+        request: Request,
+        items: Sequence[TargetTensor],
+        arrangement: Arrangement | None,
+        objects: Mapping[str, str],
+        faults: Faults,
     ) -> None:
-        self._layout, self._arrangement = request.files, request.target
-        self._full = None if request.target is None else _FullArrangement(request.target, items)
+        self._layout, self._arrangement = request.files, arrangement
+        self._full = None if arrangement is None else _completed(arrangement, items, faults)
         if self._full is not None:
             files = _FilesOfRanks(request.files)
-            request = replace(request, files=files, target=self._full)  # type: ignore[arg-type]  # an `Arrangement`
-        super().__init__(source, request, items, objects, faults)
+            request = replace(request, files=files)
+        super().__init__(source, request, items, self._full, objects, faults)
         if self._full is not None:
             for item in items:
                 if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
@@ -209,9 +214,9 @@ class Checkpoint2Target(Ranks):
             raise UsageError("a Checkpoint 2.0 has all ranks", code="needs-all-ranks", hint="leave ranks and stage out")
         return replace(request, files=request.files.of(source))
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata and the tracker file."""
-        tensor_files = super().files(routed, texts)
+        tensor_files = super().files(assigned, texts)
         first, directory = self.ranks[0], self._layout.directory
         contents = [(COMMON, (self._layout.common or "").encode())]
         if self._full is not None:
@@ -243,7 +248,7 @@ class Checkpoint2Target(Ranks):
             readers = [rank] if _finds_own(ranks, group) else group
             yield {"file_name": name, "storage_rank": rank, "rank_group": readers}
 
-    def _metadata_bytes(self, target: _FullArrangement) -> Iterator[int]:
+    def _metadata_bytes(self, target: Arrangement) -> Iterator[int]:
         """Yield the approximate memory of each block's storage entries and their ranks.
 
         The layout of its tensor names the ranks that hold it twice more: as ranks, and as replica numbers.
@@ -256,7 +261,7 @@ class Checkpoint2Target(Ranks):
                     named = len(ranks) if _finds_own(ranks, group) else len(ranks) * len(group)
                     yield _PLACE_BYTES * len(ranks) + _RANK_BYTES * (named + 2 * len(group))
 
-    def _metadata(self, target: _FullArrangement) -> bytes:
+    def _metadata(self, target: Arrangement) -> bytes:
         """Return the metadata; similar tensors share their JSON texts."""
         described: dict[tuple[str, Shape, Grid, Mesh | None], str] = {}
         entries_of: dict[tuple[Grid, Grid, int], list[str]] = {}
@@ -265,7 +270,7 @@ class Checkpoint2Target(Ranks):
             name, shape = item.name, item.tensor.spec.shape
             if not self.cuts(name) or item.tensor.text is not None:
                 continue
-            stored, grid, mesh = self.stored(name, shape), target.grid(name, shape), target.mesh(name, shape)
+            stored, grid, mesh = self.stored(name, shape), target.grid(name, shape), _mesh(target.tensors[name])
             assert stored is not None  # noqa: S101 -- otherwise it is a fault
             key = (item.dtype.mindspore or item.dtype.name.replace("_", ""), shape, grid, mesh)
             if key not in described:
@@ -288,51 +293,51 @@ def _finds_own(ranks: Sequence[int], group: Sequence[int]) -> bool:
     return ranks == group and len(group) > _LARGEST_GROUP
 
 
-class _FullArrangement:
-    """An `Arrangement` that names every tensor, with a single layout for each.
+def _completed(arrangement: Arrangement, items: Iterable[TargetTensor], faults: Faults) -> Arrangement:
+    """Return the arrangement of all tensors that the metadata list, each with the layout of one stage.
 
-    A tensor that the strategy does not name is whole on every rank. Copies that differ by rank are not named.
+    A tensor that the strategy does not name is whole on every rank. Copies that differ by rank are not listed.
     """
+    tensors: dict[str, Arranged] = {}
+    for item in items:
+        name, arranged = item.name, arrangement.tensors.get(item.name)
+        if arranged is not None:
+            tensors[name] = _of_one_stage(arrangement, arranged, item, faults)
+        elif not (arrangement.lists_all or item.tensor.varies):
+            tensors[name] = Arranged(())
+    return replace(arrangement, tensors=tensors)
 
-    def __init__(self, arrangement: Arrangement, items: Iterable[Item]) -> None:
-        self._arrangement = arrangement
-        self.ranks, self.devices = arrangement.ranks, arrangement.devices
-        is_strategy = not isinstance(arrangement, Pattern)  # a training loads only the tensors that its pattern lists
-        named = (item for item in items if item.name in arrangement.tensors or (is_strategy and not item.tensor.varies))
-        self.tensors = {item.name: None for item in named}
-        self._grids: dict[Grid, Grid] = {}
 
-    def shape_of(self, name: str) -> Shape | None:
-        return self._arrangement.shape_of(name) if name in self._arrangement.tensors else None
+def _of_one_stage(arrangement: Arrangement, arranged: Arranged, item: TargetTensor, faults: Faults) -> Arranged:
+    """Return the arrangement of a tensor in one stage, if the blocks of others are different."""
+    name, shape = item.name, item.tensor.spec.shape
+    if item.tensor.text is not None or not arranged.meshes:
+        return arranged
+    try:
+        first = _mesh(arranged)
+        if first and len(arranged.meshes) > 1 and first.grid(shape).blocks != arrangement.grid(name, shape).blocks:
+            return arranged._replace(meshes=(first,))
+    except LayoutError as error:
+        faults.add(f"tensor {name!r}", error)
+    return arranged
 
-    def grid(self, name: str, shape: Shape) -> Grid:
-        """Return the blocks and their ranks, with the first stage's layout."""
-        if name not in self._arrangement.tensors:
-            return Mesh(whole(len(shape), len(self.ranks)), tuple(self.ranks), ()).grid(shape)
-        grid, mesh = self._arrangement.grid(name, shape), self.mesh(name, shape)
-        if mesh is None or len(self.meshes(name, shape)) == 1:
-            return grid
-        if grid not in self._grids:
-            first = mesh.grid(shape)
-            self._grids[grid] = grid if first.blocks == grid.blocks else first
-        return self._grids[grid]
 
-    def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        return self._arrangement.meshes(name, shape) if name in self._arrangement.tensors else ()
+def _mesh(arranged: Arranged) -> Mesh | None:
+    """Return the first mesh of a tensor, or None if it is whole on all its ranks.
 
-    def mesh(self, name: str, shape: Shape) -> Mesh | None:
-        """Return the first mesh of a tensor, or None if it is whole on all its ranks.
-
-        Raises:
-            LayoutError: blocks are of several sizes.
-        """
-        mesh = next(iter(self.meshes(name, shape)), None)
-        if mesh and mesh.layout.param_split_shape:
-            raise LayoutError(
-                "has blocks of several sizes, which the metadata of a Checkpoint 2.0 cannot describe",
-                code="unequal-blocks",
-            )
-        return mesh
+    Raises:
+        LayoutError: blocks are of several sizes, or the part of the optimizer cannot be folded into the layout.
+    """
+    if not arranged.meshes:
+        return None
+    mesh = arranged.meshes[0]
+    if mesh.layout.param_split_shape:
+        raise LayoutError(
+            "has blocks of several sizes, which the metadata of a Checkpoint 2.0 cannot describe",
+            code="unequal-blocks",
+        )
+    layout = mesh.layout.folded()
+    return mesh if layout == mesh.layout else Mesh.of(layout, mesh.ranks[0])
 
 
 def _described(dtype: str, shape: Shape, grid: Grid, mesh: Mesh | None) -> dict[str, Any]:
@@ -433,6 +438,6 @@ def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:
     at = tensor.sharding.replicas[0][0]
     content = bytearray(tensor.spec.dtype.itemsize)
     path = source.files[at.file].path
-    store_of(source.coding).read(wants(path, tensor.runs[at.runs], 0, memoryview(content)))
+    store_of(source.coding).read(wants(path, tensor.runs[at.number], 0, memoryview(content)))
     value = np.frombuffer(content, tensor.spec.dtype.numpy())[0].item()
     return value if type(value) in types and 0 <= value < inf else None

@@ -6,7 +6,8 @@ all blocks are known, for the files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.formats.entries import FileLayout
@@ -16,19 +17,17 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.errors import Faults
-    from reshard.formats.entries import Where
+    from reshard.formats.entries import Replica
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Block, Shape
-    from reshard.layout.layout import Grid
-    from reshard.layout.mesh import Mesh
     from reshard.plan.budget import Share
-    from reshard.plan.build import Routed
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
 
 
-class Item(NamedTuple):
+class TargetTensor(NamedTuple):
     """A planned tensor: its target name, the source tensor, and its target dtype."""
 
     name: str
@@ -37,18 +36,32 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class TargetBlocks:
     """The target blocks of a tensor. Compared by identity, since tensors share it.
 
     Attributes:
         blocks: the blocks.
         files: the numbers of the target files that get each block.
         unit_rows: how many rows of the tensor a whole file has, if each file is written by one task; else 0.
+        elements: elements to be written, replicas included.
+        files_by_shape: the distinct shapes of the blocks, with all files that get a block of that shape.
     """
 
     blocks: tuple[Block, ...]
     files: tuple[tuple[int, ...], ...]
     unit_rows: int = 0
+    elements: int = field(init=False)
+    files_by_shape: Mapping[Shape, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        by_shape: dict[Shape, list[int]] = {}
+        for block, files in zip(self.blocks, self.files, strict=True):
+            by_shape.setdefault(block.shape, []).extend(files)
+        object.__setattr__(self, "elements", sum(prod(shape) * len(files) for shape, files in by_shape.items()))
+        object.__setattr__(self, "files_by_shape", {shape: tuple(files) for shape, files in by_shape.items()})
+
+
+Assigned = tuple[TargetTensor, TargetBlocks]
 
 
 class TargetFile(NamedTuple):
@@ -73,31 +86,6 @@ class TargetFile(NamedTuple):
     pointer: bool = False
     link: str | None = None
     done: bool = False
-
-
-class Arrangement(Protocol):
-    """The assignment of blocks of tensors to target ranks, such as a `Strategy`."""
-
-    @property
-    def tensors(self) -> Mapping[str, object]:
-        """Tensors by name."""
-
-    @property
-    def ranks(self) -> range:
-        """Ranks of the target."""
-
-    @property
-    def devices(self) -> int:
-        """Number of ranks of a stage, which together store a block once if requested."""
-
-    def grid(self, name: str, shape: Shape) -> Grid:
-        """Return a tensor's blocks and their ranks; raise `LayoutError` if they do not fit."""
-
-    def shape_of(self, name: str) -> Shape | None:
-        """Return the expected whole shape of a tensor, or None if it is not known."""
-
-    def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
-        """Return the mesh of a tensor in each stage; empty if it is whole on its ranks."""
 
 
 class Destination(Protocol):
@@ -128,7 +116,14 @@ class Destination(Protocol):
     dropped: tuple[str, ...] = ()
 
     def __init__(
-        self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults, /
+        self,
+        source: Checkpoint,
+        request: Request,
+        items: Sequence[TargetTensor],
+        arrangement: Arrangement | None,
+        objects: Mapping[str, str],
+        faults: Faults,
+        /,
     ) -> None:
         """Assign blocks to files.
 
@@ -136,6 +131,7 @@ class Destination(Protocol):
             source: the checkpoint that is read.
             request: the resolved options.
             items: the planned tensors.
+            arrangement: the layouts and ranks of planned tensors; None for whole tensors.
             objects: old names to new names of carried objects, if it can carry objects.
             faults: collects the faults found.
         """
@@ -149,14 +145,14 @@ class Destination(Protocol):
         """
         return request
 
-    def wanted(self, item: Item) -> Wanted | None:
+    def blocks_of(self, item: TargetTensor) -> TargetBlocks | None:
         """Return the target blocks of a tensor, or None after adding a fault."""
 
     def cuts(self, name: str) -> bool:  # noqa: ARG002 -- subclasses use it
         """Return whether it defines a tensor's blocks; if so, copies must not differ."""
         return False
 
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> Sequence[tuple[Where, Wanted]]:  # noqa: ARG002 -- subclasses use it
+    def copies(self, item: TargetTensor, read: Mapping[int, set[int]]) -> Sequence[tuple[Replica, TargetBlocks]]:  # noqa: ARG002 -- subclasses use it
         """Return the copies to read if copies differ, with their target blocks.
 
         By default all files get the copy of the lowest rank.
@@ -165,10 +161,10 @@ class Destination(Protocol):
             item: the tensor.
             read: the source files that are read for each target file anyway.
         """
-        target_blocks = self.wanted(item)
+        target_blocks = self.blocks_of(item)
         return [(item.tensor.sharding.replicas[0][0], target_blocks)] if target_blocks else []
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file; those with equal contents share a layout."""
 
     def warnings(self) -> tuple[str, ...]:

@@ -10,36 +10,42 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats import by_name
-from reshard.formats.entries import Content, FileLayout, ShardFiles, Stored
+from reshard.formats.entries import Content, FileLayout, ShardFiles, SizedTensor
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.destination import Destination, TargetFile, Wanted, literal, merged_notes
+from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.errors import Faults
-    from reshard.formats.entries import Where
+    from reshard.formats.entries import Replica
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
-    from reshard.plan.build import Routed
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Arrangement, Item
+    from reshard.targets.destination import Assigned, TargetTensor
 
 
 class Ranks(Destination):
     """The files of the ranks of a target."""
 
     def __init__(
-        self, source: Checkpoint, request: Request, items: Sequence[Item], _objects: Mapping[str, str], faults: Faults
+        self,
+        source: Checkpoint,
+        request: Request,
+        items: Sequence[TargetTensor],
+        arrangement: Arrangement | None,
+        _objects: Mapping[str, str],
+        faults: Faults,
     ) -> None:
         written = by_name(request.format)
         self.format, self.cipher = written.NAME, request.cipher
-        self.ranks = _wanted_ranks(request.target, request.ranks)
-        self._source, self._target, self._items = source, request.target, items
+        self.ranks = _wanted_ranks(arrangement, request.ranks)
+        self._source, self._target, self._items = source, arrangement, items
         self._faults = faults
         self._lay_out = written.lay_out
         stored = [self._stored(item) for item in items]
@@ -50,14 +56,14 @@ class Ranks(Destination):
         self._rank_files = self._list_files()
         self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._rank_files)}
         self._originals = self._equal_ranks() if request.link_replicas else {rank: rank for rank in self.ranks}
-        self._wanted: dict[tuple[Grid | Shape, int], Wanted] = {}
+        self._wanted: dict[tuple[Grid | Shape, int], TargetBlocks] = {}
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if its target is a pattern."""
+        """Return the request; raise `UsageError` if its target is no strategy."""
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
-                "the target is a pattern of a Checkpoint 2.0, not a Strategy", code="wrong-type",
+                "the target is the layout of a Checkpoint 2.0, not a Strategy", code="wrong-type",
                 hint="give files=reshard.Checkpoint2(), or a Strategy",
             )  # fmt: skip
         return request
@@ -66,14 +72,14 @@ class Ranks(Destination):
         """Return whether the target strategy names a tensor."""
         return self._target is not None and name in self._target.tensors
 
-    def wanted(self, item: Item) -> Wanted | None:
+    def blocks_of(self, item: TargetTensor) -> TargetBlocks | None:
         """Return the target blocks with their files, or None if the layout does not fit."""
         shape = item.tensor.spec.shape
         number = self._shard_files.of[item.name]
         if not self.cuts(item.name):
             if (shape, number) not in self._wanted:
                 everywhere = tuple(self._files[rank, number] for rank in self._written_ranks())
-                self._wanted[shape, number] = Wanted((Block.whole(shape),), (everywhere,))
+                self._wanted[shape, number] = TargetBlocks((Block.whole(shape),), (everywhere,))
             return self._wanted[shape, number]
         grid = self.stored(item.name, shape)
         if grid is None:
@@ -84,10 +90,10 @@ class Ranks(Destination):
                 for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
             ]
             written = [(block, files) for block, files in wanted if files]
-            self._wanted[grid, number] = Wanted(tuple(b for b, _ in written), tuple(f for _, f in written))
+            self._wanted[grid, number] = TargetBlocks(tuple(b for b, _ in written), tuple(f for _, f in written))
         return self._wanted[grid, number]
 
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:
+    def copies(self, item: TargetTensor, read: Mapping[int, set[int]]) -> list[tuple[Replica, TargetBlocks]]:
         """Return each copy that a target rank gets, with the files of these ranks.
 
         Rank r gets the copy of source rank `r mod n` if its file is read for r anyway, else the copy of the lowest rank
@@ -97,7 +103,7 @@ class Ranks(Destination):
         ranks = self._source.ranks
         by_rank = {ranks[at.file]: at for at in reversed(replicas)}
         count = max(ranks) + 1
-        chosen: dict[Where, list[int]] = {}
+        chosen: dict[Replica, list[int]] = {}
         read_for: dict[int, set[int]] = {}
         for file, numbers in read.items():
             read_for.setdefault(self._rank_files[file][0], set()).update(ranks[number] for number in numbers)
@@ -107,15 +113,15 @@ class Ranks(Destination):
             at = by_rank[rank % count if rank % count in near else min(near, default=lowest)]
             chosen.setdefault(at, []).append(self._files[rank, self._shard_files.of[item.name]])
         whole = (Block.whole(item.tensor.spec.shape),)
-        return [(at, Wanted(whole, (tuple(files),))) for at, files in sorted(chosen.items())]
+        return [(at, TargetBlocks(whole, (tuple(files),))) for at, files in sorted(chosen.items())]
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file; ranks with equal contents share a layout."""
         contents: list[Content] = []
         numbers_of_file: list[list[int]] = [[] for _ in self._rank_files]  # indexes into `contents`, which files share
         number_of: dict[tuple[str, Shape], int] = {}
-        for item, route in routed:
-            for shape, files in route.shapes:
+        for item, blocks in assigned:
+            for shape, files in blocks.files_by_shape.items():
                 number = number_of.setdefault((item.name, shape), len(contents))
                 if number == len(contents):
                     contents.append(Content(item.name, item.dtype, shape))
@@ -152,11 +158,11 @@ class Ranks(Destination):
         """Warn of tensors that every rank gets whole."""
         return copied_whole(self._source, self._target, self._items)
 
-    def _stored(self, item: Item) -> Stored:
+    def _stored(self, item: TargetTensor) -> SizedTensor:
         tensor = item.tensor
         is_text = tensor.text is not None
         nbytes = 0 if is_text else Block.whole(tensor.spec.shape).size * item.dtype.itemsize
-        return Stored(item.name, nbytes, tensor.listed or self.cuts(item.name), is_text=is_text)
+        return SizedTensor(item.name, nbytes, tensor.listed or self.cuts(item.name), is_text=is_text)
 
     def _written_ranks(self) -> list[int]:
         """Return the ranks whose files are written, not linked."""
@@ -243,7 +249,7 @@ class Ranks(Destination):
         return result
 
 
-def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence[Item]) -> tuple[str, ...]:
+def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence[TargetTensor]) -> tuple[str, ...]:
     """Warn of tensors copied whole to every rank because no strategy names them."""
     if target is None or source.strategy is not None:
         return ()

@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 
 from reshard.formats.entries import Content, FileLayout
 from reshard.layout.block import Block
-from reshard.targets.destination import Destination, TargetFile, Wanted, merged_notes
+from reshard.targets.destination import Destination, TargetBlocks, TargetFile, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.formats.entries import Format
     from reshard.layout.block import Shape
-    from reshard.plan.build import Routed
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
-    from reshard.targets.destination import Item
+    from reshard.targets.destination import Assigned, TargetTensor
 
 
 class SameFiles(Destination):
@@ -29,7 +28,7 @@ class SameFiles(Destination):
     def __init__(
         self,
         source: Checkpoint,
-        items: Sequence[Sequence[Item]],
+        items: Sequence[Sequence[TargetTensor]],
         paths: Sequence[str],
         written: Format,
         cipher: Cipher | None,
@@ -39,21 +38,21 @@ class SameFiles(Destination):
         self.ranks = tuple(sorted(set(source.ranks)))
         self._source, self._items, self._paths = source, items, paths
         self._lay_out = written.lay_out
-        self._wanted: dict[tuple[Shape, int], Wanted] = {}
+        self._wanted: dict[tuple[Shape, int], TargetBlocks] = {}
 
     def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Destination
         """Return True: a file has one copy of a tensor."""
         return True
 
-    def wanted(self, item: Item) -> Wanted:
+    def blocks_of(self, item: TargetTensor) -> TargetBlocks:
         """Return the whole tensor of a file as a block for the corresponding file."""
         ((at,),) = item.tensor.sharding.replicas
         key = (item.tensor.spec.shape, at.file)
         if key not in self._wanted:
-            self._wanted[key] = Wanted((Block.whole(key[0]),), ((at.file,),))
+            self._wanted[key] = TargetBlocks((Block.whole(key[0]),), ((at.file,),))
         return self._wanted[key]
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
         """Lay out every file; those with equal contents share a layout."""
         layouts: dict[tuple[tuple[Content, ...], tuple[tuple[str, str], ...]], FileLayout] = {}
         shared: dict[Content, Content] = {}

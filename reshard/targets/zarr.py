@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import UsageError
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
 from reshard.targets.checkpoint2 import common_of
-from reshard.targets.destination import Destination, TargetFile, Wanted, literal, merged_notes
+from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from reshard.formats.zarr_chunks import Encoding
     from reshard.layout.block import Block, Shape
     from reshard.plan.budget import Share
-    from reshard.plan.build import Routed
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
-    from reshard.targets.destination import Item
+    from reshard.targets.destination import Assigned, TargetTensor
 
 
 FILE_BYTES = 1000
@@ -43,7 +42,7 @@ class ZarrStore(Destination):
     ranks: tuple[int, ...] = (0,)
     exclusive = True
 
-    def __init__(self, source: Checkpoint, request: Request, items: Sequence[Item], *_: object) -> None:
+    def __init__(self, source: Checkpoint, request: Request, items: Sequence[TargetTensor], *_: object) -> None:
         self._source, self._items, self._group = source, items, request.files
         self._arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self._arrays}
@@ -65,13 +64,13 @@ class ZarrStore(Destination):
             )  # fmt: skip
         return request
 
-    def wanted(self, item: Item) -> Wanted:
+    def blocks_of(self, item: TargetTensor) -> TargetBlocks:
         """Return the blocks of chunks or shards."""
         array, first = self._arrays[item.name], self._first[item.name]
         files = tuple((first + number,) for number, unit in enumerate(array.units) for _ in unit.blocks)
-        return Wanted(array.blocks, files, array.unit[0] if array.unit else 0)
+        return TargetBlocks(array.blocks, files, array.unit[0] if array.unit else 0)
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
         """Lay out every chunk file, and make the metadata."""
         items = {item.name: item for item in self._items}
         result: list[TargetFile] = []
@@ -125,7 +124,7 @@ class ZarrStore(Destination):
         buffered = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in arrays if prod(a.shape)), default=0)
         return Encoding(units, self._group.level, buffered, max((a.chunk_bytes for a in arrays), default=0))
 
-    def _attributes(self, item: Item, array: Array) -> dict[str, Any]:
+    def _attributes(self, item: TargetTensor, array: Array) -> dict[str, Any]:
         """Return the attributes of an array that zarr does not need."""
         strategy, tensor = self._source.strategy, item.tensor
         placements = strategy.tensors.get(tensor.spec.name) if strategy and tensor.listed else None

@@ -15,7 +15,7 @@ from reshard.formats.sets import DCP_ITEMS
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
 from reshard.source.assemble import assemble_whole
-from reshard.source.replicas import Replicas, is_deduplicated
+from reshard.source.replicas import MissingBlocks, is_deduplicated
 from reshard.strategy.names import matches
 from reshard.verify.difference import Difference
 
@@ -115,7 +115,7 @@ def match(
     new_names = selection.renamed(list(source.every))
     states = all_states(source, target.strategy, target.tensors)
     result = Matched(warnings=list(selected.warnings))
-    replicas = Replicas(target, once=deduplicated or is_deduplicated(target), converted=True)
+    replicas = MissingBlocks(target, once=deduplicated or is_deduplicated(target), converted=True)
     paths = {target.ranks[number]: target.files[number].path for number in reversed(range(len(target.files)))}
     unreadable = _unreadable(target, rank)
     for name in chosen:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.layout.block import cover_fault
-from reshard.source.replicas import Replicas, in_every_stage, in_several_stages, is_deduplicated
+from reshard.source.replicas import MissingBlocks, in_every_stage, in_several_stages, is_deduplicated
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable
 
 def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, once: bool) -> None:
     """Report ranks that lack a tensor which other ranks of their stage have."""
-    replicas = Replicas(target, once=once, converted=False)
+    replicas = MissingBlocks(target, once=once, converted=False)
     unreadable = {
         (rank, name) for rank, file in zip(target.ranks, target.files, strict=True) for name, _ in file.index.unreadable
     }

@@ -411,7 +411,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
     several = [
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
     ]
-    if several and target.extras.described_by and (nbytes or not target.extras.holders):
+    if several and target.extras.described_by and (nbytes or target.extras.arrangement is None):
         from reshard.verify.compare.replicas import compare_replicas  # lazy import: needs numpy
 
         compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)
@@ -529,7 +529,7 @@ def _against_source(sides: Sides, options: _How) -> Verification:
         tuple(sorted(set(target.ranks))),
         len(target.files),
         len({check.name for check in all_checks}),
-        sum(len(copies) for check in all_checks for copies in check.move.way.writes),
+        sum(len(copies) for check in all_checks for copies in check.transfer.route.writes),
         compared.nbytes + ties.nbytes,
         compared.total_bytes + ties.total_bytes,
         tuple(differences),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Runs
     from reshard.layout.block import Shape
-    from reshard.plan.plan import Held
+    from reshard.plan.plan import RankBlock
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import Coding
 
@@ -127,7 +127,7 @@ class RankArrays(Mapping[str, da.Array]):
     """
 
     checkpoint: Checkpoint
-    blocks: Mapping[str, Held]
+    blocks: Mapping[str, RankBlock]
     texts: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> da.Array:

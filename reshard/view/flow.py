@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.plan.bands import Segment
-    from reshard.plan.plan import Move, Plan, Way
+    from reshard.plan.plan import Plan, Route, Transfer
 
 _MOST_ENDS = 16
 _MOST_MIDDLES = 14
@@ -83,8 +83,8 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
     """
     if name is None:
         return draw(_of_plan(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
-    moves = [move for move, label in zip(plan.moves, plan.labels, strict=True) if name in label]
-    return draw(_of_tensor(plan, moves), f"{name} {shape_text(moves[0].recipe.shape)}: what goes where")
+    transfers = [transfer for transfer in plan.transfers if name in (transfer.name, transfer.source_name)]
+    return draw(_of_tensor(plan, transfers), f"{name} {shape_text(transfers[0].recipe.shape)}: what goes where")
 
 
 # --- what flows -------------------------------------------------------------------------------------------------
@@ -93,20 +93,19 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
 def _of_plan(plan: Plan) -> Flow:
     """Return the bytes between source files, folded tensors and target files."""
     source_of, target_of = _shared(len(plan.source.files)), _shared(len(plan.files))
-    labelled = [(label.name, move) for move, label in zip(plan.moves, plan.labels, strict=True)]
-    folded = group_members((name, move.recipe.shape) for name, move in labelled)
+    folded = group_members((transfer.name, transfer.recipe.shape) for transfer in plan.transfers)
     middle_of, tensors = _middles(plan, folded)
     alike: Counter[tuple[int, int, int, int]] = Counter()
-    ways: dict[Way, int] = {}
-    for name, move in labelled:
-        number = ways.setdefault(move.way, len(ways))
-        alike[middle_of[name], number, move.dtype.itemsize, move.target_dtype.itemsize] += 1
-    elements = list(map(_elements, ways))
+    routes: dict[Route, int] = {}
+    for transfer in plan.transfers:
+        number = routes.setdefault(transfer.route, len(routes))
+        alike[middle_of[transfer.name], number, transfer.dtype.itemsize, transfer.target_dtype.itemsize] += 1
+    elements = list(map(_elements, routes))
     read, written = Flows(), Flows()
-    for (middle, way, itemsize, target_itemsize), count in alike.items():
-        for file, number in elements[way][0].items():
+    for (middle, route, itemsize, target_itemsize), count in alike.items():
+        for file, number in elements[route][0].items():
             read[source_of[file], middle] += number * itemsize * count
-        for file, number in elements[way][1].items():
+        for file, number in elements[route][1].items():
             written[middle, target_of[file]] += number * target_itemsize * count
     moved = _sums(read, 1)
     return Flow(
@@ -124,8 +123,8 @@ def _middles(
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return in which box each tensor is, and the boxes' names and remarks: the largest, then one of all others."""
     nbytes: Counter[str] = Counter()
-    for move, (name, _) in zip(plan.moves, plan.labels, strict=True):
-        nbytes[name] += prod(move.recipe.shape) * move.dtype.itemsize
+    for transfer in plan.transfers:
+        nbytes[transfer.name] += prod(transfer.recipe.shape) * transfer.dtype.itemsize
     sizes = [sum(nbytes[member] for member in members) for _, _, members in folded]
     order = sorted(range(len(folded)), key=lambda row: -sizes[row])
     own = sorted(order if len(order) <= _MOST_MIDDLES else order[: _MOST_MIDDLES - 1])
@@ -139,29 +138,33 @@ def _middles(
     return found, [*boxes, *([(f"{count_text(others, 'smaller tensor')}", "")] if others else [])]
 
 
-def _elements(way: Way) -> tuple[Counter[int], Counter[int]]:
+def _elements(route: Route) -> tuple[Counter[int], Counter[int]]:
     """Return how many elements each source file gives and each target file gets."""
-    recipe = way.recipe
+    recipe = route.recipe
     given: Counter[int] = Counter()
     if is_grid(recipe.shape, recipe.targets):  # everything is read
-        for at, block in zip(way.reads, recipe.sources, strict=True):
+        for at, block in zip(route.reads, recipe.sources, strict=True):
             given[at.file] += block.size
     else:
-        for segment in recipe.segments(way.axis, 0, recipe.rows(way.axis)):
+        for segment in recipe.segments(route.axis, 0, recipe.rows(route.axis)):
             for number, shape in zip(segment.columns.sources, segment.columns.source_shapes, strict=True):
-                given[way.reads[number].file] += (segment.stop - segment.start) * prod(shape)
+                given[route.reads[number].file] += (segment.stop - segment.start) * prod(shape)
     taken: Counter[int] = Counter()
-    for written, block in zip(way.writes, recipe.targets, strict=True):
+    for written, block in zip(route.writes, recipe.targets, strict=True):
         for at in written:
             taken[at.file] += block.size
     return given, taken
 
 
-def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
+def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
     """Return the bytes between the source blocks, runs of rows and target blocks of one tensor."""
-    shards = [(place, n) for place, move in enumerate(moves) for n in range(len(move.recipe.sources))]
-    wanted = [(place, n) for place, move in enumerate(moves) for n in range(len(move.recipe.targets))]
-    every = ((place, run) for place, move in enumerate(moves) for run in move.recipe.segments(move.axis, 0, move.rows))
+    shards = [(place, n) for place, transfer in enumerate(transfers) for n in range(len(transfer.recipe.sources))]
+    wanted = [(place, n) for place, transfer in enumerate(transfers) for n in range(len(transfer.recipe.targets))]
+    every = (
+        (place, run)
+        for place, transfer in enumerate(transfers)
+        for run in transfer.recipe.segments(transfer.axis, 0, transfer.rows)
+    )
     most = max(_MOST_MEETINGS // (len(shards) + len(wanted)), _MOST_MIDDLES)
     runs = list(islice(every, most))
     title = "row bands" if next(every, None) is None else f"row bands, the first {most:,} runs"
@@ -170,37 +173,44 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
     source_of, run_of, target_of = _shared(len(shards)), _shared(len(runs), _MOST_MIDDLES), _shared(len(wanted))
     read, written = Flows(), Flows()
     for n, (place, segment) in enumerate(runs):
-        move = moves[place]
+        transfer = transfers[place]
         rows, columns = segment.stop - segment.start, segment.columns
         for number, shape in zip(columns.sources, columns.source_shapes, strict=True):
-            nbytes = rows * prod(shape) * move.dtype.itemsize
+            nbytes = rows * prod(shape) * transfer.dtype.itemsize
             read[source_of[shard_number[place, number]], run_of[n]] += nbytes
         for number, shape in zip(columns.targets, columns.target_shapes, strict=True):
-            nbytes = rows * prod(shape) * move.target_dtype.itemsize * len(move.way.writes[number])
+            nbytes = rows * prod(shape) * transfer.target_dtype.itemsize * len(transfer.route.writes[number])
             written[run_of[n], target_of[wanted_number[place, number]]] += nbytes
     ranks = plan.source.ranks
-    replicas = [((ranks[moves[place].way.reads[n].file],), str(moves[place].recipe.sources[n])) for place, n in shards]
+    replicas = [
+        ((ranks[transfers[place].route.reads[n].file],), str(transfers[place].recipe.sources[n])) for place, n in shards
+    ]
     takers = [
-        (tuple(sorted({plan.files[at.file].rank for at in moves[p].way.writes[n]})), str(moves[p].recipe.targets[n]))
+        (
+            tuple(sorted({plan.files[at.file].rank for at in transfers[p].route.writes[n]})),
+            str(transfers[p].recipe.targets[n]),
+        )
         for p, n in wanted
     ]
     return Flow(
         ("source blocks", title, "target blocks"),
         _blocks(source_of, replicas, _sums(read, 0)),
-        _bands(plan, run_of, [(moves[place], segment) for place, segment in runs], _sums(read, 1)),
+        _bands(plan, run_of, [(transfers[place], segment) for place, segment in runs], _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1)),
         read,
         written,
     )
 
 
-def _bands(plan: Plan, run_of: Sequence[int], runs: Sequence[tuple[Move, Segment]], nbytes: Counter[int]) -> list[Node]:
+def _bands(
+    plan: Plan, run_of: Sequence[int], runs: Sequence[tuple[Transfer, Segment]], nbytes: Counter[int]
+) -> list[Node]:
     nodes = []
     for number in range(max(run_of, default=-1) + 1):
         some = [run for n, run in zip(run_of, runs, strict=True) if n == number]
         bands = sum(
-            ceil((s.stop - s.start) * s.columns.row_elements * move.dtype.itemsize / plan.band_bytes)
-            for move, s in some
+            ceil((s.stop - s.start) * s.columns.row_elements * transfer.dtype.itemsize / plan.band_bytes)
+            for transfer, s in some
         )
         name = f"rows {some[0][1].start}:{some[-1][1].stop}"
         nodes.append(Node(name, f"{count_text(bands, 'band')}, {bytes_text(nbytes[number])}", nbytes[number]))

@@ -68,7 +68,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ranks = sorted(set(checkpoint.ranks))
     formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
     strategy = checkpoint.strategy
-    own = "layouts of its own" if checkpoint.extras.layouts else "no strategy"
+    own = "layouts of its own" if checkpoint.extras.has_layouts else "no strategy"
     left_out = len(checkpoint.left_out)
     parts = [
         heading("Checkpoint", checkpoint.root),
@@ -343,17 +343,19 @@ def plan_html(plan: Plan) -> str:
 def _moves(plan: Plan) -> Markup:
     folded = group_names(
         (
-            label.name,
+            transfer.name,
             (
-                f"{move.dtype}" if move.dtype == move.target_dtype else f"{move.dtype} → {move.target_dtype}",
-                move.recipe.shape,
-                prod(move.recipe.shape) * move.dtype.itemsize,
-                len(move.recipe.sources),
-                len(move.recipe.targets),
-                len({at.file for written in move.way.writes for at in written}),
+                transfer.dtype.name
+                if transfer.dtype == transfer.target_dtype
+                else f"{transfer.dtype} → {transfer.target_dtype}",
+                transfer.recipe.shape,
+                prod(transfer.recipe.shape) * transfer.dtype.itemsize,
+                len(transfer.recipe.sources),
+                len(transfer.recipe.targets),
+                len({at.file for written in transfer.route.writes for at in written}),
             ),
         )
-        for move, label in zip(plan.moves, plan.labels, strict=True)
+        for transfer in plan.transfers
     )
     rows = [
         (

@@ -14,7 +14,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, bytes_text, joined, names, printable
-from reshard.formats.entries import Where
+from reshard.formats.entries import Replica
 from reshard.layout.block import Block, shape_text
 from reshard.plan.select import all_states
 from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
@@ -214,7 +214,7 @@ def _as_they_are(root: str, held: Mapping[int, Sequence[SourceFile]]) -> Checkpo
     def tensor(number: int, name: str, entry: Entry) -> Tensor:
         key = number, entry.shape
         if key not in shared:
-            shared[key] = Sharding((Block.whole(entry.shape),), ((Where(number, 0),),))
+            shared[key] = Sharding((Block.whole(entry.shape),), ((Replica(number, 0),),))
         return Tensor(TensorSpec(name, entry.dtype, entry.shape), shared[key], (entry.runs,), text=entry.text)
 
     first = next(iter(held.values()))
@@ -263,7 +263,7 @@ def checkpoint_text(
     """
     known: dict[Sharding, str] = {}
     more: dict[str, Callable[[Tensor], str]] = {}
-    cut = checkpoint.strategy is not None or bool(checkpoint.extras.layouts)
+    cut = checkpoint.strategy is not None or checkpoint.extras.has_layouts
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
         more["layout"] = lambda tensor: cut_words(checkpoint, tensor, known)
     if raw:
@@ -444,7 +444,7 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
                 blocks, _, replicas = shards_text(tensor, known).partition(" x ")
                 yield (
                     *row,
-                    layouts_text(part, [tensor]) if part.strategy or part.extras.layouts else "",
+                    layouts_text(part, [tensor]) if part.strategy or part.extras.has_layouts else "",
                     blocks,
                     replicas,
                 )

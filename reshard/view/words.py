@@ -91,7 +91,7 @@ def _copies(count: int) -> str:
 def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
     """Return the layouts of a tensor by stage; none of one that neither a strategy nor metadata name."""
     if checkpoint.strategy is None or not tensor.listed:
-        layout = checkpoint.extras.layouts.get(tensor.spec.name)
+        layout = checkpoint.extras.layout_of(tensor.spec.name)
         return [] if layout is None else [(0, layout)]
     return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
 

@@ -233,7 +233,7 @@ def test_the_command_verifies_what_was_planned_in_python(
 
 
 def selected_names(source: reshard.Checkpoint, selection: Selection) -> set[str]:
-    return {label.source_name for label in reshard.plan(source, selection=selection)._record.labels}
+    return {each.source_name for each in reshard.plan(source, selection=selection)._record.transfers}
 
 
 def test_the_command_verifies_what_no_options_say(case: Case, tmp_path: Path) -> None:

@@ -198,4 +198,4 @@ def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[s
 
 
 def test_a_budget_that_is_too_little(folder: Path) -> None:
-    failed(5, "not-enough-memory", *BOTH, "--memory", "1MB", places=("--memory 56MB",))
+    failed(5, "not-enough-memory", *BOTH, "--memory", "1MB", places=("--memory 58MB",))

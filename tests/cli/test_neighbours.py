@@ -14,7 +14,7 @@ from refusals import failed, refused
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import TargetError
-from reshard.formats.entries import Stored
+from reshard.formats.entries import SizedTensor
 from reshard.formats.sets import share_of
 from reshard.storage.remote import filesystem
 
@@ -110,7 +110,7 @@ def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Pat
 
 def test_what_other_processes_write_is_of_the_same_set(whole: Path, out: Path) -> None:
     source = reshard.open(whole)
-    stored = [Stored(name, tensor.spec.nbytes, listed=True) for name, tensor in source.tensors.items()]
+    stored = [SizedTensor(name, tensor.spec.nbytes, listed=True) for name, tensor in source.tensors.items()]
     every = MindSporeSet(100).shard_files(stored, ".safetensors")
     for process in (2, 1):
         files = share_of(every, process, 2)
@@ -218,6 +218,11 @@ def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
     shutil.copytree(ranks / "rank_3", tmp_path / "one" / "rank_3")
     (notice,) = told("transform", whole, tmp_path / "one")
     assert "rank_3/checkpoint_3.safetensors, of ranks that are not this target's" in notice
+    write_ranks(tmp_path / "eight", FULL, Strategy.of(dict.fromkeys(SHAPES, Layout.of([4, 2], [0, -1]))))
+    for rank in range(4):
+        shutil.rmtree(tmp_path / "eight" / f"rank_{rank}")
+    (notice,) = reshard.convert(whole, tmp_path / "eight", target_strategy=ROWS).warnings
+    assert "rank_4/checkpoint_4.safetensors" in notice
 
 
 def test_conversion_in_place_says_that_both_are_there(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from refusals import refused
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import UsageError
-from reshard.formats.entries import NamedFile, RankFiles, ShardFiles, Stored, TargetFiles
+from reshard.formats.entries import NamedFile, RankFiles, ShardFiles, SizedTensor, TargetFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-MIXED = [Stored("a", 10, True), Stored("b", 30, True), Stored("c", 20, True), Stored("step", 4, False),
-         Stored("text", 0, False, is_text=True)]  # fmt: skip
+MIXED = [SizedTensor("a", 10, True), SizedTensor("b", 30, True), SizedTensor("c", 20, True),
+         SizedTensor("step", 4, False), SizedTensor("text", 0, False, is_text=True)]  # fmt: skip
 
 
 @pytest.mark.parametrize("files", [RankFiles(), NamedFile("x"), MindSporeSet(25), HuggingFaceSet(25)])
@@ -44,7 +44,7 @@ def test_parts_are_even() -> None:
 
 
 def test_without_a_strategy_all_tensors_are_parts_and_text_is_not() -> None:
-    tensors = [Stored("a", 10, False), Stored("text", 0, False, is_text=True)]
+    tensors = [SizedTensor("a", 10, False), SizedTensor("text", 0, False, is_text=True)]
     shard_files = MindSporeSet().shard_files(tensors, ".safetensors")
     assert shard_files.of == {"a": 0, "text": 1}
     assert shard_files.paths == ("part0.safetensors", "hyper_param.safetensors")
@@ -58,9 +58,9 @@ def test_shards_are_filled_in_order() -> None:
 
 @pytest.mark.parametrize("files", [MindSporeSet(1), HuggingFaceSet(1)])
 def test_tensors_without_elements_need_no_room(files: TargetFiles) -> None:
-    empty = [Stored(name, 0, True) for name in "abc"]
+    empty = [SizedTensor(name, 0, True) for name in "abc"]
     assert len(files.shard_files(empty, ".safetensors").paths) == 1
-    assert len(files.shard_files([Stored("w", 9, True), *empty], ".safetensors").paths) == 1
+    assert len(files.shard_files([SizedTensor("w", 9, True), *empty], ".safetensors").paths) == 1
 
 
 def test_a_name_by_hand(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_two_ranks_cannot_share_a_file(tmp_path: Path) -> None:
 def test_no_file_holds_more_than_asked_for_but_one_tensor(
     style: type[MindSporeSet | HuggingFaceSet], sizes: list[int], most: int
 ) -> None:
-    tensors = [Stored(f"t{number}", nbytes, True) for number, nbytes in enumerate(sizes)]
+    tensors = [SizedTensor(f"t{number}", nbytes, True) for number, nbytes in enumerate(sizes)]
     shard_files = style(most).shard_files(tensors, ".safetensors")
     for number in range(len(shard_files.paths)):
         held = [tensor.nbytes for tensor in tensors if shard_files.of[tensor.name] == number and tensor.nbytes]
@@ -103,7 +103,7 @@ def test_no_file_holds_more_than_asked_for_but_one_tensor(
 class ByLetter:
     """A way of one's own: a file for each first letter."""
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         letters = sorted({tensor.name[0] for tensor in tensors})
         of = {tensor.name: letters.index(tensor.name[0]) for tensor in tensors}
         return ShardFiles(tuple(f"{letter}{extension}" for letter in letters), of)

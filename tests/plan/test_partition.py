@@ -170,7 +170,7 @@ def test_what_is_transposed_is_cut_where_reading_ahead_ends(tmp_path: Path, monk
     pieces: dict[str, list[int]] = {}
     for task in plan._record.tasks:
         for piece in task.pieces:
-            pieces.setdefault(plan._record.labels[piece.move].name, []).append(piece.start)
+            pieces.setdefault(plan._record.transfers[piece.transfer].name, []).append(piece.start)
     assert len(plan._record.tasks) > 1
     assert {name: starts for name, starts in pieces.items() if name != "large.t"} == {
         f"w{number}.t": [0] for number in range(5)

@@ -53,9 +53,9 @@ def test_a_plan_is_told_before_anything_is_read(source: reshard.Checkpoint, tmp_
 
 def test_tensors_alike_share_everything(source: reshard.Checkpoint) -> None:
     plan = reshard.plan(source, Strategy.of({"w": COLUMNS, "moments.w": COLUMNS, "b": Layout.of([4], [0])}))
-    by_name = {label.name: move for move, label in zip(plan._record.moves, plan._record.labels, strict=True)}
+    by_name = {each.name: each for each in plan._record.transfers}
     assert by_name["w"].recipe is by_name["moments.w"].recipe
-    assert by_name["w"].way is by_name["moments.w"].way
+    assert by_name["w"].route is by_name["moments.w"].route
     assert len({id(file.layout) for file in plan._record.files}) == 1
 
 
@@ -201,7 +201,7 @@ def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
 def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
     """A model of a terabyte that is not there: 64 tensors of 16 GB each, only as headers."""
     from reshard.dtypes import BFLOAT16
-    from reshard.formats.entries import Entry, FileIndex, Where
+    from reshard.formats.entries import Entry, FileIndex, Replica
     from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor, TensorSpec
 
     shape = (1 << 16, 1 << 17)
@@ -209,7 +209,7 @@ def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
     grid = Layout.of([8], [0, -1]).grid(shape)
     nbytes = grid.blocks[0].size * 2
     index = FileIndex("ckpt", {name: Entry(BFLOAT16, grid.blocks[0].shape, ((0, nbytes),)) for name in names})
-    sharding = Sharding(grid.blocks, tuple(tuple(Where(rank, 0) for rank in ranks) for ranks in grid.ranks))
+    sharding = Sharding(grid.blocks, tuple(tuple(Replica(rank, 0) for rank in ranks) for ranks in grid.ranks))
     source = Checkpoint(
         "nowhere",
         {name: Tensor(TensorSpec(name, BFLOAT16, shape), sharding, (((0, nbytes),),)) for name in names},
@@ -222,9 +222,9 @@ def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
     rows = {}
     for task in plan._record.tasks:
         for piece in task.pieces:
-            assert rows.setdefault(piece.move, 0) == piece.start  # in order, without gap or overlap
-            rows[piece.move] = piece.stop
-    assert all(rows[number] == move.recipe.rows(move.axis) for number, move in enumerate(plan._record.moves))
+            assert rows.setdefault(piece.transfer, 0) == piece.start  # in order, without gap or overlap
+            rows[piece.transfer] = piece.stop
+    assert all(rows[number] == move.recipe.rows(move.axis) for number, move in enumerate(plan._record.transfers))
     assert len(pickle.dumps(plan)) < 1 << 20
     assert TASK_BYTES < (1 << 40) // len(plan._record.tasks) < 1 << 30
 

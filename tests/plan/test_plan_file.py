@@ -224,7 +224,7 @@ def test_any_pair_of_strategies(tmp_path_factory: pytest.TempPathFactory, model:
     again = reshard.read_plan(folder / "plan.json")
     assert plan_digest(again._record) == plan_digest(plan._record)
     assert repr(again._record.files) == repr(plan._record.files)
-    assert repr(again._record.moves) == repr(plan._record.moves)
+    assert repr(again._record.transfers) == repr(plan._record.transfers)
     shutil.rmtree(folder)
 
 
@@ -476,7 +476,7 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
         (lambda c: c["files"].update(fields=["../x", ""]), ("bad-name", "'../x'")),
         (lambda c: c["target"].update(format="../x"), ("unknown-format", "'../x'")),
         (lambda c: c["target"].update(ranks=[1 << 30]), ("no-such-rank", f"rank {1 << 30} ", "0 to 3")),
-        (lambda c: c["target"].update(memory=1), ("not-enough-memory", "1 B", "memory=56_000_000")),
+        (lambda c: c["target"].update(memory=1), ("not-enough-memory", "1 B", "memory=58_000_000")),
         (lambda c: c["source"]["strategy"]["tensors"].update(b=0), ("wrong-dimensions", "'b'", "[8]")),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.readers import dcp
 from reshard.storage.remote import filesystem
-from reshard.targets.dcp.metadata import Listed, Part, metadata
+from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.torch_save import torch_dtype
 
 if TYPE_CHECKING:
@@ -194,10 +194,10 @@ def test_metadata_of_two_saves(case: Callable[[str], Path], other: str) -> None:
 
 def test_a_place_of_many_boxes_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = item(FULL["w"][:1])
-    parts = [Part((row, 0), (1, 4), "__0_0.distcp", begin, len(content)) for row, begin in enumerate([0] * 6)]
-    other = Part((0,), (5,), "__0_0.distcp", len(content), len(item(FULL["b"])))
+    parts = [ItemPart((row, 0), (1, 4), "__0_0.distcp", begin, len(content)) for row, begin in enumerate([0] * 6)]
+    other = ItemPart((0,), (5,), "__0_0.distcp", len(content), len(item(FULL["b"])))
     names = {name: torch_dtype(name, BY_NAME["float32"]) for name in "wb"}
-    listed = [Listed("w", names["w"], (6, 4), parts, None), Listed("b", names["b"], (5,), [other], None)]
+    listed = [ListedTensor("w", names["w"], (6, 4), parts, None), ListedTensor("b", names["b"], (5,), [other], None)]
     (tmp_path / ".metadata").write_bytes(metadata(listed, {}))
     (tmp_path / "__0_0.distcp").write_bytes(content + item(FULL["b"]))
     asked: list[int] = []

@@ -66,6 +66,6 @@ def test_they_are_kinds_and_no_weights(tmp_path: pytest.TempPathFactory) -> None
     assert found.groups(by="kind").counts == {"weights": 1, "state.exp_avg": 1, "state.step": 1}
     plan = reshard.plan(found, selection=Selection(weights_only=True))
     assert plan.dropped == ()
-    assert [label.name for label in plan._record.labels] == ["w"]
+    assert [each.name for each in plan._record.transfers] == ["w"]
     made = Strategy.from_rules({name: value.shape for name, value in tensors.items()}, {"dp": 2}, {"w": ("dp",)})
     assert np.prod(made.grid("state.w.exp_avg", (4, 2)).blocks[0].shape) == 4

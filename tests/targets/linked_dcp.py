@@ -15,7 +15,7 @@ from written_dcp import unpickled
 import reshard
 from reshard import LinkedDCP, Selection
 from reshard.dtypes import BY_NAME
-from reshard.targets.dcp.metadata import Listed, Part, metadata
+from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.torch_save import torch_dtype
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def one_file(root: Path, name: str, file: str, path: tuple[str | int, ...] | Non
     root.mkdir(parents=True)
     content = item(FULL["w"])
     (root / file).write_bytes(content)
-    parts = [Part((0, 0), (6, 4), file, 0, len(content))]
-    listed = Listed(name, torch_dtype(name, BY_NAME["float32"]), (6, 4), parts, path)
+    parts = [ItemPart((0, 0), (6, 4), file, 0, len(content))]
+    listed = ListedTensor(name, torch_dtype(name, BY_NAME["float32"]), (6, 4), parts, path)
     (root / ".metadata").write_bytes(metadata([listed], {}))
     return root
 

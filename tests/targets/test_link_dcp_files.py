@@ -24,7 +24,7 @@ from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, 
 from reshard.storage import local
 from reshard.storage.local import LocalStore
 from reshard.storage.remote import filesystem
-from reshard.targets.dcp.metadata import Listed, Part, metadata
+from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.torch_save import saved_tensor, torch_dtype
 
 if TYPE_CHECKING:
@@ -277,9 +277,9 @@ def test_time_does_not_depend_on_size(tmp_path: Path) -> None:
                 for offset, content in saved.literals:
                     file.seek(begin + offset)
                     file.write(content)
-                parts = [Part((0, 0), (rows, 1024), "__0_0.distcp", begin, saved.nbytes)]
+                parts = [ItemPart((0, 0), (rows, 1024), "__0_0.distcp", begin, saved.nbytes)]
                 dtype = torch_dtype("", BY_NAME["float32"])
-                listed.append(Listed(f"w{number}", dtype, (rows, 1024), parts, (f"w{number}",)))
+                listed.append(ListedTensor(f"w{number}", dtype, (rows, 1024), parts, (f"w{number}",)))
         (tmp_path / name / ".metadata").write_bytes(metadata(listed, {}))
         report = linked(tmp_path / name, tmp_path / f"{name}-out", {"w*": "v*"})
         seconds.append(report.seconds)

@@ -88,7 +88,7 @@ def test_to_another_mesh_and_back_is_what_mindformers_writes(mindspore_data: Pat
     source, full = opened(mindspore_data, name)
     reshard.plan(source, rows(full), files=Checkpoint2()).run(tmp_path / "rows", fsync=False)
     pattern = reshard.read_layouts(source.root)
-    assert repr(pattern).startswith(f"<Pattern: {len(pattern.tensors)} tensors over ")
+    assert repr(pattern).startswith(f"<Arrangement: {len(pattern.tensors)} tensors over ")
     plan = reshard.plan(
         reshard.open(tmp_path / "rows"), pattern, files=Checkpoint2(), remove_redundancy=name.endswith("once")
     )

@@ -133,10 +133,10 @@ def test_a_target_is_compared_with_its_source_either_way(
         assert kinds_of(found) == changed
         assert found.target.startswith(str(out))  # of a run, the iteration
         assert found.against == str(copy if second == copy else src)
-        assert found.tensors == len({label.name for label in plan.labels})
+        assert found.tensors == len({each.name for each in plan.transfers})
         assert not found.left_out
     assert kinds_of(reshard.verify(out)) == changed
-    for which in ("", plan.labels[0].name):
+    for which in ("", plan.transfers[0].name):
         spoil(out, plan, which)
         for first, second in ((out, src), (src, out), (out, copy)):
             found = reshard.verify(first, against=second)

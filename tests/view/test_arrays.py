@@ -27,7 +27,7 @@ from reshard.formats import by_name, index_file
 from reshard.formats.entries import Content, Entry, Extent, FileIndex
 from reshard.layout import strided
 from reshard.layout.block import Block
-from reshard.plan.plan import Held
+from reshard.plan.plan import RankBlock
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.view import arrays
 from reshard.view.arrays import RankArrays, TensorArray, guard, sub_array, tensor_array
@@ -282,7 +282,7 @@ def test_a_text_entry_is_a_0d_array(tmp_path: Path) -> None:
 def test_rank_arrays_are_the_blocks_of_a_rank(tmp_path: Path, reads: list[int]) -> None:
     values = numbered((6, 4), "bfloat16")
     checkpoint = stored(tmp_path, values, grid((6, 4), [[3], []]), "bfloat16")
-    rank = RankArrays(checkpoint, {"new.w": Held("w", Block((2, 1), (5, 3)), checkpoint.tensors["w"].spec.dtype)})
+    rank = RankArrays(checkpoint, {"new.w": RankBlock("w", Block((2, 1), (5, 3)), checkpoint.tensors["w"].spec.dtype)})
     assert list(rank) == ["new.w"]
     assert "w" not in rank
     with pytest.raises(KeyError):

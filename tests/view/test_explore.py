@@ -106,7 +106,7 @@ def test_a_choice_is_planned_and_written(
     names = {"layers.*": "model.*"}
     renamed = Strategy.of({name.replace("layers", "model"): p[0].layout for name, p in COLUMNS.tensors.items()})
     plan = reshard.plan(chosen, renamed, selection=reshard.Selection(name_map=names))
-    assert [label.name for label in plan._record.labels] == ["model.0.attn.wq", "model.1.attn.wq"]
+    assert [each.name for each in plan._record.transfers] == ["model.0.attn.wq", "model.1.attn.wq"]
 
 
 def test_a_choice_does_not_hide_what_is_missing(source: Checkpoint) -> None:

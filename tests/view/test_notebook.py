@@ -75,7 +75,7 @@ def plan(source: reshard.Checkpoint, target: Strategy) -> reshard.Plan:
 
 
 def moves_of(plan: Any, name: str) -> list[Move]:
-    return [move for move, label in zip(plan.moves, plan.labels, strict=True) if label.name == name]
+    return [each for each in plan.transfers if each.name == name]
 
 
 def parsed(shown: Any) -> ET.Element:
@@ -486,7 +486,7 @@ def test_a_plans_ribbons_are_its_bytes(source: reshard.Checkpoint, target: Strat
     assert sum(drawn.written.values()) == plan.stats.bytes_written == sum(node.nbytes for node in drawn.targets)
     assert [node.name for node in drawn.targets] == [f"rank {rank}" for rank in plan.ranks]
     read = written = 0
-    for name in {label.name for label in plan._record.labels}:
+    for name in {each.name for each in plan._record.transfers}:
         of_one = flow._of_tensor(plan._record, moves_of(plan._record, name))
         read, written = read + sum(of_one.read.values()), written + sum(of_one.written.values())
     assert (read, written) == (plan.stats.bytes_read, plan.stats.bytes_written)

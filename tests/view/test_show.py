@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard.dtypes import BY_NAME
 from reshard.errors import printable
-from reshard.formats.entries import Entry, Extent, FileIndex, Where
+from reshard.formats.entries import Entry, Extent, FileIndex, Replica
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
 from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
@@ -181,7 +181,7 @@ def large(tensors: int, ranks: int) -> Checkpoint:
     strategy = Strategy.of(layouts)
     grids = {layout: layout.grid((ranks, ranks)) for layout in (rows, columns)}
     shardings = {
-        layout: Sharding(grid.blocks, tuple(tuple(Where(rank, 0) for rank in some) for some in grid.ranks))
+        layout: Sharding(grid.blocks, tuple(tuple(Replica(rank, 0) for rank in some) for some in grid.ranks))
         for layout, grid in grids.items()
     }
     index = FileIndex("ckpt", {name: Entry(FLOAT32, (1, ranks), ((0, 4 * ranks),)) for name in layouts})

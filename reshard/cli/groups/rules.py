@@ -12,7 +12,7 @@ from reshard.cli.options import json_option, overwrite_file_option, source_optio
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, WRITE
-from reshard.errors import UsageError, VerifyError, names, printable
+from reshard.errors import VerifyError, names, printable
 from reshard.readers.open import open as open_checkpoint
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ Examples:
 @click.argument("name", required=False)
 def list_rules(name: str | None) -> None:
     """List the built-in rules, whose names are taken in place of FILE; with NAME, print that file."""
-    from reshard.rules.rules import example, examples
+    from reshard.rules.rules import example, examples, not_built_in
 
     if name is None:
         names_width = max(map(len, examples()))
@@ -59,8 +59,7 @@ def list_rules(name: str | None) -> None:
         return
     path = example(name)
     if path is None:
-        reshard.Rules.read(name)  # its error lists the names
-        raise UsageError(f"{name} is not built in", code="not-found", hint="type reshard rules list")
+        raise not_built_in(name)
     print_text(path.read_text("utf-8").rstrip("\n"))
 
 

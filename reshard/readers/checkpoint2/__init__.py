@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import CHECKPOINT2
+from reshard.layout.arrangement import Arranged, Arrangement
 from reshard.layout.block import Block, shape_text
 from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
 from reshard.readers.listed import nothing_readable
@@ -121,14 +122,14 @@ class _Cut(NamedTuple):
         sharding: the blocks and their files.
         firsts: a file of each distinct header.
         contradicts: whether the numbers of blocks differ from those of the layout.
-        holders: as in `Extras`.
+        arranged: the layout and the ranks.
         reason: why it cannot be read, or "".
     """
 
     sharding: Sharding
     firsts: tuple[int, ...]
     contradicts: bool = False
-    holders: tuple[int, ...] = ()
+    arranged: Arranged = Arranged(())
     reason: str = ""
 
 
@@ -153,7 +154,7 @@ class _Joined:
         self.by_header = [(self.files[group[0]].index.entries, group) for group in groups]
         self.tensors: dict[str, Tensor] = {}
         self.unreadable: dict[str, str] = {}
-        self.holders: dict[str, tuple[int, ...]] = {}
+        self.arranged: dict[str, Arranged] = {}
         self.misnumbered: list[str] = []
         self.unlisted: list[str] = []
         self._by_metadata: dict[tuple[int | None, Shape, bytes], _Cut] = {}
@@ -186,16 +187,12 @@ class _Joined:
         if unnamed := sorted(self.listing - self.metadata.files.keys()):
             warnings.append(f"{METADATA} does not name {names(unnamed, most=3)}, which is not read")
         defects = tuple(self._defects())
-        layouts = [mesh.layout for mesh in self.metadata.meshes]
-        described_tensors = (
-            (name, self.metadata.listed.get(name) or self.metadata.listed[_weight(name)]) for name in self.holders
-        )
-        layout_of = {
-            name: layouts[described.mesh] for name, described in described_tensors if described.mesh is not None
-        }
+        ranks = {*self.metadata.ranks, *(rank for mesh in self.metadata.meshes for rank in mesh.ranks)}
+        devices = max(ranks, default=0) + 1
+        arrangement = Arrangement(self.arranged, range(devices), devices) if self.arranged else None
         return Checkpoint(
             str(self.directory), self.tensors, self.files, self.ranks, warnings=(*defects, *warnings),
-            unreadable=self.unreadable, extras=Extras(METADATA, layout_of, self.holders, defects),
+            unreadable=self.unreadable, extras=Extras(METADATA, arrangement, defects),
         )  # fmt: skip
 
     def _defects(self) -> Iterator[str]:
@@ -234,7 +231,7 @@ class _Joined:
         cut = self._by_metadata.get(key)
         if cut is None:
             cut = self._by_metadata[key] = self._cut_by_metadata(described, places)
-        self.holders[name] = cut.holders
+        self.arranged[name] = cut.arranged
         shape = cut.sharding.blocks[0].shape
         entries = [self.files[number].index.entries.get(name) for number in cut.firsts]
         if cut.reason or not all(entry and _is_block(entry.shape, shape) for entry in entries):
@@ -288,8 +285,8 @@ class _Joined:
                 ": they were lost when it was saved (remove_redundancy)" if contradicts else ""
             )
         cut = self._cut(blocks, replicas, reason)
-        holders = self._holders(described, of_rank, outside, contradicts=contradicts)
-        return cut._replace(contradicts=contradicts, holders=holders)
+        arranged = self._arranged(described, of_rank, outside, contradicts=contradicts)
+        return cut._replace(contradicts=contradicts, arranged=arranged)
 
     def _blocks_of_group(self, described: Described, group: int) -> tuple[set[int], tuple[int, ...]]:
         """Return the blocks of a group's ranks by the layout, and the ranks it does not cover."""
@@ -301,17 +298,17 @@ class _Joined:
             self._by_group[key] = blocks, tuple(rank for rank in ranks if rank not in of_rank)
         return self._by_group[key]
 
-    def _holders(
+    def _arranged(
         self, described: Described, of_rank: Mapping[int, int], outside: Mapping[int, int], *, contradicts: bool
-    ) -> tuple[int, ...]:
-        """Return the ranks that hold a tensor; () if the layout does not tell their blocks."""
-        outsiders = tuple(sorted(outside))
+    ) -> Arranged:
+        """Return the layout and the ranks of a tensor, without ranks if the layout does not tell their blocks."""
+        others = tuple(sorted(outside.items()))
         if described.mesh is None:
-            return outsiders
-        ranks = list(self.metadata.meshes)[described.mesh].ranks
-        expected = [of_rank[rank] for rank in ranks] * (len(outsiders) // len(ranks))
-        fits = [outside[rank] for rank in outsiders] == expected and not (outsiders and contradicts)
-        return (*ranks, *outsiders) if fits else ()
+            return Arranged((), described.shape, others)
+        mesh = list(self.metadata.meshes)[described.mesh]
+        expected = [of_rank[rank] for rank in mesh.ranks] * (len(others) // len(mesh.ranks))
+        fits = [number for _, number in others] == expected and not (others and contradicts)
+        return Arranged((mesh,), described.shape, others) if fits else Arranged((mesh._replace(ranks=()),))
 
     def _cut(self, blocks: Sequence[Block], replicas: Sequence[Sequence[int]], reason: str = "") -> _Cut:
         at, firsts = where(self.files, sorted({number for copies in replicas for number in copies}))
@@ -371,7 +368,7 @@ class _Joined:
         if weight is not None and weight.mesh is not None and not weight.reason:
             tensor = self._assembled(name, weight._replace(dtype=""), self._cut_by_files(name, weight))
         if isinstance(tensor, Tensor):
-            self.holders[name] = self.holders.get(_weight(name), ())
+            self.arranged[name] = self.arranged.get(_weight(name), Arranged(()))
         else:
             described = Described("", entry.shape, None, "")
             tensor = self._assembled(name, described, self._cut_by_files(name, described))

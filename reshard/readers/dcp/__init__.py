@@ -37,7 +37,7 @@ from reshard.readers.dcp.archive import Archives, Part
 from reshard.readers.dcp.metadata import BUCKET, BUCKETS, STREAM, Metadata
 from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
-from reshard.readers.listed import Listed, nothing_readable
+from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import shown
 from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
 from reshard.source.headers import read_indexes
@@ -86,7 +86,7 @@ def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["bl
 def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoint:
     """Join metadata and files."""
     held = _Files(place, there, said)
-    listed = Listed()
+    listed = BlockList()
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
     for name, one in said.tensors.items():
@@ -320,7 +320,7 @@ def _has_header(path: Place, items: Sequence[Item]) -> bool:
     return safetensors.recognizes(reader.upto(0, 16), reader.size)
 
 
-def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Listed) -> Tensor:
+def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: BlockList) -> Tensor:
     """Return a tensor; raise `SourceError` where it cannot be read."""
     held = []
     dtypes = {one.dtype: BY_NAME[one.dtype]} if one.dtype else {}

@@ -23,7 +23,7 @@ from reshard.layout.block import LONGEST_NAME, shape_text
 from reshard.readers.dcp.archive import Archives, Part
 from reshard.readers.dcp.dtensors import Tensors, is_tensor
 from reshard.readers.dcp.records import Archive
-from reshard.readers.listed import Listed, nothing_readable
+from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import Name, Pairs, Record, shown, unpickled
 from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
 from reshard.source.probe import compare_contents
@@ -128,7 +128,7 @@ def _opened(place: Place, files: Sequence[_File], count: int, *, contents: bool 
             unreadable.setdefault(name, reason)
         objects.update(one.objects)
     unreadable |= dict.fromkeys(held.keys() & objects.keys(), "is a tensor in some files, and none in others")
-    listed = Listed()
+    listed = BlockList()
     tensors: dict[str, Tensor] = {}
     for name, some in held.items():
         try:
@@ -147,7 +147,7 @@ def _opened(place: Place, files: Sequence[_File], count: int, *, contents: bool 
     return compare_contents(checkpoint, ruled, contents=contents)
 
 
-def _tensor(name: str, some: Sequence[tuple[int, Kept, int]], ranks: Sequence[int], listed: Listed) -> Tensor:
+def _tensor(name: str, some: Sequence[tuple[int, Kept, int]], ranks: Sequence[int], listed: BlockList) -> Tensor:
     """Return a tensor; raise `SourceError` where what the files have does not make one."""
     dtypes = {kept.local.dtype.name: kept.local.dtype for _, kept, _ in some}
     if len(dtypes) > 1:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from reshard.rules.lora.parts import Adapter, Copy, Pair
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.source.checkpoint import Checkpoint, Extras, Tensor
 
 T = TypeVar("T")
 
@@ -105,27 +105,31 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
             ]
     for number, name in enumerate(untied, 1):
         tensors[name] = _alias(tensors[name], number)
-    copies, layouts, holders = adapter.copies, source.extras.layouts, source.extras.holders
+    copies, extras = adapter.copies, source.extras
     if absent and not {head, embedding} & set(untied):
         tensors.pop(head, None)
         merged = [pair._replace(weight=embedding) if pair.weight == head else pair for pair in merged]
         copies = tuple(copy._replace(weight=embedding) if copy.weight == head else copy for copy in copies)
     elif absent:
-        layouts, holders = _with_head(layouts, head, embedding), _with_head(holders, head, embedding)
+        extras = _with_head(extras, head, embedding)
     of_heads = {pair.a for pair in adapter.pairs if _ends(pair.weight, _HEAD)}
     merged.sort(key=lambda pair: pair.a in of_heads)  # PEFT adds them last, which matters if both get both
     changed_source = replace(
         source,
         tensors=tensors,
-        extras=replace(source.extras, layouts=layouts, holders=holders),
+        extras=extras,
         warnings=(*source.warnings, *warnings),
     )
     return Resolved(changed_source, tuple(merged), copies)
 
 
-def _with_head(by_name: Mapping[str, T], head: str, embedding: str) -> Mapping[str, T]:
-    """Return a mapping in which the head has the value of the embedding."""
-    return {**by_name, head: by_name[embedding]} if embedding in by_name else by_name
+def _with_head(extras: Extras, head: str, embedding: str) -> Extras:
+    """Return the extras with the head arranged as the embedding."""
+    arrangement = extras.arrangement
+    if arrangement is None or embedding not in arrangement.tensors:
+        return extras
+    tensors = {**arrangement.tensors, head: arrangement.tensors[embedding]}
+    return replace(extras, arrangement=replace(arrangement, tensors=tensors))
 
 
 def _head_and_embedding(source: Checkpoint, weights: Collection[str]) -> tuple[str, str]:
@@ -190,7 +194,7 @@ def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str
         for name, tensor in source.tensors.items()
         for replicas in tensor.sharding.replicas
         for at in replicas
-        for begin, nbytes in tensor.runs[at.runs]
+        for begin, nbytes in tensor.runs[at.number]
     )
     for file, begin, nbytes, name in sorted(extent for extent in extents if extent[2]):
         if (file, begin) < reached:

@@ -29,6 +29,7 @@ from reshard.storage.base import unfinished_path
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.small import is_within
 from reshard.strategy.schema import is_inner_path
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -205,7 +206,7 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
     strategy = plan.request and plan.request.target
     if plan.request is None:
         pattern, ranks = RANK_PATTERN, {*plan.ranks}
-    elif isinstance(plan.request.files, RankFiles) and not (strategy and strategy.others):
+    elif isinstance(plan.request.files, RankFiles) and not (isinstance(strategy, Strategy) and strategy.others):
         way, ranks = plan.request.files, {*(strategy.ranks if strategy else plan.ranks)}
         pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
     else:
@@ -234,7 +235,8 @@ class _OfTarget:
         self._families = None if plan.request else _families(plan)
         self._own, self._suffix = _own(plan), way.suffix if isinstance(way, RankFiles) else ""
         self._is_ranked = isinstance(way, RankFiles) or (isinstance(way, NamedFile) and "{rank}" in way.name)
-        self._ranks, self._others = strategy.ranks if strategy else plan.ranks, bool(strategy and strategy.others)
+        self._ranks = strategy.ranks if strategy else plan.ranks
+        self._others = isinstance(strategy, Strategy) and strategy.others
 
     def keeps(self, file: str, record: Record) -> bool:
         """Return whether a file of an earlier run stays."""

@@ -26,8 +26,8 @@ from reshard.layout.layout import Grid
 from reshard.layout.replicas import by_size
 from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
-from reshard.targets.dcp.metadata import Listed, Part, metadata
-from reshard.targets.destination import Destination, TargetFile, Wanted, literal
+from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
+from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
 from reshard.targets.ranks import fitted
 from reshard.targets.torch_save import Saved, saved_tensor, saved_text, torch_dtype
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.errors import Faults
+    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.plan.budget import Share
-    from reshard.plan.build import Routed
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Item
+    from reshard.targets.destination import Assigned, TargetTensor
 
 _ITEM_BYTES = 2050  # resident memory of a block in a file's layout and in the metadata, as measured
 
@@ -63,9 +63,15 @@ class DCPTarget(Destination):
     carries = True
 
     def __init__(
-        self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults
+        self,
+        source: Checkpoint,
+        request: Request,
+        items: Sequence[TargetTensor],
+        arrangement: Arrangement | None,
+        objects: Mapping[str, str],
+        faults: Faults,
     ) -> None:
-        target, files = request.target, request.files
+        target, files = arrangement, request.files
         self.ranks = (0,) if target is None else tuple(target.ranks)
         self._items, self._step = items, files.step
         self._directory = "" if files.step is None else f"iter_{files.step:07d}/"  # as in Megatron-LM
@@ -84,7 +90,7 @@ class DCPTarget(Destination):
         self._files = {
             name: tuple(numbers[file] for file in tensor_files) for name, tensor_files in files_of_blocks.items()
         }
-        self._wanted: dict[tuple[Grid, tuple[int, ...]], Wanted] = {}
+        self._wanted: dict[tuple[Grid, tuple[int, ...]], TargetBlocks] = {}
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
         self.carried = self._carried.names
         self._sidecar_files, self._is_made = self._carried.beside, False
@@ -107,7 +113,7 @@ class DCPTarget(Destination):
             )  # fmt: skip
         return request
 
-    def wanted(self, item: Item) -> Wanted | None:
+    def blocks_of(self, item: TargetTensor) -> TargetBlocks | None:
         """Return the blocks, each with its single file; None if the layout does not fit."""
         grid = self._grids.get(item.name)
         if grid is None:
@@ -115,31 +121,31 @@ class DCPTarget(Destination):
         key = (grid, self._files[item.name])
         if key not in self._wanted:
             blocks = tuple(block for block, _ in _stored_blocks(grid))
-            self._wanted[key] = Wanted(blocks, tuple((file,) for file in key[1]))
+            self._wanted[key] = TargetBlocks(blocks, tuple((file,) for file in key[1]))
         return self._wanted[key]
 
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata that list the items."""
-        files = [_File() for _ in self._data_files]
-        parts: dict[str, list[Part]] = {}
+        files = [_FileContents() for _ in self._data_files]
+        parts: dict[str, list[ItemPart]] = {}
         for item in texts:
             content = Content(item.name, item.dtype, (), item.tensor.text)
             begin, nbytes = files[0].add(content, saved_text(item.tensor.text or ""))
-            parts[item.name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
+            parts[item.name] = [ItemPart(None, (), self._data_files[0].path, begin, nbytes)]
         for name, content_bytes in self._carried.objects.items():
             begin, nbytes = files[0].add(None, Saved(len(content_bytes), ((0, content_bytes),)))
-            parts[name] = [Part(None, (), self._data_files[0].path, begin, nbytes)]
-        for item, route in routed:
+            parts[name] = [ItemPart(None, (), self._data_files[0].path, begin, nbytes)]
+        for item, target in assigned:
             parts[item.name] = []
-            for block, (number,) in zip(route.wanted.blocks, route.wanted.files, strict=True):
+            for block, (number,) in zip(target.blocks, target.files, strict=True):
                 shape = block.shape
                 begin, nbytes = files[number].add(
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
                 )
-                parts[item.name].append(Part(block.start, shape, self._data_files[number].path, begin, nbytes))
+                parts[item.name].append(ItemPart(block.start, shape, self._data_files[number].path, begin, nbytes))
         paths = {} if self._is_made else self._carried.paths
         entries = [
-            Listed(
+            ListedTensor(
                 item.name,
                 torch_dtype(item.name, item.dtype) if item.tensor.text is None else None,
                 item.tensor.spec.shape,
@@ -149,7 +155,7 @@ class DCPTarget(Destination):
             for item in self._items
             if item.name in parts
         ]
-        entries += [Listed(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
+        entries += [ListedTensor(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
         target_files = [
             TargetFile(data_file.rank, f"{self._directory}{data_file.path}", file.layout())
             for data_file, file in zip(self._data_files, files, strict=True)
@@ -189,7 +195,7 @@ class DCPTarget(Destination):
         return result
 
 
-class _File:
+class _FileContents:
     """A data file under construction."""
 
     def __init__(self) -> None:

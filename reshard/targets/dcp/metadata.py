@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _VERSION = "1.0.0"
 
 
-class Part(NamedTuple):
+class ItemPart(NamedTuple):
     """An item: the start and shape of its block, and its range of a file.
 
     `start` is None for an object.
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     encoding: tuple[str, ...] = ()
 
 
-class Listed(NamedTuple):
+class ListedTensor(NamedTuple):
     """A tensor, or an object.
 
     Attributes:
@@ -53,11 +53,11 @@ class Listed(NamedTuple):
     name: str
     dtype: Name | None
     shape: Shape
-    parts: Sequence[Part]
+    parts: Sequence[ItemPart]
     path: tuple[str | int, ...] | None
 
 
-def metadata(listed: Sequence[Listed], more: Mapping[str, object]) -> bytes:
+def metadata(listed: Sequence[ListedTensor], more: Mapping[str, object]) -> bytes:
     """Return the pickle of the metadata; `more` are additional keys of other programs."""
     paths = [(entry.name, entry.path) for entry in listed if entry.path is not None]
     state = {
@@ -71,7 +71,7 @@ def metadata(listed: Sequence[Listed], more: Mapping[str, object]) -> bytes:
     return pickled(Instance(_metadata_name("Metadata"), state), 4)
 
 
-def _tensor_metadata(entry: Listed) -> Instance:
+def _tensor_metadata(entry: ListedTensor) -> Instance:
     """Return the metadata of a tensor or an object."""
     if entry.dtype is None:
         return Instance(_OBJECT, None)
@@ -83,7 +83,7 @@ def _tensor_metadata(entry: Listed) -> Instance:
     return Instance(_TENSOR, {"properties": Instance(_PROPERTIES, properties), "size": size, "chunks": chunks})
 
 
-def _storage_entries(entry: Listed) -> Iterator[tuple[Instance, Instance]]:
+def _storage_entries(entry: ListedTensor) -> Iterator[tuple[Instance, Instance]]:
     """Yield the storage entries of a tensor's blocks, or of an object."""
     for number, part in enumerate(entry.parts):
         index: dict[str, object] = {"fqn": entry.name, "index": None}

@@ -32,7 +32,7 @@ from reshard.storage.places import as_place, can
 from reshard.strategy.names import matches, optimizer_states
 from reshard.targets.dcp import DCPTarget
 from reshard.targets.dcp.carried import old_names, read_carried
-from reshard.targets.dcp.metadata import Listed, Part, metadata
+from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
 from reshard.targets.destination import Destination, TargetFile, literal
 from reshard.targets.torch_save import torch_dtype
@@ -65,8 +65,9 @@ class Relinked(Destination):
     links = True
 
     def __init__(
-        self, source: Checkpoint, request: Request, _items: object, objects: Mapping[str, str], faults: Faults
-    ) -> None:
+        self, source: Checkpoint, request: Request, _items: object, _arrangement: object, objects: Mapping[str, str],
+        faults: Faults,
+    ) -> None:  # fmt: skip
         """Find the files to link, and make the metadata.
 
         `objects` maps old names of tensors and objects to new names.
@@ -173,17 +174,17 @@ class _Links:
         self._linked_bytes: dict[str, int] = {}
         self.links: dict[str, TargetFile] = {}
 
-    def part(self, item: Item, start: Shape | None, shape: Shape) -> Part:
+    def part(self, item: Item, start: Shape | None, shape: Shape) -> ItemPart:
         """Link the file of an item, and return the item's range in the target."""
         link = self.links.get(item.file) or self._link(item.file)
         self._linked_bytes[item.file] = self._linked_bytes.get(item.file, 0) + item.nbytes
-        return Part(start, shape, link.path, item.begin, item.nbytes, item.encoding)
+        return ItemPart(start, shape, link.path, item.begin, item.nbytes, item.encoding)
 
     def ordered(self, name: str, items: Sequence[Item]) -> list[Item]:
         """Sort the items of a tensor: items with bytes first, then empty items."""
         tensor, begins = self._source.tensors[name], dict[str, list[int]]()
         for at in chain.from_iterable(tensor.sharding.replicas):
-            runs = (begin for begin, nbytes in tensor.runs[at.runs] if nbytes)
+            runs = (begin for begin, nbytes in tensor.runs[at.number] if nbytes)
             begins.setdefault(self._source.files[at.file].path, []).extend(runs)
         sorted_begins = {path: sorted(file_begins) for path, file_begins in begins.items()}
 
@@ -275,11 +276,11 @@ def _ambiguous_offsets(tensor: Stated, items: Sequence[Item]) -> set[Shape]:
     return {offsets for offsets, n in Counter(item.offsets for item in items).items() if n > 1 and counts[offsets] > 1}
 
 
-def _listed(new: str, old: str, source_metadata: Metadata, path: KeyPath | None, files: _Links) -> Listed:
+def _listed(new: str, old: str, source_metadata: Metadata, path: KeyPath | None, files: _Links) -> ListedTensor:
     """Return the new metadata of a tensor or an object."""
     items = source_metadata.items[old]
     if old in source_metadata.objects:
-        return Listed(new, None, (), [files.part(items[0], None, ())], path)
+        return ListedTensor(new, None, (), [files.part(items[0], None, ())], path)
     tensor = source_metadata.tensors[old]
     if _ambiguous_offsets(tensor, items):
         items = files.ordered(old, items)
@@ -288,7 +289,7 @@ def _listed(new: str, old: str, source_metadata: Metadata, path: KeyPath | None,
         first.setdefault(item.offsets, item)
     extents = _extents(tensor)
     parts = [files.part(item, offsets, extents[offsets]) for offsets, item in first.items()]
-    return Listed(new, torch_dtype(old, BY_NAME[tensor.dtype]), tensor.shape, parts, path)
+    return ListedTensor(new, torch_dtype(old, BY_NAME[tensor.dtype]), tensor.shape, parts, path)
 
 
 def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:

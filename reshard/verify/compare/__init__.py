@@ -2,8 +2,8 @@
 
 1. One copy of every source block is the *reference*. All other copies are compared with it: copies of other source
    ranks, and every copy of every target block.
-2. References and the distinct blocks of all copies form a `Way`, as if the copies were to be written from the
-   references: a comparison is a move whose contents are compared with existing files instead of written.
+2. References and the distinct blocks of all copies form a `Route`, as if the copies were to be written from the
+   references: a comparison is a transfer whose contents are compared with existing files instead of written.
 3. A tensor with a separate value on every source rank is compared by digest: a target copy must equal the value of one
    source rank.
 
@@ -19,12 +19,12 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.formats.entries import Where
+from reshard.formats.entries import Replica
 from reshard.layout.axes import common
 from reshard.plan import budget
 from reshard.plan.bands import Recipe
 from reshard.plan.partition import share_out
-from reshard.plan.plan import Move, Piece, Way
+from reshard.plan.plan import Piece, Route, Transfer
 from reshard.run.executor import map_tasks
 from reshard.source.replicas import in_every_stage, in_several_stages
 from reshard.source.reshape import Shared
@@ -53,7 +53,7 @@ class Check:
         name: the name of the tensor in the target.
         source_name: its name in the source.
         shape: its whole shape.
-        move: a move from references to copies; source files are numbered first, then target files.
+        transfer: a transfer from references to copies; source files are numbered first, then target files.
         own_values: every source rank has a separate value; `references` has all of them.
         references: the extents of separate values; empty for other tensors.
     """
@@ -61,9 +61,9 @@ class Check:
     name: str
     source_name: str
     shape: Shape
-    move: Move
+    transfer: Transfer
     own_values: bool = False
-    references: tuple[Where, ...] = ()
+    references: tuple[Replica, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,23 +92,23 @@ class Comparison:
 
     def copy_dtype(self, check: Check, file: int) -> DType:
         """Return the dtype of a copy."""
-        return check.move.dtype if file < self.sources else check.move.target_dtype
+        return check.transfer.dtype if file < self.sources else check.transfer.target_dtype
 
     def nbytes(self, check: Check) -> int:
         """Return the number of bytes read to compare a whole tensor."""
-        recipe = check.move.recipe
+        recipe = check.transfer.recipe
         times = len(check.references) if check.own_values else 1
-        references = sum(block.size for block in recipe.sources) * times * check.move.dtype.itemsize
+        references = sum(block.size for block in recipe.sources) * times * check.transfer.dtype.itemsize
         return references + sum(
             block.size * self.copy_dtype(check, at.file).itemsize
-            for block, copies in zip(recipe.targets, check.move.way.writes, strict=True)
+            for block, copies in zip(recipe.targets, check.transfer.route.writes, strict=True)
             for at in copies
         )
 
     def piece_bytes(self, piece: Piece) -> int:
         """Return the number of bytes read to compare the rows of a piece."""
-        check = self.checks[piece.move]
-        rows = 1 if check.own_values else check.move.rows
+        check = self.checks[piece.transfer]
+        rows = 1 if check.own_values else check.transfer.rows
         return self.nbytes(check) * (piece.stop - piece.start) // rows
 
     def tasks(self, *, sample: float | None = None, seed: int = 0) -> list[tuple[Piece, ...]]:
@@ -119,17 +119,17 @@ class Comparison:
                 tensor. None for all rows.
             seed: the seed; the choice depends only on it and the name of the tensor.
         """
-        weights = [self.nbytes(check) if any(check.move.way.writes) else 0 for check in self.checks]
-        moves = [check.move for check in self.checks]
+        weights = [self.nbytes(check) if any(check.transfer.route.writes) else 0 for check in self.checks]
+        transfers = [check.transfer for check in self.checks]
         if sample is None:
             # Separate values of ranks are compared as a whole.
             shared_weights = [0 if check.own_values else n for check, n in zip(self.checks, weights, strict=True)]
-            shared = share_out(moves, shared_weights, self.band_bytes, whole_files=False)
+            shared = share_out(transfers, shared_weights, self.band_bytes, whole_files=False)
             separate = (Piece(n, 0, 1) for n, check in enumerate(self.checks) if check.own_values and weights[n])
             return [*(task.pieces for task in shared), *((piece,) for piece in separate)]
         pieces: list[Piece] = []
         for number, (check, weight) in enumerate(zip(self.checks, weights, strict=True)):
-            rows = 1 if check.own_values else check.move.rows
+            rows = 1 if check.own_values else check.transfer.rows
             if not (rows and weight):
                 continue
             length = max(1, rows * SAMPLE_BYTES // weight)
@@ -177,7 +177,7 @@ def checks(
             conversion.
         band_bytes: the most bytes of a tensor that a thread reads at once.
     """
-    ways: dict[tuple[Shape, Shape | None, Sharding, Sharding, DType, DType], Way] = {}
+    routes: dict[tuple[Shape, Shape | None, Sharding, Sharding, DType, DType], Route] = {}
     shared = Shared()
     result = []
     for source_name, name in pairs:
@@ -195,20 +195,20 @@ def checks(
         own_values = tensor.varies and not counterpart.listed
         key = (tensor.spec.shape, tensor.space, tensor.sharding, compared.sharding, tensor.spec.dtype, dtype)
         alike = not (tensor.varies or in_several_stages(source, tensor) or in_several_stages(target, counterpart))
-        way = ways.get(key) if alike else None
-        if way is None:
-            way = _way(tensor, all_stages, compared, len(source.files), dtype, band_bytes)
+        route = routes.get(key) if alike else None
+        if route is None:
+            route = _route(tensor, all_stages, compared, len(source.files), dtype, band_bytes)
             if alike:
-                ways[key] = way
+                routes[key] = route
         runs = (*all_stages.runs, *compared.runs)
-        move = Move(way, tensor.spec.dtype, dtype, runs, runs)
+        transfer = Transfer(route, name, source_name, tensor.spec.dtype, dtype, runs, runs)
         references = all_stages.sharding.replicas[0] if own_values else ()
-        result.append(Check(name, source_name, tensor.spec.shape, move, own_values, references))
+        result.append(Check(name, source_name, tensor.spec.shape, transfer, own_values, references))
     return result
 
 
-def _way(tensor: Tensor, all_stages: Tensor, compared: Tensor, sources: int, dtype: DType, band_bytes: int) -> Way:
-    """Return the way from references to copies.
+def _route(tensor: Tensor, all_stages: Tensor, compared: Tensor, sources: int, dtype: DType, band_bytes: int) -> Route:
+    """Return the route from references to copies.
 
     Args:
         tensor: the source tensor, as it is converted.
@@ -224,20 +224,22 @@ def _way(tensor: Tensor, all_stages: Tensor, compared: Tensor, sources: int, dty
     references = {
         block: next(at for at in extents if at.file == first[block]) for block, extents in stored if block in first
     }
-    copies: dict[Block, list[Where]] = {}
+    copies: dict[Block, list[Replica]] = {}
     if not tensor.varies:
         for block, extents in stored:
             if further := [at for at in extents if at != references.get(block)]:
                 copies.setdefault(block, []).extend(further)
     behind = len(all_stages.runs)
     for block, extents in _stored_blocks(compared):
-        copies.setdefault(block, []).extend(Where(sources + at.file, behind + at.runs, at.strides) for at in extents)
+        copies.setdefault(block, []).extend(
+            Replica(sources + at.file, behind + at.number, at.strides) for at in extents
+        )
     recipe = Recipe.of(tensor.space or tensor.spec.shape, list(references), list(copies))
     axis = recipe.axis(band_bytes // max(tensor.spec.dtype.itemsize, dtype.itemsize))
-    return Way(recipe, axis, tuple(references.values()), tuple(map(tuple, copies.values())))
+    return Route(recipe, axis, tuple(references.values()), tuple(map(tuple, copies.values())))
 
 
-def _stored_blocks(tensor: Tensor) -> list[tuple[Block, tuple[Where, ...]]]:
+def _stored_blocks(tensor: Tensor) -> list[tuple[Block, tuple[Replica, ...]]]:
     """Return the blocks of a tensor that are in files, with their extents."""
     sharding = tensor.sharding
     return [(block, extents) for block, extents in zip(sharding.blocks, sharding.replicas, strict=True) if extents]
@@ -307,7 +309,7 @@ def compare(
         ),
         tuple(name for result in results for name in result.varying),
         sum(result.read for result in results),
-        sum(comparison.nbytes(check) for check in every if any(check.move.way.writes)),
+        sum(comparison.nbytes(check) for check in every if any(check.transfer.route.writes)),
     )
 
 
@@ -315,7 +317,7 @@ def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: 
     """Turn a mismatch into a difference with full details of its location."""
     of_source = mismatch.file < len(source.files)
     side, number = (source, mismatch.file) if of_source else (target, mismatch.file - len(source.files))
-    dtype = check.move.dtype if of_source else check.move.target_dtype
+    dtype = check.transfer.dtype if of_source else check.transfer.target_dtype
     actual, expected = (f"{bits:0{2 * dtype.itemsize}x}" for bits in (mismatch.found, mismatch.expected))
     return Difference(
         "values",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reshard.formats.entries import Extent, Where, wants
+from reshard.formats.entries import Extent, Replica, wants
 from reshard.layout.block import Block
 from reshard.plan.bands import AHEAD
-from reshard.plan.plan import Piece, Way
+from reshard.plan.plan import Piece, Route
 from reshard.run.engine import Band, BandReader, Write, cast, copies_ahead, read_block, scratch
 from reshard.storage.cipher import store_of
 from reshard.storage.places import in_batches
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from reshard.verify.compare import Check, Comparison
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+_WIDENED = 64 << 10  # elements that are converted to float64 at once: half a megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +118,16 @@ class Comparer:
 
     def compare(self, pieces: Sequence[Piece]) -> None:
         """Compare the rows of pieces; compare tensors with separate values as a whole."""
-        checks = {piece.move: self._comparison.checks[piece.move] for piece in pieces}
-        self.found += self._rows(checks, [piece for piece in pieces if not checks[piece.move].own_values])
+        checks = {piece.transfer: self._comparison.checks[piece.transfer] for piece in pieces}
+        self.found += self._rows(checks, [piece for piece in pieces if not checks[piece.transfer].own_values])
         for number, check in checks.items():
             if check.own_values:
                 self.found += [(number, mismatch) for mismatch in self._own_values(check)]
 
     def _rows(self, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[tuple[int, Mismatch]]:
         """Compare the rows of pieces, and yield mismatches with check numbers."""
-        moves = {number: check.move for number, check in checks.items()}
-        reader = BandReader(moves, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
+        transfers = {number: check.transfer for number, check in checks.items()}
+        reader = BandReader(transfers, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
         converted = memoryview(b"")
         for turn in in_batches(self._turns(reader, checks, pieces)):
             if isinstance(turn, _References):
@@ -134,12 +136,12 @@ class Comparer:
             number, write, copy, content, side = turn
             check = checks[number]
             if copy is None:
-                converted = cast(write.put_together(), check.move.dtype, check.move.target_dtype)
+                converted = cast(write.put_together(), check.transfer.dtype, check.transfer.target_dtype)
                 continue
             dtype = self._comparison.copy_dtype(check, copy.file)
-            shape = check.move.recipe.targets[write.target].shape
+            shape = check.transfer.recipe.targets[write.target].shape
             self._gather(copy, shape, dtype, write.first * dtype.itemsize, content, side)
-            expected = write.content if dtype is check.move.dtype else converted
+            expected = write.content if dtype is check.transfer.dtype else converted
             if expected is write.content and write.copies:
                 # The copy is in the gather buffer: compare its columns with the read buffers.
                 if all(np.array_equal(*columns) for columns in write.copies):
@@ -157,15 +159,15 @@ class Comparer:
         """Yield read steps: a band of the references, then every copy of each part of it."""
         for (number, band), store, requests in reader.bands(pieces):
             yield _References(number, band), store, requests
-            move = checks[number].move
+            transfer = checks[number].transfer
             writes, sides = band.writes, iter(tuple[_Side, ...]())
-            if any(copy.is_apart for copies in move.writes for copy in copies):
+            if any(copy.is_apart for copies in transfer.writes for copy in copies):
                 writes = list(writes)
-                sides = _sides(number, [(write.target, move.writes[write.target]) for write in writes])
+                sides = _sides(number, [(write.target, transfer.writes[write.target]) for write in writes])
             for write in writes:
-                elements = len(write.content) // move.dtype.itemsize
-                dtype = move.dtype
-                for copy in move.writes[write.target]:
+                elements = len(write.content) // transfer.dtype.itemsize
+                dtype = transfer.dtype
+                for copy in transfer.writes[write.target]:
                     before, dtype = dtype, self._comparison.copy_dtype(checks[number], copy.file)
                     if dtype is not before:
                         yield _Part(number, write, None, write.content), store, []
@@ -179,17 +181,17 @@ class Comparer:
     ) -> Mismatch:
         """Describe the unequal elements of a part of a copy."""
         position = int(unequal.argmax())
-        recipe = check.move.recipe
+        recipe = check.transfer.recipe
         block = recipe.targets[target]
         inside = np.unravel_index(first + position, block.shape)
         index = tuple(start + int(at) for start, at in zip(block.start, inside, strict=True))
         reference = next(
             at.file
-            for source, at in zip(recipe.sources, check.move.way.reads, strict=True)
+            for source, at in zip(recipe.sources, check.transfer.route.reads, strict=True)
             if all(a <= i < b for a, i, b in zip(source.start, index, source.stop, strict=True))
         )
         dtype = self._comparison.copy_dtype(check, file)
-        largest, nans = _distance(actual[unequal], expected[unequal], dtype)
+        largest, nans = _distance(unequal, actual, expected, dtype)
         if not check.shape:
             index = ()
         elif check.shape != recipe.shape:
@@ -205,34 +207,37 @@ class Comparer:
 
     def _own_values(self, check: Check) -> Iterator[Mismatch]:
         """Compare copies that equal no value of a source rank with the first value."""
-        move = check.move
+        transfer = check.transfer
         values = {*self._digests(check, check.references)}
         if len(values) > 1:
             self.varying.append(check.source_name)
-        for block, copies in zip(move.recipe.targets, move.way.writes, strict=True):
+        for block, copies in zip(transfer.recipe.targets, transfer.route.writes, strict=True):
             digests = self._digests(check, copies)
             wrong = tuple(at for at, digest in zip(copies, digests, strict=True) if digest not in values)
             if wrong:
-                recipe = replace(move.recipe, targets=(block,))
-                single = replace(check, move=move._replace(way=Way(recipe, move.axis, move.way.reads, (wrong,))))
+                recipe = replace(transfer.recipe, targets=(block,))
+                single = replace(
+                    check,
+                    transfer=transfer._replace(route=Route(recipe, transfer.axis, transfer.route.reads, (wrong,))),
+                )
                 by_file: dict[int, Mismatch] = {}
-                for _, mismatch in self._rows({0: single}, [Piece(0, 0, move.rows)]):
+                for _, mismatch in self._rows({0: single}, [Piece(0, 0, transfer.rows)]):
                     before = by_file.get(mismatch.file)
                     by_file[mismatch.file] = joined(before, mismatch) if before else mismatch
                 yield from by_file.values()
 
-    def _digests(self, check: Check, copies: Sequence[Where]) -> list[bytes]:
+    def _digests(self, check: Check, copies: Sequence[Replica]) -> list[bytes]:
         """Return the digests of whole copies of a tensor, cast as in a conversion."""
         hashes = [blake2b(digest_size=32) for _ in copies]
         for number, extent, begin, content in in_batches(self._contents(check, copies)):
             dtype = self._comparison.copy_dtype(check, extent.file)
             side = _Side((check.source_name, number), 1, 0) if extent.is_apart else None
             self._gather(extent, check.shape, dtype, begin, content, side)
-            hashes[number].update(cast(content, dtype, check.move.target_dtype))
+            hashes[number].update(cast(content, dtype, check.transfer.target_dtype))
         return [digest.digest() for digest in hashes]
 
     def _contents(
-        self, check: Check, copies: Sequence[Where]
+        self, check: Check, copies: Sequence[Replica]
     ) -> Iterator[tuple[tuple[int, Extent, int, memoryview], ReadStore, list[Want]]]:
         """Yield read steps for whole copies: number, extent, byte offset and buffer."""
         for number, at in enumerate(copies):
@@ -240,7 +245,7 @@ class Comparer:
             total = prod(check.shape) * itemsize
             step = max(1, self._comparison.band_bytes // itemsize) * itemsize
             for begin in range(0, total, step):
-                extent = Extent(at.file, check.move.read_runs[at.runs], at.strides)
+                extent = at.extent(check.transfer.read_runs)
                 content, store, requests = self._reading(extent, begin, min(step, total - begin))
                 yield (number, extent, begin, content), store, requests
 
@@ -282,11 +287,16 @@ def joined(a: Mismatch, b: Mismatch) -> Mismatch:
     return replace(first, count=a.count + b.count, largest=max(a.largest, b.largest), nans=a.nans + b.nans)
 
 
-def _distance(actual: Array, expected: Array, dtype: DType) -> tuple[float, int]:
-    """Return the largest absolute difference, and the number of NaN pairs."""
+def _distance(unequal: Array, actual: Array, expected: Array, dtype: DType) -> tuple[float, int]:
+    """Return the largest absolute difference of unequal elements, and the number of pairs with a NaN."""
     wide = np.complex128 if dtype.numpy().kind == "c" else np.float64
-    with np.errstate(all="ignore"):
-        a, b = (bits.view(dtype.numpy()).astype(wide) for bits in (actual, expected))
-        distances = np.abs(a - b)
-    nans = np.isnan(a) | np.isnan(b)
-    return float(distances[~nans].max(initial=0)), int(np.count_nonzero(nans))
+    largest, nans = 0.0, 0
+    for begin in range(0, len(unequal), _WIDENED):
+        part = slice(begin, begin + _WIDENED)
+        with np.errstate(all="ignore"):
+            a, b = (bits[part][unequal[part]].view(dtype.numpy()).astype(wide) for bits in (actual, expected))
+            distances = np.abs(a - b)
+        nan = np.isnan(a) | np.isnan(b)
+        largest = max(largest, float(distances[~nan].max(initial=0)))
+        nans += int(np.count_nonzero(nan))
+    return largest, nans
