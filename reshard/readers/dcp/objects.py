@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from reshard.errors import SourceError, bytes_text
 from reshard.layout.block import shape_text
 from reshard.readers.dcp import BACKEND, COMMON
-from reshard.readers.dcp.records import Damaged, carries_sums, directory
+from reshard.readers.dcp.archive import Damaged, checked_records
 from reshard.readers.dcp.torch_save import Held, rebuilt
 from reshard.readers.pickles import Name, Pairs, Record, unpickled
 from reshard.source.checkpoint import TensorSpec
-from reshard.storage.crc import crc32
 from reshard.storage.places import any_store, in_batches
 from reshard.storage.small import parse_json
 
@@ -185,16 +184,9 @@ def _value(name: str, one: Object, content: bytes, plain: _Plain) -> Any:
 
 
 def _records(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the records of an archive, each with its path, having compared it with its header and its checksum."""
+    """Yield the names and contents of an archive's records after verifying headers and checksums."""
     try:
-        records, _ = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
-        carries = carries_sums(records)
-        for one in records:
-            one.check(content[one.header : one.header + one.least])
-            path, record = one.name.decode(errors="replace"), content[one.begin : one.begin + one.size]
-            if carries and crc32(record) != one.crc:
-                raise SourceError(f"is corrupt: {path!r:.60} does not match its CRC-32", code="wrong-checksum")
-            yield path, record
+        yield from checked_records(content)
     except Damaged as error:
         _refuse(f"it {error}")
 

@@ -20,9 +20,8 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
 from reshard.formats.entries import Entry, FileIndex, RangeReader
 from reshard.layout.block import LONGEST_NAME, shape_text
-from reshard.readers.dcp.archive import Archives, Part
+from reshard.readers.dcp.archive import Archive, Archives, Part
 from reshard.readers.dcp.dtensors import Tensors, is_tensor
-from reshard.readers.dcp.records import Archive
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import Name, Pairs, Record, shown, unpickled
 from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec

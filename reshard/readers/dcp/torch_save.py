@@ -13,7 +13,6 @@ wrote (`tests/data/dcp`).
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -25,6 +24,7 @@ from reshard.errors import SourceError
 from reshard.formats.entries import Entry, Extent
 from reshard.layout.axes import row_major
 from reshard.layout.block import is_possible, shape_text
+from reshard.readers.dcp.archive import Damaged, first_records
 from reshard.readers.pickles import Name, Record, numbers, shown, unpickled
 from reshard.source.reshape import laid
 from reshard.storage.page_cache import GLANCE_BYTES
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 _HEAD = 2048  # has all that is needed of most items
 _LONGEST_HEAD = 1 << 18
 _MOST_BEGINS, _MOST_HEADS = 8, 512  # of items that differ in nothing but their bytes
-_LOCAL = struct.Struct("<4s10xIIIHH")
-_DESCRIPTOR = b"PK\x07\x08"
 _WHAT = "a tensor that torch.save stored"
 
 STORAGES = {
@@ -114,7 +112,7 @@ def item(span: Span, head: bytes, known: Known) -> Entry | str | None:
         for begin, heads in known.heads.items():
             if (alike := heads.get(head[:begin])) is not None:
                 return alike.entry(span.begin + begin, span.begin + span.nbytes)
-        found = _walked(head, is_whole=len(head) == span.nbytes)
+        found = _tensor_record(head, is_whole=len(head) == span.nbytes)
         if found is None:
             return None
         begin, name, pickled = found
@@ -134,54 +132,29 @@ def item(span: Span, head: bytes, known: Known) -> Entry | str | None:
         return error.message
 
 
-def _walked(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
-    """Return where the bytes of a tensor begin in an item, the name of their record, and what says how it is rebuilt.
+def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
+    """Return the offset and the name of a tensor's bytes in an item, and its pickle; None if the head is too short.
 
     Args:
-        head: what the item begins with.
-        is_whole: that is all of it; else, None is returned where it is too short.
+        head: the first bytes of the item.
+        is_whole: the head is all of the item.
 
     Raises:
-        SourceError: it is not a tensor that `torch.save` stored.
+        SourceError: the item is not a tensor that `torch.save` stored.
     """
-    pickled, order, at = b"", b"little", 0
-    while True:
-        if len(head) - at < _LOCAL.size:
-            break
-        mark, _, _, size, of_name, of_more = _LOCAL.unpack_from(head, at)
-        method = head[at + 8 : at + 10]
-        begin = at + _LOCAL.size + of_name + of_more
-        if mark != b"PK\x03\x04" or method != b"\0\0":
-            raise SourceError(
-                "is not a tensor of torch.save: it is not a zip archive of plain records", code="not-torch-save"
-            )
-        name = head[at + _LOCAL.size : at + _LOCAL.size + of_name].partition(b"/")[2]
-        if name.startswith(b"data/"):
-            if order.strip() != b"little":
-                raise SourceError(f"has the unsupported byte order {order!r:.20}", code="unsupported-byte-order")
-            return begin, name, pickled
-        end = _end_of(head, begin, size)
-        if end is None:
-            break
-        content, at = head[begin : end[0]], end[1]
-        if name == b"data.pkl":
-            pickled = content
-        elif name == b"byteorder":
-            order = content
+    contents: dict[bytes, bytes | None] = {}
+    try:
+        for name, begin, content in first_records(head):
+            if name.startswith(b"data/"):
+                order = contents.get(b"byteorder") or b"little"
+                if order.strip() != b"little":
+                    raise SourceError(f"has the unsupported byte order {order!r:.20}", code="unsupported-byte-order")
+                return begin, name, contents.get(b"data.pkl") or b""
+            contents[name] = content
+    except Damaged as error:
+        raise SourceError(f"is not a tensor of torch.save: it {error}", code="not-torch-save") from None
     if is_whole:
         raise SourceError("is not a tensor of torch.save: it has no bytes, or is truncated", code="truncated")
-    return None
-
-
-def _end_of(head: bytes, begin: int, size: int) -> tuple[int, int] | None:
-    """Return where a record ends, and where the next begins; None where that is not in the head."""
-    if size:
-        return (begin + size, begin + size) if begin + size <= len(head) else None
-    end = head.find(_DESCRIPTOR, begin)
-    while end >= 0:
-        if int.from_bytes(head[end + 8 : end + 12], "little") == end - begin:
-            return end, end + 16
-        end = head.find(_DESCRIPTOR, end + 1)
     return None
 
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats.entries import Entry, Summed
 from reshard.formats.zarr_chunks import Compressed
-from reshard.readers.dcp.archive import Archives, Part
-from reshard.readers.dcp.records import directory
+from reshard.readers.dcp.archive import Archives, Part, directory
 from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault, crc_of_range
@@ -349,7 +348,7 @@ def _has_names(path: str, part: Part, contents: _Contents) -> bool:
         contents.read_into(path, part.begin + begin, memoryview(held))
         return bytes(held)
 
-    records, _ = directory(contents.nbytes, read)
+    records = directory(contents.nbytes, read)
     names = {record.name for record in records}
     data = names - _NAMES
     return _PICKLE in names and data == {b"archive/data/%d" % number for number in range(len(data))}
