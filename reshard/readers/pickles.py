@@ -134,7 +134,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The name of the class or function, without its module; empty if there is none."""
+        """Return the name of the class or function, without its module; empty if there is none."""
         return self.made_by.name if isinstance(self.made_by, Name) else ""
 
     def field(self, name: str) -> Any:
@@ -160,11 +160,11 @@ class Readable(Protocol):
 
     @property
     def path(self) -> str:
-        """The path of the file, for messages."""
+        """Return the path of the file, for messages."""
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
+        """Return the number of bytes."""
 
     def upto(self, offset: int, nbytes: int) -> bytes:
         """Return at most `nbytes` bytes from `offset`."""
@@ -184,7 +184,7 @@ def shown(value: object) -> str:
 
 
 def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
-    """Return a shape, offsets or strides: a tuple of numbers, or the argument of a call such as `torch.Size`.
+    """Return a shape, offsets or strides: a tuple of numbers, or what `torch.Size` is called with.
 
     Raises:
         SourceError: the value is not a tuple of at most `most` numbers. The message does not name the file.

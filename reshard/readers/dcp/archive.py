@@ -44,7 +44,7 @@ _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number befo
 
 # for `verify`
 _WHOLE = 64 << 10  # an archive of at most this size is read at once
-_SHORT, _MOST_SHORT = 4 << 10, 1 << 12  # larger ones: contents that are read with the headers; at most so many records
+_SHORT, _MOST_SHORT = 4 << 10, 1 << 12  # larger ones: contents read with the headers; the most records for it
 _TAIL = 4 << 10  # larger ones: bytes at the end that are read first, which contain most directories
 _MOST_HEADERS = 64 << 20
 
@@ -154,7 +154,7 @@ def checked_records(content: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def first_records(head: bytes) -> Iterator[tuple[bytes, int, bytes | None]]:
-    """Yield the records at the start of an archive, as far as their headers are there.
+    """Yield the records at the start of an archive whose headers are complete.
 
     Each is a name without the top directory, the offset of the contents, and the contents: None if their end is not in
     `head`, or not known.
@@ -174,7 +174,7 @@ def first_records(head: bytes) -> Iterator[tuple[bytes, int, bytes | None]]:
 
 
 def _end_of(head: bytes, begin: int, size: int) -> tuple[int, int] | tuple[None, None]:
-    """Return the end of a record's contents and the offset of the next record; None if they are not in `head`.
+    """Return the end of a record's contents and the offset of the next; None if they are not in `head`.
 
     If the size in the record's header is 0, a descriptor with the size follows the contents.
     """
@@ -339,7 +339,7 @@ class Archives(NamedTuple):
     parts: tuple[Part, ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
-        """Yield each archive after verifying its headers and short records; long records are left to be summed."""
+        """Yield each archive after verifying its headers and short records, not the long ones."""
         for archive, content in in_batches(_headers(path, store, in_batches(_tails(path, store, self.parts)))):
             yield archive.summed(content)
 
@@ -397,7 +397,7 @@ def _tails(
 def _headers(
     path: str, store: ReadStore, tails: Iterator[tuple[Part, memoryview]]
 ) -> Iterator[tuple[tuple[_Indexed, memoryview], ReadStore, list[Want]]]:
-    """Yield the second read of each archive: the headers of records and short contents, one behind the other."""
+    """Yield the second read of each archive: the headers of records and short contents, joined."""
     for part, tail in tails:
         try:
             records = directory(part.nbytes, _over_tail(path, store, part, tail))
