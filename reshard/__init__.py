@@ -31,7 +31,7 @@ _HOMES = {
     "LayoutError": "errors",
     "LinkedDCP": "formats.sets",
     "LoRA": "rules.lora",
-    "make_manifest": "verify.verify",
+    "make_manifest": "verify.manifest_files",
     "Manifest": "verify.manifest",
     "merge_strategies": "strategy.files",
     "MindSporeSet": "formats.sets",
@@ -40,7 +40,7 @@ _HOMES = {
     "plan": "api.plans",
     "Plan": "api.plans",
     "PlanError": "errors",
-    "Progress": "run.run",
+    "Progress": "run.settings",
     "read_layouts": "targets.pattern",
     "read_manifest": "verify.manifest",
     "read_object": "api.checkpoints",
@@ -58,7 +58,7 @@ _HOMES = {
     "UnansweredError": "errors",
     "UnsentError": "errors",
     "UsageError": "errors",
-    "Verification": "verify.verify",
+    "Verification": "verify.verification",
     "verify": "api.verification",
     "VerifyError": "errors",
     "write_manifest": "verify.manifest",
@@ -146,14 +146,16 @@ if TYPE_CHECKING:
     from reshard.plan.select import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
     from reshard.targets.checkpoint2 import Checkpoint2
     from reshard.targets.pattern import read_layouts
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
-    from reshard.verify.verify import Verification, make_manifest
+    from reshard.verify.manifest_files import make_manifest
+    from reshard.verify.verification import Verification
 
 
 class _Package(type(sys)):  # type: ignore[misc]  # a module

@@ -1,6 +1,6 @@
 """Errors: their kinds, exit codes and stable codes, and the form of their messages.
 
-An error has a message of one line that says what is wrong, facts, and a hint with what to type:
+An error has a message of one line that states it, facts, and a hint with an option or command to type:
 
     error: dst already exists
            4 files, written by an earlier run
@@ -10,89 +10,81 @@ Its `code` names the cause and stays the same when the wording changes. Faults o
 example for each cause.
 
 A hint is often an option, which the command line, Python and MindSpore's functions write in different ways. So a `Text`
-refers to an `Option`, and each of the three has a table of `Words`. `str(error)` is in Python's words.
+refers to an `Option`, and each of the three has `Words`: a rule, and a table of exceptions. `str(error)` is in Python's
+words.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _SHOWN_FAULTS = 20
 _SHOWN_OTHERS = 3
 
-Words = Mapping[str, tuple[str, ...]]
-"""How options are written, by their names: without a value, and with one."""
 
-PYTHON: Words = {
-    "against": ("against=...",),
-    "as_is": ("as_is=True",),
-    "allow_missing": ("allow_missing", "allow_missing={!r}"),
-    "cast": ("cast", "cast={{{!r}: {!r}}}"),
-    "chunk_size": ("chunk_size=...",),
-    "client": ("client=...",),
-    "compression": ("compression=...",),
-    "deduplicated": ("deduplicated=True",),
-    "drop": ("drop={!r}",),
-    "exclude": ("exclude", "exclude={!r}"),
-    "include": ("include", "include={!r}"),
-    "iteration": ("iteration=...", "iteration={}"),
-    "key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
-    "layout": ("layout", "layout={{{!r}: {!r}}}"),
-    "layouts_of": ("target=reshard.read_layouts(...)",),
-    "let": ("let={{{!r}: N}}",),
-    "link": ("files=reshard.LinkedDCP()",),
-    "link_replicas": ("link_replicas=True",),
-    "lora": ("lora",),
-    "lora_alpha": ("alpha=... to reshard.LoRA",),
-    "lora_tied": ("tied={!r} to reshard.LoRA",),
-    "max_shard_size": ("max_shard_size=...",),
-    "memory": ("memory=...", "memory={:_}"),
-    "model_config": ("config=...",),
-    "name_map": ("name_map=...",),
-    "overwrite": ("overwrite=True",),
-    "partial": ("partial=True",),
-    "prefix": ("prefix=...",),
-    "rank_pattern": ("rank_pattern=...",),
-    "ranks": ("ranks=...",),
-    "remove_redundancy": ("remove_redundancy=True",),
-    "restart": ("restart=True",),
-    "rules": ("rules=...",),
-    "same_ranks": ("same_ranks",),
-    "sample": ("sample=...",),
-    "seed": ("seed={}",),
-    "shard_size": ("shard_size=...",),
-    "source": ("source=...",),
-    "source_key": ("source_cipher=...", "source_cipher=reshard.Cipher({!r}, key)"),
-    "source_strategy": ("source_strategy=...", "source_strategy={!r}"),
-    "stage": ("stage", "stage={}"),
-    "strategy": ("strategy=...", "strategy={!r}"),
-    "suffix": ("suffix=...", "suffix={!r}"),
-    "target_cipher": ("target_cipher=...", "target_cipher=reshard.Cipher({!r}, key)"),
-    "target_key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
-    "target_iteration": ("iteration=...", "iteration={}"),
-    "target_layout": ("layout={{{!r}: {!r}}}",),
-    "target_partial": ("partial=True",),
-    "target_rank_pattern": ("rank_pattern=...",),
-    "target_stage": ("stage", "stage={}"),
-    "target_step": ("step=...",),
-    "target_strategy": ("strategy=...", "strategy={!r}"),
-    "target_suffix": ("suffix=...", "suffix={!r}"),
-    "to": ("to=...", "to={!r}"),
-    "weights_only": ("weights_only",),
+class Words(NamedTuple):
+    """How options are written.
+
+    Attributes:
+        rule: writes an option that is no exception.
+        exceptions: the forms of others by their names: without a value, and with one.
+    """
+
+    rule: Callable[[Option], str]
+    exceptions: Mapping[str, tuple[str, ...]]
+
+
+_FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
+_BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
+"""Options that Python's texts name without a value."""
+
+
+def _argument(option: Option) -> str:
+    """Write an option as an argument of a public function; those of the target are `verify`'s."""
+    name = option.name.removeprefix("target_")
+    if option.value is not None:
+        return f"{name}={option.value!r}"
+    return name if name in _BARE else f"{name}={'True' if name in _FLAGS else '...'}"
+
+
+_CIPHER = ("cipher=...", "cipher=reshard.Cipher({!r}, key)")
+
+PYTHON = Words(
+    _argument,
+    {
+        "cast": ("cast", "cast={{{!r}: {!r}}}"),
+        "key": _CIPHER,
+        "layout": ("layout", "layout={{{!r}: {!r}}}"),
+        "layouts_of": ("target=reshard.read_layouts(...)",),
+        "let": ("let={{{!r}: N}}",),
+        "link": ("files=reshard.LinkedDCP()",),
+        "lora_alpha": ("alpha=... to reshard.LoRA",),
+        "lora_tied": ("tied={!r} to reshard.LoRA",),
+        "memory": ("memory=...", "memory={:_}"),
+        "model_config": ("config=...",),
+        "source_key": tuple(f"source_{form}" for form in _CIPHER),
+        "target_cipher": tuple(f"target_{form}" for form in _CIPHER),
+        "target_key": _CIPHER,
+        "target_layout": ("layout={{{!r}: {!r}}}",),
+    },
+)
+
+_SIDED = {
+    "source": {"key", "strategy"},
+    "target": {"iteration", "key", "layout", "partial", "rank_pattern", "stage", "strategy", "suffix"},
 }
-"""As arguments of the public functions; those of the target, and of the source next to one, are `verify`'s."""
+"""Options that have names of their own for a side, if a call has both."""
 
 
 class Option(NamedTuple):
     """An option that a text refers to.
 
     Attributes:
-        name: as in the tables of words.
+        name: as on the command line, with underscores; `Words` have the exceptions.
         value: what it is given; None where a text names the option alone, or it has no value.
         rule: of the tensors that `layout` names in its value; how people write the size that `memory` has, and a
             shell the path that `strategy` has.
@@ -104,12 +96,13 @@ class Option(NamedTuple):
 
     def of(self, side: str) -> Option:
         """Return the option of the same meaning for `source` or `target`, where a call has both."""
-        name = f"{side}_{self.name}"
-        return self._replace(name=name) if name in PYTHON else self
+        return self._replace(name=f"{side}_{self.name}") if self.name in _SIDED[side] else self
 
     def written(self, words: Words) -> str:
         """Return what to type."""
-        forms = words[self.name]
+        forms = words.exceptions.get(self.name)
+        if forms is None:
+            return printable(words.rule(self))
         return printable(forms[0 if self.value is None else -1].format(self.value, self.rule))
 
 
@@ -117,7 +110,7 @@ class Text(str):
     """A sentence in Python's words, which knows where they are options.
 
     >>> text = Text("w: differs; give ", Option("layout", "w", "whole"))
-    >>> str(text), spelled(text, {"layout": ("{1} as the layout of {0}",)})
+    >>> str(text), spelled(text, Words(repr, {"layout": ("{1} as the layout of {0}",)}))
     ("w: differs; give layout={'w': 'whole'}", 'w: differs; give whole as the layout of w')
     """
 
@@ -154,16 +147,16 @@ def _written(parts: Iterable[str | Option], words: Words) -> Iterable[str]:
 
 
 class ReshardError(Exception):
-    """Something failed; the base of every error that `reshard` raises on purpose.
+    """The base of every error that `reshard` raises on purpose.
 
     Args:
-        message: one line under 80 characters that says what is wrong, without advice.
-        code: the cause, in words joined by hyphens; by default that of the kind.
-        facts: lines that explain the message: an example, a count, what was expected.
-        hint: what to do about it, best a command or an option to type.
+        message: one line under 80 characters that states the error, without advice.
+        code: the cause, in words joined by hyphens; by default the code of the class.
+        facts: lines that explain the message: an example, a count, the expected value.
+        hint: advice, best a command or an option to type.
 
     Attributes:
-        exit_code: that of the command line.
+        exit_code: the exit code of the command line.
         code: a stable name of the cause, for scripts and tests.
         codes: all causes, if the error reports several faults.
 
@@ -180,20 +173,18 @@ class ReshardError(Exception):
 
     def __init__(self, message: str = "", *, code: str = "", facts: Iterable[str] = (), hint: str = "") -> None:
         super().__init__(message)
-        if code:
-            self.code = code
-        self.facts = tuple(facts)
-        self.hint = hint
+        self.code = code or self.code
+        self.facts, self.hint = tuple(facts), hint
         self.codes: tuple[str, ...] = (self.code,)
 
     @property
     def message(self) -> str:
-        """The one line that says what is wrong."""
+        """Return the line that states the error."""
         return self.args[0] if self.args else ""
 
     @property
     def text(self) -> Text:
-        """The message, the facts and the hint, to be put into others' words."""
+        """Return the message, the facts and the hint, to be rendered for another interface."""
         lines = [Text(self.message), *(Text("  ", fact) for fact in self.facts)]
         return joined("\n", [*lines, *([Text("hint: ", self.hint)] if self.hint else [])])
 
@@ -201,7 +192,7 @@ class ReshardError(Exception):
         return str(self.text)
 
     def changed(self, change: Callable[[str], str]) -> Self:
-        """Return the same error with its message, facts and hint changed, such as put into other words."""
+        """Return the same error with a function applied to its message, facts and hint."""
         error = type(self)(change(self.message), code=self.code, facts=map(change, self.facts), hint=change(self.hint))
         error.codes = self.codes
         return error
@@ -242,13 +233,13 @@ class EncryptedError(SourceError):
 
 
 class GoneError(SourceError):
-    """A source file is not there any more."""
+    """A source file does not exist any more."""
 
     code = "source-gone"
 
 
 class UnansweredError(SourceError):
-    """An object store did not answer, or not properly, in any try to read."""
+    """An object store did not answer properly in any try to read."""
 
     exit_code = 1
     code = "store-not-answering"
@@ -294,14 +285,14 @@ class NoBucketError(TargetError):
 
 
 class UnsentError(TargetError):
-    """An object store did not answer, or not properly, in any try to write."""
+    """An object store did not answer properly in any try to write."""
 
     exit_code = 1
     code = "store-not-answering"
 
 
 class ChangedError(TargetError):
-    """A source is not what it was, so that what is written of it is worth nothing."""
+    """A source changed during the run, so that the written files are useless."""
 
     code = "source-changed"
 
@@ -310,11 +301,11 @@ _VERB = re.compile(
     r"(is|are|was|were|has|have|had|would|cannot|does|differs|lacks|holds|gives|names|matches|becomes|uses|repeats"
     r"|disagrees|begins|ends|needs|cuts|splits) "
 )
-"""How a predicate begins, whose subject is the place in front of it."""
+"""The verb at the beginning of a predicate, whose subject is the location in front of it."""
 
 
 class Faults:
-    """Collect the faults of one subject, to raise them together: one example for each cause.
+    """The faults of one subject, raised together: one example for each cause.
 
     >>> faults = Faults("strategy.ckpt")
     >>> faults.add("$.w.dev_matrix", "is empty; expected at least one axis", code="empty-value")
@@ -333,28 +324,32 @@ class Faults:
         self.count = 0
         self._causes: dict[tuple[str, str], _Cause] = {}
 
-    def add(self, where: str, what: str | ReshardError | Callable[[], str], *, code: str = "", hint: str = "") -> None:
+    def add(self, path: str, fault: str | ReshardError | Callable[[], str], *, code: str = "", hint: str = "") -> None:
         """Record one fault.
 
         Args:
-            where: the place in the subject.
-            what: what is wrong there, an error that says it with its code and hint, or a function that finds the words,
-                called only if they are shown.
+            path: its path in the subject.
+            fault: a sentence, an error with code and hint, or a function that returns a sentence, called only if it is
+                shown.
             code: the cause. Faults of one code are shown as one example and a count; without a code each is shown.
-            hint: what to do about it; the hints of shown faults are joined.
+            hint: advice; the hints of shown faults are joined.
         """
         self.count += 1
-        if isinstance(what, ReshardError):
-            code, hint = code or what.code, hint or what.hint
-            what = joined("; ", [what.message, *what.facts])
-        cause = self._causes.get((code, "" if code else where))
+        if isinstance(fault, ReshardError):
+            code, hint = code or fault.code, hint or fault.hint
+            fault = joined("; ", [fault.message, *fault.facts])
+        cause = self._causes.get((code, "" if code else path))
         if cause is not None:
-            cause.add(where)
+            cause.add(path)
         elif len(self._causes) < _SHOWN_FAULTS:  # a hostile file has millions
-            said = what if isinstance(what, str) else what()
-            shown = where if isinstance(where, Text) or where.isprintable() else repr(where)
-            between = " " if _VERB.match(said) else ": "
-            self._causes[code, "" if code else where] = _Cause(where, Text(shown, between, said), code, hint)
+            sentence = fault if isinstance(fault, str) else fault()
+            subject = path if isinstance(path, Text) or path.isprintable() else repr(path)
+            example = Text(subject, " " if _VERB.match(sentence) else ": ", sentence)
+            self._causes[code, "" if code else path] = _Cause(path, example, code, hint)
+
+    def unexpected(self, where: str, value: object, expected: str, *, code: str = "wrong-type") -> None:
+        """Record a value that is not of the expected kind."""
+        self.add(where, f"is {value!r:.60}; expected {expected}", code=code)
 
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "", code: str = "") -> None:
         """Raise `kind` if there are faults.
@@ -362,7 +357,7 @@ class Faults:
         Args:
             kind: the class of the error.
             advice: a hint for all faults.
-            code: the cause of faults that have none of their own.
+            code: the cause of faults without a code.
         """
         if not self.count:
             return
@@ -397,36 +392,32 @@ def parted(text: str, word: str) -> list[Text]:
 
 
 class _Cause:
-    """A cause of faults: an example, and the places of others."""
+    """A cause of faults: an example, and the paths of more faults."""
 
-    def __init__(self, where: str, example: Text, code: str, hint: str) -> None:
+    def __init__(self, path: str, example: Text, code: str, hint: str) -> None:
         self.example, self.code, self.hint = example, code, hint
-        self.count = 1
-        self._places = [where]
-        self._more = 0
+        self.count, self._paths, self._more = 1, [path], 0
 
-    def add(self, where: str) -> None:
+    def add(self, path: str) -> None:
         self.count += 1
-        if where not in self._places and len(self._places) <= _SHOWN_OTHERS:
-            self._places.append(where)
+        if path not in self._paths and len(self._paths) <= _SHOWN_OTHERS:
+            self._paths.append(path)
         else:
             self._more += 1
 
     def text(self) -> Text:
-        others = f"likewise {names(self._places[1:], most=_SHOWN_OTHERS)}" if len(self._places) > 1 else ""
-        more = f"{self._more} more" if self._more else ""
-        rest = " and ".join(filter(None, (others, more)))
+        same = f"likewise {names(self._paths[1:], most=_SHOWN_OTHERS)}" if len(self._paths) > 1 else ""
+        rest = " and ".join(filter(None, (same, f"{self._more} more" if self._more else "")))
         return Text(self.example, f" ({rest})") if rest else self.example
 
 
 def bytes_text(nbytes: float) -> str:
-    """Write a size in decimal units, as disks and networks are sold by.
+    """Write a size in decimal units, like vendors of disks and networks.
 
     >>> bytes_text(0), bytes_text(999), bytes_text(1_500_000), bytes_text(999_999), bytes_text(2e15)
     ('0 B', '999 B', '1.5 MB', '1.0 MB', '2000.0 TB')
     """
-    size = float(nbytes)
-    unit = "B"
+    size, unit = float(nbytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 999.5 or (unit != "B" and size < 999.95):
             break
@@ -435,7 +426,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    r"""Escape what a terminal would obey instead of showing: control characters, bidirectional marks, lone bytes.
+    r"""Escape unprintable characters: control characters, bidirectional marks, lone bytes.
 
     >>> print(printable("w\x1b[2J\n"), printable("a\nb", keep="\n").count("\n"), printable("größe"))
     w\x1b[2J\n 1 größe
@@ -452,7 +443,5 @@ def names(items: Iterable[object], *, most: int = 5) -> str:
     >>> names(["a", "b"]), names(range(9), most=3)
     ('a, b', '0, 1, 2 and 6 more')
     """
-    listed: Sequence[str] = [text if (text := str(item)).isprintable() else repr(text) for item in items]
-    if len(listed) <= most:
-        return ", ".join(listed)
-    return ", ".join(listed[:most]) + f" and {len(listed) - most} more"
+    texts: Sequence[str] = [text if (text := str(item)).isprintable() else repr(text) for item in items]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -5,20 +5,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from reshard.run import run as running
+
+if TYPE_CHECKING:
+    from reshard.run.settings import RunOptions
 
 
 def by_file(patch: pytest.MonkeyPatch) -> None:
     """Have plans run by file from now on, but for stores, which have no such way on a disk."""
     run = running.run
 
-    def run_by_file(plan: Any, *arguments: Any, **options: Any) -> Any:
-        partition = options.pop("partition", None) or (None if plan.exclusive else "file")
-        return run(plan, *arguments, **options, partition=partition)
+    def run_by_file(plan: Any, directory: Any, options: RunOptions, **others: Any) -> Any:
+        partition = options.partition or (None if plan.exclusive else "file")
+        return run(plan, directory, replace(options, partition=partition), **others)
 
     patch.setattr(running, "run", run_by_file)
 

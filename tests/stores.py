@@ -18,7 +18,7 @@ def store() -> Iterator[LocalStore]:
     one = LocalStore(most_open=4)
     yield one
     one.close()
-    assert not one._handles  # nobody uses a file any more
+    assert not one.files.handles  # nobody uses a file any more
 
 
 def read(store: LocalStore, path: Path, offset: int, nbytes: int) -> bytes:

@@ -16,7 +16,7 @@ import reshard.mindspore as ms
 from reshard import errors
 from reshard.cli.main import cli
 from reshard.cli.terminal import OPTIONS, say
-from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, joined, spelled
+from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, Words, joined, spelled
 from reshard.mindspore.arguments import WORDS
 from reshard.targets.kinds import TAKEN_BY
 
@@ -164,16 +164,26 @@ def arguments_of(module: object, names: list[str]) -> set[str]:
     return {name for one in some if callable(one) for name in inspect.signature(one).parameters}
 
 
+def forms(name: str, words: Words) -> list[str]:
+    """Return an option without a value, and with one."""
+    return [Option(name).written(words), Option(name, 1234, "1kB").written(words)]
+
+
 def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> None:
-    assert referred_to() | set(TAKEN_BY) | {"lora"} == set(PYTHON) == set(OPTIONS) == set(WORDS)
-    known = options_of(cli)
-    assert {form.split()[0] for forms in OPTIONS.values() for form in forms} <= known
+    named = referred_to() | set(TAKEN_BY) | {"lora"}
+    for words in (PYTHON, OPTIONS, WORDS):
+        assert set(words.exceptions) <= named
+        for name in words.exceptions:
+            ruled = [words.rule(option) for option in (Option(name), Option(name, 1234, "1kB"))]
+            assert ruled != forms(name, words), f"{name} is no exception"
+    assert {form.split()[0] for name in named for form in forms(name, OPTIONS)} <= options_of(cli)
     arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith("Error")])
     arguments |= set(inspect.signature(reshard.Rules.read).parameters)
-    assert {form.split("=")[0] for forms in PYTHON.values() for form in forms} <= arguments
-    own = [form for name, forms in WORDS.items() for form in forms if forms != PYTHON[name]]
+    assert {form.split("=")[0] for name in named for form in forms(name, PYTHON)} <= arguments
+    own = [form for name in named for form in forms(name, WORDS) if form not in forms(name, PYTHON)]
     beyond = [form.removesuffix(" to reshard.open") for form in own]
     opening = set(inspect.signature(reshard.open).parameters)
     theirs = arguments_of(ms, ["transform_checkpoints", "load_distributed_checkpoint"])
+    assert own
     for form, name in zip(own, beyond, strict=True):
         assert name.split("=")[0] in (opening if form != name else theirs)

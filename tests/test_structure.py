@@ -8,7 +8,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import reshard
 from reshard.upward import HOMES
@@ -117,7 +119,7 @@ def test_few_conveniences_look_upward() -> None:
         assert home in MODULES
     users = {name for name, path in MODULES.items() if "reshard.upward.upward" in imports(path)}
     assert users == {
-        "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.run", "verify.verify",
+        "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.run", "verify.verification",
     }  # fmt: skip
     text = "".join(MODULES[name].read_text() for name in users)
     for name in HOMES:
@@ -152,4 +154,37 @@ def test_every_public_name_is_there() -> None:
 @pytest.mark.parametrize("name", ["plan", "verify"])
 def test_a_function_is_not_hidden_by_the_shelf_of_its_name(name: str) -> None:
     script = f"import reshard, reshard.plan.bands, reshard.verify.manifest\nassert callable(reshard.{name})"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Return the modules that a command imports, by Python's own report."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "reshard", *arguments], capture_output=True, text=True, check=True
+    )
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def test_a_command_imports_what_it_needs(tmp_path: Path) -> None:
+    """dask takes jinja2 and psutil where they are installed, and no command needs them."""
+    strategy = reshard.Strategy.of({"w": reshard.Layout.of([2], [0, -1])})
+    for rank in range(2):
+        (tmp_path / f"src/rank_{rank}").mkdir(parents=True)
+        save_file({"w": np.zeros((2, 4), np.float32)}, tmp_path / f"src/rank_{rank}/checkpoint_{rank}.safetensors")
+    reshard.write_strategy(strategy, tmp_path / "src.json")
+    imported = imported_by("convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--source-strategy",
+                           str(tmp_path / "src.json"))  # fmt: skip
+    assert {"dask.threaded", "reshard.run.run"} <= imported
+    assert imported.isdisjoint({"jinja2.environment", "psutil._common", "reshard.rules.rules", "reshard.view.data"})
+    assert not {name for name in imported_by("verify", str(tmp_path / "dst")) if name.split(".")[0] == "dask"}
+
+
+def test_dask_is_whole_for_programs_that_import_reshard() -> None:
+    """Later imports find what a command leaves out."""
+    pytest.importorskip("jinja2")
+    pytest.importorskip("psutil")
+    script = (
+        "from reshard.run.executor import import_dask\nimport_dask()\n"
+        "import dask, sys\nassert 'psutil' not in sys.modules\nimport jinja2, psutil"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)

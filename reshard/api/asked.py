@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.rank_dirs import RANK_PATTERN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from reshard.layout.arrangement import Arrangement
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
-OPENING: dict[str, Any] = {
-    "rank_pattern": RANK_PATTERN,
-    "suffix": None,
-    "layouts": {},
-    "stage": None,
-    "iteration": None,
-    "partial": False,
-}
-"""The parameters of opening a checkpoint except its strategy and its key, with their defaults."""
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """The values of the options of opening a checkpoint, as `reshard.open` describes them.
+
+    They are the keywords of `readers.open.open`: `open(path, **vars(options))`.
+    """
+
+    strategy: Strategy | AnyName | None = None
+    rank_pattern: str = RANK_PATTERN
+    suffix: str | None = None
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    stage: int | None = None
+    iteration: int | None = None
+    partial: bool = False
+    cipher: Cipher | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """Return the options that differ from their defaults, except the strategy and the key."""
+        default = OpenOptions(strategy=self.strategy, cipher=self.cipher)
+        return [option.name for option in fields(self) if getattr(self, option.name) != getattr(default, option.name)]
+
+    @property
+    def of_files(self) -> dict[str, Any]:
+        """Return the options of finding and reading files, without a strategy."""
+        return {"rank_pattern": self.rank_pattern, "suffix": self.suffix, "cipher": self.cipher}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +51,7 @@ class TargetOptions:
     to: str | None = None
     format: str | None = None
     style: str | None = None
-    target_strategy: Strategy | AnyName | None = None
+    target_strategy: Strategy | Arrangement | AnyName | None = None
     layouts_of: AnyName | None = None
     ranks: Iterable[int] | None = None
     target_stage: int | None = None

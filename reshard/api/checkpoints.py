@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.api.choices import run_plan
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.make import plan as make_plan
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.plan.select import Selection
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.source.checkpoint import Tensor
     from reshard.storage.cipher import Cipher
@@ -186,8 +188,10 @@ class Checkpoint(Arrays):
             reshard.SourceError: the adapter cannot be read, or does not fit the weights; all faults at once.
             reshard.UsageError: rules were applied before.
         """
+        from reshard.rules.lora.merge import merged  # not on every start
+
         adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
-        return Checkpoint(adapter.merged(self._record))
+        return Checkpoint(merged(self._record, adapter))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
@@ -249,15 +253,13 @@ class Checkpoint(Arrays):
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
                 `Plan.run` do.
         """
-        from reshard.api.plans import run_plan
         from reshard.formats.zarr import ZarrGroup
+        from reshard.run.settings import RunOptions
 
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
-        return run_plan(
-            plan, store, overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client,
-            progress=progress,
-        )  # fmt: skip
+        options = RunOptions(overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client)
+        return run_plan(plan, store, options, progress)
 
     def __getitem__(self, name: str, /) -> Array:
         """Return a tensor as a lazy dask array, with one chunk per source shard.

@@ -10,7 +10,6 @@ from reshard.errors import UsageError
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.select import Selection, derived, select
 from reshard.rules.lora import LoRA
-from reshard.rules.rules import Rules
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
@@ -18,7 +17,10 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.run.run import Progress
+    from reshard.plan.plan import Plan
+    from reshard.rules.rules import Rules
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress, RunOptions
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 
@@ -56,8 +58,10 @@ def selection_of(
         return selection
     if not arguments:
         return None
-    if rules is not None and not isinstance(rules, Rules | Mapping):
-        arguments["rules"] = Rules.read(rules)
+    if rules is not None and not isinstance(rules, Mapping):
+        from reshard.rules.rules import Rules  # not on every start
+
+        arguments["rules"] = rules if isinstance(rules, Rules) else Rules.read(rules)
     if lora is not None and not isinstance(lora, LoRA):
         arguments["lora"] = LoRA(str(lora))
     chosen: dict[str, Any] = arguments
@@ -103,3 +107,16 @@ def progress_of(
 
         return shown()
     return nullcontext(progress or None)
+
+
+def run_plan(
+    plan: Plan,
+    directory: AnyName,
+    options: RunOptions,
+    progress: Callable[[Progress], None] | bool | None,
+) -> Report:
+    """Run a plan, with `progress` as in `Plan.run`."""
+    from reshard.run.run import run  # it brings dask
+
+    with progress_of(progress) as callback:
+        return run(plan, directory, options, progress=callback)

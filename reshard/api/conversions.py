@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.api.asked import OPENING, TargetOptions
+from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.api.choices import selection_of
+from reshard.api.choices import run_plan, selection_of
 from reshard.api.jobs import job
-from reshard.api.plans import run_plan
 from reshard.plan.select import Selection
+from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from reshard.api.choices import Globs
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
@@ -132,15 +133,12 @@ def convert(
     path = as_place(target)
     conversion = job(
         record_of(source) if isinstance(source, Checkpoint) else as_place(source),
-        source_strategy, path, options, selection or Selection(), {**OPENING, "cipher": cipher},
-        threads=threads,
+        path, OpenOptions(strategy=source_strategy, cipher=cipher), options, selection or Selection(), threads=threads,
     )  # fmt: skip
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:
         from reshard.run.session import with_neighbours  # it imports the modules that run a plan
 
         plan = with_neighbours(plan, path, starts_over=overwrite or restart)
-    return run_plan(
-        plan, conversion.directory or path, client=client, scheduler=scheduler, threads=threads,
-        overwrite=overwrite, restart=restart, progress=progress,
-    )  # fmt: skip
+    running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
+    return run_plan(plan, conversion.directory or path, running, progress)

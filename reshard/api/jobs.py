@@ -16,11 +16,11 @@ from dataclasses import fields, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from reshard.api.asked import OPENING
 from reshard.api.choices import target_of
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
 from reshard.formats import check_name
 from reshard.formats.sets import DCP_NAME, LinkedDCP
+from reshard.layout.arrangement import Arrangement
 from reshard.plan.make import plan as make_plan
 from reshard.plan.make import plan_convert
 from reshard.plan.select import Selection
@@ -48,16 +48,16 @@ from reshard.targets.pattern import read_layouts
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from reshard.api.asked import TargetOptions
-    from reshard.layout.arrangement import Arrangement
+    from reshard.api.asked import OpenOptions, TargetOptions
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName, Place
+    from reshard.targets.kinds import AnyFiles
 
 Verb = Literal["convert", "transform", "unify"]
 """The command, which sets the default format: the source's; rank files; a MindSpore set."""
 
 _SHARDED = {"stage": "stage", "iteration": "iteration", "partial": "partial", "layouts": "layout"}
-"""The parameters of `OPENING` for the sharding of a source, and the options that set them."""
+"""The fields of `OpenOptions` for the sharding of a source, and the options that set them."""
 
 
 class Job(NamedTuple):
@@ -78,11 +78,10 @@ class Job(NamedTuple):
 
 def job(
     source: Place | Checkpoint,
-    source_strategy: Strategy | AnyName | None,
     target: Place | None,
+    opening: OpenOptions,
     options: TargetOptions,
     selection: Selection,
-    reading: dict[str, Any],
     *,
     verb: Verb = "convert",
     threads: int | None = None,
@@ -91,11 +90,10 @@ def job(
 
     Args:
         source: the checkpoint, or its path.
-        source_strategy: its strategy, if given.
         target: the path of the target; None for a plan that is saved without one.
+        opening: the options of opening the source; ignored if it is open.
         options: the options of the target.
         selection: which tensors.
-        reading: the options of opening the source (`OPENING`, and its cipher); ignored if it is open.
         verb: the command, for its defaults.
         threads: the most threads that a run may have.
 
@@ -115,16 +113,16 @@ def job(
             )  # fmt: skip
         checkpoint = source
     else:
-        note = _kept_ranks(source, source_strategy, target, options, to, selection, reading, verb)
+        note = _kept_ranks(source, target, opening, options, to, selection, verb)
         if note is not None:
-            return _of_same_ranks(source, target, options, to, selection, reading, threads, note, reason)
-        with noting_swap(source, source_strategy, options.target_strategy, reading):
-            checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
+            return _of_same_ranks(source, target, opening, options, to, selection, threads, note, reason)
+        with noting_swap(source, opening, options.target_strategy):
+            checkpoint = open_checkpoint(source, **vars(opening))
     if to is None:
         to, reason = _of_source(checkpoint, options, verb)
         _refuse_misfits(options, to)
     name = _file_name(as_place(checkpoint.root), target, options, to, verb)
-    plan = _planned(checkpoint, options, to, name, selection, threads)
+    plan = planned(checkpoint, options, to, selection, threads, name=name)
     directory = target.parent if name and target is not None else target
     notes = [f"format: {to}, {reason}"] if reason else []
     if to == "hf" and any(".linear_qkv." in each.name or ".linear_fc1." in each.name for each in plan.transfers):
@@ -139,10 +137,7 @@ def with_format(options: TargetOptions, target: Place, to: str | None) -> Target
 
 @contextmanager
 def noting_swap(
-    path: AnyName,
-    strategy: Strategy | AnyName | None,
-    other_strategy: Strategy | AnyName | None,
-    reading: dict[str, Any],
+    path: AnyName, opening: OpenOptions, other_strategy: Strategy | Arrangement | AnyName | None
 ) -> Iterator[None]:
     """Report swapped strategies if a checkpoint opens only with the other side's.
 
@@ -152,31 +147,32 @@ def noting_swap(
     try:
         yield
     except SourceError as error:
-        if strategy is not None and other_strategy is not None and _fits_other(path, strategy, other_strategy, reading):
+        strategy = opening.strategy
+        other = None if isinstance(other_strategy, Arrangement) else other_strategy
+        if strategy is not None and other is not None and _fits_other(path, opening, other):
             raise SourceError(
                 "the two strategies are swapped",
                 code="swapped-strategies",
-                facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other_strategy)}"],
+                facts=[f"{path} does not fit {_strategy(strategy)}; it fits {_strategy(other)}"],
                 hint=Text("exchange ", Option("source_strategy"), " and ", Option("target_strategy")),
             ) from error
         is_path = strategy is not None and not isinstance(strategy, Strategy)
         is_of_another = error.code == "strategy-mismatch" or not error.hint
-        if is_path and is_of_another and (candidate := _fitting(path, reading)):
+        if is_path and is_of_another and (candidate := _fitting(path, opening)):
             error.hint = Text(f"{candidate} fits: pass ", Option("source_strategy", candidate, quote(candidate)))
         raise
 
 
-def _fitting(path: AnyName, reading: dict[str, Any]) -> str:
+def _fitting(path: AnyName, opening: OpenOptions) -> str:
     """Return the path of a strategy next to a checkpoint that fits it, or ""."""
     from reshard.readers.beside import fitting_strategies  # on errors only
 
     with suppress(ReshardError, OSError):
-        file_options = {name: reading[name] for name in ("rank_pattern", "suffix", "cipher")}
-        ranks = read_headers(path, **file_options).ranks
+        ranks = read_headers(path, **opening.of_files).ranks
         fitting = fitting_strategies(
             as_place(path),
             ranks,
-            lambda candidate: open_checkpoint(path, strategy=candidate, **reading, contents=False),
+            lambda candidate: open_checkpoint(path, **vars(replace(opening, strategy=candidate)), contents=False),
         )
         return str(fitting[0]) if fitting else ""
     return ""
@@ -186,15 +182,13 @@ def _strategy(strategy: Strategy | AnyName) -> str:
     return "the strategy that is given for it" if isinstance(strategy, Strategy) else str(strategy)
 
 
-def _fits_other(
-    path: AnyName, strategy: Strategy | AnyName, other_strategy: Strategy | AnyName, reading: dict[str, Any]
-) -> bool:
+def _fits_other(path: AnyName, opening: OpenOptions, other_strategy: Strategy | AnyName) -> bool:
     """Return whether both strategies can be read and the other one fits."""
     with suppress(ReshardError, OSError):
-        for side in (strategy, other_strategy):
-            if not isinstance(side, Strategy):
+        for side in (opening.strategy, other_strategy):
+            if side is not None and not isinstance(side, Strategy):
                 read_strategy(side)
-        open_checkpoint(path, strategy=other_strategy, **reading)
+        open_checkpoint(path, **vars(replace(opening, strategy=other_strategy)))
         return True
     return False
 
@@ -329,12 +323,11 @@ def _file_name(source: Place, target: Place | None, options: TargetOptions, to: 
 
 def _kept_ranks(
     source: Place,
-    source_strategy: object,
     target: Place | None,
+    opening: OpenOptions,
     options: TargetOptions,
     to: str | None,
     selection: Selection,
-    reading: dict[str, Any],
     verb: Verb,
 ) -> str | None:
     """Return why each rank's file is converted as it is cut, or None.
@@ -345,18 +338,16 @@ def _kept_ranks(
     """
     if options.same_ranks:
         return ""
-    undescribed = source_strategy is None and all(reading[name] == OPENING[name] for name in _SHARDED)
+    undescribed = opening.strategy is None and not _SHARDED.keys() & {*opening.given}
     if verb != "convert" or to not in RANKS or not undescribed or options.given(CUT):
         return None
     if source.is_file():
         as_it_is = options.memory is None and not _choices(selection)
         return "" if as_it_is and self_described(source) is None else None
     is_directory = source.is_dir() and not (target is not None and is_file_name(target))
-    if not is_directory or not has_several_ranks(
-        source, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"]
-    ):
+    if not is_directory or not has_several_ranks(source, opening.rank_pattern, opening.suffix):
         return None
-    is_known, change = ledger_layout(source, reading["cipher"])
+    is_known, change = ledger_layout(source, opening.cipher, described=False)
     if is_known or change:
         return None
     note = f"nothing says how {source} was sharded, so each rank keeps what it has; to join them pass "
@@ -366,10 +357,10 @@ def _kept_ranks(
 def _of_same_ranks(
     source: Place,
     target: Place | None,
+    opening: OpenOptions,
     options: TargetOptions,
     to: str | None,
     selection: Selection,
-    reading: dict[str, Any],
     threads: int | None,
     note: str,
     reason: str,
@@ -381,7 +372,7 @@ def _of_same_ranks(
             hint=Text("add ", Option("to", "ckpt"), " or safetensors"),
         )  # fmt: skip
     conflicting = options.given([*CUT, "prefix", "memory"])
-    conflicting += [option for name, option in _SHARDED.items() if reading[name] != OPENING[name]]
+    conflicting += [option for name, option in _SHARDED.items() if name in opening.given]
     conflicting += _choices(selection)
     if conflicting:
         leave = Text("leave ", Option("same_ranks"), " out")
@@ -392,8 +383,8 @@ def _of_same_ranks(
         )  # fmt: skip
     name = _file_name(source, target, options, to, "convert") if source.is_file() else None
     plan = plan_convert(
-        source, to, name=name, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"], drop=selection.drop,
-        threads=threads, cipher=reading["cipher"], target_cipher=options.target_cipher, rules=selection.rules,
+        source, to, name=name, **opening.of_files, drop=selection.drop, threads=threads,
+        target_cipher=options.target_cipher, rules=selection.rules,
     )  # fmt: skip
     notes = [f"format: {to}, {reason}"] if reason else []
     directory = target.parent if name and target is not None else target
@@ -410,10 +401,27 @@ def _choices(selection: Selection) -> list[str]:
 # --- the plan ---------------------------------------------------------------------------------------------------
 
 
-def _planned(
-    checkpoint: Checkpoint, options: TargetOptions, to: str, name: str | None, selection: Selection, threads: int | None
+def planned(
+    checkpoint: Checkpoint,
+    options: TargetOptions,
+    to: str | None,
+    selection: Selection,
+    threads: int | None,
+    *,
+    name: str | None = None,
+    files: AnyFiles | None = None,
 ) -> Plan:
-    """Plan the conversion of an opened checkpoint."""
+    """Plan the conversion of an opened checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        options: the options of the target, which suit the format.
+        to: the word for its format.
+        selection: which tensors.
+        threads: the most threads that a run may have.
+        name: the name of the target file, if it is only one.
+        files: another way to lay out the files; `to` is then their format, or None.
+    """
     if options.link:
         return make_plan(checkpoint, files=LinkedDCP(), selection=selection)
     layout: Strategy | Arrangement | None
@@ -421,13 +429,15 @@ def _planned(
         layout = read_layouts(options.layouts_of)
     else:
         layout = target_of(options.target_strategy, checkpoint, selection)
-    files = files_of(
-        to, name, prefix=options.prefix, step=options.target_step, max_shard_size=options.max_shard_size,
-        chunk_size=options.chunk_size, shard_size=options.shard_size, compression=options.compression,
-    )  # fmt: skip
-    prefix: dict[str, Any] = {} if options.prefix is None or to not in RANKS else {"prefix": options.prefix}
+    if files is None and to is not None:
+        files = files_of(
+            to, name, prefix=options.prefix, step=options.target_step, max_shard_size=options.max_shard_size,
+            chunk_size=options.chunk_size, shard_size=options.shard_size, compression=options.compression,
+        )  # fmt: skip
+        to = file_format(to)
+    prefix: dict[str, Any] = {} if options.prefix is None else {"prefix": options.prefix}
     return make_plan(
-        checkpoint, layout, format=file_format(to), files=files, ranks=options.ranks, stage=options.target_stage,
+        checkpoint, layout, format=to, files=files, ranks=options.ranks, stage=options.target_stage,
         selection=selection, remove_redundancy=options.remove_redundancy, link_replicas=options.link_replicas,
         memory=options.memory, threads=threads, target_cipher=options.target_cipher, **prefix,
     )  # fmt: skip

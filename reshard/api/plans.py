@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import progress_of, selection_of, target_of
+from reshard.api.choices import run_plan, selection_of
+from reshard.api.jobs import planned
 from reshard.errors import UsageError, names
-from reshard.plan.make import plan as make_plan
-from reshard.plan.planfile import read_plan as read_record
+from reshard.plan.planfile import read as read_record
 from reshard.plan.planfile import save as save_record
+from reshard.plan.select import Selection, globs
+from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
-from reshard.targets.kinds import RANKS, check_options, file_format, files_of, source_word, word_of
+from reshard.targets.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
 
 if TYPE_CHECKING:
     import os
@@ -24,11 +28,11 @@ if TYPE_CHECKING:
     from reshard.layout.arrangement import Arrangement
     from reshard.plan.plan import Plan as Record
     from reshard.plan.plan import Stats
-    from reshard.plan.select import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.graph import Graph
-    from reshard.run.run import Progress, Report
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as SourceRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
@@ -109,39 +113,30 @@ def plan(
         reshard.UsageError: an unknown format or rank, or an option that the format does not take.
     """
     record = record_of(source)
-    extra: dict[str, Any] = {}
     if selection is not None:
-        extra = {"drop": drop, "allow_missing": allow_missing}
+        may_lack = selection.allow_missing + globs(allow_missing)
+        selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=may_lack)
         drop = allow_missing = ()
     selection = selection_of(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
         allow_missing=allow_missing, rules=rules, lora=lora,
     )  # fmt: skip
-    options = {
-        "target_strategy": target, "ranks": ranks, "target_stage": stage, "remove_redundancy": remove_redundancy,
-        "link_replicas": link_replicas, "prefix": prefix, "target_step": step, "max_shard_size": max_shard_size,
-    }  # fmt: skip
-    passed = [name for name, value in options.items() if value is not None and value is not False]
+    options = TargetOptions(
+        target_strategy=target, ranks=ranks, target_stage=stage, remove_redundancy=remove_redundancy,
+        link_replicas=link_replicas, prefix=prefix or None, target_step=step,
+        max_shard_size=size_of(max_shard_size, "max_shard_size"), memory=size_of(memory, "memory"),
+        target_cipher=target_cipher,
+    )  # fmt: skip
     if files is None:
-        word = _word(record, format)
-        check_options(word, passed)
-        size = size_of(max_shard_size, "max_shard_size")
-        files = files_of(word, prefix=prefix, step=step, max_shard_size=size)
-        format = file_format(word)  # noqa: A001 -- as above
-    elif ignored := {"max_shard_size", "target_step"} & {*passed}:
-        names = " and ".join(name.removeprefix("target_") for name in sorted(ignored))
+        format = _word(record, format)  # noqa: A001 -- as above
+        check_options(format, options.given(TAKEN_BY))
+    elif ignored := options.given(["max_shard_size", "target_step"]):
+        names = " and ".join(name.removeprefix("target_") for name in ignored)
         raise UsageError(
             f"files says how the target is laid out; {names} is ignored", code="option-of-another-format",
             hint=f"give {names} to {type(files).__name__}",
         )  # fmt: skip
-    return Plan(
-        make_plan(
-            record, target_of(target, record, selection), format=format, prefix=prefix or "checkpoint_", files=files,
-            ranks=ranks, stage=stage, selection=selection, remove_redundancy=remove_redundancy,
-            link_replicas=link_replicas, memory=size_of(memory, "memory"), threads=threads,
-            target_cipher=target_cipher, **extra,
-        )
-    )  # fmt: skip
+    return Plan(planned(record, options, format, selection or Selection(), threads, files=files))
 
 
 def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as above
@@ -323,11 +318,11 @@ class Plan:
             reshard.SourceError: a source file changed or cannot be read.
             reshard.UsageError: options that contradict each other.
         """
-        return run_plan(
-            self._record, directory, client=client, scheduler=scheduler, threads=threads, fsync=fsync,
-            drop_cache=drop_cache, overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger,
-            partition=partition, progress=progress,
+        options = RunOptions(
+            client=client, scheduler=scheduler, threads=threads, fsync=fsync, drop_cache=drop_cache,
+            overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
         )  # fmt: skip
+        return run_plan(self._record, directory, options, progress)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a plan file, which `reshard.read_plan` and `reshard run` read.
@@ -347,20 +342,6 @@ class Plan:
         from reshard.view.html import html
 
         return html(self._record)
-
-
-def run_plan(
-    plan: Record,
-    directory: AnyName,
-    *,
-    progress: Callable[[Progress], None] | bool | None = None,
-    **options: Any,
-) -> Report:
-    """Run a plan with the options of `Plan.run`."""
-    from reshard.run.run import run  # it brings dask
-
-    with progress_of(progress) as callback:
-        return run(plan, directory, progress=callback, **options)
 
 
 def read_plan(
@@ -384,4 +365,4 @@ def read_plan(
         reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
             and a key is given.
     """
-    return Plan(read_record(path, source=source, cipher=cipher, target_cipher=target_cipher))
+    return Plan(read_record(path).plan(source, cipher=cipher, target_cipher=target_cipher))

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from reshard.plan.select import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Progress
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.verify.manifest import Manifest
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
 
 
 def verify(

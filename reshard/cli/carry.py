@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import click
 
 from reshard.cli.commands import KEY_FILES, refuse_to_write
-from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
+from reshard.cli.terminal import (
+    OWN_PROCESS,
+    called_as,
+    cluster_client,
+    print_json,
+    print_text,
+    say,
+    say_warnings,
+    wrote,
+)
 from reshard.errors import ReshardError, SourceError, UsageError, names
 from reshard.readers.open import files_read, made_at
 from reshard.storage.small import refuse_existing, refuse_inputs
@@ -52,16 +61,14 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: the target that the user named, if it is a file in the target directory.
     """
     from reshard.plan.partition import partitioned
-    from reshard.run.run import run
     from reshard.run.session import with_neighbours
-    from reshard.view.data import report_data
-    from reshard.view.text import report_text
+    from reshard.view.text import plan_data, report_text
 
     check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
     if result in {None, target}:
-        plan = with_neighbours(plan, target, starts_over=running.overwrite or running.restart)
+        plan = with_neighbours(plan, target, starts_over=running.starts_over)
     warnings = [*plan.warnings]
     if plan.source.cipher and not plan.cipher:
         advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
@@ -75,23 +82,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
             say_warnings(messages)
         print_plan(plan, str(target), as_json=running.as_json, verbose=running.verbose)
         return
-    with (
-        cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
-        progress(quiet=running.quiet) as callback,
-    ):
-        done = run(
-            plan,
-            target,
-            client=client,
-            scheduler=running.scheduler,
-            threads=running.threads,
-            fsync=running.fsync,
-            drop_cache=running.drop_cache,
-            overwrite=running.overwrite,
-            restart=running.restart,
-            checksums=None if running.write_manifest is None else True,
-            progress=callback,
-        )
+    done = _run(plan, target, running)
     wrote()
     if done.touched and not running.quiet:
         say_warnings([_touched(done.touched, "kept")])
@@ -110,7 +101,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
     verify = _command("verify", location, *(against if is_same else keys)) if is_known or is_same else None
     if running.as_json:
-        print_json(report_data(plan, str(target), done, verify, check))
+        print_json(plan_data(plan, str(target), done, verify, check))
         return
     look = None
     if is_known or plan.alone:
@@ -120,6 +111,22 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         say(f"to look at it: {look}")
     if running.verbose and verify and check:
         say(f"to check it against the manifest: {check}")
+
+
+def _run(plan: Plan, target: Place, running: Running) -> Report:
+    """Run a plan, with a progress bar."""
+    from reshard.run.executor import import_dask
+
+    if running.cluster is None and click.get_current_context().obj is OWN_PROCESS:
+        import_dask()
+    from reshard.run.run import run
+
+    checksums = None if running.write_manifest is None else True
+    with (
+        cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
+        progress(quiet=running.quiet) as callback,
+    ):
+        return run(plan, target, replace(running, client=client, checksums=checksums), progress=callback)
 
 
 def _is_known(plan: Plan, location: Place) -> bool:
@@ -154,11 +161,10 @@ def key_typed(option: str, name: str) -> tuple[object, ...]:
 
 def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
     """Print a plan."""
-    from reshard.view.data import report_data
-    from reshard.view.text import plan_text
+    from reshard.view.text import plan_data, plan_text
 
     if as_json:
-        print_json(report_data(plan, directory))
+        print_json(plan_data(plan, directory))
     else:
         print_text(plan_text(plan, directory, verbose=verbose, then=then))
 
@@ -170,10 +176,9 @@ def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     from reshard.run.session import older_at
     from reshard.view.text import count_text
 
-    starts_over = running.overwrite or running.restart
-    older = older_at(plan, str(target.real())) if starts_over else {}
-    state = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart, older=older)
-    if starts_over:
+    older = older_at(plan, str(target.real())) if running.starts_over else {}
+    state = preflight(plan, str(target), running, older)
+    if running.starts_over:
         refuse_other_ranks(plan, str(target.real()), older)
     finished = of(state.fates, Do.KEEP)
     key = ", with another key" if plan.cipher else ""

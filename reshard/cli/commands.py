@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -88,7 +89,7 @@ class Slip(click.UsageError):
 
 
 class GroupedOption(click.Option):
-    """An option with its group in the help of a command.
+    """An option with its group in the help of a command; as a decorator, it adds itself to one.
 
     Args:
         under: its group.
@@ -99,10 +100,39 @@ class GroupedOption(click.Option):
         super().__init__(*args, **kwargs)
         self.under, self.first = under, first
 
+    def __call__(self, command: Any) -> Any:
+        """Add the option to a command, as a decorator."""
+        add: Callable[[Any], Any] = click.option(cls=lambda *_names: self)  # type: ignore[arg-type]  # what makes it
+        return add(command)
 
-def option(*names: str, under: Heading, first: bool = False, **attrs: Any) -> Callable[[Any], Any]:
-    """Return a decorator that adds a `GroupedOption`."""
-    return click.option(*names, cls=GroupedOption, under=under, first=first, **attrs)
+
+def option(*names: str, under: Heading, first: bool = False, **attrs: Any) -> GroupedOption:
+    """Return an option, to be added to commands as a decorator."""
+    return GroupedOption(names, under=under, first=first, **attrs)
+
+
+def record(argument: str, make: Callable[..., Any], *options: GroupedOption) -> Callable[[Any], Any]:
+    """Return a decorator that adds options, and passes them to the command as one argument.
+
+    Args:
+        argument: the argument.
+        make: makes its value of those of the options.
+        options: the options, in the order of the help.
+    """
+    names = [str(option.name) for option in options]
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def gathering(**values: Any) -> Any:
+            value = make(**{name: values.pop(name) for name in names})
+            return command(**{argument: value}, **values)
+
+        function: Callable[..., Any] = gathering
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
 
 
 class _Formatter(click.HelpFormatter):

@@ -12,15 +12,14 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from reshard.api.asked import OPENING
 from reshard.cli.commands import Border, option
 from reshard.cli.options import json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
-from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
+from reshard.cli.terminal import OWN_PROCESS, called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
 from reshard.readers.open import open as open_checkpoint
@@ -28,6 +27,7 @@ from reshard.readers.open import open as open_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.api.asked import OpenOptions
     from reshard.rules.rules import Rules
     from reshard.storage.places import Place
 
@@ -145,7 +145,7 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
 @option("--csv", "as_csv", under="Output", first=True, is_flag=True, help="Print a row for each tensor, as RFC 4180.")
 def inspect(
     source: Place,
-    source_strategy: Place | None,
+    opening: OpenOptions,
     rules: Rules | None,
     match: tuple[str, ...],
     sort: str | None,
@@ -153,7 +153,6 @@ def inspect(
     raw: bool,
     as_json: bool,
     as_csv: bool,
-    **reading: Any,
 ) -> None:
     """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts, and sums.
 
@@ -166,37 +165,37 @@ def inspect(
     from reshard.readers.open import has_several_ranks, iterations_at, ledger_layout, read_headers
     from reshard.readers.ranks import changed_text
     from reshard.strategy.names import no_match
-    from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.tables import (
+        checkpoint_data,
         checkpoint_text,
         chosen,
         in_order,
         iterations_text,
-        picture_text,
+        rank_files_data,
         rank_files_text,
         rank_parts,
         table_rows,
     )
+    from reshard.view.words import picture_text
 
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other", code="conflicting-options", hint="leave one out")
     if picture and (as_json or as_csv):
         raise UsageError("--picture is drawn for a terminal", hint="leave out --json or --csv", code="bad-options")
-    iterations = iterations_at(source) if reading["iteration"] is None else []
+    iterations = iterations_at(source) if opening.iteration is None else []
     if iterations and not (as_json or as_csv):  # even if no iteration can be opened
         print_text(f"{iterations_text(iterations, width=width())}\n")
-    file_options: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
-    unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
+    unruled = opening.strategy is None and not opening.layouts and opening.stage is None
     is_known, change = False, ""
-    if unruled and file_options == {name: OPENING[name] for name in file_options}:
-        is_known, change = ledger_layout(source, reading["cipher"])
-    if rules is None and unruled and not is_known and has_several_ranks(source, **file_options):
-        files, ranks, warnings, step, _ = read_headers(source, **file_options, cipher=reading["cipher"])
+    if unruled and not {"rank_pattern", "suffix"} & {*opening.given}:
+        is_known, change = ledger_layout(source, opening.cipher)
+    if rules is None and unruled and not is_known and has_several_ranks(source, opening.rank_pattern, opening.suffix):
+        files, ranks, warnings, step, _ = read_headers(source, **opening.of_files)
         warnings += [changed_text(source, change)] if change else []
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
-        checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
+        checkpoint = open_checkpoint(source, **vars(opening))
         checkpoint = rules.derived(checkpoint).checkpoint if rules else checkpoint
         warnings, whole = list(checkpoint.warnings), not checkpoint.opening.lone_rank
         rank_dir = None if whole else rank_of(source)
@@ -255,5 +254,5 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    cli.main(args=None if arguments is None else list(arguments), prog_name="reshard")
+    cli.main(args=None if arguments is None else list(arguments), prog_name="reshard", obj=OWN_PROCESS)
     raise AssertionError("unreachable: click exits")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -31,7 +31,7 @@ from reshard.view.progress import READING, phase
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.api.asked import TargetOptions
+    from reshard.api.asked import OpenOptions, TargetOptions
     from reshard.plan.select import Selection
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
@@ -71,13 +71,12 @@ def plan(
     target: Place | None,
     output: Path | None,
     overwrite: bool,
-    source_strategy: Place | None,
+    opening: OpenOptions,
     options: TargetOptions,
     selection: Selection,
     as_json: bool,
     verbose: bool,
     quiet: bool,
-    **reading: Any,
 ) -> None:
     """Show what `reshard convert` would do to the checkpoint SOURCE.
 
@@ -96,7 +95,7 @@ def plan(
         if target is not None:
             plan_file.check_directory(str(target))
     with phase(READING, quiet=quiet):
-        planned, directory, _, notes = job(source, source_strategy, target, options, selection, reading)
+        planned, directory, _, notes = job(source, target, opening, options, selection)
     if output is not None:
         saved = None if directory is None else str(directory)
         plan_file.save(planned, output, directory=saved, overwrite=overwrite)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.commands import option
+from reshard.cli.commands import option, record
 from reshard.cli.options import drop_option
 from reshard.cli.values import READ, READ_PLACE, dtype_casts, numbers, read_name_map
 from reshard.errors import UsageError
@@ -15,55 +15,33 @@ from reshard.plan.select import Selection
 from reshard.rules.lora import TIED, LoRA
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from reshard.rules.rules import Rules
     from reshard.storage.places import Place
 
-_rules_numbers = (
-    option(
-        "--let",
-        under="Tensors",
-        multiple=True,
-        callback=numbers,
-        metavar="WORD=N",
-        help="A number of the rules, in place of theirs. May be repeated.",
+_tensors = partial(option, under="Tensors")
+
+model_config_option = _tensors(
+    "--model-config", type=READ_PLACE, metavar="FILE",
+    help="The config.json with the numbers of the rules and of layers.  [default: the source's]",
+)  # fmt: skip
+let_option = _tensors(
+    "--let", multiple=True, callback=numbers, metavar="WORD=N",
+    help="A number of the rules, in place of theirs. May be repeated.",
+)  # fmt: skip
+_RULES = (
+    _tensors(
+        "--rules", first=True, type=READ_PLACE, metavar="FILE",
+        help="Rules of other names and shapes: a file, or a name of `reshard rules list`. Other options of this group "
+        "take the names that the rules make.",
     ),
-    option(
-        "--model-config",
-        under="Tensors",
-        type=READ_PLACE,
-        metavar="FILE",
-        help="The config.json with the numbers of the rules and of layers.  [default: the source's]",
-    ),
-)
-_rules_option = option(
-    "--rules",
-    under="Tensors",
-    first=True,
-    type=READ_PLACE,
-    metavar="FILE",
-    help="Rules of other names and shapes: a file, or a name of `reshard rules list`. Other options of this group "
-    "take the names that the rules make.",
-)
+    model_config_option,
+    let_option,
+)  # fmt: skip
 
 
-def rules_numbers(command: Callable[..., Any]) -> Callable[..., Any]:
+def rules_numbers(command: Any) -> Any:
     """Add the options for the numbers of rules."""
-    for add in _rules_numbers:
-        command = add(command)
-    return command
-
-
-def rules_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for rules, and pass the parsed rules as `rules`."""
-
-    @functools.wraps(command)
-    def reading(*args: Any, rules: Place | None, model_config: Place | None, let: dict[str, int], **kwargs: Any) -> Any:
-        return command(*args, rules=read_rules(rules, model_config, let), **kwargs)
-
-    wrapped: Callable[..., Any] = _rules_option(rules_numbers(reading))
-    return wrapped
+    return model_config_option(let_option(command))
 
 
 def read_rules(rules: Place | None, model_config: Place | None, let: dict[str, int]) -> Rules | None:
@@ -82,6 +60,10 @@ def read_rules(rules: Place | None, model_config: Place | None, let: dict[str, i
     return Rules.read(rules, config=model_config, let=let)
 
 
+rules_options = record("rules", read_rules, *_RULES)
+"""Adds the options for rules, and passes the parsed rules as `rules`."""
+
+
 def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA | None:
     """Return the LoRA adapter that the options give, or None."""
     if root is not None:
@@ -92,104 +74,60 @@ def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA 
     return None
 
 
-def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select tensors, and pass them as one `selection`."""
+def _selection_of(
+    *,
+    rules: Place | None,
+    model_config: Place | None,
+    let: dict[str, int],
+    lora: Place | None,
+    lora_alpha: float | None,
+    lora_tied: str | None,
+    casts: dict[str, str],
+    **values: Any,
+) -> Selection:
+    loaded = read_rules(rules, model_config, let)
+    return Selection(cast=casts, rules=loaded, lora=_adapter(lora, lora_alpha, lora_tied), **values)
 
-    @functools.wraps(command)
-    def selecting(
-        *args: Any,
-        include: tuple[str, ...],
-        exclude: tuple[str, ...],
-        weights_only: bool,
-        name_map: dict[str, str],
-        casts: dict[str, str],
-        drop: tuple[str, ...],
-        allow_missing: tuple[str, ...],
-        rules: Rules | None,
-        lora: Place | None,
-        lora_alpha: float | None,
-        lora_tied: str | None,
-        **kwargs: Any,
-    ) -> Any:
-        adapter = _adapter(lora, lora_alpha, lora_tied)
-        selection = Selection(include, exclude, weights_only, name_map, casts, drop, allow_missing, rules, adapter)
-        return command(*args, selection=selection, **kwargs)
 
-    wrapped: Callable[..., Any] = selecting
-    for add in (
-        option(
-            "--allow-missing",
-            under="Tensors",
-            multiple=True,
-            metavar="GLOB",
-            help="Weights that the source may lack. May be repeated.",
-        ),
-        drop_option("Weights that the target may lack. May be repeated."),
-        rules_options,
-        option(
-            "--lora-tied",
-            under="Tensors",
-            type=click.Choice(TIED),
-            help="If the adapter changes one of two tied weights, such as lm_head and embed_tokens: change both, as "
-            "PEFT's merge_and_unload does, or untie them, as they were trained.",
-        ),
-        option(
-            "--lora-alpha",
-            under="Tensors",
-            type=float,
-            metavar="N",
-            help="The adapter's alpha, in place of lora_alpha in its adapter_config.json.",
-        ),
-        option(
-            "--lora",
-            under="Tensors",
-            type=READ_PLACE,
-            metavar="DIR",
-            help="Merge a LoRA adapter, as PEFT saves it, into the weights, before anything else here.",
-        ),
-        option(
-            "--cast",
-            "casts",
-            under="Tensors",
-            first=True,
-            multiple=True,
-            callback=dtype_casts,
-            metavar="OLD=NEW",
-            help="Convert a dtype, such as float32=bfloat16. Values are rounded to nearest. May be repeated.",
-        ),
-        option(
-            "--name-map",
-            under="Tensors",
-            first=True,
-            type=READ,
-            callback=read_name_map,
-            metavar="FILE",
-            help='JSON object of old to new names. As {"layers.*.wq": "model.*.q_proj"}; optimizer states follow. '
-            "With --rules, old names are those that the rules make.",
-        ),
-        option(
-            "--exclude",
-            under="Tensors",
-            multiple=True,
-            metavar="GLOB[@COUNT]",
-            help="No tensors of these names. With --rules, names that the rules make. May be repeated.",
-        ),
-        option(
-            "--include",
-            under="Tensors",
-            first=True,
-            multiple=True,
-            metavar="GLOB[@COUNT]",
-            help="Only tensors of these names. With @COUNT, exactly that many. With --rules, names that the rules "
-            "make. May be repeated.",
-        ),
-        option(
-            "--weights-only",
-            under="Tensors",
-            first=True,
-            is_flag=True,
-            help="No optimizer states, global_step and the like.",
-        ),
-    ):
-        wrapped = add(wrapped)
-    return wrapped
+selection_options = record(
+    "selection",
+    _selection_of,
+    _tensors("--weights-only", first=True, is_flag=True, help="No optimizer states, global_step and the like."),
+    _tensors(
+        "--include", first=True, multiple=True, metavar="GLOB[@COUNT]",
+        help="Only tensors of these names. With @COUNT, exactly that many. With --rules, names that the rules "
+        "make. May be repeated.",
+    ),
+    _tensors(
+        "--exclude", multiple=True, metavar="GLOB[@COUNT]",
+        help="No tensors of these names. With --rules, names that the rules make. May be repeated.",
+    ),
+    _tensors(
+        "--name-map", first=True, type=READ, callback=read_name_map, metavar="FILE",
+        help='JSON object of old to new names. As {"layers.*.wq": "model.*.q_proj"}; optimizer states follow. '
+        "With --rules, old names are those that the rules make.",
+    ),
+    _tensors(
+        "--cast", "casts", first=True, multiple=True, callback=dtype_casts, metavar="OLD=NEW",
+        help="Convert a dtype, such as float32=bfloat16. Values are rounded to nearest. May be repeated.",
+    ),
+    _tensors(
+        "--lora", type=READ_PLACE, metavar="DIR",
+        help="Merge a LoRA adapter, as PEFT saves it, into the weights, before anything else here.",
+    ),
+    _tensors(
+        "--lora-alpha", type=float, metavar="N",
+        help="The adapter's alpha, in place of lora_alpha in its adapter_config.json.",
+    ),
+    _tensors(
+        "--lora-tied", type=click.Choice(TIED),
+        help="If the adapter changes one of two tied weights, such as lm_head and embed_tokens: change both, as "
+        "PEFT's merge_and_unload does, or untie them, as they were trained.",
+    ),
+    *_RULES,
+    drop_option("Weights that the target may lack. May be repeated."),
+    _tensors(
+        "--allow-missing", multiple=True, metavar="GLOB", help="Weights that the source may lack. May be repeated."
+    ),
+)  # fmt: skip
+"""Adds the options that select tensors, and passes them as one `selection`."""

@@ -23,76 +23,49 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import click
 
 from reshard.cli import stop as stop_at_once
-from reshard.errors import BudgetError, ReshardError, Text, joined, printable, spelled
+from reshard.errors import BudgetError, ReshardError, Text, Words, joined, printable, spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
 
-    from reshard.errors import Words
+    from reshard.errors import Option
 
 
-_KEY, _TARGET_KEY = "--key-file or RESHARD_KEY", "--target-key-file or RESHARD_TARGET_KEY"
+def _flag(option: Option) -> str:
+    value = "" if option.value is None else f" {option.rule or option.value}"
+    return f"--{option.name.replace('_', '-')}{value}"
 
-OPTIONS: Words = {
-    "against": ("--against SOURCE",),
-    "as_is": ("--as-is",),
-    "allow_missing": ("--allow-missing", "--allow-missing '{}'"),
-    "cast": ("--cast", "--cast {}={}"),
-    "chunk_size": ("--chunk-size",),
-    "client": ("--cluster",),
-    "compression": ("--compression",),
-    "deduplicated": ("--deduplicated",),
-    "drop": ("--drop '{}'",),
-    "exclude": ("--exclude", "--exclude {}"),
-    "include": ("--include", "--include {}"),
-    "iteration": ("--iteration", "--iteration {}"),
-    "key": (_KEY, "--key-file FILE"),
-    "layout": ("--layout", "--layout '{}={}'"),
-    "layouts_of": ("--layouts-of",),
-    "link": ("--link",),
-    "link_replicas": ("--link-replicas",),
-    "let": ("--let {}=N",),
-    "lora": ("--lora",),
-    "lora_alpha": ("--lora-alpha N",),
-    "lora_tied": ("--lora-tied {}",),
-    "max_shard_size": ("--max-shard-size",),
-    "memory": ("--memory", "--memory {1}"),
-    "model_config": ("--model-config config.json",),
-    "name_map": ("--name-map",),
-    "overwrite": ("--overwrite",),
-    "partial": ("--partial",),
-    "prefix": ("--prefix",),
-    "rank_pattern": ("--rank-pattern",),
-    "ranks": ("--ranks",),
-    "remove_redundancy": ("--remove-redundancy",),
-    "restart": ("--restart",),
-    "rules": ("--rules NAME, of reshard rules list",),
-    "same_ranks": ("--same-ranks",),
-    "sample": ("--sample",),
-    "seed": ("--seed {}",),
-    "shard_size": ("--shard-size",),
-    "source": ("--source DIRECTORY",),
-    "source_key": (_KEY, "--key-file FILE"),
-    "source_strategy": ("--source-strategy", "--source-strategy {1}"),
-    "stage": ("--stage", "--stage {}"),
-    "strategy": ("--source-strategy", "--source-strategy {1}"),
-    "suffix": ("--suffix", "--suffix {}"),
-    "target_cipher": (_TARGET_KEY, "--target-key-file FILE"),
-    "target_key": (_TARGET_KEY, "--target-key-file FILE"),
-    "target_iteration": ("--target-iteration", "--target-iteration {}"),
-    "target_layout": ("--target-layout '{}={}'",),
-    "target_partial": ("--target-partial",),
-    "target_rank_pattern": ("--target-rank-pattern",),
-    "target_stage": ("--target-stage", "--target-stage {}"),
-    "target_step": ("--target-step",),
-    "target_strategy": ("--target-strategy", "--target-strategy {1}"),
-    "target_suffix": ("--target-suffix", "--target-suffix {}"),
-    "to": ("--to", "--to {}"),
-    "weights_only": ("--weights-only",),
-}
+
+_KEY = ("--key-file or RESHARD_KEY", "--key-file FILE")
+_TARGET_KEY = ("--target-key-file or RESHARD_TARGET_KEY", "--target-key-file FILE")
+
+OPTIONS = Words(
+    _flag,
+    {
+        "against": ("--against SOURCE",),
+        "allow_missing": ("--allow-missing", "--allow-missing '{}'"),
+        "cast": ("--cast", "--cast {}={}"),
+        "client": ("--cluster",),
+        "drop": ("--drop '{}'",),
+        "key": _KEY,
+        "layout": ("--layout", "--layout '{}={}'"),
+        "let": ("--let {}=N",),
+        "lora_alpha": ("--lora-alpha N",),
+        "model_config": ("--model-config config.json",),
+        "rules": ("--rules NAME, of reshard rules list",),
+        "source": ("--source DIRECTORY",),
+        "source_key": _KEY,
+        "strategy": ("--source-strategy", "--source-strategy {1}"),
+        "target_cipher": _TARGET_KEY,
+        "target_key": _TARGET_KEY,
+        "target_layout": ("--target-layout '{}={}'",),
+    },
+)
 """How the command line writes the options that texts refer to."""
 
+OWN_PROCESS = "reshard.own"
+"""The `obj` of click's context if the process runs the command alone."""
 DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
 JSON, ANSWERED = "reshard.json", "reshard.answered"

@@ -19,7 +19,7 @@ from reshard.formats.sets import CHECKPOINT2_NAME, OTHER_WORDS, TO
 from reshard.layout.block import LONGEST_NAME
 from reshard.sizes import parse_size
 from reshard.storage.cipher import Cipher, read_key
-from reshard.storage.places import as_place, is_url
+from reshard.storage.places import as_place
 from reshard.storage.small import is_text, parse_json, pointed, read_small
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class PathType(click.Path):
         if value == "":
             self.fail("the path is empty", param, ctx)
         path = as_place(value)
-        if is_url(path) and not self.remote:
+        if not self.remote and not isinstance(path, Path):
             self.fail(f"{value} is a URL, not a path on this machine", param, ctx)
         if ctx is not None and self.role is not None:
             ctx.meta.setdefault(self.role, []).append(path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from reshard.api.asked import OPENING
-from reshard.cli.commands import Command, option
+from reshard.cli.commands import Command, option, record
 from reshard.cli.options import (
     cluster_option,
     json_option,
@@ -21,16 +22,7 @@ from reshard.cli.options import (
     verbose_option,
 )
 from reshard.cli.selection import selection_options
-from reshard.cli.terminal import (
-    OPTIONS,
-    REPORTED,
-    cluster_client,
-    print_json,
-    print_text,
-    say,
-    say_warnings,
-    wrote,
-)
+from reshard.cli.terminal import OPTIONS, REPORTED, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, share
 from reshard.errors import UsageError, VerifyError
 from reshard.plan.select import Selection
@@ -38,12 +30,71 @@ from reshard.storage.cipher import required
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
+    from reshard.api.asked import OpenOptions
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
-    from reshard.verify.verify import Verification
+    from reshard.verify.verification import Verification
 
 _WORDS = ("comparing", "comparing", "compared")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checking:
+    """How `verify` compares, and how much it prints."""
+
+    deduplicated: bool
+    independent: bool
+    sample: float | None
+    seed: int | None
+    manifest: Place | None
+    write_manifest: Place | None
+    overwrite: bool
+    memory: int | None
+    threads: int | None
+    cluster: str | None
+    as_json: bool
+    verbose: bool
+    quiet: bool
+
+
+_source, _target, _running = (partial(option, under=name) for name in ("Source", "Target", "Running"))
+
+_checking_options = record(
+    "checking",
+    Checking,
+    _target(
+        "--deduplicated", is_flag=True,
+        help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
+    ),
+    _target(
+        "--independent", is_flag=True,
+        help="Read the safetensors files of TARGET with Hugging Face's library, in place of reshard's own reader.",
+    ),
+    _running(
+        "--sample", first=True, callback=share, metavar="SHARE",
+        help="Compare only a share of the rows, such as 5%. They are chosen at random, some of every tensor.",
+    ),
+    _running(
+        "--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the random choice.  [default: a new one]"
+    ),
+    _target(
+        "--manifest", first=True, type=READ_PLACE, metavar="FILE",
+        help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed. "
+        "With --target-partial TARGET may lack some of them.",
+    ),
+    option(
+        "--write-manifest", under="Output", first=True, type=WRITE_PLACE, metavar="FILE",
+        help="Write checksums of the files of TARGET into FILE. Every file is read for them.",
+    ),
+    overwrite_file_option,
+    memory_option,
+    threads_option,
+    cluster_option,
+    json_option,
+    verbose_option,
+    quiet_option,
+)  # fmt: skip
 
 
 @click.command(
@@ -106,101 +157,26 @@ hint.
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
 @click.argument("target", type=READ_PLACE)
-@option(
-    "--against",
-    "source",
-    under="Source",
-    first=True,
-    type=READ_PLACE,
-    metavar="SOURCE",
+@_source(
+    "--against", "source", first=True, type=READ_PLACE, metavar="SOURCE",
     help="The checkpoint that TARGET was made from, or one that TARGET should be equal to. Ledgers of both say how one "
     "was made from the other.",
-)
-@option(
-    "--as-is",
-    under="Source",
-    first=True,
-    is_flag=True,
-    help="Compare the two as they are, without the changes that ledgers tell.",
+)  # fmt: skip
+@_source(
+    "--as-is", first=True, is_flag=True, help="Compare the two as they are, without the changes that ledgers tell."
 )
 @opened_target_options
-@option(
-    "--deduplicated",
-    under="Target",
-    is_flag=True,
-    help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
-)
-@option(
-    "--independent",
-    under="Target",
-    is_flag=True,
-    help="Read the safetensors files of TARGET with Hugging Face's library, in place of reshard's own reader.",
-)
 @source_options
 @selection_options
-@option(
-    "--sample",
-    under="Running",
-    first=True,
-    callback=share,
-    metavar="SHARE",
-    help="Compare only a share of the rows, such as 5%. They are chosen at random, some of every tensor.",
-)
-@option(
-    "--seed",
-    under="Running",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Seed of the random choice.  [default: a new one]",
-)
-@option(
-    "--manifest",
-    under="Target",
-    first=True,
-    type=READ_PLACE,
-    metavar="FILE",
-    help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed. With "
-    "--target-partial TARGET may lack some of them.",
-)
-@option(
-    "--write-manifest",
-    under="Output",
-    first=True,
-    type=WRITE_PLACE,
-    metavar="FILE",
-    help="Write checksums of the files of TARGET into FILE. Every file is read for them.",
-)
-@overwrite_file_option
-@memory_option
-@threads_option
-@cluster_option
-@json_option
-@verbose_option
-@quiet_option
+@_checking_options
 def verify(
     target: Place,
     source: Place | None,
     as_is: bool,
-    target_strategy: Place | None,
-    source_strategy: Place | None,
-    target_reading: dict[str, Any],
-    cipher: Cipher | None,
-    target_cipher: Cipher | None,
-    deduplicated: bool,
-    independent: bool,
+    target_opening: OpenOptions,
+    opening: OpenOptions,
     selection: Selection,
-    sample: float | None,
-    seed: int | None,
-    manifest: Place | None,
-    write_manifest: Place | None,
-    overwrite: bool,
-    memory: int | None,
-    threads: int | None,
-    cluster: str | None,
-    as_json: bool,
-    verbose: bool,
-    quiet: bool,
-    **reading: Any,
+    checking: Checking,
 ) -> None:
     """Check the checkpoint TARGET: that it is complete, that every bit is that of SOURCE, that its files are unchanged.
 
@@ -210,63 +186,49 @@ def verify(
     """
     from reshard.verify.verify import as_it_is
     from reshard.verify.verify import verify as verified
-    from reshard.view.data import verdict_data
-    from reshard.view.text import summary, verdict_text
+    from reshard.view.verdict import summary, verdict_data, verdict_text
 
-    _check_usage(source, manifest, write_manifest, reading, source_strategy)
-    if manifest is not None or write_manifest is not None:
-        _check_manifest_usage(deduplicated, sample if write_manifest else None)
-    if write_manifest is not None:
-        _refuse_keys({"--target-key-file": target_cipher, "--key-file": cipher})
-        _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
+    manifest, quiet = checking.manifest, checking.quiet
+    _check_usage(source, opening, checking)
+    if checking.write_manifest is not None:
+        _refuse_keys({"--target-key-file": target_opening.cipher, "--key-file": opening.cipher})
+        _make(target, checking.write_manifest, target_opening, checking)
         return
     chosen = None if selection == Selection() else selection
     if as_is:
         chosen = as_it_is(chosen, source)
-    has_options = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
-    if cluster is not None and (manifest or write_manifest or (has_options and source is None)):
+    has_options = (
+        source or target_opening.strategy or checking.deduplicated or target_opening.given or selection != Selection()
+    )
+    if checking.cluster is not None and (manifest or (has_options and source is None)):
         raise UsageError(
             "the workers of a cluster compare with a source", code="needs-source", hint="add --against SOURCE"
         )
-    with cluster_client(cluster, threads, quiet=quiet) as client, progress(quiet=quiet, words=_WORDS) as callback:
+    with (
+        cluster_client(checking.cluster, checking.threads, quiet=quiet) as client,
+        progress(quiet=quiet, words=_WORDS) as callback,
+    ):
+        verify_target = partial(
+            verified, cipher=target_opening.cipher, source_cipher=opening.cipher, independent=checking.independent,
+            sample=checking.sample, seed=checking.seed, memory=checking.memory, threads=checking.threads, client=client,
+            progress=callback,
+        )  # fmt: skip
         verification: Verification
         if manifest is not None:
-            partial = target_reading["partial"]
-            verification = verified(
-                target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial,
-                independent=independent, sample=sample, seed=seed, memory=memory, threads=threads, progress=callback,
-            )  # fmt: skip
+            verification = verify_target(target, manifest=manifest, partial=target_opening.partial)
         elif not has_options:
-            verification = verified(
-                target, cipher=target_cipher, source_cipher=cipher, independent=independent, sample=sample, seed=seed,
-                memory=memory, threads=threads, client=client, progress=callback,
-            )  # fmt: skip
+            verification = verify_target(target)
         else:
-            strategies = {"target": target_strategy, "source": source_strategy}
-            first = _opened("target", target, strategies, target_reading, target_cipher, alone=source is None)
-            second = source and _opened("source", source, strategies, reading, cipher)
-            verification = verified(
-                first,
-                against=second,
-                cipher=target_cipher,
-                source_cipher=cipher,
-                selection=chosen,
-                deduplicated=deduplicated,
-                independent=independent,
-                sample=sample,
-                seed=seed,
-                memory=memory,
-                threads=threads,
-                client=client,
-                progress=callback,
-            )
+            first = _opened("target", target, target_opening, opening.strategy, alone=source is None)
+            second = source and _opened("source", source, opening, target_opening.strategy)
+            verification = verify_target(first, against=second, selection=chosen, deduplicated=checking.deduplicated)
     if not quiet:
         say_warnings(verification.warnings)
     error = None if verification.equal else VerifyError(summary(verification), code="different")
-    if as_json:
+    if checking.as_json:
         print_json(verdict_data(verification), error)
     elif not quiet:
-        print_text(verdict_text(verification, OPTIONS, "--json", verbose=verbose))
+        print_text(verdict_text(verification, OPTIONS, "--json", verbose=checking.verbose))
         click.get_current_context().meta[REPORTED] = True  # with a difference, the text is the error
     if error:
         raise error
@@ -275,9 +237,8 @@ def verify(
 def _opened(
     side: Literal["target", "source"],
     path: Place,
-    strategies: dict[str, Place | None],
-    reading: dict[str, Any],
-    cipher: Cipher | None,
+    opening: OpenOptions,
+    other_strategy: Any,
     *,
     alone: bool = False,
 ) -> Place | Checkpoint:
@@ -285,57 +246,43 @@ def _opened(
     from reshard.api.jobs import noting_swap
     from reshard.verify.sides import opened
 
-    strategy, other_strategy = strategies[side], strategies["source" if side == "target" else "target"]
-    if not alone and strategy is None and reading == OPENING:
+    if not alone and opening.strategy is None and not opening.given:
         return path
-    reading["cipher"] = cipher
-    with noting_swap(path, strategy, other_strategy, reading):
-        return opened(path, strategy, what=side, **reading)
+    with noting_swap(path, opening, other_strategy):
+        return opened(path, what=side, **vars(opening))
 
 
-def _check_usage(
-    source: Place | None,
-    manifest: Place | None,
-    write_manifest: Place | None,
-    reading: dict[str, Any],
-    source_strategy: Place | None,
-) -> None:
+def _check_usage(source: Place | None, opening: OpenOptions, checking: Checking) -> None:
     """Refuse options that would have no effect."""
-    chosen = {"--against": source, "--manifest": manifest, "--write-manifest": write_manifest}
-    ways = [option for option, value in chosen.items() if value is not None]
+    values = {"--against": source, "--manifest": checking.manifest, "--write-manifest": checking.write_manifest}
+    ways = [flag for flag, value in values.items() if value is not None]
     if len(ways) > 1:
         raise UsageError(
             f"{' and '.join(ways)} exclude each other", code="conflicting-options", hint="give one of them"
         )
     if source is not None:
         return
-    if source_strategy is not None:
+    if opening.strategy is not None:
         raise UsageError(
             "--source-strategy is for a comparison, and there is no SOURCE",
             code="needs-source",
             hint="add --against SOURCE",
         )
-    for name, default in OPENING.items():
-        if reading[name] != default:
-            raise UsageError(
-                f"{opening_flag(name)} is for SOURCE, and there is none",
-                code="needs-source",
-                hint=f"for TARGET it is {opening_flag(name, 'target-')}",
-            )
-
-
-def _check_manifest_usage(deduplicated: bool, sample: float | None) -> None:
-    """Refuse options that do not go with a manifest.
-
-    `sample` is None unless a manifest is written.
-    """
-    if deduplicated:
+    for name in opening.given:
+        raise UsageError(
+            f"{opening_flag(name)} is for SOURCE, and there is none",
+            code="needs-source",
+            hint=f"for TARGET it is {opening_flag(name, 'target-')}",
+        )
+    if not ways:
+        return
+    if checking.deduplicated:
         raise UsageError(
             "--deduplicated is for a strategy; a manifest says what each file holds",
             code="conflicting-options",
             hint="leave it out",
         )
-    if sample is not None:
+    if checking.write_manifest is not None and checking.sample is not None:
         raise UsageError("a manifest is of whole files", code="conflicting-options", hint="leave --sample out")
 
 
@@ -349,31 +296,26 @@ def _refuse_keys(keys: dict[str, Cipher | None]) -> None:
         )
 
 
-def _make(
-    target: Place, path: Place, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
-) -> None:
+def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) -> None:
     """Make a manifest, and write it."""
     from reshard.readers.open import files_read, read_headers
     from reshard.storage.places import as_place
     from reshard.storage.small import refuse_existing, refuse_inputs
     from reshard.verify.manifest import write_manifest
-    from reshard.verify.verify import make_manifest
+    from reshard.verify.manifest_files import make_manifest
     from reshard.view.text import count_text
 
-    refuse_existing(path, overwrite=overwrite)  # before any file is read
+    refuse_existing(path, overwrite=checking.overwrite)  # before any file is read
     if path.is_there() or as_place(f"{path}.partial").is_there():
-        files = read_headers(target, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"]).files
+        files = read_headers(target, rank_pattern=opening.rank_pattern, suffix=opening.suffix).files
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
-    with progress(quiet=quiet, words=("reading", "reading", "read")) as callback:
+    with progress(quiet=checking.quiet, words=("reading", "reading", "read")) as callback:
         manifest = make_manifest(
-            target,
-            rank_pattern=reading["rank_pattern"],
-            suffix=reading["suffix"],
-            threads=threads,
+            target, rank_pattern=opening.rank_pattern, suffix=opening.suffix, threads=checking.threads,
             progress=callback,
-        )
-    write_manifest(manifest, path, overwrite=overwrite)
+        )  # fmt: skip
+    write_manifest(manifest, path, overwrite=checking.overwrite)
     wrote()
-    if not quiet:
+    if not checking.quiet:
         say(f"wrote {path}: {count_text(manifest.checksums, 'checksum')} of {count_text(len(manifest.files), 'file')}")

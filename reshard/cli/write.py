@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import reshard
-from reshard.api.asked import OPENING
+from reshard.api.asked import OpenOptions
 from reshard.cli.carry import KEYS, carry_out, check_manifest_place
 from reshard.cli.commands import Command, option
 from reshard.cli.options import Running, run_options, source_options, target_options
@@ -138,12 +139,11 @@ def _write(
     source: Place,
     target: Place,
     *,
-    source_strategy: Place | None,
+    opening: OpenOptions,
     options: TargetOptions,
     via_zarr: Place | None,
     selection: Selection,
     running: Running,
-    **reading: Any,
 ) -> None:
     """Write a checkpoint, through a zarr store if `via_zarr` is given."""
     from reshard.api.jobs import job, with_format  # not on every start
@@ -156,14 +156,13 @@ def _write(
         _check_apart(via_zarr, source, target, running.write_manifest)
         check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         plain = str(via_zarr) if options.target_cipher else f"{via_zarr} and {target}"
-        if not _make_store(source, source_strategy, via_zarr, plain, selection, options.memory, running, reading):
+        if not _make_store(source, opening, via_zarr, plain, selection, options.memory, running):
             return
-        source, source_strategy = via_zarr, None
-        reading = {**OPENING, "cipher": None}
+        source, opening = via_zarr, OpenOptions()
         options = with_format(options, target, _format_before(via_zarr))
     with phase(READING, quiet=running.quiet):
         plan, directory, result, notes = job(
-            source, source_strategy, target, options, selection, reading, verb=verb, threads=running.threads
+            source, target, opening, options, selection, verb=verb, threads=running.threads
         )
     if not running.quiet:
         for note in notes:
@@ -188,13 +187,12 @@ def _check_apart(store: Place, source: Place, target: Place, manifest: Place | N
 
 def _make_store(
     source: Place,
-    source_strategy: Place | None,
+    opening: OpenOptions,
     store: Place,
     plain: str,
     selection: Selection,
     memory: int | None,
     running: Running,
-    reading: dict[str, Any],
 ) -> bool:
     """Unify a source into a zarr store, unless that is done.
 
@@ -205,19 +203,20 @@ def _make_store(
     Raises:
         TargetError: the store is finished, and was made from another source, or from this one before it changed.
     """
-    from reshard.readers.zarr import noted_provenance
-    from reshard.targets.zarr import provenance
+    from reshard.readers.zarr import store_notes
+    from reshard.source.provenance import SourceRecord
+    from reshard.targets.zarr import source_record
 
-    recorded = noted_provenance(store)
-    if recorded is not None and not (source.is_dir() or source.is_file()):
+    store_content = store_notes(store)
+    if store_content is not None and not (source.is_dir() or source.is_file()):
         say_warnings([f"{source} does not exist; {store} is finished, and is used"])
         return True
-    checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
+    checkpoint = open_checkpoint(source, **vars(opening))
     if checkpoint.cipher and not running.quiet:
         say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
-    if recorded is not None:
-        current = provenance(checkpoint, times=True)
-        if (current["sources"], current["strategy"]) != (recorded.get("sources"), recorded.get("strategy")):
+    if store_content is not None:
+        recorded = SourceRecord.noted(store_content)
+        if recorded is None or not recorded.is_of(source_record(checkpoint, times=True)):
             raise TargetError(
                 f"{store} is finished, and was made from another source, or from {source} before it changed",
                 code="other-store", hint="choose another store, remove it, or give it as SOURCE",
@@ -234,15 +233,16 @@ def _make_store(
     as_json = running.as_json and running.dry_run
     if quiet and not running.quiet:
         say_warnings(plan.warnings)
-    first = running._replace(write_manifest=None, quiet=quiet, as_json=as_json)
+    first = replace(running, write_manifest=None, quiet=quiet, as_json=as_json)
     carry_out(plan, store, first)
     return not running.dry_run
 
 
 def _format_before(store: Place) -> str | None:
     """Return `ckpt` if a store was made from `.ckpt` files only, else None."""
-    from reshard.readers.zarr import noted_provenance
+    from reshard.readers.zarr import store_notes
+    from reshard.source.provenance import SourceRecord
 
-    sources = (noted_provenance(store) or {}).get("sources")
-    paths = [str(item.get("path")) for item in sources if isinstance(item, dict)] if isinstance(sources, list) else []
+    recorded = SourceRecord.noted(store_notes(store) or {})
+    paths = [file.path for file in recorded.files] if recorded else []
     return "ckpt" if paths and all(path.endswith(".ckpt") for path in paths) else None

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError
 from reshard.formats.entries import RangeReader
-from reshard.storage.cipher import DecryptingStore
+from reshard.storage.decryption import DecryptingStore
 from reshard.storage.places import can
 
 if TYPE_CHECKING:
     from reshard.formats.entries import FileIndex, Format
-    from reshard.storage.base import Readable
+    from reshard.storage.base import RangeStore
 
 
 _REMOTE_HEADER = 1 << 20
@@ -71,7 +71,7 @@ def is_known(path: str) -> bool:
     return any(format_.recognizes(start, reader.size) for format_ in formats())
 
 
-def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
+def index_file(path: str, *, store: RangeStore | None = None) -> FileIndex:
     """Return the index of a checkpoint file; its format is detected by content, not by name.
 
     Args:
@@ -92,7 +92,7 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
         raise
 
 
-def _index(path: str, store: Readable | None) -> FileIndex:
+def _index(path: str, store: RangeStore | None) -> FileIndex:
     reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).waits else 4096)
     # The first request covers most headers: a second request takes longer than a megabyte does.
     start = reader.upto(0, _REMOTE_HEADER if can(path).waits else 64)[:64]

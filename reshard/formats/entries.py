@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
-    from reshard.storage.base import Readable, ReadStore, Want
+    from reshard.storage.base import RangeStore, ReadStore, Want
 
 Runs = tuple[tuple[int, int], ...]
 """Consecutive byte ranges of a file that hold one block in row-major order: (offset, number of bytes)."""
@@ -238,7 +238,7 @@ class RangeReader:
     It caches the last piece, since headers lie close together.
     """
 
-    def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
+    def __init__(self, path: str, *, store: RangeStore | None = None, window: int = 4096) -> None:
         self.path = path
         self._store = store or any_store()
         self.size = self._store.size(path)

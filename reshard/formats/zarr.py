@@ -33,6 +33,7 @@ from reshard.errors import Option, Text, UsageError
 from reshard.formats.entries import Content, FileLayout
 from reshard.layout.block import Block
 from reshard.storage.crc import crc32c
+from reshard.strategy.schema import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -280,7 +281,7 @@ def group_metadata(attributes: Mapping[str, object]) -> bytes:
 
 
 def _json(content: Mapping[str, object]) -> bytes:
-    return json.dumps(content, indent=2).encode()
+    return json.dumps(content, indent=2, default=plain).encode()
 
 
 def zarr_dtype(dtype: DType) -> str:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
 from reshard.storage.base import Status, read_error, stem_of_unfinished
-from reshard.storage.places import Place, as_place, of_each
+from reshard.storage.places import Place, as_place, workers_at
+from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -28,8 +29,10 @@ _KEYS = {
         "fill_value", "storage_transformers", "dimension_names",
     },
 }  # fmt: skip
+_OLDER = ("sources", "strategy")  # in stores of earlier versions
+
 _NOTED = {
-    "group": {"common", "tensors", "texts", "notes", "sources", "strategy", "version"},
+    "group": {"common", "tensors", "texts", "notes", "source", "version", *_OLDER},
     "array": {"dtype", "listed", "layout", "name"},
 }
 
@@ -84,7 +87,8 @@ class StoreFiles:
         if self.base.can.waits:
             paths = [as_place(path + end) for path in nodes]
             prefetched = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
-        self._contents = dict(zip(prefetched, of_each(lambda path: path.read_bytes(), prefetched), strict=True))
+        contents = map_ordered(lambda path: path.read_bytes(), prefetched, workers_at(prefetched))
+        self._contents = dict(zip(prefetched, contents, strict=True))
 
     def status(self, path: Place) -> Status | None:
         """Return the state of a file; None if it does not exist.
@@ -143,7 +147,8 @@ def _listed(base: Place) -> dict[str, Status | None]:
     base.refresh()
     files = [*base.files()]
     # Mostly answered from the listing; one request each if the file system has dropped it.
-    return dict(zip(map(str, files), of_each(lambda path: path.status(), files), strict=True))
+    statuses = map_ordered(lambda path: path.status(), files, workers_at(files))
+    return dict(zip(map(str, files), statuses, strict=True))
 
 
 def _is_other(path: object) -> SourceError:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.layout.block import Block, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 VIEWS = 0.25
@@ -286,3 +286,72 @@ def _unravel(position: int, shape: Shape) -> Shape:
         position, index = divmod(position, extent)
         indices.append(index)
     return tuple(reversed(indices))
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a segment, beginning at `start`."""
+
+    segment: Segment
+    start: int
+    rows: int
+
+
+def cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]]:
+    """Cut segments into bands; join short ones, because long writes are faster."""
+    band: list[Rows] = []
+    room = most_elements
+    for segment in segments:
+        row = segment.columns.row_elements
+        start = segment.start
+        while start < segment.stop:
+            if band and (row > room or not _goes_on(band[-1], segment, start)):
+                yield band
+                band, room = [], most_elements
+            rows = min(segment.stop - start, max(1, room // row))
+            band.append(Rows(segment, start, rows))
+            room -= rows * row
+            start += rows
+    if band:
+        yield band
+
+
+def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
+    """Return whether rows can be gathered together with the rows before them."""
+    before, columns = last.segment.columns, segment.columns
+    gathered = not any(is_whole(parts) for part_lists in (before.parts, columns.parts) for parts in part_lists)
+    follows = last.start + last.rows == start and before.targets == columns.targets
+    return gathered and follows and before.target_shapes == columns.target_shapes
+
+
+def is_whole(parts: Sequence[Part]) -> bool:
+    """Return whether the columns of a target block are exactly one source block's."""
+    return len(parts) == 1 and not parts[0].taken
+
+
+def elements_of(parts: Sequence[Rows]) -> int:
+    """Return the number of elements in a band; no target block gets more."""
+    return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
+
+
+def views_of(parts: Sequence[Rows]) -> int:
+    """Estimate the number of buffer views in a band; a write has four, and its copies."""
+    gathered = 2 * sum(1 for _ in alike(parts, 0))
+    targets = parts[0].segment.columns.parts
+    writes = sum(1 if is_whole(items) else 4 + len(items) * gathered for items in targets)
+    return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
+
+
+def alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
+    """Yield columns and row counts; join adjacent source blocks with equal parts."""
+    first, rows = parts[0].segment.columns, 0
+    for segment, _, count in parts:
+        columns = segment.columns
+        if rows and not (
+            len(first.sources) == len(columns.sources) == 1
+            and first.source_shapes == columns.source_shapes
+            and first.parts[number] == columns.parts[number]
+        ):
+            yield first, rows
+            rows = 0
+        first, rows = columns, rows + count
+    yield first, rows

@@ -15,7 +15,7 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.places import can
-from reshard.storage.remote import fetched_bytes
+from reshard.storage.urls.remote import fetched_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

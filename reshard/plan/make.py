@@ -52,8 +52,6 @@ def plan(
     ranks: Iterable[int] | None = None,
     stage: int | None = None,
     selection: Selection | None = None,
-    drop: Iterable[str] = (),
-    allow_missing: Iterable[str] = (),
     remove_redundancy: bool = False,
     link_replicas: bool = False,
     memory: int | None = None,
@@ -77,8 +75,6 @@ def plan(
             the strategy, or the files next to it, show that there are other stages; tensors that the strategy does not
             name are dropped.
         selection: which tensors, under which names, as which dtypes.
-        drop: globs of weights that the target may lack though the source has them; added to the selection's.
-        allow_missing: globs of weights that the source may lack though the target has them; added to the selection's.
         remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
         link_replicas: make target files that are equal in every byte links to one file: copies that share blocks if
             the file system supports them, else hard links.
@@ -110,8 +106,6 @@ def plan(
     source.require_whole()
     selection = selection or Selection()
     source = derived(source, selection)
-    may_lack = selection.allow_missing + globs(allow_missing)
-    selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=may_lack)
     ranks = None if ranks is None else tuple(ranks)
     part = "" if source.opening.stage is None else f"_part{source.opening.stage}"
     files = files or (OF_FORMATS[format]() if format in OF_FORMATS else RankFiles(prefix, part))
@@ -290,7 +284,10 @@ def plan_convert(
         if opened.extras.arrangement is not None:
             dropped = globs(drop)
             target = strategy_of(opened, drop=dropped)
-            return plan(opened, target, format=format, drop=dropped, threads=threads, target_cipher=target_cipher)
+            selection = Selection(drop=dropped)
+            return plan(
+                opened, target, format=format, selection=selection, threads=threads, target_cipher=target_cipher
+            )
         kind = "distributed checkpoint"
     if kind:
         raise UsageError(

@@ -35,7 +35,7 @@ from reshard.plan.budget import band_buffers, thread_bytes
 from reshard.plan.plan import Piece, Route, Task
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
-from reshard.storage.remote import part_bytes
+from reshard.storage.urls.remote import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -18,13 +18,12 @@ the storage entries of similar tensors, are listed once; the same plan gives the
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.directories import is_iteration
@@ -33,21 +32,21 @@ from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.arrangement import Arrangement
-from reshard.layout.layout import MOST_DEVICES
+from reshard.layout.grid import MOST_DEVICES
+from reshard.plan.inputs import provenance_of, selection_of
 from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
-from reshard.plan.select import Selection, selection_data
-from reshard.readers.open import files_read, reopen, with_varying
-from reshard.readers.open import open as open_checkpoint
-from reshard.source.checkpoint import Looked
+from reshard.readers.open import files_read
+from reshard.readers.reopen import reopen
+from reshard.source.checkpoint import Looked  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.source.headers import index_digests, pages_digest
-from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
-from reshard.storage.places import Place, as_place
+from reshard.source.provenance import FileRecord, Provenance, SourceRecord
+from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
-from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
-from reshard.strategy.strategy import Strategy
+from reshard.strategy.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
+from reshard.strategy.schema import read as read_record
 from reshard.targets.checkpoint2 import Checkpoint2
-from reshard.targets.pattern import PATTERN, pattern_data, read_pattern
+from reshard.targets.pattern import ArrangementRecord
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Request
@@ -55,73 +54,58 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.targets.kinds import AnyFiles
 
-Json = dict[str, Any]
-
-VERSION = 1
+VERSION = 2
 
 _LARGEST_FILE = 1 << 28
-_MOST_STARS = 8
 
-# Classes that lay out the target's files: name in a plan file, class, and kinds of the class's fields.
-_FILES_CLASSES: dict[str, tuple[type[Any], tuple[object, ...]]] = {
-    "rank_files": (RankFiles, (TEXT, TEXT)),
-    "named_file": (NamedFile, (INNER_PATH,)),
-    "mindspore_set": (MindSporeSet, (COUNT,)),
-    "hugging_face_set": (HuggingFaceSet, (COUNT,)),
-    "checkpoint2": (Checkpoint2, (Maybe(COUNT), Maybe(TEXT), COUNT, Maybe(TEXT))),
-    "zarr_group": (ZarrGroup, (Maybe(COUNT), Maybe(COUNT), Maybe(TEXT), FLAG)),
-    "dcp": (DCP, (COUNT, Maybe(COUNT))),
-    "linked_dcp": (LinkedDCP, ()),
+# Classes that lay out the target's files: name in a plan file, class, and type of the class's fields.
+_FILES_CLASSES: dict[str, tuple[type[Any], Any]] = {
+    "rank_files": (RankFiles, tuple[str, str]),
+    "named_file": (NamedFile, tuple[InnerPath]),
+    "mindspore_set": (MindSporeSet, tuple[Count]),
+    "hugging_face_set": (HuggingFaceSet, tuple[Count]),
+    "checkpoint2": (Checkpoint2, tuple[Count | None, str | None, Count, str | None]),
+    "zarr_group": (ZarrGroup, tuple[Count | None, Count | None, str | None, bool]),
+    "dcp": (DCP, tuple[Count, Count | None]),
+    "linked_dcp": (LinkedDCP, tuple[()]),
 }
 
-_SOURCE = {
-    "root": LINE,
-    "described_by": TEXT,
-    "strategy": Maybe(STRATEGY),
-    "stage": Maybe(COUNT),
-    "partial": FLAG,
-    "by_file": FLAG,
-    "varying": [TEXT],
-    "elsewhere": [TEXT],
-    "looked": Maybe((COUNT,) * 5),
-    "left_out": [TEXT],
-    "warnings": [LINE],
-    "encrypted": FLAG,
-    "headers": [TEXT],  # digests
-    "files": [(COUNT, INNER_PATH, COUNT, COUNT, TEXT)],  # rank, path, size, number of the header, digest of pages
-}
-_TARGET = {
-    "strategy": Maybe(STRATEGY),
-    "pattern": Maybe(PATTERN),
-    "format": TEXT,
-    "ranks": Maybe([COUNT]),
-    "stage": Maybe(COUNT),
-    "memory": Maybe(COUNT),
-    "remove_redundancy": FLAG,
-    "link_replicas": FLAG,
-    "encryption": Maybe(TEXT),  # the mode
-}
-SELECTION = {
-    "include": [TEXT],
-    "exclude": [TEXT],
-    "weights_only": FLAG,
-    "names": {TEXT: TEXT},
-    "cast": {TEXT: TEXT},
-    "drop": [TEXT],
-    "allow_missing": [TEXT],
-    "rules": Maybe({TEXT: ANY}),  # which `Rules.of` checks
-    "lora": Maybe({"root": LINE, "alpha": ANY, "tied": TEXT, "digest": TEXT}),  # and `LoRA`
-}
-_PLAN = {
-    "reshard_plan": COUNT,
-    "made_by": TEXT,
-    "digest": TEXT,
-    "source": _SOURCE,
-    "target": _TARGET,
-    "files": {"way": TEXT, "fields": ANY},
-    "selection": SELECTION,
-    "directory": Maybe(INNER_PATH),
-}
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """How the target's files are laid out: a name in `_FILES_CLASSES`, and the fields of the class."""
+
+    way: str
+    fields: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A plan file: provenance, and the other inputs of the plan.
+
+    Attributes:
+        reshard_plan: the version of the format.
+        digest: the digest of the plan (`plan_digest`).
+        provenance: the source, the target and the selection.
+        warnings: warnings from opening the source.
+        looked: as in `Opening`.
+        arrangement: the arrangement of the target, if it is not a strategy.
+        files: how the target's files are laid out.
+        ranks: as in `Request`, like `link_replicas` and `memory`.
+        directory: the default target directory.
+    """
+
+    reshard_plan: Count
+    digest: str
+    provenance: Provenance
+    warnings: tuple[Line, ...]
+    looked: Looked | None
+    arrangement: ArrangementRecord | None
+    files: _Files
+    ranks: tuple[Count, ...] | None
+    link_replicas: bool
+    memory: Count | None
+    directory: InnerPath | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +121,7 @@ class PlanFile:
     path: str
     source: str
     directory: str | None
-    _content: Json
+    _content: _Content
 
     def plan(
         self,
@@ -162,7 +146,7 @@ class PlanFile:
             UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
         """
         content = self._content
-        mode = content["target"]["encryption"]
+        mode = content.provenance.target.encryption
         if mode is not None and target_cipher is None:
             raise UsageError(
                 f"the target that {self.path} plans is to be encrypted", code="no-key",
@@ -193,60 +177,38 @@ class PlanFile:
             threads=threads,
             target_cipher=target_cipher and replace(target_cipher, mode=mode),
         )
-        if plan_digest(result) != content["digest"]:
+        if plan_digest(result) != content.digest:
             from reshard import __version__
 
+            made_by = content.provenance.made_by
             raise PlanError(
                 f"this reshard would not write what {self.path} planned", code="different-plan",
-                facts=[
-                    f"reshard {content['made_by']} made the plan, and this is {__version__}; or the file was changed"
-                ],
+                facts=[f"reshard {made_by} made the plan, and this is {__version__}; or the file was changed"],
                 hint="plan again",
             )  # fmt: skip
         return result
 
     def _open_source(self, root: Path, cipher: Cipher | None) -> Checkpoint:
-        planned = self._content["source"]
-        if planned["encrypted"] and cipher is None:
+        record = self._content.provenance.source
+        if record.encrypted and cipher is None:
             raise UsageError(
                 f"the source that {self.path} plans with is encrypted", code="no-key",
                 facts=["a plan file holds no key"], hint=Text("give it: ", Option("key")),
             )  # fmt: skip
         self._check_sizes(root)
-        paths: dict[int, list[Place]] = {}
-        for rank, path, *_ in planned["files"]:
-            paths.setdefault(rank, []).append(as_place(root / path))
-        if planned["described_by"]:
-            checkpoint = open_checkpoint(as_place(root), contents=False)
-            if checkpoint.extras.described_by != planned["described_by"]:
-                raise TargetError(
-                    f"{root} has no {planned['described_by']}, unlike when it was planned", code="source-changed",
-                    hint=_OTHER_FILES,
-                )  # fmt: skip
-            tensors = with_varying(checkpoint.tensors, set(planned["varying"]))
-            checkpoint = replace(checkpoint, tensors=tensors)
-        else:
-            checkpoint = reopen(
-                str(root),
-                paths,
-                strategy=read_small_strategy(planned["strategy"]),
-                part=planned["stage"],
-                partial=planned["partial"],
-                varying=set(planned["varying"]),
-                elsewhere=planned["elsewhere"],
-                warnings=planned["warnings"],
-                cipher=cipher,
-            )
+        checkpoint = reopen(record, as_place(root), cipher=cipher)
+        if checkpoint.extras.described_by != record.described_by:
+            raise TargetError(
+                f"{root} has no {record.described_by}, unlike when it was planned", code="source-changed",
+                hint=_OTHER_FILES,
+            )  # fmt: skip
         self._check_contents(checkpoint)
-        sampling = planned["looked"] and Looked(*planned["looked"])  # from planning time
-        return replace(
-            checkpoint.without(set(planned["left_out"])),
-            opening=replace(checkpoint.opening, looked=sampling, by_file=planned["by_file"]),
-        )
+        opening = replace(checkpoint.opening, looked=self._content.looked)
+        return replace(checkpoint, warnings=self._content.warnings, opening=opening)
 
     def _check_sizes(self, root: Path) -> None:
         missing, changed = Faults(str(root)), Faults(str(root))
-        for _, path, nbytes, *_ in self._content["source"]["files"]:
+        for _, path, nbytes, *_ in self._content.provenance.source.files:
             try:
                 status = (root / path).stat()
             except OSError as error:
@@ -262,46 +224,24 @@ class PlanFile:
 
     def _check_contents(self, checkpoint: Checkpoint) -> None:
         changed = Faults(checkpoint.root)
-        planned_source = self._content["source"]
-        files = {file.path: file for file in _source_files(checkpoint)}
-        planned = {path for _, path, *_ in planned_source["files"]}
-        for path in files.keys() ^ planned:  # of a zarr store, which lists its own files
+        planned, current = _versions(self._content.provenance.source), _versions(_source_record(checkpoint))
+        for path in current.keys() ^ planned.keys():  # of a zarr store, which lists its own files
             problem = "is gone since it was planned" if path in planned else "is new since it was planned"
             changed.add(path, problem, code="files-gone" if path in planned else "files-added")
-        for _, path, _, header, pages in planned_source["files"]:
-            if path not in files:
-                continue
-            if files[path].header != planned_source["headers"][header]:
+        for path in (path for path in planned if path in current):
+            if current[path][0] != planned[path][0]:
                 changed.add(path, "has another header than when it was planned", code="header-changed")
-            elif pages_digest(files[path].place) != pages:
+            elif current[path] != planned[path]:
                 changed.add(path, "has other contents than when it was planned", code="source-changed")
         changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
 
+def _versions(source: SourceRecord) -> dict[str, tuple[str, str]]:
+    """Return the digests of header and pages of each file."""
+    return {file.path: (source.headers[file.header or 0], file.version) for file in source.files}
+
+
 _OTHER_FILES = "give the files that were planned with, or plan again"
-
-
-def read_plan(
-    path: str | os.PathLike[str],
-    *,
-    source: str | os.PathLike[str] | None = None,
-    cipher: Cipher | None = None,
-    target_cipher: Cipher | None = None,
-) -> Plan:
-    """Read a plan file that `Plan.save` wrote on any machine, and open its source.
-
-    Args:
-        path: the plan file.
-        source: the path of the source, if it was moved since: a directory with the same files below it.
-        cipher: decrypts the source's files; a plan file holds no key.
-        target_cipher: encrypts the target's files, in the mode that was planned.
-
-    Raises:
-        PlanError: the file is not valid, or this version would make another plan.
-        SourceError, TargetError: the source is missing, or differs from the planned one.
-        UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
-    """
-    return read(path).plan(source, cipher=cipher, target_cipher=target_cipher)
 
 
 def read(path: str | os.PathLike[str]) -> PlanFile:
@@ -335,7 +275,7 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
     source = files_read(plan.source.root, plan.source.files)
     refuse_inputs([path], source, "one of the source files", "choose another name for the plan")
     refuse_existing(path, overwrite=overwrite)
-    content = json.dumps(_data(plan, plan.request, directory), separators=(",", ":")).encode() + b"\n"
+    content = to_json(_data(plan, plan.request, directory)) + b"\n"
     try:
         _checked(content, "plan")
     except PlanError as error:
@@ -346,84 +286,28 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def _data(plan: Plan, request: Request, directory: str | None) -> Json:
-    from reshard import __version__
-
-    return {
-        "reshard_plan": VERSION,
-        "made_by": __version__,
-        "digest": plan_digest(plan),
-        "source": _source_data(plan.source.opened),
-        "target": {
-            "strategy": small_strategy(request.target if isinstance(request.target, Strategy) else None),
-            "pattern": pattern_data(request.target) if isinstance(request.target, Arrangement) else None,
-            "format": request.format,
-            "ranks": request.ranks,
-            "stage": request.stage,
-            "memory": request.memory,
-            "remove_redundancy": request.remove_redundancy,
-            "link_replicas": request.link_replicas,
-            "encryption": plan.cipher and plan.cipher.mode,
-        },
-        "files": _files_data(request.files),
-        "selection": selection_data(request.selection),
-        "directory": directory,
-    }
+def _data(plan: Plan, request: Request, directory: str | None) -> _Content:
+    source = plan.source.opened
+    return _Content(
+        VERSION,
+        plan_digest(plan),
+        provenance_of(plan, _source_record(source)),
+        tuple(source.warnings),
+        source.opening.looked,
+        ArrangementRecord.of(request.target) if isinstance(request.target, Arrangement) else None,
+        _files_data(request.files),
+        request.ranks,
+        request.link_replicas,
+        request.memory,
+        directory,
+    )
 
 
-def read_selection(content: Json) -> Selection:
-    """Read the selection that `selection_data` wrote; raise `ValueError` if invalid."""
-    check(content, SELECTION)
-    _check_names(content["names"])
-    return _selection(content)
-
-
-def _selection(content: Json) -> Selection:
-    return Selection(**{"name_map" if key == "names" else key: value for key, value in content.items()})
-
-
-def _source_data(source: Checkpoint) -> Json:
-    root = Path(source.root).absolute()
-    headers: dict[str, int] = {}
-    files = []
-    for file in _source_files(source):
-        number = headers.setdefault(file.header, len(headers))
-        files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
-    return {
-        "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
-        "described_by": source.extras.described_by,
-        "strategy": small_strategy(source.strategy),
-        "stage": source.opening.stage,
-        "partial": source.opening.partial,
-        "by_file": source.opening.by_file,
-        "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
-        "elsewhere": sorted(source.opening.elsewhere),
-        "looked": source.opening.looked,
-        "left_out": sorted(source.left_out),
-        "warnings": source.warnings,
-        "encrypted": source.cipher is not None,
-        "headers": list(headers),
-        "files": files,
-    }
-
-
-class _Listed(NamedTuple):
-    """A source file as in a plan file, with its full path.
-
-    `path` is below the source's root, `header` is a digest, and `place` is the full path.
+def _source_record(source: Checkpoint) -> SourceRecord:
+    """Return the record of a source, with digests of its files; their paths are below it.
 
     The files of a zarr store have rank 0, each once, with the metadata of its arrays, and the group's last.
     """
-
-    rank: int
-    path: str
-    nbytes: int
-    header: str
-    place: str
-
-
-def _source_files(source: Checkpoint) -> list[_Listed]:
-    """Return the files of a source, in its order."""
     root = Path(source.root).absolute()
     digests = index_digests([file.index for file in source.files])
     headers = {
@@ -432,29 +316,25 @@ def _source_files(source: Checkpoint) -> list[_Listed]:
     }
     if source.format == ZARR:
         root = root.resolve()
-        parents = {
-            directory
-            for _, file_path, _ in headers
-            for directory in Path(file_path).parents
-            if directory.is_relative_to(root)
-        }
-        metadata = sorted(file_path for directory in parents - {root} if (file_path := directory / METADATA).is_file())
+        parents = {above for _, path, _ in headers for above in Path(path).parents if above.is_relative_to(root)}
+        metadata = sorted(file for directory in parents - {root} if (file := directory / METADATA).is_file())
         *chunks, last = headers.items()
-        metadata_files = {(0, str(file_path), file_path.stat().st_size): "" for file_path in metadata}
-        headers = {**metadata_files, **dict(chunks), last[0]: last[1]}
-    result = []
+        headers = {(0, str(file), file.stat().st_size): "" for file in metadata} | dict(chunks) | {last[0]: last[1]}
+    numbers: dict[str, int] = {}
+    files = []
     for (rank, path, nbytes), header in headers.items():
         if not Path(path).is_relative_to(root):
             raise UsageError(
                 f"{path} is not below {root}", code="not-savable",
                 facts=["a plan can be saved only if all files of its source are in one directory"],
             )  # fmt: skip
-        relative = Path(path).relative_to(root).as_posix()
-        result.append(_Listed(rank, relative, nbytes, header, path))
-    return result
+        number = numbers.setdefault(header, len(numbers))
+        files.append(FileRecord(rank, Path(path).relative_to(root).as_posix(), nbytes, number, pages_digest(path)))
+    named = os.path.abspath(Path(source.root).absolute())  # noqa: PTH100 -- without `..`, links as they are
+    return SourceRecord.of(source, named, files, list(numbers))
 
 
-def _files_data(files: AnyFiles) -> Json:
+def _files_data(files: AnyFiles) -> _Files:
     fields: Any = files  # each of the classes in `_FILES_CLASSES` is a tuple or a dataclass
     if isinstance(files, ZarrGroup) and files.times:
         raise UsageError(
@@ -463,7 +343,7 @@ def _files_data(files: AnyFiles) -> Json:
         )  # fmt: skip
     for name, (kind, _) in _FILES_CLASSES.items():
         if type(files) is kind:
-            return {"way": name, "fields": fields if isinstance(fields, tuple) else astuple(fields)}
+            return _Files(name, fields if isinstance(fields, tuple) else astuple(fields))
     raise UsageError(f"a plan with files of {type(files).__name__} cannot be saved", code="not-savable")
 
 
@@ -475,19 +355,19 @@ def _checked(content: bytes, path: str) -> PlanFile:
     try:
         parsed = parse(content)
         _check_version(parsed)
-        check(parsed, _PLAN)
-        _check_way(**parsed["files"])
-        _check_files(parsed["source"])
-        _check_names(parsed["selection"]["names"])
-        read_small_strategy(parsed["source"]["strategy"])
-        _request(parsed)
+        result: _Content = read_record(_Content, parsed)
+        source = result.provenance.source
+        _check_files(source)
+        if source.strategy:
+            source.strategy.read()
+        _request(result)
     except (ValueError, ReshardError) as error:
         raise PlanError(
             f"{path} is not a valid plan file",
             code="not-a-plan",
             facts=[line.strip() for line in str(error).splitlines()],
         ) from None
-    return PlanFile(path, parsed["source"]["root"], parsed["directory"], parsed)
+    return PlanFile(path, source.root, result.directory, result)
 
 
 def _check_version(parsed: object) -> None:
@@ -499,47 +379,36 @@ def _check_version(parsed: object) -> None:
         )
 
 
-def _check_way(way: str, fields: object) -> None:
-    if way not in _FILES_CLASSES:
-        raise ValueError(f"$.files.way is {way!r:.60}; known are {', '.join(_FILES_CLASSES)}")
-    check(fields, _FILES_CLASSES[way][1], "$.files.fields")
-
-
-def _check_files(source: Json) -> None:
-    files = source["files"]
+def _check_files(source: SourceRecord) -> None:
+    files, path = source.files, "$.provenance.source.files"
     if not files:
-        raise ValueError("$.source.files is empty; expected at least one")
-    if any(a[0] > b[0] for a, b in pairwise(files)) or len({file[1] for file in files}) < len(files):
-        raise ValueError("$.source.files are not in the order of their ranks, or one is there twice")
-    for number, (rank, _, _, header, _) in enumerate(files):
-        if rank >= MOST_DEVICES or header >= len(source["headers"]):
-            raise ValueError(f"$.source.files[{number}] is of rank {rank} and header {header}, which cannot be")
+        raise ValueError(f"{path} is empty; expected at least one")
+    if any(a.rank > b.rank for a, b in pairwise(files)) or len({file.path for file in files}) < len(files):
+        raise ValueError(f"{path} are not in the order of their ranks, or one is there twice")
+    for number, file in enumerate(files):
+        read_record(InnerPath, file.path, f"{path}[{number}][1]")
+        if file.rank >= MOST_DEVICES or file.header is None or file.header >= len(source.headers):
+            raise ValueError(f"{path}[{number}] is of rank {file.rank} and header {file.header}, which cannot be")
 
 
-def _check_names(names: Json) -> None:
-    """Refuse globs whose regular expressions could take forever."""
-    for old in names:
-        if old.count("*") > _MOST_STARS or "**" in old:
-            raise ValueError(
-                f"$.selection.names[{old!r:.60}] has more than {_MOST_STARS} stars, or two next to each other"
-            )
-
-
-def _request(content: Json) -> Request:
+def _request(content: _Content) -> Request:
     from reshard.plan.plan import Request
 
-    target, files = content["target"], content["files"]
-    pattern = target["pattern"]
+    target, files = content.provenance.target, content.files
+    if files.way not in _FILES_CLASSES:
+        raise ValueError(f"$.files.way is {files.way!r:.60}; known are {', '.join(_FILES_CLASSES)}")
+    kind, types = _FILES_CLASSES[files.way]
+    strategy = target.strategy.read() if target.strategy else None
     return Request(
-        read_small_strategy(target["strategy"]) if pattern is None else read_pattern(pattern),
-        target["format"],
-        _FILES_CLASSES[files["way"]][0](*files["fields"]),
-        target["ranks"],
-        _selection(content["selection"]),
-        target["remove_redundancy"],
-        target["link_replicas"],
-        target["memory"],
-        target["stage"],
+        content.arrangement.read() if content.arrangement else strategy,
+        target.format,
+        kind(*read_record(types, files.fields, "$.files.fields")),
+        content.ranks,
+        selection_of(content.provenance.selection),
+        target.remove_redundancy,
+        content.link_replicas,
+        content.memory,
+        target.stage,
     )
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,18 +175,6 @@ class Selection:
         return dict(pairs)
 
 
-def selection_data(selection: Selection) -> dict[str, object]:
-    """Return a selection as JSON data, for `planfile.read_selection`."""
-    pairs = ((field.name, getattr(selection, field.name)) for field in fields(selection))
-    values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in pairs}
-    values["names"] = values.pop("name_map")  # the key in ledgers and plan files
-    return {
-        **values,
-        "rules": selection.rules and selection.rules.data(),
-        "lora": selection.lora and asdict(selection.lora),
-    }
-
-
 def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
     """Return a source with the selection's adapter merged, and then its rules applied.
 
@@ -195,7 +183,9 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
             twice.
     """
     if selection.lora:
-        source = selection.lora.merged(source)
+        from reshard.rules.lora.merge import merged  # not on every start
+
+        source = merged(source, selection.lora)
     if selection.rules:
         source = selection.rules.derived(source).checkpoint
     twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]

@@ -41,7 +41,7 @@ from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.formats.directories import DirectoryFormat, RunFormat
     from reshard.readers.runs import Iteration
@@ -81,8 +81,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             code="no-iterations",
             hint=Text("leave ", Option("iteration", iteration), " out"),
         )
-    ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path))
-    files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), described=False)
+    files, ranks, warnings, step, cipher = _read_undescribed(path, rank_pattern, suffix, cipher)
     change = ledger.change(files, partial=partial) if ledger else ""
     ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
@@ -91,7 +91,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     by_ledger = strategy is None and stage is None and unnamed and ledger_strategy is not None
     lone_reason = ""
     if by_ledger and ledger and ledger_strategy:
-        strategy, stage = ledger_strategy, ledger.stage
+        strategy, stage = ledger_strategy, ledger.provenance.target.stage
         partial = partial or len(set(ranks)) < len(
             (ledger_strategy if stage is None else ledger_strategy.of_stage(stage)).ranks
         )
@@ -286,20 +286,21 @@ def _refuse_other_strategy(
         )
 
 
-def made_at(path: AnyName, *, mixed: bool = False) -> Made | None:
+def made_at(path: AnyName, *, mixed: bool = False, described: bool | None = None) -> Made | None:
     """Return the provenance in a target's ledger, or None if it misses files there.
 
     Args:
         path: the target.
         mixed: accept a directory that has other files, too; `Made.change` then names them.
+        described: whether the path describes its own blocks, if that is known.
     """
     root = as_place(path)
     try:
-        directory = iteration_at(root)
+        directory = root if described is False else iteration_at(root)
         ledger = made_of(directory)
         if ledger is None or not root.is_dir() or is_store(root):
             return ledger
-        if self_described(directory):
+        if described or (described is None and self_described(directory)):
             files_by_rank = {
                 0: [file for file in directory.files(depth=1) if file.suffix in {".safetensors", ".distcp"}]
             }
@@ -320,71 +321,26 @@ class LedgerLayout(NamedTuple):
     change: str = ""
 
 
-def ledger_layout(path: AnyName, cipher: Cipher | None = None) -> LedgerLayout:
-    """Return whether the ledger of a target gives its layout.
+def ledger_layout(path: AnyName, cipher: Cipher | None = None, *, described: bool | None = None) -> LedgerLayout:
+    """Return whether the ledger of a target gives its layout; `described` is as for `made_at`.
 
     Raises:
         SourceError: files changed, and a header cannot be read.
     """
-    ledger = _with_strategy(as_place(path))
-    if ledger is None or (ledger.is_as_noted() and made_at(path) is not None):
+    ledger = _with_strategy(as_place(path), described=described)
+    if ledger is None or (ledger.is_as_noted() and made_at(path, described=described) is not None):
         return LedgerLayout(ledger is not None)
     change = ledger.change(read_headers(path, cipher=cipher).files)
     return LedgerLayout(not change, change)
 
 
-def _with_strategy(root: Place) -> Made | None:
+def _with_strategy(root: Place, *, described: bool | None) -> Made | None:
     """Return the provenance of a target with a strategy, or None.
 
     Files may have changed, and other files may have been added.
     """
-    ledger = made_at(root, mixed=True) if root.is_dir() else None
-    return ledger if ledger is not None and ledger.content["target"]["strategy"] else None
-
-
-def reopen(
-    root: str,
-    paths: Mapping[int, Sequence[Place]],
-    *,
-    strategy: Strategy | None,
-    part: int | None,
-    partial: bool,
-    varying: Collection[str],
-    elsewhere: Collection[str],
-    warnings: Sequence[str],
-    cipher: Cipher | None,
-    whole: bool = True,
-) -> Checkpoint:
-    """Open a checkpoint again, with results of the first time.
-
-    It may be on another machine. Headers are read again.
-
-    Args:
-        root: the directory or file that was opened.
-        paths: the files of each rank, ascending.
-        strategy: the strategy of the first time, with rules and stage applied.
-        part: as `Opening.part`.
-        partial: as `Opening.partial`.
-        varying: names of the tensors that differ from rank to rank.
-        elsewhere: as `Opening.elsewhere`.
-        warnings: as `Checkpoint.warnings`.
-        cipher: decrypts the files.
-        whole: assemble tensors from the files; if false, the checkpoint has none, like ranks without a strategy.
-
-    Raises:
-        SourceError: a file is not valid, or headers contradict the strategy.
-    """
-    files, ranks, _, _, cipher = _read(paths, cipher, [])
-    tensors = with_varying(assemble(root, files, ranks, strategy, partial=partial) if whole else {}, varying)
-    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    step = Step.of(path for of_rank in paths.values() for path in of_rank)
-    opening = Opening(part, frozenset(elsewhere), partial, step=step)
-    return Checkpoint(root, tensors, files, ranks, strategy, tuple(warnings), unreadable, cipher, opening=opening)
-
-
-def with_varying(tensors: Mapping[str, Tensor], varying: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors with `varies` set for these names, and cleared for others."""
-    return {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in tensors.items()}
+    ledger = made_at(root, mixed=True, described=described) if root.is_dir() else None
+    return ledger if ledger is not None and ledger.strategy else None
 
 
 def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
@@ -400,7 +356,7 @@ def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
 
 
 @reading(SourceError)
-def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
+def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
     """Return whether a checkpoint has several ranks, by file names; no header is read.
 
     Raises:
@@ -438,6 +394,20 @@ def read_headers(
     Raises:
         SourceError: no files, no step that every rank has, a file that is not valid.
     """
+    if not isinstance(path, Mapping):
+        path = as_place(path)
+        path.refresh()
+        if opener := self_described(path):
+            opened = opener(contents=False)
+            return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
+    return _read_undescribed(path, rank_pattern, suffix, cipher)
+
+
+@reading(SourceError)
+def _read_undescribed(
+    path: AnyName | Mapping[int, AnyName], rank_pattern: str, suffix: str | None, cipher: Cipher | None
+) -> IndexedFiles:
+    """Read the headers of files that do not describe their blocks: of ranks, or of a unified set."""
     warnings: list[str] = []
     if isinstance(path, Mapping):
         chosen = {rank: as_place(path[rank]) for rank in sorted(path)}
@@ -447,10 +417,6 @@ def read_headers(
             refuse_directory(file.parent, [file.name], besides=[PARTS])
         return _read({rank: [file] for rank, file in chosen.items()}, cipher, warnings, Step.of(chosen.values()))
     root = as_place(path)
-    root.refresh()
-    if opener := self_described(root):
-        opened = opener(contents=False)
-        return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)

@@ -92,7 +92,7 @@ def lone_rank(
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
     """Return whether the parent directory's ledger lists these files and has a strategy."""
     ledger = made_of(above)
-    if ledger is None or not ledger.content["target"]["strategy"]:
+    if ledger is None or not ledger.strategy:
         return False
     sizes = {f"{ledger.root}/{file}": record.ready[0] for file, record in ledger.records.items() if record.ready}
     return all(sizes.get(file.path) == file.nbytes for file in files)

@@ -76,8 +76,8 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
     return _Store(files, own_notes(metadata)).checkpoint(str(root))
 
 
-def noted_provenance(root: Place) -> dict[str, Any] | None:
-    """Return the provenance in a store's notes; None if unfinished or missing."""
+def store_notes(root: Place) -> dict[str, Any] | None:
+    """Return the notes of this program in a store; None if it is unfinished or missing."""
     files = StoreFiles(root)
     top = files.base / METADATA
     return None if files.status(top) is None else own_notes(read_metadata(files, top))

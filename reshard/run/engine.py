@@ -1,9 +1,9 @@
 """Execute transfers: read each band once and scatter it to all target blocks.
 
-For each band, the part of every source block is read once into a buffer of this thread, and columns are copied if they
-have to be gathered (`BandReader`). `move_pieces` writes the result into the target files, once for each replica; a
-comparison (`verify.compare`) compares it. `preadv` and numpy's copies release the interpreter's lock, so threads run
-side by side. If requests have a high latency, as at URLs, several bands are read at once (`places.in_batches`).
+For each band, the part of every source block is read once into a buffer of this thread, and columns are gathered
+(`BandReader`). `move_pieces` writes the result into the target files, once for each replica; a comparison
+(`verify.compare`) compares it. `preadv` and numpy's copies release the interpreter's lock, so threads run side by side.
+If requests have a high latency, as at URLs, several bands are read at once (`places.in_batches`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.entries import ranges, wants
 from reshard.layout.strided import Ahead
-from reshard.plan.bands import AHEAD, VIEWS
+from reshard.plan.bands import AHEAD, VIEWS, alike, cut, elements_of, is_whole, views_of
 from reshard.storage.crc import crc32, crc32c
-from reshard.storage.local import thread
+from reshard.storage.handles import thread
 from reshard.storage.places import in_batches
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, Runs
     from reshard.layout.block import Shape
-    from reshard.plan.bands import Columns, Part, Segment
+    from reshard.plan.bands import Rows
     from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.storage.base import ReadStore, Sinks, Want
 
     Array = NDArray[Any]
 
 
-class Given(NamedTuple):
+class BandOutput(NamedTuple):
     """The part of a band that belongs to one target block.
 
     Attributes:
@@ -54,15 +54,7 @@ class Given(NamedTuple):
     content: memoryview
 
 
-class Rows(NamedTuple):
-    """Consecutive rows of a segment, beginning at `start`."""
-
-    segment: Segment
-    start: int
-    rows: int
-
-
-class Read(NamedTuple):
+class BandRead(NamedTuple):
     """The part of a source block in a band: block, offset in bytes, and buffer."""
 
     source: int
@@ -70,7 +62,7 @@ class Read(NamedTuple):
     view: memoryview
 
 
-class Write(NamedTuple):
+class BandWrite(NamedTuple):
     """The part of a target block in a band.
 
     Attributes:
@@ -85,7 +77,7 @@ class Write(NamedTuple):
     content: memoryview
     copies: Sequence[tuple[Array, Array]]
 
-    def put_together(self) -> memoryview:
+    def gathered(self) -> memoryview:
         """Gather the columns of a read band; the result is valid until the next call."""
         for target, source in self.copies:
             target[...] = source
@@ -95,15 +87,8 @@ class Write(NamedTuple):
 class Band(NamedTuple):
     """Rows of a tensor that are read, and then written, together."""
 
-    reads: Sequence[Read]
-    writes: Iterable[Write]
-
-
-class _Strided(NamedTuple):
-    """The strided source blocks of a transfer, and the bytes of its rows."""
-
-    sources: frozenset[int]
-    nbytes: int
+    reads: Sequence[BandRead]
+    writes: Iterable[BandWrite]
 
 
 _VIEW_BYTES = 200  # size of a view in a cached band, with its share of the containers; measured
@@ -117,14 +102,14 @@ class _Buffers(threading.local):
 
     Attributes:
         read: the bytes that are read for a band.
-        put: the gathered columns of one target block.
+        gather: the gathered columns of one target block.
         cast: these elements in another dtype.
         ahead: reads strided source blocks.
         copies: reads strided copies that are compared with the source blocks.
     """
 
     def __init__(self) -> None:
-        self.read = self.put = self.cast = memoryview(b"")
+        self.read = self.gather = self.cast = memoryview(b"")
         self.ahead, self.copies = Ahead(_memory), Ahead(_memory)
         self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
         self._views = 0
@@ -136,11 +121,11 @@ class _Buffers(threading.local):
         if key in self._bands:
             self._bands.move_to_end(key)
             return self._bands[key][-1]
-        cut = list(_cut(transfer.recipe.segments(transfer.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
-        self.hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
-        bands = (_band(rows, transfer, in_order=in_order) for rows in (cut if in_order else _turned(cut)))
-        views = 1 + sum(map(_views, cut))
-        limit = int(band_bytes * VIEWS) // _VIEW_BYTES
+        segments = transfer.recipe.segments(transfer.axis, piece.start, piece.stop)
+        parts = list(cut(segments, band_bytes // max(itemsizes)))
+        self.reserve(max([band_bytes, *(max(itemsizes) * elements_of(rows) for rows in parts)]))
+        bands = (_band(rows, transfer, in_order=in_order) for rows in (parts if in_order else _turned(parts)))
+        views, limit = 1 + sum(map(views_of, parts)), int(band_bytes * VIEWS) // _VIEW_BYTES
         if views > limit:
             return bands
         while self._views + views > limit:
@@ -151,12 +136,12 @@ class _Buffers(threading.local):
         self._views += views
         return cached
 
-    def hold(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Ensure the buffers hold at least `nbytes` bytes. Untouched pages cost nothing."""
         if len(self.read) < nbytes:
             self._bands.clear()  # their views would keep the old, smaller buffers alive
             self._views = 0
-            self.read, self.put = _memory(nbytes), _memory(nbytes)
+            self.read, self.gather = _memory(nbytes), _memory(nbytes)
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -170,33 +155,28 @@ _buffers = _Buffers()
 class BandReader:
     """Reads bands of transfers; for use by one thread.
 
+    Args:
+        transfers: the transfers, by number.
+        paths: the source files, by number.
+        store: reads the source files.
+        band_bytes: the most bytes of a tensor that are read at once.
+
     Attributes:
         nbytes: the number of bytes read.
     """
 
     def __init__(
-        self,
-        transfers: Sequence[Transfer] | Mapping[int, Transfer],
-        paths: Sequence[str],
-        store: ReadStore,
+        self, transfers: Sequence[Transfer] | Mapping[int, Transfer], paths: Sequence[str], store: ReadStore,
         band_bytes: int,
-    ) -> None:
-        """Prepare to read.
-
-        Args:
-            transfers: the transfers, by number.
-            paths: the source files, by number.
-            store: reads the source files.
-            band_bytes: the most bytes of a tensor that are read at once.
-        """
-        self._moves, self._paths, self._store, self._band_bytes = transfers, paths, store, band_bytes
-        self._strided: dict[int, _Strided] = {}  # by transfer number
+    ) -> None:  # fmt: skip
+        self._transfers, self._paths, self._store, self._band_bytes = transfers, paths, store, band_bytes
+        self._strided: dict[int, tuple[frozenset[int], int]] = {}  # by transfer: strided sources, bytes of the rows
         self._token = object()  # data that is read ahead belongs to this reader alone
         self.nbytes = 0
 
     def read(
         self, pieces: Iterable[Piece], *, in_order: bool = False, check: Callable[[], object] = lambda: None
-    ) -> Iterator[Given]:
+    ) -> Iterator[BandOutput]:
         """Read pieces of transfers, and yield the part of each target block.
 
         Args:
@@ -211,7 +191,7 @@ class BandReader:
             check()
             self.gather(number, band)
             for write in band.writes:
-                yield Given(number, write.target, write.first, write.put_together())
+                yield BandOutput(number, write.target, write.first, write.gathered())
 
     def bands(
         self, pieces: Iterable[Piece], *, in_order: bool = False
@@ -221,11 +201,11 @@ class BandReader:
         Once the requests are complete, `gather` reads the strided blocks.
         """
         for piece in pieces:
-            transfer = self._moves[piece.transfer]
+            transfer = self._transfers[piece.transfer]
             sources = [(self._paths[at.file], at.runs) for at in transfer.reads]
             strided = frozenset(number for number, at in enumerate(transfer.reads) if at.is_apart)
             row = prod(transfer.recipe.shape[transfer.axis + 1 :]) * transfer.dtype.itemsize
-            self._strided[piece.transfer] = _Strided(strided, (piece.stop - piece.start) * row)
+            self._strided[piece.transfer] = strided, (piece.stop - piece.start) * row
             for band in _buffers.bands(piece, transfer, self._band_bytes, in_order=in_order or bool(strided)):
                 requests: list[Want] = []
                 for source, begin, view in band.reads:
@@ -236,11 +216,11 @@ class BandReader:
 
     def gather(self, number: int, band: Band) -> None:
         """Read the strided source blocks of a band, and fill blocks that are all zeros."""
-        strided = self._strided[number]
-        if strided.sources:
-            transfer = self._moves[number]
-            reads = [read for read in band.reads if read.source in strided.sources]
-            room = min(AHEAD * self._band_bytes, strided.nbytes)
+        strided, nbytes = self._strided[number]
+        if strided:
+            transfer = self._transfers[number]
+            reads = [read for read in band.reads if read.source in strided]
+            room = min(AHEAD * self._band_bytes, nbytes)
             _buffers.ahead.share((self._token, number, room, *(read.source for read in reads)), len(reads) or 1, room)
             for index, (source, begin, view) in enumerate(reads):
                 shape = transfer.recipe.sources[source].shape
@@ -257,11 +237,11 @@ def read_block(
     begin: int,
     view: memoryview,
     ahead: Ahead,
-    place: int,
+    index: int,
 ) -> None:
     """Fill a buffer from byte `begin` of a block that is strided or all zeros.
 
-    The bytes that follow are read `ahead`; `place` is the number of the block among blocks that are read side by side.
+    The bytes that follow are read `ahead`; `index` is the number of the block among blocks that are read side by side.
     """
     if not extent.runs:
         view[:] = bytes(len(view))
@@ -272,7 +252,7 @@ def read_block(
         store.read(wants(paths[extent.file], extent.runs, offset, buffer))
 
     out = np.frombuffer(view, dtype.carrier())
-    ahead.read(place, read, shape, extent.strides, begin // dtype.itemsize, out)
+    ahead.read(index, read, shape, extent.strides, begin // dtype.itemsize, out)
 
 
 def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
@@ -300,59 +280,14 @@ def copies_ahead() -> Ahead:
 
 def scratch(nbytes: int) -> memoryview:
     """Return the gather buffer of this thread, to read other data into."""
-    _buffers.hold(nbytes)
-    return _buffers.put[:nbytes]
+    _buffers.reserve(nbytes)
+    return _buffers.gather[:nbytes]
 
 
 def _turned(items: list[Any]) -> list[Any]:
     """Rotate a list by thread: threads that write to one file wait for each other."""
     start = len(items) * thread.number // 2 % len(items) if items else 0
     return items[start:] + items[:start]
-
-
-def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]]:
-    """Cut segments into bands; join short ones, because long writes are faster."""
-    band: list[Rows] = []
-    room = most_elements
-    for segment in segments:
-        row = segment.columns.row_elements
-        start = segment.start
-        while start < segment.stop:
-            if band and (row > room or not _goes_on(band[-1], segment, start)):
-                yield band
-                band, room = [], most_elements
-            rows = min(segment.stop - start, max(1, room // row))
-            band.append(Rows(segment, start, rows))
-            room -= rows * row
-            start += rows
-    if band:
-        yield band
-
-
-def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
-    """Return whether rows can be gathered together with the rows before them."""
-    before, columns = last.segment.columns, segment.columns
-    gathered = not any(_is_whole(parts) for part_lists in (before.parts, columns.parts) for parts in part_lists)
-    follows = last.start + last.rows == start and before.targets == columns.targets
-    return gathered and follows and before.target_shapes == columns.target_shapes
-
-
-def _is_whole(parts: Sequence[Part]) -> bool:
-    """Return whether the columns of a target block are exactly one source block's."""
-    return len(parts) == 1 and not parts[0].taken
-
-
-def _elements(parts: Sequence[Rows]) -> int:
-    """Return the number of elements in a band; no target block gets more."""
-    return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
-
-
-def _views(parts: Sequence[Rows]) -> int:
-    """Estimate the number of buffer views in a band; a write has four besides copies."""
-    gathered = 2 * sum(1 for _ in _alike(parts, 0))
-    targets = parts[0].segment.columns.parts
-    writes = sum(1 if _is_whole(items) else 4 + len(items) * gathered for items in targets)
-    return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
 
 
 def _band(parts: Sequence[Rows], transfer: Transfer, *, in_order: bool) -> Band:
@@ -365,14 +300,14 @@ def _band(parts: Sequence[Rows], transfer: Transfer, *, in_order: bool) -> Band:
         for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
             row = prod(shape) * itemsize
             begin = offset * itemsize + (start - segment.start) * row
-            reads.append(Read(source, begin, _buffers.read[position : position + rows * row]))
+            reads.append(BandRead(source, begin, _buffers.read[position : position + rows * row]))
             position += rows * row
     return Band(reads, _writes(parts, transfer, reads, _buffers.read[:position], in_order=in_order))
 
 
 def _writes(
-    parts: Sequence[Rows], transfer: Transfer, reads: Sequence[Read], read_bytes: memoryview, *, in_order: bool
-) -> Iterator[Write]:
+    parts: Sequence[Rows], transfer: Transfer, reads: Sequence[BandRead], read_bytes: memoryview, *, in_order: bool
+) -> Iterator[BandWrite]:
     """Yield the writes of a band; unless `in_order`, rotate them by thread."""
     segment, start, _ = parts[0]
     columns = segment.columns
@@ -381,11 +316,12 @@ def _writes(
     for number in numbers if in_order else _turned(numbers):
         row = prod(columns.target_shapes[number])
         first = segment.target_offsets[number] + (start - segment.start) * row
-        if _is_whole(columns.parts[number]):
-            yield Write(columns.targets[number], first, reads[columns.parts[number][0].read].view, ())
+        if is_whole(columns.parts[number]):
+            yield BandWrite(columns.targets[number], first, reads[columns.parts[number][0].read].view, ())
         else:
-            content = _buffers.put[: rows * row * transfer.dtype.itemsize]
-            yield Write(columns.targets[number], first, content, _copies(parts, number, transfer, read_bytes, content))
+            content = _buffers.gather[: rows * row * transfer.dtype.itemsize]
+            copies = _copies(parts, number, transfer, read_bytes, content)
+            yield BandWrite(columns.targets[number], first, content, copies)
 
 
 def _copies(
@@ -400,7 +336,7 @@ def _copies(
     gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
     copies = []
     begin = done = 0  # offsets in the elements that were read, and in the rows
-    for columns, rows in _alike(parts, number):
+    for columns, rows in alike(parts, number):
         starts = list(accumulate((rows * prod(shape) for shape in columns.source_shapes), initial=begin))
         for read, source_index, target_index in columns.parts[number]:
             block = elements[starts[read] : starts[read + 1]].reshape(rows, *columns.source_shapes[read])
@@ -408,22 +344,6 @@ def _copies(
         begin = starts[-1]
         done += rows
     return copies
-
-
-def _alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
-    """Yield columns and row counts; join adjacent source blocks with equal parts."""
-    first, rows = parts[0].segment.columns, 0
-    for segment, _, count in parts:
-        columns = segment.columns
-        if rows and not (
-            len(first.sources) == len(columns.sources) == 1
-            and first.source_shapes == columns.source_shapes
-            and first.parts[number] == columns.parts[number]
-        ):
-            yield first, rows
-            rows = 0
-        first, rows = columns, rows + count
-    yield first, rows
 
 
 class Moved(NamedTuple):
@@ -473,7 +393,7 @@ def move_pieces(
         TargetError, BudgetError: a target file cannot be written.
     """
     written = 0
-    wrote, summed = _Sums(crc32c), _Sums(crc32)
+    wrote, summed = _RangeSums(crc32c), _RangeSums(crc32)
     sums = [summing for summing, is_requested in ((wrote, checksums), (summed, crcs)) if is_requested]
     reader = BandReader(plan.transfers, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
@@ -499,33 +419,32 @@ def move_pieces(
     return Moved(reader.nbytes, written, wrote.ranges(), summed.ranges())
 
 
-class _Sums:
+class _RangeSums:
     """Checksums of written ranges; adjacent writes extend a range."""
 
     def __init__(self, extend: Callable[[memoryview, int], int]) -> None:
         self._extend = extend
-        self._ended = array("Q")
+        self._complete = array("Q")
         self._last: dict[tuple[int, int], list[int]] = {}
 
     def add(self, transfer: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
         """Add bytes written at offset `begin` of a block; ranges never cross its runs."""
         if len(runs) > 1:
             for _, start, stop in ranges(runs, begin, len(content)):
-                self._ended.extend(
-                    (transfer, target, begin + start, stop - start, self._extend(content[start:stop], 0))
-                )
+                crc = self._extend(content[start:stop], 0)
+                self._complete.extend((transfer, target, begin + start, stop - start, crc))
             return
         last = self._last.get((transfer, target))
         if last and last[0] + last[1] == begin:
             last[1:] = last[1] + len(content), self._extend(content, last[2])
         else:
             if last:
-                self._ended.extend((transfer, target, *last))
+                self._complete.extend((transfer, target, *last))
             self._last[transfer, target] = [begin, len(content), self._extend(content, 0)]
 
     def ranges(self) -> array[int]:
         """Return the ranges so far, in the format of `Moved.wrote`."""
         for key, last in self._last.items():
-            self._ended.extend((*key, *last))
+            self._complete.extend((*key, *last))
         self._last = {}
-        return self._ended
+        return self._complete

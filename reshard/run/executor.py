@@ -1,7 +1,7 @@
 """Execute tasks on threads of this process, or on the workers of a dask cluster.
 
-The graph of a run has stages that wait for each other, and goes to a scheduler as a whole (`work_here`, `work_on`). A
-comparison calls one function many times, for which `map_tasks` is enough.
+The graph of a run has stages that wait for each other, and goes to a scheduler as a whole (`execute`). A comparison
+calls one function many times, for which `map_tasks` is enough.
 
 On a cluster only receipts and the plan travel. The plan is one node of the graph: it goes to the scheduler once, which
 sends it to one worker; the other workers fetch it from there. Tasks refer to it, and carry a number and a few words.
@@ -12,27 +12,130 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.storage.page_cache import cache_of
-from reshard.storage.places import any_store, can
-from reshard.storage.threads import live_runs, run_threads, uninterrupted
+from reshard.storage.places import any_store, can, workers_at
+from reshard.storage.threads import live_runs, map_ordered, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.graph import Graph
     from reshard.run.tasks import Receipt
-    from reshard.storage.base import Status
 
 S = TypeVar("S")
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def execute(
+    tasks: dict[str, Any],
+    key: str,
+    run: str,
+    threads: int,
+    on_event: Callable[[Receipt], None],
+    *,
+    client: Any = None,
+    get: Callable[..., Any] | None = None,
+) -> list[Receipt]:
+    """Execute a graph and return the receipts of a key; on an interrupt or error, cancel the run first.
+
+    Args:
+        tasks: the graph.
+        key: the task that joins all receipts.
+        run: the identifier of the run.
+        threads: the number of threads, without `client` and `get`; 0 means this thread.
+        on_event: called with the receipt of each task; with `get`, once all are done.
+        client: a `distributed.Client`.
+        get: a dask scheduler, called with the tasks and a key, such as `dask.threaded.get`; it may use other processes.
+
+    Raises:
+        ReshardError: a task raised it, or the cluster failed.
+    """
+    if client is not None:
+        return _on_cluster(tasks, key, run, on_event, client)
+    if get is None:
+        return _here(tasks, key, run, threads, on_event)
+    try:
+        receipts: list[Receipt] = list(get(tasks, key))
+    except BaseException:
+        live_runs.stopped.add(run)
+        raise
+    for receipt in receipts:
+        on_event(receipt)
+    return receipts
+
+
+def _here(
+    tasks: dict[str, Any], key: str, run: str, threads: int, on_event: Callable[[Receipt], None]
+) -> list[Receipt]:
+    """Execute a graph on threads of this process."""
+    from dask.callbacks import Callback
+    from dask.local import get_async, get_sync
+
+    from reshard.run.tasks import Receipt
+
+    def callback(report: Callable[[Receipt], None]) -> Callback:
+        def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
+            if isinstance(result, Receipt):
+                report(result)
+            elif isinstance(result, list):  # a group of tasks is done; its dependents are ready, in no order
+                state["ready"].sort()  # the last one runs first
+
+        return Callback(posttask=posttask)
+
+    def cancel() -> None:
+        live_runs.stopped.add(run)
+
+    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
+        receipts: list[Receipt]
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+        try:
+            with callback(report):
+                # Two tasks for each thread are submitted, so that no thread idles until dask sees a result.
+                (receipts,) = get_async(pool.submit, 2 * threads, tasks, [key])
+        except BaseException:
+            cancel()
+            raise
+        finally:
+            # dask raises while other tasks still write: wait for them before the files are touched.
+            pool.shutdown(wait=True, cancel_futures=True)
+        return receipts
+
+    if threads:
+        return uninterrupted(work, on_event, cancel)
+    with callback(on_event):
+        (receipts,) = get_sync(tasks, [key])
+    return list(receipts)
+
+
+def _on_cluster(
+    tasks: dict[str, Any], key: str, run: str, on_event: Callable[[Receipt], None], client: Any
+) -> list[Receipt]:
+    """Execute a graph on a cluster."""
+    import dask
+
+    from reshard.run.tasks import Receipt
+
+    receipts: list[Receipt] = []
+
+    def add(done: str, result: object) -> None:
+        if isinstance(result, Receipt):
+            on_event(result)
+        if done == key:
+            receipts.extend(cast("list[Receipt]", result))
+
+    plan_key = next(iter(tasks))
+    with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
+        futures = client.get(tasks, [task for task in tasks if task != plan_key], sync=False)
+    _gather(client, futures, add, lambda: client.run(settled, run))
+    return receipts
 
 
 def map_tasks(
@@ -58,58 +161,64 @@ def map_tasks(
         ReshardError: a task raised it, or the cluster failed. Tasks that have not begun by then are not done.
     """
     if client is None:
-        run_threads(lambda task: function(shared, task), tasks, threads, on_result)
+        map_ordered(lambda task: function(shared, task), tasks, threads, on_result)
         return
-    from distributed import as_completed
-
     shared_on_workers = client.scatter(shared, hash=False)
     futures = [client.submit(function, shared_on_workers, task, pure=False) for task in tasks]
-    completed = as_completed(futures, loop=client.loop, with_results=True)
+    _gather(client, futures, lambda _, result: on_result(result))
 
-    def work(report: Callable[[R], None]) -> None:
+
+def _gather(
+    client: Any,
+    futures: Sequence[Any],
+    on_result: Callable[[str, Any], None],
+    settle: Callable[[], object] = lambda: None,
+) -> None:
+    """Wait for tasks of a cluster, shielded like `uninterrupted`.
+
+    Args:
+        client: a `distributed.Client`.
+        futures: the tasks.
+        on_result: called with the key and the result of each task; its errors are raised unchanged.
+        settle: called on failure, once the tasks are cancelled.
+
+    Raises:
+        ReshardError: a task raised it, or the cluster failed.
+    """
+    from distributed import as_completed
+
+    completed = as_completed(futures, loop=client.loop, with_results=True)
+    is_ours = False
+
+    def work(report: Callable[[tuple[str, Any]], None]) -> None:
         pending = len(futures)
-        for _, result in completed:
+        for future, result in completed:
             if isinstance(result, BaseException):  # `as_completed` reports a lost scheduler like this
                 raise result
-            report(result)
+            report((future.key, result))
             pending -= 1
         if pending:
             raise ReshardError("the cluster ended before the work was done", code="cluster-ended")
 
-    def give_up() -> None:
+    def add(event: tuple[str, Any]) -> None:
+        nonlocal is_ours
+        try:
+            on_result(*event)
+        except BaseException:
+            is_ours = True
+            raise
+
+    def cancel() -> None:
         completed.clear()  # otherwise it waits for a lost scheduler
         client.cancel(futures)
 
-    _on_cluster(work, on_result, give_up, lambda: client.cancel(futures))
-
-
-def _on_cluster(
-    work: Callable[[Callable[[T], None]], R],
-    on_result: Callable[[T], object],
-    give_up: Callable[[], None],
-    settle: Callable[[], object],
-) -> R:
-    """Wait for the work of a cluster like `uninterrupted`; on failure call `settle`.
-
-    Raises:
-        ReshardError: a task raised it, or the cluster failed. Errors of `on_result` are raised unchanged.
-    """
-    raised = False
-
-    def tell(result: T) -> None:
-        nonlocal raised
-        try:
-            on_result(result)
-        except BaseException:
-            raised = True
-            raise
-
     try:
-        return uninterrupted(work, tell, give_up)
+        uninterrupted(work, add, cancel)
     except BaseException as error:
         with suppress(Exception):  # the cluster may be gone
+            client.cancel(futures)
             settle()
-        if raised or isinstance(error, ReshardError) or not isinstance(error, Exception):
+        if is_ours or isinstance(error, ReshardError) or not isinstance(error, Exception):
             raise
         reason = str(error) or type(error).__name__
         raise ReshardError("the cluster failed", code="cluster-failed", facts=[reason]) from error
@@ -117,6 +226,22 @@ def _on_cluster(
 
 REACHED_WITHIN = 10
 """Seconds within which a scheduler must answer, and have a worker."""
+
+
+def import_dask() -> None:
+    """Import dask as if jinja2 and psutil were not installed, which takes it a third less time.
+
+    It needs them to draw collections as HTML and to count processors, if the system does not say how many there are.
+    Later imports find them. Only for a process of this program alone, without a cluster.
+    """
+    absent = {"jinja2", "psutil"} - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None, and an import fails
+    try:
+        import dask  # noqa: F401
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
 
 _MOST_LOOKED_AT = 64  # source files that each worker checks before a run; tasks check their own files
 _LARGE_GRAPH = "1 GiB"  # a plan is one node; dask warns of nodes from 10 MB on
@@ -211,10 +336,9 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
     Returns:
         `page_cache.cache_of` of the target directory.
     """
-    statuses: list[Status | SourceError] = any_store().statuses([path for path, _ in expected])
+    paths = [path for path, _ in expected]
+    statuses = map_ordered(any_store().status, paths, workers_at(paths))
     for (path, expected_state), status in zip(expected, statuses, strict=True):
-        if isinstance(status, SourceError):
-            raise status
         if status[:2] != expected_state:
             raise SourceError(
                 f"{path} is not the file that was opened", code="different-file", facts=["its size or time differs"]
@@ -252,70 +376,6 @@ def _probe(root: str) -> Iterator[str | None]:
             os.rmdir(root)
 
 
-def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
-    """Execute the work of a graph on a cluster; return its receipts, or cancel it.
-
-    Args:
-        client: a `distributed.Client`.
-        graph: the graph; only `Graph.work` is executed, so files keep their unfinished names.
-        on_event: called with the receipt of each task.
-
-    Raises:
-        ReshardError: a worker or the cluster failed.
-    """
-    import dask
-    from distributed import as_completed
-
-    from reshard.run.tasks import Receipt
-
-    tasks = graph.work()
-    plan_key = next(iter(tasks))
-    with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
-        futures = client.get(tasks, [key for key in tasks if key != plan_key], sync=False)
-    completed = as_completed(futures, loop=client.loop, with_results=True)
-
-    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
-        receipts: list[Receipt] | None = None
-        for future, result in completed:
-            if isinstance(result, BaseException):  # `as_completed` reports a lost scheduler like this
-                raise result
-            if isinstance(result, Receipt):
-                report(result)
-            if future.key == graph.ready:
-                receipts = result
-        if receipts is None:
-            raise ReshardError("the cluster ended before the work was done", code="cluster-ended")
-        return receipts
-
-    def give_up() -> None:
-        completed.clear()  # otherwise it waits for a lost scheduler
-        client.cancel(futures)
-
-    def settle() -> None:
-        client.cancel(futures)
-        client.run(settled, graph.run)
-
-    return _on_cluster(work, on_event, give_up, settle)
-
-
-def work_by(get: Callable[..., Any], graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
-    """Execute the work of a graph with a dask scheduler and return its receipts.
-
-    Args:
-        get: called with the tasks and a key, such as `dask.threaded.get`; it may use other processes.
-        graph: the graph; only `Graph.work` is executed, so files keep their unfinished names.
-        on_event: called with the receipt of each task, once all are done.
-    """
-    try:
-        receipts: list[Receipt] = list(get(graph.work(), graph.ready))
-    except BaseException:
-        live_runs.stopped.add(graph.run)
-        raise
-    for receipt in receipts:
-        on_event(receipt)
-    return receipts
-
-
 async def settled(run: str) -> None:
     """Cancel a run on a worker, and wait for its writes, before files are removed."""
     import asyncio
@@ -328,46 +388,3 @@ async def settled(run: str) -> None:
 def ignore_interrupts() -> None:
     """Ignore Ctrl-C on a local worker, since the command handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def work_here(
-    tasks: dict[str, Any], key: str, run: str, threads: int, on_event: Callable[[Receipt], None]
-) -> list[Receipt]:
-    """Run tasks on this machine; return the receipts of a key, or cancel the run."""
-    from dask.callbacks import Callback
-    from dask.local import get_async, get_sync
-
-    from reshard.run.tasks import Receipt
-
-    def callback(report: Callable[[Receipt], None]) -> Callback:
-        def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
-            if isinstance(result, Receipt):
-                report(result)
-            elif isinstance(result, list):  # a group of tasks is done; its dependents are ready, in no order
-                state["ready"].sort()  # the last one runs first
-
-        return Callback(posttask=posttask)
-
-    def give_up() -> None:
-        live_runs.stopped.add(run)
-
-    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
-        receipts: list[Receipt]
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
-        try:
-            with callback(report):
-                # Twice as many tasks as threads are submitted, so that no thread idles until dask sees a result.
-                (receipts,) = get_async(pool.submit, 2 * threads, tasks, [key])
-        except BaseException:
-            give_up()
-            raise
-        finally:
-            # dask raises while other tasks still write: wait for them before the files are touched.
-            pool.shutdown(wait=True, cancel_futures=True)
-        return receipts
-
-    if threads:
-        return uninterrupted(work, on_event, give_up)
-    with callback(on_event):
-        (receipts,) = get_sync(tasks, [key])
-    return list(receipts)

@@ -28,9 +28,9 @@ from dask.threaded import get as threaded_get
 
 from reshard.errors import names
 from reshard.plan.partition import partitioned
+from reshard.run.preflight import check_sources
 from reshard.run.tasks import (
-    How,
-    check_sources,
+    TaskOptions,
     close_files,
     commit_files,
     crcs_of_files,
@@ -68,7 +68,7 @@ def graph(plan: Plan, directory: str, *, fsync: bool, partition: str | None) -> 
     """Return the graph that writes the target files below a directory: `Plan.graph`."""
     plan = replace(partitioned(plan, partition, directory), digests=(uuid.uuid4().hex,) * len(plan.files))
     # It may be computed in several processes.
-    return Graph(plan, directory, How(fsync=fsync, apart=True))
+    return Graph(plan, directory, TaskOptions(fsync=fsync, multi_process=True))
 
 
 class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
@@ -89,18 +89,18 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     Attributes:
         plan: by tensor, or by file (see `plan.partition`).
         directory: the target directory; a path or a URL.
-        how: options of the tasks.
+        options: options of the tasks.
         run: the identifier of this run, used to cancel it.
         ready: the key of the receipts of all work; later tasks complete the files and give them their names.
         closed: the key of the receipts once the files are complete.
         key: the key of all receipts.
     """
 
-    def __init__(self, plan: Plan, directory: str, how: How) -> None:
+    def __init__(self, plan: Plan, directory: str, options: TaskOptions) -> None:
         self.plan = plan
         self.directory = directory
         self.run = uuid.uuid4().hex
-        self.how = how._replace(run=self.run, crcs=plan.has_crcs)
+        self.options = options._replace(run=self.run, crcs=plan.has_crcs)
         # A dask token of all this would take more memory than the plan: it repeats the shared parts of the moves.
         self._token = self.run
         self.ready = self._key("ready")
@@ -130,17 +130,18 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def work(self) -> dict[str, Any]:
         """Return the tasks that create and fill the files; they may be done twice."""
-        plan, directory, how = self.plan, self.directory, self.how
+        plan, directory, options = self.plan, self.directory, self.options
         graph = self._with_plan()
         if self._by_file:
-            tasks = [(number, directory, how) for number in range(len(plan.tasks))]
+            tasks = [(number, directory, options) for number in range(len(plan.tasks))]
             done = [self._add(graph, "files", files_task, tasks)]
             if plan.exclusive:  # the tasks of other plans check the sources before they complete a file
                 done.append(self._unchanged(graph, done[0]))
         else:
             written = [number for number, file in enumerate(plan.files) if file.link is None and not file.done]
-            created = self._add(graph, "create", create_files, [(files, directory, how) for files in _batches(written)])
-            transfers = [(number, directory, how, created) for number in range(len(plan.tasks))]
+            creations = [(files, directory, options) for files in _batches(written)]
+            created = self._add(graph, "create", create_files, creations)
+            transfers = [(number, directory, options, created) for number in range(len(plan.tasks))]
             moved = self._add(graph, "move", move_task, transfers) if transfers else created
             done = [created, moved, self._unchanged(graph, moved)]
         graph[self.ready] = Task(self.ready, collect, *done)
@@ -159,7 +160,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             rest = _batches([number for number in files if not self.plan.files[number].last])
             for kind, batches in (("close", rest), ("last", [last] if last else [])):
                 if batches:
-                    tasks = [(batch, self.directory, self.how, TaskRef(crcs), before) for batch in batches]
+                    tasks = [(batch, self.directory, self.options, TaskRef(crcs), before) for batch in batches]
                     before = self._add(graph, kind, close_files, tasks)
                     done.append(before)
         graph[self.closed] = Task(self.closed, collect, *done)
@@ -183,7 +184,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         ):
             if numbers:
                 batches = [tuple(last)] if kind == "index" else _batches(numbers)  # the last files are ordered
-                tasks = [(batch, self.directory, self.how, done[-1]) for batch in batches]
+                tasks = [(batch, self.directory, self.options, done[-1]) for batch in batches]
                 done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph

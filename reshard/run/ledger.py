@@ -23,8 +23,8 @@ from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, di
 from reshard.storage.crc import CASTAGNOLI, combine
 from reshard.storage.local import write_error
 from reshard.storage.places import as_place, can, store_at
-from reshard.storage.remote import remote_store
 from reshard.storage.small import read_small
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -45,14 +45,14 @@ class Ledger:
     Args:
         root: the target, a local path or a URL.
         keeps: write records; otherwise there are only locks, if the file system has any.
-        made: the provenance of the files, as in `source.made`; empty if it is not recorded.
+        provenance: the provenance of the files, as in `source.made`; empty if it is not recorded.
         sources: a digest of the last change of the source files (`changes_digest`).
     """
 
-    def __init__(self, root: str, *, keeps: bool = True, made: bytes = b"", sources: str = "") -> None:
+    def __init__(self, root: str, *, keeps: bool = True, provenance: bytes = b"", sources: str = "") -> None:
         self.root, self.keeps = root, keeps
-        self._directory, self._provenance = f"{root}/{DIRECTORY}", made
-        self._head: Line = {"reshard": VERSION, "made": digest(made) if made else "", "sources": sources}
+        self._directory, self._provenance = f"{root}/{DIRECTORY}", provenance
+        self._head: Line = {"reshard": VERSION, "made": digest(provenance) if provenance else "", "sources": sources}
         self._locks = locks_at(root)
         self._log = ""
         self._parts = 0
@@ -306,7 +306,7 @@ def append(path: str, content: bytes, *, sync: bool = False) -> None:
 class Checksums(Mapping[str, Mapping[str, int]]):
     """A lazy mapping of target file to tensor to the CRC-32C of its contents.
 
-    A block of which parts were written twice, around a crash, may have no checksum. A linked file has the checksums of
+    A block with parts that were written twice, around a crash, may have no checksum. A linked file has the checksums of
     its link target.
 
     Attributes:

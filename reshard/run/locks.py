@@ -4,8 +4,8 @@
 ranks or stages can write into the same directory at the same time. The kernel releases them at process exit.
 
 *At URLs*, which have no locks, each run writes a lock object, as restic does: its files, machine, process, and the time
-of the last refresh. A run writes its own object before it looks for others, so that of two runs that begin at once,
-neither continues without having seen the other. The object is refreshed during the run. The lock of an ended process of
+of the last refresh. A run writes its own object before it looks for others, so that neither of two runs that begin at
+once continues without having seen the other. The object is refreshed during the run. The lock of an ended process of
 this machine is ignored. Whether a process of another machine has ended is unknown: if its lock is no longer refreshed,
 it is reported as stale, and the user overrides it by removing the object.
 """
@@ -29,8 +29,8 @@ from reshard.errors import ReshardError, TargetError, names
 from reshard.source.records import DIRECTORY, UNSOUND
 from reshard.storage.local import write_error
 from reshard.storage.page_cache import boot_id
-from reshard.storage.places import RemotePath, as_place, can
-from reshard.storage.remote import forget_listings, remote_store
+from reshard.storage.places import as_place, can
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,7 @@ class LockObjects:
         """See `Locks.spare`."""
         self._files = [*self._files, *files]
         self._write()
-        locked = {file for _, lock in self._others() if not _has_ended(lock) for file in lock["files"]}
+        locked = {file for _, lock in self._other_locks() if not _has_ended(lock) for file in lock["files"]}
         return [file for file in files if file not in locked]
 
     def release(self) -> None:
@@ -161,16 +161,16 @@ class LockObjects:
             remote_store().discard(self._path)
 
     def _refuse_others(self, files: frozenset[str]) -> None:
-        for path, lock in self._others():
+        for path, lock in self._other_locks():
             if locked := sorted(files.intersection(lock["files"])):
                 if not _has_ended(lock):
                     raise self._refused(path, lock, locked)
                 remote_store().discard(path)
 
-    def _others(self) -> list[tuple[str, dict[str, Any]]]:
+    def _other_locks(self) -> list[tuple[str, dict[str, Any]]]:
         """Return paths and contents of the locks of other runs; skip invalid ones."""
-        forget_listings(self._root)
-        directory = RemotePath(f"{self._root}/{DIRECTORY}")
+        directory = as_place(f"{self._root}/{DIRECTORY}")
+        directory.refresh()
         locks = []
         for path in map(str, directory.files()):
             if _LOCK_NAME.fullmatch(path.removeprefix(f"{directory}/")) and path != self._path:
@@ -182,15 +182,15 @@ class LockObjects:
 
     def _refused(self, path: str, lock: dict[str, Any], files: list[str]) -> TargetError:
         seconds = max(time.time() - lock["time"], 0)
-        who = f"process {lock['process']} on {lock['host']!r:.80}"
+        owner = f"process {lock['process']} on {lock['host']!r:.80}"
         if seconds < STALE_SECONDS:
             return TargetError(
-                f"another run writes {names(files, most=3)} of {self._root}", code="locked", facts=[who], hint=_WAIT
+                f"another run writes {names(files, most=3)} of {self._root}", code="locked", facts=[owner], hint=_WAIT
             )
         return TargetError(
             f"another run wrote {names(files, most=3)} of {self._root}",
             code="stale-lock",
-            facts=[f"{who}, silent for {seconds / 60:.0f} minutes"],
+            facts=[f"{owner}, silent for {seconds / 60:.0f} minutes"],
             hint=f"if it has ended, remove its lock, {path}, and start again",
         )
 

@@ -1,7 +1,7 @@
-"""Check a target before a run; decide to keep, resume, make or refuse each file.
+"""Check sources and a target; decide to keep, resume, make or refuse each target file.
 
 `fates` decides only from the plan, the ledger and the files found in the target, so that dry runs, runs and resumed
-runs decide alike. A file is *ours* if its size and time are those that an earlier run recorded. Any other file is
+runs decide alike. A file is *ours* if its size and time are as an earlier run recorded them. Any other file is
 foreign, and is replaced only with `overwrite`.
 
 `run.beside` handles other files in the directory.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.errors import TargetError, names
+from reshard.errors import ChangedError, GoneError, SourceError, TargetError, names
 from reshard.formats import check_name
 from reshard.formats.directories import is_iteration, is_of_a_set
 from reshard.formats.entries import SomeFiles
@@ -24,16 +24,21 @@ from reshard.run.locks import refuse_link
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import local_store
-from reshard.storage.places import RemotePath, as_place, can
-from reshard.storage.remote import REQUESTS, forget_listings
+from reshard.storage.places import any_store, as_place, can, workers_at
 from reshard.storage.small import is_within, refuse_inputs
-from reshard.storage.threads import map_threads
+from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
+    from reshard.run.settings import RunOptions
+    from reshard.run.tasks import Receipt
     from reshard.source.records import State
+    from reshard.storage.base import Status
+
+T = TypeVar("T")
 
 
 class Do(Enum):
@@ -64,7 +69,7 @@ class Planned(NamedTuple):
     is_pointer: bool = False
 
 
-class Seen(NamedTuple):
+class FileState(NamedTuple):
     """The record of a file, and its state in the target.
 
     Attributes:
@@ -120,51 +125,51 @@ class Preflight(NamedTuple):
     resumable: int = 0
 
 
-def fates(wanted: Mapping[str, Planned], seen: Mapping[str, Seen], policy: Policy) -> dict[str, Fate]:
+def fates(files: Mapping[str, Planned], states: Mapping[str, FileState], policy: Policy) -> dict[str, Fate]:
     """Decide what to do with each file."""
-    decisions = {file: fate(planned, seen.get(file, Seen()), policy) for file, planned in wanted.items()}
-    is_complete = all(decision.do is Do.KEEP or wanted[file].is_pointer for file, decision in decisions.items())
+    decisions = {file: fate(planned, states.get(file, FileState()), policy) for file, planned in files.items()}
+    is_complete = all(decision.do is Do.KEEP or files[file].is_pointer for file, decision in decisions.items())
     if not is_complete:  # an index marks a set as complete: withdraw it
         for file, decision in decisions.items():
-            if decision.do is Do.KEEP and wanted[file].is_last:
+            if decision.do is Do.KEEP and files[file].is_last:
                 decisions[file] = decision._replace(do=Do.MAKE)
     return decisions
 
 
-def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
+def fate(planned: Planned, existing: FileState, policy: Policy) -> Fate:
     """Decide what to do with one file.
 
     >>> ours = Record("9f", 4, ready=(4, 1))
-    >>> fate(Planned("9f", 4), Seen(ours, (4, 1)), Policy()).do, fate(Planned("9f", 4), Seen(ours, (4, 2)), Policy()).do
-    (<Do.KEEP: 'keep'>, <Do.UNMANAGED: 'unmanaged'>)
+    >>> [fate(Planned("9f", 4), FileState(ours, state), Policy()).do for state in ((4, 1), (4, 2))]
+    [<Do.KEEP: 'keep'>, <Do.UNMANAGED: 'unmanaged'>]
     """
-    record, state = seen.record, seen.state
-    is_same = record.digest == wanted.digest != ""
+    record, state = existing.record, existing.state
+    is_same = record.digest == planned.digest != ""
     is_touched = is_same and "" not in {policy.sources, record.sources} and policy.sources != record.sources
     is_ours = state is not None and state in {record.ready, record.replaces}
     ours = state if is_ours else None
     if is_ours and is_same and state == record.ready and not (record.may_be_lost or policy.restart):
         return Fate(Do.KEEP, ours, is_touched)
     may_replace = (
-        wanted.is_pointer or is_ours or policy.overwrite or is_unnoted(wanted, record, state, early=policy.early)
+        planned.is_pointer or is_ours or policy.overwrite or is_unnoted(planned, record, state, early=policy.early)
     )
     if state is not None and not may_replace:
         return Fate(Do.UNMANAGED)
     starts_over = policy.restart or (policy.overwrite and not is_same)
-    if starts_over or is_touched or wanted.is_pointer:  # otherwise a file might mix blocks of two sources
+    if starts_over or is_touched or planned.is_pointer:  # otherwise a file might mix blocks of two sources
         return Fate(Do.MAKE, ours)
     if is_same:
         return Fate(Do.RESUME, ours)
-    if is_ours or (record.digest and seen.unfinished):
+    if is_ours or (record.digest and existing.unfinished):
         return Fate(Do.CHANGED, ours)
     return Fate(Do.MAKE, ours)
 
 
-def is_unnoted(wanted: Planned, record: Record, state: State | None, *, early: bool) -> bool:
+def is_unnoted(planned: Planned, record: Record, state: State | None, *, early: bool) -> bool:
     """Return whether a run of the same plan may have published a file unrecorded."""
-    if state is None or record.digest != wanted.digest or record.ready is not None:
+    if state is None or record.digest != planned.digest or record.ready is not None:
         return False
-    return wanted.is_link or (early and state != record.replaces and state[0] == record.size)
+    return planned.is_link or (early and state != record.replaces and state[0] == record.size)
 
 
 def of(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
@@ -240,8 +245,8 @@ def _check_apart(plan: Plan, root: str) -> None:
     """Reject a target inside its source, and a source inside its target.
 
     The two may be equal. In a run directory only the iteration that is written is the target. If the source files were
-    named one by one, or the source is one file, their directory is not the source; likewise for a target that is one
-    file.
+    named one by one, or the source is one file, their directory is not the source. The same holds for a target that
+    is one file.
     """
     source = plan.source.opened
     origin = as_place(source.root).absolute()
@@ -321,8 +326,9 @@ def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]
 
 def _files_at(url: str) -> list[str]:
     """Return the paths of all files below a URL, bypassing cached listings."""
-    forget_listings(url)
-    return [str(path.relative_to(RemotePath(url))) for path in RemotePath(url).files()]
+    directory = as_place(url)
+    directory.refresh()
+    return [str(path.relative_to(str(directory))) for path in directory.files()]
 
 
 def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
@@ -333,21 +339,22 @@ def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
     }
 
 
-def seen_files(plan: Plan, root: str, records: Mapping[str, Record], asked: Collection[str]) -> dict[str, Seen]:
-    """Return records and states; at URLs, full states only of `asked` files."""
+def seen_files(plan: Plan, root: str, records: Mapping[str, Record], needed: Collection[str]) -> dict[str, FileState]:
+    """Return records and states; at URLs, full states only of `needed` files."""
     paths = [file.path for file in plan.files]
-    states = states_of(root, paths, asked)
-    begun: Mapping[str, Sequence[str]] = {}
-    nothing = Record()
+    states = states_of(root, paths, needed)
+    nothing, begun = Record(), dict[str, list[str]]()
     if can(root).positioned:
         begun = local_store().all_unfinished([f"{root}/{path}" for path in paths])
-    return {path: Seen(records.get(path, nothing), states.get(path), begun.get(f"{root}/{path}", ())) for path in paths}
+    return {
+        path: FileState(records.get(path, nothing), states.get(path), begun.get(f"{root}/{path}", ())) for path in paths
+    }
 
 
-def states_of(root: str, files: Sequence[str], asked: Collection[str]) -> dict[str, State]:
+def states_of(root: str, files: Sequence[str], needed: Collection[str]) -> dict[str, State]:
     """Return the states of the files that exist.
 
-    At URLs one listing tells which files exist; the full state is requested one by one, of `asked` files only. In some
+    At URLs one listing tells which files exist; the full state is requested one by one, of `needed` files only. In some
     file systems, a listing and a request for one file give different states.
 
     Raises:
@@ -360,16 +367,16 @@ def states_of(root: str, files: Sequence[str], asked: Collection[str]) -> dict[s
                 status = os.lstat(f"{root}/{file}")
                 local_states[file] = status.st_size, status.st_mtime_ns
         return local_states
-    directory = RemotePath(root)
+    directory = as_place(root)
     directory.refresh()
-    urls = {file.url for file in directory.files()}
+    urls = set(map(str, directory.files()))
     present = [file for file in files if f"{root}/{file}" in urls]
-    requested = [file for file in present if file in asked]
-    states = map_threads(lambda file: (directory / file).status()[:2], requested, REQUESTS)
+    requested = [file for file in present if file in needed]
+    states = map_ordered(lambda file: (directory / file).status()[:2], requested, REQUESTS)
     return dict.fromkeys(present, (-1, 0)) | dict(zip(requested, states, strict=True))
 
 
-def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: Collection[str] = ()) -> Preflight:
+def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str] = ()) -> Preflight:
     """Return what a run would do with each target file; nothing is locked or changed.
 
     Only a run itself checks locks of other runs, and space on the disk.
@@ -387,6 +394,57 @@ def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: C
     existing = seen_files(plan, root, records, records)
     if not any(item.state is not None or item.record.digest for item in existing.values()):
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
-    policy = Policy(changes_digest(plan), not can(root).positioned, overwrite, restart)
+    policy = Policy(changes_digest(plan), not can(root).positioned, options.overwrite, options.restart)
     decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
     return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in of(decisions, Do.RESUME)))
+
+
+def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
+    """Raise an error if a source file changed since it was opened.
+
+    Raises:
+        ChangedError: a source file changed or is gone.
+    """
+
+    def check(number: int) -> None:
+        file = plan.source.files[number]
+        try:
+            status = any_store().status(file.path)
+        except GoneError as error:
+            raise ChangedError(
+                f"{file.path} is gone since it was opened", code="source-gone", facts=[str(error)], hint="start again"
+            ) from None
+        if not status.is_still(file.status):
+            only = status[:2] == file.status[:2]
+            facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
+            raise ChangedError(
+                f"{file.path} changed since it was opened", code="source-changed", facts=facts, hint="start again"
+            )
+
+    list(_of_sources(plan, check))
+    return []
+
+
+def changed_sources(plan: Plan) -> dict[int, Status | None]:
+    """Return the current states of changed source files; None for a missing file.
+
+    Files whose state cannot be requested are not included: unreachable storage may come back.
+    """
+    files = plan.source.files
+
+    def status(number: int) -> Status | None:
+        try:
+            return any_store().status(files[number].path)
+        except GoneError:
+            return None
+        except SourceError:
+            return files[number].status
+
+    statuses = zip(plan.read_files(), _of_sources(plan, status), strict=True)
+    return {number: now for number, now in statuses if now is None or not now.is_still(files[number].status)}
+
+
+def _of_sources(plan: Plan, function: Callable[[int], T]) -> Iterable[T]:
+    """Apply a function to the number of each source file that is read."""
+    numbers = plan.read_files()
+    return map_ordered(function, numbers, workers_at(plan.source.files[number].path for number in numbers))

@@ -11,17 +11,18 @@ import resource
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import UsageError, names
+from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.run.beside import refuse_other_ranks
-from reshard.run.executor import check_workers, work_by, work_here, work_on
+from reshard.run.executor import check_workers, execute
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
-from reshard.run.preflight import check_target
+from reshard.run.preflight import changed_sources, check_sources, check_target
 from reshard.run.session import Session, older_at
-from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
+from reshard.run.settings import Progress
+from reshard.run.tasks import Receipt, TaskOptions, drop_sources
 from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
@@ -32,24 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
+    from reshard.run.settings import RunOptions
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
-
-
-class Progress(NamedTuple):
-    """The progress of a run.
-
-    Attributes:
-        written: bytes of contents written so far, by this run or an earlier one.
-        total: bytes of contents to be written in total.
-        seconds: seconds since this run began.
-        resumed: bytes in `written` from an earlier run; do not count them in the speed of this run.
-    """
-
-    written: int
-    total: int
-    seconds: float
-    resumed: int = 0
 
 
 class Report(NamedTuple):
@@ -77,7 +63,7 @@ class Report(NamedTuple):
             state than now: they may have been changed since, or copied, linked, or given to another user.
         checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
         removed: files of earlier runs that `overwrite` or `restart` removed.
-        warnings: those of the plan, and of `convert` about other files in the target directory.
+        warnings: warnings of the plan, and of `convert` about other files in the target directory.
     """
 
     directory: str
@@ -141,67 +127,50 @@ class Report(NamedTuple):
 def run(
     plan: Plan,
     directory: AnyName,
+    options: RunOptions,
     *,
-    client: Any = None,
-    scheduler: str | Callable[..., Any] | None = None,
-    threads: int | None = None,
-    fsync: bool = True,
-    drop_cache: bool | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    checksums: bool | None = None,
-    ledger: bool = True,
-    partition: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Write the target files of a plan; see `reshard.Plan.run`."""
     began = time.perf_counter()
-    if isinstance(client, str):
-        raise UsageError(
-            f"client is {client!r}; expected a distributed.Client",
-            code="wrong-type",
-            hint=f"pass client=distributed.Client({client!r})",
-        )
-    target = as_place(directory)
-    root = str(target.real())
-    plan = partitioned(plan, partition, root)
-    older = older_at(plan, root) if ledger and (overwrite or restart) else {}
+    root = str(as_place(directory).real())
+    plan = partitioned(plan, options.partition, root)
+    removes = options.ledger and options.starts_over
+    older = older_at(plan, root) if removes else {}
     check_target(plan, root, older)
-    if ledger and (overwrite or restart):
+    if removes:
         refuse_other_ranks(plan, root, older)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})
-    get = _scheduler(scheduler, client)
-    threads = _threads(threads, scheduler, plan.threads)
+    client, get = options.client, options.scheduler if callable(options.scheduler) else None
+    threads = _threads(options, plan.threads)
+    drop_cache = options.drop_cache
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
-    cached = ""
-    if client is not None:
-        cached = check_workers(plan, root, client)
-    session = Session(
-        plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, ledger=ledger, older=older
-    )
-    if checksums is None:
-        checksums = fsync and ledger
+    cached = "" if client is None else check_workers(plan, root, client)
+    session = Session(plan, root, options, threads=threads, older=older)
+    checksums = options.fsync and options.ledger if options.checksums is None else options.checksums
     # Encoded and encrypted files have other bytes on the disk; of linked files no bytes are written.
     checksums = checksums and not (plan.coding or plan.cipher or plan.linked)
-    options = How(
-        fsync,
+    task_options = TaskOptions(
+        options.fsync,
         drop_cache,
-        apart=client is not None or get is not None,
+        multi_process=client is not None or get is not None,
         checksums=checksums,
         cached=cached,
-        seen=_lock_of(root) if client else "",
+        sentinel=_lock_of(root) if client else "",
     )
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
         reporter.begin()
-        graph = Graph(session.plan, root, options)
-        receipts = _work(graph, client, get, threads, reporter)
-        receipts = work_here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
+        graph = Graph(session.plan, root, task_options)
+        receipts = execute(graph.work(), graph.ready, graph.run, threads, reporter.add, client=client, get=get)
+        if client is not None or get is not None:
+            check_sources(graph.plan, None)  # other processes may have missed a change
+        receipts = execute(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
-        receipts = work_here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
-        sums = Checksums(plan, root) if ledger and checksums and not plan.exclusive else None
+        receipts = execute(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
+        sums = Checksums(plan, root) if options.ledger and checksums and not plan.exclusive else None
         if sums is not None and plan.alone:
             sums.load()  # before the ledger is removed
         session.finished()
@@ -225,20 +194,6 @@ def run(
     )
 
 
-def _work(
-    graph: Graph, client: Any, get: Callable[..., Any] | None, threads: int, reporter: _Reporter
-) -> Sequence[Receipt]:
-    """Create and fill the files; return the receipts."""
-    if client is not None:
-        receipts = work_on(client, graph, reporter.add)
-    elif get is not None:
-        receipts = work_by(get, graph, reporter.add)
-    else:
-        return work_here(graph.work(), graph.ready, graph.run, threads, reporter.add)
-    check_sources(graph.plan, None)  # other processes may have missed a change
-    return receipts
-
-
 def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float) -> Report:
     """Return the report of a run that resumed nothing."""
     return Report(
@@ -259,25 +214,11 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
     )
 
 
-def _scheduler(scheduler: str | Callable[..., Any] | None, client: Any) -> Callable[..., Any] | None:
-    """Return the scheduler function, or None for the built-in ones."""
-    if not callable(scheduler):
-        return None
-    if client is not None:
-        raise UsageError("a client is a scheduler, and another is given", code="two-schedulers")
-    return scheduler
-
-
-def _threads(threads: int | None, scheduler: object, most: int) -> int:
+def _threads(options: RunOptions, most: int) -> int:
     """Return the number of threads; 0 means the calling thread."""
-    if threads is None:
-        threads = len(os.sched_getaffinity(0))
-    if threads < 1:
-        raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
-    threads = min(threads, most)
-    if not callable(scheduler) and scheduler not in {None, "threads", "synchronous"}:
-        raise UsageError(f"scheduler is {scheduler!r}; expected 'threads' or 'synchronous'", code="unknown-scheduler")
-    return 0 if scheduler == "synchronous" else threads
+    if options.scheduler == "synchronous":
+        return 0
+    return min(options.threads or len(os.sched_getaffinity(0)), most)
 
 
 def _memory() -> int:

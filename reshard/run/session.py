@@ -7,21 +7,19 @@ as soon as it is complete, and the next run cannot use an unfinished one.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
 from array import array
 from contextlib import suppress
 from dataclasses import replace
-from glob import escape
 from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
+from reshard.plan.inputs import ledger_provenance
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
-from reshard.plan.select import Selection, selection_data
 from reshard.run.beside import neighbours, older_files, remove_older
 from reshard.run.ledger import Ledger, in_files, refuse_foreign
 from reshard.run.preflight import (
@@ -36,14 +34,14 @@ from reshard.run.preflight import (
 )
 from reshard.run.tasks import unfinished, withdraw
 from reshard.source.headers import contents_digest
-from reshard.source.made import VERSION, small_strategy, source_data
+from reshard.source.made import provenance_file
 from reshard.source.records import Record, digest
 from reshard.storage.crc import crc32, crc_of_range
 from reshard.storage.local import free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
-from reshard.storage.remote import REQUESTS, remote_store
-from reshard.storage.threads import map_threads
+from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS, remote_store
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     from reshard.plan.partition import Spans
     from reshard.plan.plan import Plan
     from reshard.run.beside import Older
+    from reshard.run.settings import RunOptions
     from reshard.run.tasks import Receipt
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
@@ -92,12 +91,9 @@ class Session:
         self,
         plan: Plan,
         root: str,
+        options: RunOptions,
         *,
-        overwrite: bool,
-        restart: bool,
         threads: int,
-        fsync: bool,
-        ledger: bool = True,
         older: Mapping[str, Older] | None = None,
     ) -> None:
         """Lock the target files, and find out which of them can be reused.
@@ -105,11 +101,9 @@ class Session:
         Args:
             plan: the whole plan.
             root: the target.
-            overwrite: replace foreign files.
-            restart: do not reuse files of an earlier run.
+            options: with `overwrite` foreign files are replaced, with `restart` no file of an earlier run is reused;
+                without `ledger` all existing files are foreign, and no unfinished file is kept.
             threads: number of threads that verify ranges of unfinished files.
-            fsync: sync finished files to the disk.
-            ledger: keep a ledger; otherwise all existing files are foreign, and no unfinished file is kept.
             older: files of earlier runs to be removed (`beside.older_files`).
 
         Raises:
@@ -117,7 +111,7 @@ class Session:
             SourceError: the storage of the target cannot be reached.
             BudgetError: the disk has no space for the remaining files.
         """
-        self._root, self._overwrite, self._fsync = root, overwrite, fsync
+        self._root, self._options, ledger = root, options, options.ledger
         self._early = not can(root).positioned
         self._older = older or {}
         self.removed: tuple[str, ...] = ()
@@ -126,7 +120,7 @@ class Session:
         sources = changes_digest(plan)
         provenance = made_data(plan) if ledger else b""
         self._provenance_digest = digest(provenance)
-        self.ledger = Ledger(root, keeps=ledger, made=provenance, sources=sources)
+        self.ledger = Ledger(root, keeps=ledger, provenance=provenance, sources=sources)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
@@ -134,16 +128,17 @@ class Session:
             self._whole = plan = replace(plan, digests=tuple(digests))
             self._planned = planned_files(plan, digests)
             records = self.ledger.load(self._paths)
-            self._existing = seen_files(plan, root, records, self._paths if overwrite or restart else records)
-            policy = Policy(sources, self._early, overwrite or (restart and not ledger), restart)
+            self._existing = seen_files(plan, root, records, self._paths if options.starts_over else records)
+            replaces = options.overwrite or (options.restart and not ledger)
+            policy = Policy(sources, self._early, replaces, options.restart)
             self._fates = fates(self._planned, self._existing, policy)
             self._refuse()
             finished = self._numbers(Do.KEEP)
             self.touched = sum(self._fates[self._paths[number]].is_touched for number in finished)
-            if fsync:
+            if options.fsync:
                 self._sync(finished)
             begun = [number for number in self._numbers(Do.RESUME) if self._record(number).wrote]
-            verified = map_threads(self._verified, begun, max(threads, 1))
+            verified = map_ordered(self._verified, begun, max(threads, 1))
             good = {number: ranges for number, ranges in zip(begun, verified, strict=True) if ranges}
             local_store().close()  # files that were read are written next
             self._spans = {number: _spans(ranges) for number, ranges in good.items()}
@@ -174,7 +169,7 @@ class Session:
 
     def flush(self, *, durable: bool = False) -> None:
         """Write the collected ranges and states to the ledger; sync it if `durable`."""
-        boot = "" if self._fsync or self._early else boot_id()  # at a URL a complete file is durable
+        boot = "" if self._options.fsync or self._early else boot_id()  # at a URL a complete file is durable
         records = {}
         for number in {**self._pending, **self._completed}:
             wrote, ready = self._pending.get(number, array("Q")), self._completed.get(number)
@@ -189,7 +184,7 @@ class Session:
 
     def complete(self) -> None:
         """Record complete files before they get their names; remove files of earlier runs."""
-        self.flush(durable=self._fsync)
+        self.flush(durable=self._options.fsync)
         self._note_kept()
         if self._older:
             withdraw(self._root, [self._whole.files[number] for number in self._unfinished_numbers])
@@ -253,7 +248,7 @@ class Session:
             nbytes, mtime_ns = status[:2] if status else (0, 0)
             files[number] = replace(files[number], nbytes=nbytes, mtime_ns=mtime_ns)
         is_refused = False
-        if known_paths and not self._overwrite:
+        if known_paths and not self._options.overwrite:
             now = file_digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
             new = dict(zip(self._paths, now, strict=True))
             is_refused = any(self._planned[path].digest != new[path] for path in known_paths)
@@ -414,7 +409,7 @@ class Session:
 
     def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         """Apply a function to each number, concurrently at URLs."""
-        return map_threads(function, numbers, REQUESTS) if self._early else list(map(function, numbers))
+        return list(map_ordered(function, numbers, REQUESTS if self._early else 0))
 
     def _numbers(self, do: Do) -> list[int]:
         return [number for number, path in enumerate(self._paths) if self._fates[path].do is do]
@@ -448,31 +443,7 @@ def with_neighbours(plan: Plan, target: Place, *, starts_over: bool) -> Plan:
 
 def made_data(plan: Plan) -> bytes:
     """Return the provenance of the files of a plan, for the ledger."""
-    from reshard import __version__
-
-    request = plan.request
-    selection = request.selection if request else Selection(drop=tuple(map(escape, plan.dropped)))
-    target = request.target if request and isinstance(request.target, Strategy) else None
-    if any(file.pointer for file in plan.files):  # it describes itself, without the dropped tensors
-        target, selection = None, replace(selection, exclude=(*selection.exclude, *map(escape, plan.dropped)))
-    stage = request.stage if request else None
-    if target is not None and len(target.stages) > 1:
-        stage = None  # the strategy defines the ranks, even if only some are written
-    content = {
-        "reshard_made": VERSION,
-        "by": __version__,
-        "source": source_data(plan.source.opened),
-        "target": {
-            "strategy": small_strategy(target),
-            "stage": stage,
-            "format": plan.format,
-            "deduplicated": bool(request and request.remove_redundancy),
-            "encrypted": plan.cipher is not None,
-            "index": next((file.path for file in plan.files if file.last), None),
-        },
-        "selection": selection_data(selection),
-    }
-    return json.dumps(content, separators=(",", ":")).encode()
+    return provenance_file(ledger_provenance(plan))
 
 
 def _headers(plan: Plan) -> dict[FileLayout, str]:

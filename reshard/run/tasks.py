@@ -15,15 +15,16 @@ from functools import partial
 from heapq import merge
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import ChangedError, GoneError, SourceError, TargetError
+from reshard.errors import SourceError, TargetError
 from reshard.plan.partition import whole_files
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files, longest, sum_of
-from reshard.storage.base import Around, Ordered, Sinks, Summing
+from reshard.run.preflight import check_sources
+from reshard.storage.base import Ordered, Sinks, Summing
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, crc32, crc_of_range
 from reshard.storage.local import local_store
-from reshard.storage.page_cache import cache_of
+from reshard.storage.page_cache import ReadSpans, cache_of
 from reshard.storage.places import any_store, can, store_at
 from reshard.storage.threads import live_runs
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Crc, FileLayout
     from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.source.records import Range
-    from reshard.storage.base import ReadStore, Sink, Status
+    from reshard.storage.base import ReadStore, Sink
     from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16
@@ -70,33 +71,33 @@ class Receipt(NamedTuple):
     ready: tuple[tuple[int, int, int], ...] = ()
 
 
-class How(NamedTuple):
+class TaskOptions(NamedTuple):
     """Options of the tasks of a graph.
 
     Attributes:
         fsync: sync every file to the disk before it gets its name.
         drop_cache: evict source and target files from the page cache.
-        apart: the tasks may run in several processes.
+        multi_process: the tasks may run in several processes.
         checksums: compute CRC-32C sums of the written bytes.
         crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
         cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is
             written, as by one process, and not by every task that wrote into them.
         run: the identifier of the run; set by the graph.
-        seen: a file in the target directory that every writing process must see; empty if there is none.
+        sentinel: a file in the target directory that every writing process must see; empty if there is none.
     """
 
     fsync: bool = True
     drop_cache: bool = False
-    apart: bool = False
+    multi_process: bool = False
     checksums: bool = False
     crcs: bool = False
     cached: str = ""
     run: str = ""
-    seen: str = ""
+    sentinel: str = ""
 
 
 @contextmanager
-def _working(options: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
+def _working(options: TaskOptions, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
     """Enter a task; if several processes share the files, close them afterwards.
 
     With `fsync`, written files are synced, unless a process on the same machine syncs them when all is written. Closing
@@ -106,23 +107,23 @@ def _working(options: How, directory: str, written: Sequence[str] = ()) -> Itera
     live_runs.add(options.run, 1)
     try:
         live_runs.check_cancelled(options.run)
-        if options.seen and not os.path.exists(options.seen):  # a worker that joined after `check_workers`
+        if options.sentinel and not os.path.exists(options.sentinel):  # a worker that joined after `check_workers`
             raise TargetError(
                 f"{directory} is another directory on a worker, or none",
                 code="different-directory", hint="every worker must reach the target by the same path",
             )  # fmt: skip
         yield
-        syncs = options.apart and options.fsync and bool(written)
+        syncs = options.multi_process and options.fsync and bool(written)
         if syncs and not (options.cached and options.cached == cache_of(directory)):
             for path in written:
                 local_store().sync(path)
     finally:
-        if options.apart:
+        if options.multi_process:
             local_store().close()
         live_runs.add(options.run, -1)
 
 
-def create_files(plan: Plan, files: Sequence[int], directory: str, options: How) -> Receipt:
+def create_files(plan: Plan, files: Sequence[int], directory: str, options: TaskOptions) -> Receipt:
     """Create unfinished target files, allocate their space, and write their literals.
 
     Literals are written later, when the files are closed, of files that contain sums of their contents, and of files
@@ -142,13 +143,14 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, options: How)
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def move_task(plan: Plan, number: int, directory: str, options: How, _made: object) -> Receipt:
+def move_task(plan: Plan, number: int, directory: str, options: TaskOptions, _made: object) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
-    spans = _Spans(store) if options.drop_cache and not options.apart and plan.source.coding is None else None
-    with _working(options, directory, _written(plan, [number], directory) if options.apart else ()):
+    drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
+    spans = ReadSpans(store) if drops_spans else None
+    with _working(options, directory, _written(plan, [number], directory) if options.multi_process else ()):
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,
@@ -166,9 +168,9 @@ def move_task(plan: Plan, number: int, directory: str, options: How, _made: obje
             drop_sources(plan, [plan.transfers[piece.transfer] for piece in plan.tasks[number].pieces], store)
         if options.drop_cache:
             last = number % SYNC_TASKS == SYNC_TASKS - 1
-            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not options.apart else [number]
+            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not options.multi_process else [number]
             for path in _written(plan, tasks, directory):
-                local_store().drop_cache(path, written=True, wait=last or options.apart)
+                local_store().drop_cache(path, written=True, wait=last or options.multi_process)
         elif options.fsync and len(plan.files) <= WRITEBACK_FILES:
             for path in _written(plan, [number], directory):
                 local_store().start_writeback(path)
@@ -189,41 +191,16 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
     return sink(sized=True)
 
 
-class _Spans(Around):
-    """A store that records the span read of each file, to evict it afterwards."""
-
-    def __init__(self, store: ReadStore) -> None:
-        super().__init__(store)
-        self._spans: dict[str, tuple[int, int]] = {}
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
-        self.inner.read_into(path, offset, buffer)
-        first, last = self._spans.get(path, (offset, 0))
-        self._spans[path] = min(first, offset), max(last, offset + len(buffer))
-
-    def drop(self) -> None:
-        """Evict each file from the page cache, from the first byte read to the last."""
-        for path, (first, last) in self._spans.items():
-            self.inner.drop_cache(path, first, last)
-
-
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
-    """Return the paths of unfinished files that the tasks write."""
-    targets = set[int]().union(*(_targets(plan, number) for number in numbers))
-    return [unfinished(plan, target, directory) for target in sorted(targets)]
-
-
-def _targets(plan: Plan, number: int) -> set[int]:
-    """Return the files that a task writes; of a zarr array, only those of its rows."""
+    """Return the unfinished paths that tasks write; of a zarr array, only the files of their rows."""
     files: set[int] = set()
-    for piece in plan.tasks[number].pieces:
+    for piece in (piece for number in numbers for piece in plan.tasks[number].pieces):
         transfer = plan.transfers[piece.transfer]
         for target, written in enumerate(transfer.route.writes):
             begin, end = (transfer.recipe.before(target, transfer.axis, row) for row in (piece.start, piece.stop))
             if begin < end:
                 files.update(at.file for at in written)
-    return files
+    return [unfinished(plan, file, directory) for file in sorted(files)]
 
 
 def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) -> None:
@@ -233,7 +210,7 @@ def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) ->
             store.drop_cache(plan.source.files[file].path)
 
 
-def files_task(plan: Plan, number: int, directory: str, options: How) -> Receipt:
+def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) -> Receipt:
     """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
     files = plan.tasks[number].files
@@ -254,56 +231,11 @@ def files_task(plan: Plan, number: int, directory: str, options: How) -> Receipt
     )
 
 
-def _published(plan: Plan, number: int, directory: str, options: How) -> tuple[int, int, int]:
+def _published(plan: Plan, number: int, directory: str, options: TaskOptions) -> tuple[int, int, int]:
     """Give a file its name; return its number and its state, requested alone."""
     path, store = f"{directory}/{plan.files[number].path}", store_at(directory)
     store.publish(unfinished(plan, number, directory), path, durable=options.fsync)
     return (number, *store.status(path)[:2])
-
-
-def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
-    """Raise an error if a source file changed since it was opened.
-
-    Raises:
-        ChangedError: a source file changed or is gone.
-    """
-    for number, status in _statuses(plan).items():
-        file = plan.source.files[number]
-        if isinstance(status, GoneError):
-            raise ChangedError(
-                f"{file.path} is gone since it was opened", code="source-gone", facts=[str(status)], hint="start again"
-            )
-        if isinstance(status, SourceError):
-            raise status
-        if not status.is_still(file.status):
-            only = status[:2] == file.status[:2]
-            facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
-            raise ChangedError(
-                f"{file.path} changed since it was opened", code="source-changed", facts=facts, hint="start again"
-            )
-    return []
-
-
-def changed_sources(plan: Plan) -> dict[int, Status | None]:
-    """Return the current states of changed source files; None for a missing file.
-
-    Files whose state cannot be requested are not included: unreachable storage may come back.
-    """
-    changed: dict[int, Status | None] = {}
-    for number, status in _statuses(plan).items():
-        file = plan.source.files[number]
-        if isinstance(status, GoneError):
-            changed[number] = None
-        elif not isinstance(status, SourceError) and not status.is_still(file.status):
-            changed[number] = status
-    return changed
-
-
-def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
-    """Return the state of each source file that is read, by number."""
-    numbers = plan.read_files()
-    statuses = any_store().statuses([plan.source.files[number].path for number in numbers])
-    return dict(zip(numbers, statuses, strict=True))
 
 
 def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Range]]:
@@ -324,7 +256,7 @@ def close_files(
     plan: Plan,
     files: Sequence[int],
     directory: str,
-    options: How,
+    options: TaskOptions,
     crcs: Mapping[int, Sequence[Range]],
     _before: object,
 ) -> Receipt:
@@ -333,8 +265,7 @@ def close_files(
     Delayed literals (see `create_files`) are written here, with the sums of contents, which are combined from sums of
     ranges. In a plan by file, only files that are published last remain to be written. Naming all files is fast then.
     """
-    began = time.perf_counter()
-    ready = []
+    began, ready = time.perf_counter(), []
     with _working(options, directory):
         for number in files:
             file, path = plan.files[number], unfinished(plan, number, directory)
@@ -346,14 +277,14 @@ def close_files(
     return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
-def _complete(path: str, file: TargetFile, summed: Iterable[Range], options: How) -> None:
+def _complete(path: str, file: TargetFile, summed: Iterable[Range], options: TaskOptions) -> None:
     """Write the delayed literals of a file, and sync it unless its tasks did."""
     store, waits = local_store(), _waits(file)
     if waits:
         sink, layout = store.sink(path, sized=True), file.layout
         for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, summed))):
             sink.write_at(offset, content)
-    if waits or options.cached or not options.apart:
+    if waits or options.cached or not options.multi_process:
         if options.drop_cache:
             store.drop_cache(path, written=True)
         if options.fsync:
@@ -389,14 +320,13 @@ def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]
         yield begin, b"".join(parts)
 
 
-def commit_files(plan: Plan, files: Sequence[int], directory: str, options: How, _ready: object) -> Receipt:
+def commit_files(plan: Plan, files: Sequence[int], directory: str, options: TaskOptions, _ready: object) -> Receipt:
     """Name complete target files; create links, and at URLs the last files.
 
     For a zarr store by file this writes all metadata, which no other task writes; the metadata of the group are last.
     """
     began = time.perf_counter()
-    store, positioned = store_at(directory), can(directory).positioned
-    ready: list[tuple[int, int, int]] = []
+    store, positioned, ready = store_at(directory), can(directory).positioned, list[tuple[int, int, int]]()
     for number in files:
         file = plan.files[number]
         if file.link is not None:
@@ -436,7 +366,9 @@ def _is_of_another(path: str, layout: FileLayout) -> bool:
     return [(0, bytes(stored))] != list(layout.literals)
 
 
-def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, options: How) -> Moved:
+def _write_files(
+    plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, options: TaskOptions
+) -> Moved:
     """Write files in the order of their bytes; remove all of them on failure.
 
     Literals (the header of a file, the heads of its messages, zeros of a chunk at the edge, the index of a shard) wait
@@ -467,7 +399,7 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
         sinks.finish(durable=options.fsync)
     except BaseException:
         sinks.abort()
-        for number in sinks.ended:  # unfinished names only: the final name may be that of a file to be replaced
+        for number in sinks.ended:  # unfinished names only: a file to be replaced may have the final name
             store_at(directory).discard(unfinished(plan, number, directory))
         raise
     return moved

@@ -23,10 +23,11 @@ from reshard.source.checkpoint import SourceFile
 from reshard.source.records import digest
 from reshard.storage.cipher import MAGICS, required, store_of
 from reshard.storage.local import local_store
-from reshard.storage.places import of_each
+from reshard.storage.places import workers_at
+from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.formats.entries import Content, Entry, Runs
     from reshard.storage.base import ReadStore, Status
@@ -156,7 +157,7 @@ def key_of(paths: Sequence[Place], cipher: Cipher | None) -> Cipher | None:
         return None
     encrypted: list[Place] = []
     plain: list[Place] = []
-    for path, start in zip(paths, of_each(_start, paths), strict=True):
+    for path, start in zip(paths, map_ordered(_start, paths, workers_at(paths)), strict=True):
         if start:
             (encrypted if int.from_bytes(start, "little") in MAGICS else plain).append(path)
     if encrypted and plain:
@@ -206,8 +207,8 @@ def read_indexes(
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
 
 
-def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
-    """Yield the state and the header of every file."""
+def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
+    """Return the state and the header of every file."""
     store = store_of(cipher)
     headers = Headers(store)
 
@@ -221,4 +222,4 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[St
             return status, headers.shared(index_file(str(path), store=store))
         return status, headers.index(str(path))
 
-    return of_each(header, paths)
+    return map_ordered(header, paths, workers_at(paths))

@@ -12,73 +12,38 @@ compared with the files. The layout in it is used while the files are the ones t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.zarr_files import is_store
-from reshard.layout.layout import MOST_DEVICES, Layout
 from reshard.source.headers import contents_digest
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.source.records import digest as digest_of
 from reshard.storage.crc import crc_of_range
-from reshard.storage.places import any_store, as_place, of_each
+from reshard.storage.places import any_store, as_place, workers_at
 from reshard.storage.small import read_small
-from reshard.strategy.schema import ANY, COUNT, FLAG, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
-from reshard.strategy.strategy import Placed, Strategy
+from reshard.storage.threads import map_ordered
+from reshard.strategy.schema import is_inner_path, parse, read, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from reshard.source.checkpoint import Checkpoint, SourceFile
+    from reshard.source.checkpoint import SourceFile
+    from reshard.source.provenance import Provenance
     from reshard.source.records import Range
     from reshard.storage.places import Place
+    from reshard.strategy.strategy import Strategy
 
-VERSION = 1
+VERSION = 2
 
 _LARGEST = 1 << 28
 
 # Bytes read of touched files to see whether they are copies: in total, of a range, of a range of many files.
 _SAMPLED, _LONGEST_SAMPLE, _SHORTEST_LIMIT = 64 << 20, 4 << 20, 64 << 10
-
-STRATEGY = {
-    "stages": (COUNT, COUNT),
-    "devices": COUNT,
-    "merged": FLAG,
-    # dev_matrix, tensor_map, opt_weight_shard_size and _step, param_split_shape, indices_offset, field
-    "layouts": [([COUNT], [[COUNT]], NUMBER, NUMBER, [NUMBER], [NUMBER], NUMBER)],
-    "places": [[(COUNT, COUNT, Maybe([COUNT]), FLAG)]],  # by stage: number, layout, shape, shape is expanded
-    "tensors": {TEXT: COUNT},  # an index in places
-}
-
-_SOURCE = {
-    "root": LINE,
-    "describes_itself": FLAG,
-    "files": [(COUNT, LINE)],  # rank and path
-    "strategy": Maybe(STRATEGY),
-    "stage": Maybe(COUNT),
-    "partial": FLAG,
-    "varying": [TEXT],
-    "elsewhere": [TEXT],
-    "left_out": [TEXT],
-    "encrypted": FLAG,
-}
-_MADE = {
-    "reshard_made": COUNT,
-    "by": TEXT,
-    "source": _SOURCE,
-    "target": {
-        "strategy": Maybe(STRATEGY),
-        "stage": Maybe(COUNT),
-        "format": TEXT,
-        "deduplicated": FLAG,
-        "encrypted": FLAG,
-        "index": Maybe(TEXT),  # a set and a rank of whole tensors differ
-    },
-    "selection": ANY,  # checked by other modules
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,25 +55,16 @@ class Made:
         root: the directory of the files: the target, or its parent if the target is a file.
         ledger: the directory of its ledger.
         records: the records of the files without ranges, by path below the root.
-        content: the content of the provenance file; only its schema has been checked.
+        provenance: the provenance in the ledger; the selection has not been checked.
+        strategy: the strategy of the target, or None.
     """
 
     target: str
     root: str
     ledger: str
     records: Mapping[str, Record]
-    content: dict[str, Any]
-
-    @property
-    def strategy(self) -> Strategy | None:
-        """Return the strategy of the target."""
-        return read_small_strategy(self.content["target"]["strategy"])
-
-    @property
-    def stage(self) -> int | None:
-        """Return the requested pipeline stage, if the strategy covers a single one."""
-        stage: int | None = self.content["target"]["stage"]
-        return stage
+    provenance: Provenance
+    strategy: Strategy | None
 
     @property
     def ranks(self) -> dict[int, list[str]]:
@@ -121,11 +77,14 @@ class Made:
 
     def is_as_noted(self) -> bool:
         """Return whether all files exist with the size and time in the ledger."""
-        statuses = any_store().statuses([f"{self.root}/{file}" for file in self.records])
-        return all(
-            not isinstance(state, SourceError) and record.ready == state[:2]
-            for record, state in zip(self.records.values(), statuses, strict=True)
-        )
+
+        def is_unchanged(path: str) -> bool:
+            with suppress(SourceError):
+                return records[path].ready == any_store().status(path)[:2]
+            return False
+
+        records = {f"{self.root}/{file}": record for file, record in self.records.items()}
+        return all(map_ordered(is_unchanged, [*records], workers_at(records)))
 
     def change(self, files: Sequence[SourceFile], *, partial: bool = False) -> str:
         """Return which file differs from the written one, and how; "" if none does.
@@ -181,7 +140,7 @@ class Made:
                     return f"{path} has other contents than were written (bytes {begin} to {begin + nbytes})"
             return ""
 
-        return next(filter(None, of_each(change, [*sizes])), "")
+        return next(filter(None, map_ordered(change, [*sizes], workers_at(sizes))), "")
 
 
 def _samples(ranges: Mapping[str, Iterable[Range]], touched: Collection[str]) -> dict[str, list[Range]]:
@@ -234,89 +193,30 @@ def _newest(root: str, file: str | None = None, *, below: str = "", directory: s
     try:
         if as_place(directory).is_symlink():
             return None
-        text = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
-        if digest_of(text) != digest:  # foreign, or changed since
+        content = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
+        if digest_of(content) != digest:  # foreign, or changed since
             return None
-        content = parse(text)
-        check(content, _MADE)
-        read_small_strategy(content["target"]["strategy"])
-        read_small_strategy(content["source"]["strategy"])
+        provenance = read_provenance(content)
+        strategies = [
+            record.read() if record else None for record in (provenance.target.strategy, provenance.source.strategy)
+        ]
     except (SourceError, ValueError, OSError):
         return None
     target = f"{root}/{file or below}".rstrip("/")
-    return Made(target, root, directory, files, content) if content["reshard_made"] == VERSION else None
+    return Made(target, root, directory, files, provenance, strategies[0])
 
 
-def source_data(source: Checkpoint) -> dict[str, Any]:
-    """Return the part of the provenance that describes a source."""
-    alone = bool(source.extras.described_by)
-    return {
-        "root": str(as_place(source.root).absolute()),
-        "describes_itself": alone,
-        "files": [] if alone else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],
-        "strategy": small_strategy(source.strategy),
-        "stage": source.opening.stage,
-        "partial": source.opening.partial,
-        "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
-        "elsewhere": sorted(source.opening.elsewhere),
-        "left_out": sorted(source.left_out),
-        "encrypted": source.cipher is not None,
-    }
+def provenance_file(provenance: Provenance) -> bytes:
+    """Return the content of a provenance file."""
+    return to_json({"reshard_made": VERSION, "provenance": provenance})
 
 
-def small_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
-    """Return a strategy as JSON data, without its operators, which move no bytes."""
-    if strategy is None:
-        return None
-    layouts: dict[Layout, int] = {}
-    places: dict[tuple[Any, ...], int] = {}
-    tensors = {}
-    for name, placed in strategy.tensors.items():
-        key = tuple((p.stage, layouts.setdefault(p.layout, len(layouts)), p.shape, p.expanded) for p in placed)
-        tensors[name] = places.setdefault(key, len(places))
-    return {
-        "stages": (strategy.stages.start, strategy.stages.stop),
-        "devices": strategy.devices,
-        "merged": strategy.merged,
-        "layouts": [astuple(layout) for layout in layouts],
-        "places": list(places),
-        "tensors": tensors,
-    }
+def read_provenance(content: bytes) -> Provenance:
+    """Return the provenance in a file; raise `ValueError` if it is invalid, or of another version."""
+    from reshard.source.provenance import Provenance  # lazy import: not every source has a ledger
 
-
-def read_small_strategy(content: dict[str, Any] | None) -> Strategy | None:
-    """Return the strategy in JSON data; raise `ValueError` if it is invalid."""
-    if content is None:
-        return None
-    first, stop = content["stages"]
-    devices = content["devices"]
-    if not first < stop or not devices or stop * devices > MOST_DEVICES:
-        raise ValueError(f"a strategy of {devices} devices in stages {first} to {stop - 1} cannot be")
-    layouts = [
-        Layout(tuple(matrix), tuple(map(tuple, axes)), size, step, tuple(split), tuple(offset), field)
-        for matrix, axes, size, step, split, offset, field in content["layouts"]
-    ]
-    if any(layout.devices != devices for layout in layouts):
-        raise ValueError(f"a layout of a strategy is not for its {devices} devices")
-    places = [
-        tuple(
-            _placed(stage, range(first, stop), layouts, layout, shape, expanded) for stage, layout, shape, expanded in p
-        )
-        for p in content["places"]
-    ]
-    if any(a.stage >= b.stage for placed in places for a, b in pairwise(placed)) or not all(places):
-        raise ValueError("a tensor of a strategy is in no stage, or in stages that do not ascend")
-    if any(number >= len(places) for number in content["tensors"].values()):
-        raise ValueError("a tensor of a strategy has places that are not listed")
-    tensors = {name: places[number] for name, number in content["tensors"].items()}
-    return Strategy(tensors, range(first, stop), devices, merged=content["merged"])
-
-
-def _placed(
-    stage: int, stages: range, layouts: list[Layout], layout: int, shape: list[int] | None, expanded: bool
-) -> Placed:
-    if stage not in stages or layout >= len(layouts):
-        raise ValueError(f"a tensor of a strategy is in stage {stage} with layout {layout}, which are not there")
-    if expanded and (shape is None or len(shape) != len(layouts[layout].tensor_map)):
-        raise ValueError("a tensor of a strategy is expanded to a shape that its layout does not fit")
-    return Placed(stage, layouts[layout], None if shape is None else tuple(shape), expanded=expanded)
+    parsed = parse(content)
+    if not isinstance(parsed, dict) or parsed.get("reshard_made") != VERSION:
+        raise ValueError(f"it is not provenance of version {VERSION}")
+    result: Provenance = read(Provenance, parsed.get("provenance"), "$.provenance")
+    return result

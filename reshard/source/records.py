@@ -35,9 +35,9 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.storage.page_cache import boot_id
-from reshard.storage.places import RemotePath, can
-from reshard.storage.remote import REQUESTS, remote_store
-from reshard.storage.threads import map_threads
+from reshard.storage.places import as_place, can
+from reshard.storage.threads import map_ordered
+from reshard.storage.urls.remote import REQUESTS, remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -172,7 +172,7 @@ def parts_of(directory: str) -> dict[str, list[str]]:
 def listed(directory: str) -> list[str]:
     """Return the sorted names in a directory of logs; empty if it does not exist."""
     if not can(directory).appends:
-        return sorted(str(path.relative_to(RemotePath(directory))) for path in RemotePath(directory).files())
+        return sorted(str(path.relative_to(directory)) for path in as_place(directory).files())
     with suppress(OSError):
         return sorted(os.listdir(directory))  # noqa: PTH208 -- by text, as at URLs
     return []
@@ -181,7 +181,7 @@ def listed(directory: str) -> list[str]:
 def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
     """Yield the lines of a log, up to `most` bytes; split lines that are too long."""
     if parts and not can(parts[0]).appends:
-        for content in map_threads(remote_store().contents, parts, REQUESTS):
+        for content in map_ordered(remote_store().contents, parts, REQUESTS):
             yield from (content or b"")[:most].splitlines()
         return
     for path in parts:

@@ -127,11 +127,11 @@ class Capabilities(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether each request has high latency: make few large ones, and many at once."""
+        """Return whether each request has high latency: make few large ones, and many at once."""
         return self.requests > 1
 
 
-class Readable(Protocol):
+class RangeStore(Protocol):
     """A reader of byte ranges, by path. Offsets and sizes are in bytes."""
 
     def size(self, path: str) -> int:
@@ -141,7 +141,7 @@ class Readable(Protocol):
         """Fill a buffer from a file; raise `SourceError` if the file ends too early."""
 
 
-class ReadStore(Readable, Protocol):
+class ReadStore(RangeStore, Protocol):
     """A store that reads files of checkpoints: plain, decrypted or decoded."""
 
     def read(self, wants: Sequence[Want]) -> None:
@@ -225,7 +225,7 @@ class Sink(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the file is complete."""
+        """Return whether the file is complete."""
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write bytes at an offset of the file."""
@@ -367,18 +367,18 @@ class Summing:
 
     @property
     def ended(self) -> bool:
-        """Whether the file is complete."""
+        """Return whether the file is complete."""
         return self._into.ended
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write the next bytes of the file."""
         end = offset + len(data)
         while self._range and self._range[0] < end:
-            begin, nbytes, places = self._range
+            begin, nbytes, offsets = self._range
             self._value = self._crc(data[max(begin - offset, 0) : begin + nbytes - offset], self._value)
             if begin + nbytes > end:
                 break
-            self._computed.update(dict.fromkeys(places, self._value.to_bytes(4, "little")))
+            self._computed.update(dict.fromkeys(offsets, self._value.to_bytes(4, "little")))
             self._range, self._value = next(self._sums, None), 0
         self._into.write_at(offset, self._computed.pop(offset, data))
 
@@ -416,18 +416,18 @@ def similar(path: object) -> str:
     return ""
 
 
-def read_error(kind: type[ReshardError], path: object, error: OSError, where: str = "") -> ReshardError:
+def read_error(kind: type[ReshardError], path: object, error: OSError, position: str = "") -> ReshardError:
     """Return an error for a file that does not exist or cannot be read.
 
     Args:
         kind: the class of the error.
         path: the file.
         error: the error of the operating system.
-        where: the position in the file, if known.
+        position: the position in the file, if known.
     """
     if isinstance(error, FileNotFoundError):
         return kind(f"{path} does not exist", code="not-found", hint=similar(path))
-    return kind(f"cannot read {path}{where and f' {where}'}: {error.strerror}", code="cannot-read")
+    return kind(f"cannot read {path}{position and f' {position}'}: {error.strerror}", code="cannot-read")
 
 
 def truncated(path: object, end: int, missing: int) -> SourceError:

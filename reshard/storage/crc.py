@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reshard.storage.base import Readable
+    from reshard.storage.base import RangeStore
 
 CASTAGNOLI = 0x82F63B78  # bits reflected: the highest is the coefficient of x ** 0
 _ZIP = 0xEDB88320
@@ -60,7 +60,7 @@ def _crc32() -> Callable[[bytes | bytearray | memoryview, int], int]:
 
 
 def crc_of_range(
-    store: Readable, path: str, begin: int, nbytes: int, crc: Callable[[memoryview, int], int] = crc32c
+    store: RangeStore, path: str, begin: int, nbytes: int, crc: Callable[[memoryview, int], int] = crc32c
 ) -> int:
     """Return the CRC-32C, or another checksum, of a byte range of a file, read in pieces.
 
@@ -76,9 +76,9 @@ def crc_of_range(
     return value
 
 
-def crc32_fault(found: int, carried: int) -> str:
+def crc32_fault(value: int, carried: int) -> str:
     """Return how a computed CRC-32 contradicts the one in the file, or "" if they are equal."""
-    return "" if found == carried else f"has the CRC-32 {found:08x}; it carries {carried:08x}"
+    return "" if value == carried else f"has the CRC-32 {value:08x}; it carries {carried:08x}"
 
 
 class Checksum(NamedTuple):

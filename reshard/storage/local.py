@@ -1,7 +1,4 @@
-"""Local files: read and write byte ranges, with a bounded number of open files.
-
-A store takes paths, not handles, so that a plan of thousands of files runs under `ulimit -n 256`: the files used last
-stay open, the others are closed and opened again when needed.
+"""Local files: read, write, name and link them.
 
 Files are never mapped: page faults are slow, count as resident memory, and stall or kill the process on network
 file systems.
@@ -11,14 +8,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
-import resource
-import threading
-from collections import OrderedDict
 from contextlib import suppress
 from functools import lru_cache
-from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError, bytes_text
@@ -33,19 +25,17 @@ from reshard.storage.base import (
     unfinished_path,
     unfinished_stem,
 )
+from reshard.storage.handles import OpenFiles
 from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from reshard.errors import ReshardError
     from reshard.storage.base import Sink, Want
 
 LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, requests=1, library_bytes=0)
 """The capabilities of local files."""
 
-_SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
-_MOST_HANDLES = 1024
 _FICLONE = 0x40049409  # linux/fs.h
 
 
@@ -55,38 +45,12 @@ WRITE_BYTES = 512 << 10
 With large folios a long write at a multiple of its length takes several times as long (ext4 and XFS, Linux 6.16 on).
 """
 
-NUMBERS = 4
-"""The number of distinct thread numbers."""
-
-_Key = tuple[str, int, int]  # identifies a handle: path, flags, and the number of the thread that reads through it
-
-
-class _Thread(threading.local):
-    """The number of the current thread, assigned round robin.
-
-    Concurrent threads read through separate handles, since the kernel reads ahead of a handle's last read, and begin
-    at different places.
-    """
-
-    _threads = itertools.count()
-
-    def __init__(self) -> None:
-        self.number = next(self._threads) % NUMBERS
-
-
-thread = _Thread()
-
 
 class LocalStore:
     """The files of this machine. Safe to use from several threads."""
 
     def __init__(self, most_open: int | None = None) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if limit == resource.RLIM_INFINITY:
-            limit = _MOST_HANDLES + _SPARE_HANDLES
-        self._most_open = most_open or max(8, min(limit - _SPARE_HANDLES, _MOST_HANDLES))
-        self._lock = threading.Lock()
-        self._handles: OrderedDict[_Key, _Handle] = OrderedDict()
+        self.files = OpenFiles(most_open)
         self._glances = Glances()
 
     def status(self, path: str) -> Status:
@@ -100,8 +64,8 @@ class LocalStore:
 
     def size(self, path: str) -> int:
         """Return the file's current size in bytes, ignoring cached handles."""
-        self._forget(path)  # a cached handle may be of a file that was replaced since
-        with reading(SourceError, path), self._opened(path, os.O_RDONLY) as fd:
+        self.files.forget(path)  # a cached handle may be of a file that was replaced since
+        with reading(SourceError, path), self.files.open(path, os.O_RDONLY) as fd:
             return os.fstat(fd).st_size
 
     def read(self, wants: Sequence[Want]) -> None:
@@ -115,7 +79,7 @@ class LocalStore:
         Raises:
             SourceError: the file ends before the buffer is full, or cannot be read.
         """
-        with self._opened(path, os.O_RDONLY) as fd:
+        with self.files.open(path, os.O_RDONLY) as fd:
             done = self._glances.read(path, fd, offset, buffer)
             while done < len(buffer):
                 try:
@@ -132,7 +96,7 @@ class LocalStore:
         Raises:
             SourceError: it cannot be read.
         """
-        with self._opened(path, os.O_RDONLY) as fd:
+        with self.files.open(path, os.O_RDONLY) as fd:
             try:
                 for offset, piece in pieces:
                     glanced = bytearray(len(piece) if len(piece) <= GLANCE_BYTES else 0)
@@ -145,8 +109,8 @@ class LocalStore:
 
     def drop_glances(self, paths: Collection[str]) -> None:
         """Evict the pages that scattered small reads cached, before files are read in order."""
-        for path, first, last in self._glances.taken(paths):
-            with suppress(OSError, SourceError), self._opened(path, os.O_RDONLY) as fd:
+        for path, first, last in self._glances.take_misses(paths):
+            with suppress(OSError, SourceError), self.files.open(path, os.O_RDONLY) as fd:
                 drop_pages(fd, first, last)
 
     @staticmethod
@@ -172,7 +136,7 @@ class LocalStore:
         Raises:
             BudgetError: the disk has no room; a new file is not left behind.
         """
-        self._forget(path)  # a cached handle may be of a file that was removed since
+        self.files.forget(path)  # a cached handle may be of a file that was removed since
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             fd = _open_own(path)
@@ -212,7 +176,7 @@ class LocalStore:
             written: it is an unfinished file; sync its data to disk first.
             wait: wait for the sync; if not, only start it, and evict the pages that are on disk already.
         """
-        with self._opened(path, os.O_RDWR if written else os.O_RDONLY) as fd:
+        with self.files.open(path, os.O_RDWR if written else os.O_RDONLY) as fd:
             if written and wait:
                 try:
                     os.fdatasync(fd)
@@ -225,12 +189,12 @@ class LocalStore:
 
         The disk then works during later writes; `sync` has less to wait for, and reports failures.
         """
-        with self._opened(path, os.O_RDWR) as fd:
+        with self.files.open(path, os.O_RDWR) as fd:
             start_writeback(fd)
 
     def sync(self, path: str) -> None:
         """Sync an unfinished file to disk."""
-        with self._opened(path, os.O_RDWR) as fd:
+        with self.files.open(path, os.O_RDWR) as fd:
             try:
                 os.fsync(fd)
             except OSError as error:
@@ -238,7 +202,7 @@ class LocalStore:
 
     def sync_finished(self, path: str) -> None:
         """Sync a file that has its final name to disk, and its directory entry."""
-        with self._opened(path, os.O_RDONLY) as fd:
+        with self.files.open(path, os.O_RDONLY) as fd:
             try:
                 os.fsync(fd)
                 _sync_directory(path)
@@ -248,8 +212,8 @@ class LocalStore:
     def publish(self, unfinished: str, path: str, *, durable: bool) -> None:
         """Rename an unfinished file to its final name; sync the directory too if `durable`."""
         try:
-            self._forget(unfinished)  # closes it; only then may a network file system report lost bytes
-            self._forget(path)
+            self.files.forget(unfinished)  # closes it; only then may a network file system report lost bytes
+            self.files.forget(path)
             os.replace(unfinished, path)
             with suppress(FileNotFoundError):
                 os.unlink(unfinished)  # renaming one link of a file to another leaves both
@@ -276,7 +240,7 @@ class LocalStore:
 
     def remove(self, path: str) -> None:
         """Remove a finished file, if it exists."""
-        self._forget(path)
+        self.files.forget(path)
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -286,55 +250,13 @@ class LocalStore:
 
     def discard(self, path: str) -> None:
         """Remove an unfinished file, if it exists; never raises."""
-        self._forget(path)
+        self.files.forget(path)
         with suppress(OSError):  # a failure here must not hide why the file is discarded
             os.unlink(path)
 
     def close(self) -> None:
         """Close all files that are not in use."""
-        with self._lock:
-            for key, handle in list(self._handles.items()):
-                if not handle.users:
-                    os.close(self._handles.pop(key).fd)
-
-    def _opened(self, path: str, flags: int) -> _Opened:
-        """Return a context manager that opens a file; its value is the descriptor."""
-        return _Opened(self, (path, flags, thread.number if flags == os.O_RDONLY else 0))
-
-    def _acquire(self, key: _Key) -> _Handle:
-        with self._lock:
-            handle = self._handles.get(key)
-            if handle is None:
-                self._make_room()
-                handle = self._handles[key] = _Handle(_open(*key[:2]))
-            else:
-                self._handles.move_to_end(key)
-            handle.users += 1
-            return handle
-
-    def _release(self, handle: _Handle) -> None:
-        with self._lock:
-            handle.users -= 1
-            if handle.forgotten and not handle.users:
-                os.close(handle.fd)
-
-    def _make_room(self) -> None:
-        excess = len(self._handles) - self._most_open + 1
-        if excess <= 0:
-            return
-        unused = (key for key, handle in self._handles.items() if not handle.users)
-        for key in list(itertools.islice(unused, excess)):
-            os.close(self._handles.pop(key).fd)
-
-    def _forget(self, path: str) -> None:
-        """Close a file, or mark it so that its last user closes it."""
-        with self._lock:
-            for key in ((path, os.O_RDWR, 0), *((path, os.O_RDONLY, number) for number in range(NUMBERS))):
-                handle = self._handles.pop(key, None)
-                if handle is not None:
-                    handle.forgotten = True
-                    if not handle.users:
-                        os.close(handle.fd)
+        self.files.close()
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[()]]:
         """Travel to another process as a fresh store: handles do not."""
@@ -354,7 +276,7 @@ class _LocalSink:
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write bytes at an offset of the file."""
         end = offset + len(data)
-        with self._store._opened(self._path, os.O_RDWR) as fd:  # noqa: SLF001 -- a part of the store
+        with self._store.files.open(self._path, os.O_RDWR) as fd:
             try:
                 stop = offset - offset % WRITE_BYTES + WRITE_BYTES
                 begin = offset + os.pwrite(fd, data if end <= stop else data[: stop - offset], offset)
@@ -369,7 +291,7 @@ class _LocalSink:
     def finish(self, *, durable: bool) -> None:
         """Cut the file after the last byte written if its size was unknown; sync if `durable`."""
         if not self._sized:
-            with self._store._opened(self._path, os.O_RDWR) as fd:  # noqa: SLF001
+            with self._store.files.open(self._path, os.O_RDWR) as fd:
                 try:
                     os.ftruncate(fd, self._end)  # a task that a lost worker began may have written more
                 except OSError as error:
@@ -379,61 +301,6 @@ class _LocalSink:
 
     def abort(self) -> None:
         """Do nothing: the run discards the file, as it does with files of other tasks."""
-
-
-class _Opened:
-    """A context manager for a file in use. A generator would cost as much as a small read."""
-
-    __slots__ = ("_handle", "_key", "_store")
-
-    def __init__(self, store: LocalStore, key: _Key) -> None:
-        self._store, self._key = store, key
-
-    def __enter__(self) -> int:
-        self._handle = self._store._acquire(self._key)  # noqa: SLF001 -- a part of the store
-        return self._handle.fd
-
-    def __exit__(self, *_: object) -> None:
-        self._store._release(self._handle)  # noqa: SLF001
-
-
-class _Handle:
-    __slots__ = ("fd", "forgotten", "users")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.users = 0
-        self.forgotten = False
-
-
-def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int:
-    """Open a regular file for reading, through links, and return its descriptor.
-
-    Raises:
-        ReshardError: of class `error`: the file does not exist, cannot be read, or is not regular.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError as failed:
-        raise read_error(error, path, failed) from failed
-    except ValueError as failed:  # a zero byte, or half of a surrogate pair, which no path may contain
-        raise error(f"cannot read {str(path)!r}: {failed}", code="bad-name") from None
-    if not S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise error(f"{path} is a directory, a pipe or a device; expected a regular file", code="not-a-file")
-    return fd
-
-
-def _open(path: str, flags: int) -> int:
-    if flags == os.O_RDONLY:
-        fd = open_regular(path, SourceError)
-        with suppress(OSError, AttributeError):  # a hint to read further ahead, which not every system supports
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return fd
-    try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise TargetError(f"cannot open {path}: {error.strerror}", code="cannot-write") from error
 
 
 def _open_own(path: str) -> int:

@@ -11,15 +11,38 @@ import resource
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from reshard.storage.base import Around
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
+
+    from reshard.storage.base import ReadStore
 
 GLANCE_BYTES = 64 << 10
 """The largest read that tries the page cache first."""
 
-_MOST_NOTED = 1 << 14  # of about 150 bytes each; then all are forgotten
+_MOST_MISSES = 1 << 14  # of about 150 bytes each; then all are forgotten
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # reads cached pages only; 0, an ordinary read, if not supported
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+
+
+class ReadSpans(Around):
+    """A store that records the span read of each file, to evict it afterwards."""
+
+    def __init__(self, store: ReadStore) -> None:
+        super().__init__(store)
+        self._spans: dict[str, tuple[int, int]] = {}
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file."""
+        self.inner.read_into(path, offset, buffer)
+        first, last = self._spans.get(path, (offset, 0))
+        self._spans[path] = min(first, offset), max(last, offset + len(buffer))
+
+    def drop(self) -> None:
+        """Evict each file from the page cache, from the first byte read to the last."""
+        for path, (first, last) in self._spans.items():
+            self.inner.drop_cache(path, first, last)
 
 
 class Glances:
@@ -29,11 +52,11 @@ class Glances:
     the pages that such reads cached are evicted before a file is read in order.
 
     Attributes:
-        noted: path and piece number, in units of `GLANCE_BYTES`, of each miss.
+        misses: path and piece number, in units of `GLANCE_BYTES`, of each miss.
     """
 
     def __init__(self) -> None:
-        self.noted: set[tuple[str, int]] = set()
+        self.misses: set[tuple[str, int]] = set()
         self._asks = True  # until a file system cannot tell
 
     def read(self, path: str, fd: int, offset: int, buffer: memoryview | bytearray) -> int:
@@ -51,20 +74,20 @@ class Glances:
             self._asks = False
             return 0
         if done < len(buffer):
-            if len(self.noted) >= _MOST_NOTED:
-                self.noted.clear()
-            self.noted.add((path, offset // GLANCE_BYTES))
+            if len(self.misses) >= _MOST_MISSES:
+                self.misses.clear()
+            self.misses.add((path, offset // GLANCE_BYTES))
         return done
 
-    def taken(self, paths: Collection[str]) -> Iterator[tuple[str, int, int]]:
+    def take_misses(self, paths: Collection[str]) -> Iterator[tuple[str, int, int]]:
         """Yield path, begin and end of each recorded miss in these files, and forget it.
 
         Pages cached before stay cached, except for up to 128 KB around each miss.
         """
-        for path, number in sorted(glance for glance in self.noted.copy() if glance[0] in paths):
+        for path, number in sorted(glance for glance in self.misses.copy() if glance[0] in paths):
             # A read may end in the next piece, and read ahead a little further.
             yield path, number * GLANCE_BYTES, (number + 3) * GLANCE_BYTES
-            self.noted.discard((path, number))
+            self.misses.discard((path, number))
 
 
 def drop_pages(fd: int, first: int = 0, last: int | None = None) -> None:

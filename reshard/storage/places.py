@@ -1,7 +1,9 @@
 """Places: local paths and URLs with one interface, and a store that reads files at both.
 
 `as_place` turns a path or URL of the user into a `LocalPath` or a `RemotePath`. Both have the same methods, so that
-other modules need not tell them apart; differences that matter are in the store's capabilities (`can`).
+other modules need not distinguish them; differences that matter are in the store's capabilities (`can`).
+
+Only `as_place`, `can` and `store_at` choose by scheme. Another store of URLs begins there.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reshard.errors import GoneError, SourceError
 from reshard.storage.base import Around, Capabilities, Status
 from reshard.storage.local import LOCAL, LocalStore, local_store
-from reshard.storage.remote import (
+from reshard.storage.urls.remote import (
     FETCH_BYTES,
     RemoteStore,
     forget_listings,
@@ -25,12 +27,11 @@ from reshard.storage.remote import (
     status_of,
     whole,
 )
-from reshard.storage.threads import map_threads
 from reshard.storage.urls.requests import ask, filesystem
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.storage.base import ReadStore, Want
 
@@ -47,7 +48,7 @@ class LocalPath(PosixPath):
 
     @property
     def can(self) -> Capabilities:
-        """The capabilities of the store."""
+        """Return the capabilities of the store."""
         return LOCAL
 
     def refresh(self) -> None:
@@ -113,27 +114,27 @@ class RemotePath:
 
     @property
     def can(self) -> Capabilities:
-        """The capabilities of the store."""
+        """Return the capabilities of the store."""
         return can(self.url)
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Return the last part."""
         return PurePosixPath(self.url).name
 
     @property
     def stem(self) -> str:
-        """The last part without its extension."""
+        """Return the last part without its extension."""
         return PurePosixPath(self.url).stem
 
     @property
     def suffix(self) -> str:
-        """The extension, with its dot."""
+        """Return the extension, with its dot."""
         return PurePosixPath(self.url).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """The directory that it is in."""
+        """Return the directory that it is in."""
         return RemotePath(self.url.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> RemotePath:
@@ -273,10 +274,9 @@ def can(path: str) -> Capabilities:
     return remote_can(scheme) if separator else LOCAL
 
 
-def of_each(function: Callable[[T], R], places: Sequence[T]) -> Iterator[R]:
-    """Map a function over places, concurrently if requests have high latency."""
-    requests = max((can(str(place)).requests for place in places), default=1)
-    return map(function, places) if requests == 1 else iter(map_threads(function, places, requests))
+def workers_at(paths: Iterable[AnyName]) -> int:
+    """Return how many files at paths to read at once, for `map_ordered`: 0 without latency."""
+    return max((store.requests for path in paths if (store := can(str(path))).waits), default=0)
 
 
 def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
@@ -324,7 +324,7 @@ def _fetched(steps: Sequence[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T
 
 
 def store_at(path: str) -> LocalStore | RemoteStore:
-    """Return this process's store for a path or URL."""
+    """Return this process's store for a path or URL, to read and write files."""
     return remote_store() if is_url(path) else local_store()
 
 
@@ -338,17 +338,6 @@ class AnyStore(Around):
         """Return the state of a file as it is now."""
         return store_at(path).status(path)
 
-    def statuses(self, paths: Sequence[str]) -> list[Status | SourceError]:
-        """Return the current state, or the error, of each file."""
-
-        def status(path: str) -> Status | SourceError:
-            try:
-                return self.status(path)
-            except SourceError as error:
-                return error
-
-        return list(of_each(status, paths))
-
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         return store_at(path).size(path)
@@ -357,7 +346,7 @@ class AnyStore(Around):
         """Fill buffers from files: local ones one by one, remote ones all at once."""
         remote = []
         for want in wants:
-            if "://" in want[0]:
+            if is_url(want[0]):
                 remote.append(want)
             else:
                 self.inner.read_into(*want)
@@ -366,7 +355,7 @@ class AnyStore(Around):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
-        (remote_store() if "://" in path else self.inner).read_into(path, offset, buffer)
+        (remote_store() if is_url(path) else self.inner).read_into(path, offset, buffer)
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
         """Return whether a file has certain bytes at certain offsets."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, TargetError, Text, UsageError
 from reshard.storage.base import read_error, stem_of_unfinished, unfinished_path, unfinished_stem
-from reshard.storage.local import open_regular
+from reshard.storage.handles import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
-from reshard.storage.remote import remote_store
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,10 +37,10 @@ _SCHEMES = {"s3a": "s3", "gcs": "gs"}  # aliases
 
 def refuse_existing(path: AnyName, *, overwrite: bool) -> None:
     """Raise `TargetError` if a file exists and may not be replaced, or is not a regular file."""
-    place = as_place(path)
-    place.refresh()
-    _refuse_others(place)
-    if place.is_there() and not overwrite:
+    location = as_place(path)
+    location.refresh()
+    _refuse_irregular(location)
+    if location.is_there() and not overwrite:
         raise TargetError(
             f"{path} already exists",
             code="already-exists",
@@ -51,7 +51,7 @@ def refuse_existing(path: AnyName, *, overwrite: bool) -> None:
 def refuse_inputs(
     outputs: Iterable[AnyName],
     inputs: Iterable[AnyName],
-    what: str = "read by this command",
+    kind: str = "read by this command",
     advice: str = "choose another",
 ) -> None:
     """Raise an error if an output is also an input, even by another spelling or through links.
@@ -62,7 +62,7 @@ def refuse_inputs(
     Args:
         outputs: the files to write.
         inputs: the files that are read for them.
-        what: describes the inputs, for the message.
+        kind: describes the inputs, for the message.
         advice: the hint of the error.
 
     Raises:
@@ -80,10 +80,10 @@ def refuse_inputs(
             for path in (read[identity] for identity in _identities(name) if identity in read):
                 first = "" if name is output else f"written as {name} first, which is "
                 called = "" if os.path.abspath(str(path)) == os.path.abspath(str(name)) else f", {path}"
-                raise TargetError(f"{output} is {first}{what}{called}", code="target-is-source", hint=advice)
+                raise TargetError(f"{output} is {first}{kind}{called}", code="target-is-source", hint=advice)
         if unfinished and (begun := unfinished.get(unfinished_stem(os.path.realpath(str(output))))):
             raise TargetError(
-                f"{begun} is {what}, and has the name of an unfinished file of {output}",
+                f"{begun} is {kind}, and has the name of an unfinished file of {output}",
                 code="target-is-source",
                 hint=advice,
             )
@@ -91,28 +91,28 @@ def refuse_inputs(
 
 def is_within(path: AnyName, directory: AnyName) -> bool:
     """Return whether a path is a directory or below it, with links resolved."""
-    place, above = as_place(path), as_place(directory)
-    if isinstance(place, RemotePath) or isinstance(above, RemotePath):
-        return f"{_url_of(place)}/".startswith(f"{_url_of(above)}/")
-    real = Path(os.path.realpath(place))
+    location, above = as_place(path), as_place(directory)
+    if isinstance(location, RemotePath) or isinstance(above, RemotePath):
+        return f"{_url_of(location)}/".startswith(f"{_url_of(above)}/")
+    real = Path(os.path.realpath(location))
     identities = _identities(above)
     return any(not identities.isdisjoint(_identities(ancestor)) for ancestor in (real, *real.parents))
 
 
 def _identities(path: AnyName) -> set[object]:
     """Return a file's identifiers, shared by all its names: real path, device and inode."""
-    place = as_place(path)
-    if isinstance(place, RemotePath):
-        return {_url_of(place)}
-    identities: set[object] = {os.path.realpath(place)}
+    location = as_place(path)
+    if isinstance(location, RemotePath):
+        return {_url_of(location)}
+    identities: set[object] = {os.path.realpath(location)}
     with suppress(OSError, ValueError):  # it does not exist, or is not a valid path
-        status = place.stat()
+        status = location.stat()
         identities.add((status.st_dev, status.st_ino))
     return identities
 
 
-def _url_of(place: Place) -> str:
-    scheme, _, rest = str(place).rpartition("://")
+def _url_of(location: Place) -> str:
+    scheme, _, rest = str(location).rpartition("://")
     return f"{_SCHEMES.get(scheme, scheme)}:{normpath(rest.strip('/'))}"
 
 
@@ -126,48 +126,48 @@ def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
     Raises:
         TargetError: it cannot be written, or the path is a directory, a device or a pipe.
     """
-    place = as_place(path)
-    _refuse_others(place)
-    if isinstance(place, RemotePath):
-        remote_store().put(str(place), content if isinstance(content, bytes) else b"".join(content))
+    location = as_place(path)
+    _refuse_irregular(location)
+    if isinstance(location, RemotePath):
+        remote_store().put(str(location), content if isinstance(content, bytes) else b"".join(content))
         return
-    unfinished = Path(unfinished_path(str(place), uuid.uuid4().hex))  # unique
+    unfinished = Path(unfinished_path(str(location), uuid.uuid4().hex))  # unique
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        location.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())  # or the file may have its name but no contents after a power failure
-        unfinished.replace(place)
+        unfinished.replace(location)
     except BaseException as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise TargetError(f"cannot write {place}: {error.strerror or error}", code="cannot-write") from None
+        raise TargetError(f"cannot write {location}: {error.strerror or error}", code="cannot-write") from None
 
 
-def _refuse_others(place: Place) -> None:
-    if isinstance(place, RemotePath):
-        if place.is_dir():
-            raise TargetError(f"{place} is a directory; expected the name of a file", code="not-a-file")
+def _refuse_irregular(location: Place) -> None:
+    if isinstance(location, RemotePath):
+        if location.is_dir():
+            raise TargetError(f"{location} is a directory; expected the name of a file", code="not-a-file")
         return
     try:
-        mode = place.stat().st_mode
+        mode = location.stat().st_mode
     except OSError:  # it does not exist, or writing will report the error
         return
     if S_ISDIR(mode):
-        raise TargetError(f"{place} is a directory; expected the name of a file", code="not-a-file")
+        raise TargetError(f"{location} is a directory; expected the name of a file", code="not-a-file")
     if not S_ISREG(mode):
-        raise TargetError(f"{place} is a pipe or a device", code="not-a-file", hint="choose another name")
+        raise TargetError(f"{location} is a pipe or a device", code="not-a-file", hint="choose another name")
 
 
-def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -> bytes:
+def read_small(path: AnyName, kind: str, most: int, error: type[ReshardError]) -> bytes:
     """Return the contents of a small regular file.
 
     Args:
         path: the path or URL.
-        what: the expected kind of file, for messages.
+        kind: the expected kind of file, for messages.
         most: the size limit, in bytes.
         error: the class of errors.
 
@@ -176,7 +176,7 @@ def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -
     """
     if isinstance(path, RemotePath):
         if path.status().nbytes > most:
-            raise error(f"{path} has more than {most} bytes, which no {what} has", code="too-large")
+            raise error(f"{path} has more than {most} bytes, which no {kind} has", code="too-large")
         return path.read_bytes()
     try:
         with os.fdopen(open_regular(path, error), "rb") as file:
@@ -188,7 +188,7 @@ def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -
     except OSError as failed:
         raise read_error(error, path, failed) from None
     if large or len(content) > most:
-        raise error(f"{path} has more than {most} bytes, which no {what} has", code="too-large")
+        raise error(f"{path} has more than {most} bytes, which no {kind} has", code="too-large")
     return content
 
 
@@ -242,12 +242,12 @@ def is_text(text: str) -> bool:
     return text.isascii() or text.encode(errors="replace").decode() == text
 
 
-def read_yaml(path: Place, what: str, faults: Faults) -> Any:
+def read_yaml(path: Place, kind: str, faults: Faults) -> Any:
     """Parse a YAML file.
 
     Args:
         path: the file.
-        what: the expected kind of file, for messages.
+        kind: the expected kind of file, for messages.
         faults: receives duplicate keys; YAML takes the last value.
 
     Raises:
@@ -267,7 +267,7 @@ def read_yaml(path: Place, what: str, faults: Faults) -> Any:
                 raise yaml.MarkedYAMLError(problem=f"has a text of {len(event.value)} characters", problem_mark=mark)
             return super().compose_node(parent, index)
 
-    content = read_small(path, what, _LARGEST_YAML, UsageError)
+    content = read_small(path, kind, _LARGEST_YAML, UsageError)
     loader = None
     try:
         loader = Loader(content)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,12 +36,12 @@ class _Done(NamedTuple):
     error: BaseException | None = None
 
 
-class _GivenUpError(Exception):
+class _CancelledError(Exception):
     """Raised inside cancelled work."""
 
 
 def uninterrupted(
-    work: Callable[[Callable[[T], None]], R], on_event: Callable[[T], None], give_up: Callable[[], object]
+    work: Callable[[Callable[[T], None]], R], on_event: Callable[[T], None], cancel: Callable[[], object]
 ) -> R:
     """Run `work` shielded from KeyboardInterrupt; on an error here, cancel it and wait.
 
@@ -49,7 +49,7 @@ def uninterrupted(
         work: the function to run. Its argument is a function that reports a value: it returns after `on_event` has
             handled the value, and raises if the work is cancelled.
         on_event: called in this thread with each value that the work reports.
-        give_up: called on an interrupt, or if `on_event` raises, to make the work end soon. Its end is awaited despite
+        cancel: called on an interrupt, or if `on_event` raises, to make the work end soon. Its end is awaited despite
             further interrupts. (Outside the main thread, `on_event` raises in the work itself.)
 
     Returns:
@@ -66,7 +66,7 @@ def uninterrupted(
     def report(value: T) -> None:
         calls.put(value)
         if not answers.get():
-            raise _GivenUpError
+            raise _CancelledError
 
     def body() -> None:
         if not _take(may_begin):
@@ -94,7 +94,7 @@ def uninterrupted(
         interrupted()  # the threads see it
         answers.put(False)
         try:
-            give_up()
+            cancel()
         finally:
             while not (done or _take(may_begin)):
                 with suppress(KeyboardInterrupt):
@@ -137,39 +137,44 @@ def _take(token: list[bool]) -> bool:
     return False
 
 
-def run_threads(function: Callable[[T], R], items: Sequence[T], threads: int, on_event: Callable[[R], None]) -> None:
-    """Call a function with each item on several threads, and `on_event` here with each result.
+def map_ordered(
+    function: Callable[[T], R], items: Sequence[T], workers: int, on_result: Callable[[R], None] | None = None
+) -> Iterable[R]:
+    """Call a function with each item on several threads, and return the results in the order of the items.
 
-    Results keep the order of the items. Exceptions of both functions propagate; items not begun by then are skipped.
+    Exceptions propagate, and items not begun by then are skipped.
+
+    Args:
+        function: the function.
+        items: its arguments.
+        workers: the number of threads; 0 calls the function in this thread, each time when a result is needed.
+        on_result: called in this thread with each result as soon as possible; then nothing is returned.
     """
+    if not workers and on_result is None:
+        return map(function, items)
+    results: list[R] = []
     if not items:
-        return
-    given_up = False
+        return results
+    is_cancelled = False
 
     def call(item: T) -> R:
-        if given_up:
-            raise _GivenUpError
+        if is_cancelled:
+            raise _CancelledError
         return function(item)
 
     def work(report: Callable[[R], None]) -> None:
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="reshard")
         try:
             for result in pool.map(call, items):
                 report(result)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def give_up() -> None:
-        nonlocal given_up
-        given_up = True
+    def cancel() -> None:
+        nonlocal is_cancelled
+        is_cancelled = True
 
-    uninterrupted(work, on_event, give_up)
-
-
-def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
-    """Return a function's results for all items, computed on several threads."""
-    results: list[R] = []
-    run_threads(function, items, threads, results.append)
+    uninterrupted(work, on_result or results.append, cancel)
     return results
 
 
@@ -191,7 +196,7 @@ class LiveRuns:
         if run in self.stopped:
             raise ReshardError("the run was cancelled", code="cancelled")
 
-    def are_given_up(self) -> bool:
+    def are_cancelled(self) -> bool:
         """Return whether there are active tasks, all of cancelled runs."""
         with self._lock:
             runs = [run for run, number in self.tasks.items() if number]

@@ -1,37 +1,40 @@
-"""Validate this program's own JSON files against schemas, before they are used.
+"""Read this program's own JSON files into typed records, checking every value before it is used.
 
-A schema is plain data: a `Kind` of value; `[kind]` for a list of such values; `(kind, kind)` for a list of exactly two
-values; a dict of an object's keys and their kinds, all required and no others allowed; `{TEXT: kind}` for an object of
-any keys; and `Maybe(kind)` for a value or null.
+A dataclass is a JSON object with exactly its fields; those with defaults may be missing. A named tuple, and a tuple of
+fixed length, is a list. Values are `bool`, `int` (64 bits), `str` (without null bytes or lone surrogates), a kind such
+as `Count`, `tuple[T, ...]`, `dict[str, T]`, `T | None`, or `Any` for what is checked elsewhere.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from reshard.storage.small import is_text, parse_json
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+
+class FormatError(ValueError):
+    """A JSON value is not as expected; `path` is its place, such as `$.files[3]`."""
+
+    def __init__(self, problem: str, path: str) -> None:
+        super().__init__(f"{path} {problem}")
+        self.problem, self.path = problem, path
 
 
 class Kind(NamedTuple):
-    """A kind of value: its name in messages, and a predicate that recognizes it."""
+    """A kind of value: its name in messages, a predicate that recognizes it, and a function that converts it."""
 
     called: str
     holds: Callable[[Any], bool]
-
-
-class Maybe(NamedTuple):
-    """A value of some schema, or null."""
-
-    schema: object
+    convert: Callable[[Any], Any] = lambda value: value
 
 
 def _is_text(value: object) -> bool:
-    """Return whether a value is text without null bytes or lone surrogates."""
     return isinstance(value, str) and "\0" not in value and is_text(value)
 
 
@@ -50,15 +53,19 @@ def is_inner_path(path: str) -> bool:
     return not parts.is_absolute() and ".." not in parts.parts
 
 
-ANY = Kind("anything", lambda _: True)
-COUNT = Kind("a whole number, from 0 on", lambda value: type(value) is int and 0 <= value < 1 << 63)
-NUMBER = Kind("a whole number", lambda value: type(value) is int and -1 << 63 <= value < 1 << 63)
-FLAG = Kind("true or false", lambda value: type(value) is bool)
-TEXT = Kind("text", _is_text)
-LINE = Kind("text without a line break", _is_line)
-INNER_PATH = Kind(
-    "a path that stays below its directory", lambda value: _is_line(value) and bool(value) and is_inner_path(str(value))
-)
+def _is_inner_line(value: object) -> bool:
+    return _is_line(value) and bool(value) and is_inner_path(str(value))
+
+
+Count = Annotated[int, Kind("a whole number, from 0 on", lambda value: type(value) is int and 0 <= value < 1 << 63)]
+Line = Annotated[str, Kind("text without a line break", _is_line)]
+InnerPath = Annotated[str, Kind("a path that stays below its directory", _is_inner_line)]
+
+_KINDS: dict[object, Kind] = {
+    bool: Kind("true or false", lambda value: type(value) is bool),
+    int: Kind("a whole number", lambda value: type(value) is int and -1 << 63 <= value < 1 << 63),
+    str: Kind("text", _is_text),
+}
 
 
 def parse(content: bytes) -> Any:
@@ -77,50 +84,84 @@ def parse(content: bytes) -> Any:
     return value
 
 
-def check(value: object, schema: object, key_path: str = "$") -> None:
-    """Validate a JSON value against a schema.
+def read(kind: Any, value: object, path: str = "$") -> Any:  # noqa: PLR0911 -- a case of types each
+    """Return a parsed JSON value as a value of a type.
+
+    Args:
+        kind: the type, as in the head of this module.
+        value: the parsed JSON.
+        path: the place of the value, for messages.
 
     Raises:
-        ValueError: it does not fit; the message has the first wrong path, its value and the expected kind.
+        FormatError: it does not fit; the message has the first wrong path, its value and the expected kind.
 
-    >>> check({"a": [1, 2]}, {"a": [COUNT], "b": Maybe(TEXT)})
+    >>> read(tuple[Count, ...], [1, 2])
+    (1, 2)
+    >>> read(dict[str, tuple[Count, ...]], {"a": [1, -2]})
     Traceback (most recent call last):
     ...
-    ValueError: $ has no 'b'
-    >>> check({"a": [1, -2]}, {"a": [COUNT]})
-    Traceback (most recent call last):
-    ...
-    ValueError: $.a[1] is -2; expected a whole number, from 0 on
+    reshard.strategy.schema.FormatError: $['a'][1] is -2; expected a whole number, from 0 on
     """
-    if isinstance(schema, Kind):
-        if not schema.holds(value):
-            raise ValueError(f"{key_path} is {value!r:.60}; expected {schema.called}")
-    elif isinstance(schema, Maybe):
-        if value is not None:
-            check(value, schema.schema, key_path)
-    elif isinstance(schema, list | tuple):
-        if not isinstance(value, list) or (isinstance(schema, tuple) and len(value) != len(schema)):
-            length = f"of {len(schema)} items" if isinstance(schema, tuple) else "of any length"
-            raise ValueError(f"{key_path} is {value!r:.60}; expected a list {length}")
-        schemas = schema if isinstance(schema, tuple) else schema * len(value)
-        for number, (item, kind) in enumerate(zip(value, schemas, strict=True)):
-            check(item, kind, f"{key_path}[{number}]")
-    elif isinstance(schema, dict):
-        _check_object(value, schema, key_path)
+    origin, arguments = get_origin(kind), get_args(kind)
+    is_optional = origin is UnionType or origin is Union  # of a type and None
+    if kind is Any or (is_optional and value is None):
+        return value
+    if is_optional:
+        return read(arguments[0], value, path)
+    if origin is Annotated or kind in _KINDS:
+        expected = arguments[1] if origin is Annotated else _KINDS[kind]
+        return expected.convert(value) if expected.holds(value) else _refuse(value, expected.called, path)
+    if origin is tuple and arguments[1:] == (...,):
+        if not isinstance(value, list):
+            _refuse(value, "a list of any length", path)
+        return tuple([read(arguments[0], item, f"{path}[{number}]") for number, item in enumerate(value)])
+    if origin is dict:
+        for key in _object(value, path):
+            if not _is_text(key):
+                raise FormatError(f"has the key {key!r:.60}; expected text", path)
+        return {key: read(arguments[1], item, f"{path}[{key!r:.200}]") for key, item in _object(value, path).items()}
+    if is_dataclass(kind):
+        return _record(kind, _object(value, path), path)
+    types = arguments if origin is tuple else tuple(_types(kind).values())
+    if not isinstance(value, list) or len(value) != len(types):
+        _refuse(value, f"a list of {len(types)} items", path)
+    items = [read(types[number], item, f"{path}[{number}]") for number, item in enumerate(value)]
+    return tuple(items) if origin is tuple else kind(*items)
 
 
-def _check_object(value: object, schema: dict[Any, object], key_path: str) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{key_path} is {value!r:.60}; expected an object")  # noqa: TRY004 -- the file's fault
-    if TEXT in schema:
-        for key, item in value.items():
-            check(key, TEXT, f"a key of {key_path}")
-            check(item, schema[TEXT], f"{key_path}[{key!r:.60}]")
-        return
-    for key in schema:
-        if key not in value:
-            raise ValueError(f"{key_path} has no {key!r}")
-    for key, item in value.items():
-        if key not in schema:
-            raise ValueError(f"{key_path} has {key!r:.60}, which is not known")
-        check(item, schema[key], f"{key_path}.{key}")
+def to_json(record: object) -> bytes:
+    """Return a record as compact JSON that `read` accepts."""
+    return json.dumps(record, default=plain, separators=(",", ":")).encode()
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """Return the object of a record or mapping, for `json.dumps`."""
+    if isinstance(record, Mapping):
+        return dict(record)
+    kind: Any = type(record)
+    return {name: getattr(record, name) for name in _types(kind)}
+
+
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields of a record."""
+    return get_type_hints(kind, include_extras=True)
+
+
+def _record(kind: Any, value: dict[str, object], path: str) -> Any:
+    types = _types(kind)
+    for field in fields(kind):
+        if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
+            raise FormatError(f"has no {field.name!r}", path)
+    for key in value:
+        if key not in types:
+            raise FormatError(f"has {key!r:.60}, which is not known", path)
+    return kind(**{key: read(types[key], item, f"{path}.{key}") for key, item in value.items()})
+
+
+def _object(value: object, path: str) -> dict[str, object]:
+    return value if isinstance(value, dict) else _refuse(value, "an object", path)
+
+
+def _refuse(value: object, expected: str, path: str) -> NoReturn:
+    raise FormatError(f"is {value!r:.60}; expected {expected}", path)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import SizedTensor
     from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
-    from reshard.layout.layout import Grid
+    from reshard.layout.grid import Grid
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import Assigned, TargetTensor
@@ -380,9 +380,9 @@ def _json(content: object) -> str:
 def common_of(source: Checkpoint) -> str | None:
     """Return the contents of `common.json` of a source or a zarr store, or None."""
     if source.format == ZARR:
-        from reshard.readers.zarr import noted_provenance  # not on every start
+        from reshard.readers.zarr import store_notes  # not on every start
 
-        common = (noted_provenance(as_place(source.root)) or {}).get("common")
+        common = (store_notes(as_place(source.root)) or {}).get("common")
         with suppress(ValueError):  # any program may have written it
             if isinstance(common, str) and len(common) <= _LARGEST_COMMON and _parse_common(common):
                 return common

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError
 from reshard.layout.arrangement import Arranged, Arrangement
@@ -13,7 +13,7 @@ from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2.metadata import METADATA, Metadata
 from reshard.readers.open import iteration_at
 from reshard.storage.places import as_place
-from reshard.strategy.schema import COUNT, TEXT, Maybe
+from reshard.strategy.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
@@ -21,12 +21,51 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 1 << 20
 
-PATTERN = {
-    "devices": COUNT,
-    "meshes": [([COUNT], [[COUNT]], [COUNT], [TEXT])],  # dev_matrix, tensor_map, ranks, names of axes
-    "tensors": {TEXT: (Maybe(COUNT), [COUNT], [(COUNT, COUNT)])},  # mesh, shape, others: rank and block
-}
-"""Schema of an arrangement in a plan file."""
+
+@dataclass(frozen=True, slots=True)
+class ArrangementRecord:
+    """The arrangement of a Checkpoint 2.0 in a plan file.
+
+    Attributes:
+        devices: the number of ranks.
+        meshes: of each mesh: the device matrix and tensor map of its layout, its ranks, and the names of its axes.
+        tensors: by name, the number of its mesh, the shape, and further ranks with their blocks, as in `Arranged`.
+    """
+
+    devices: Count
+    meshes: tuple[tuple[tuple[Count, ...], tuple[tuple[Count, ...], ...], tuple[Count, ...], tuple[str, ...]], ...]
+    tensors: dict[str, tuple[Count | None, tuple[Count, ...], tuple[tuple[Count, Count], ...]]]
+
+    @classmethod
+    def of(cls, arrangement: Arrangement) -> ArrangementRecord:
+        """Return the record of an arrangement."""
+        numbers: dict[Mesh, int] = {}
+        tensors = {
+            name: (numbers.setdefault(meshes[0], len(numbers)) if meshes else None, shape or (), others)
+            for name, (meshes, shape, others) in arrangement.tensors.items()
+        }
+        meshes = tuple((mesh.layout.dev_matrix, mesh.layout.tensor_map, mesh.ranks, mesh.axes) for mesh in numbers)
+        return cls(arrangement.devices, meshes, tensors)
+
+    def read(self) -> Arrangement:
+        """Return the arrangement; raise `ValueError` if it is invalid."""
+        devices = self.devices
+        if not 0 < devices <= _MOST_RANKS:
+            raise ValueError(f"an arrangement of {devices} ranks cannot be")
+        meshes = [Mesh(Layout(matrix, axes), ranks, names) for matrix, axes, ranks, names in self.meshes]
+        for mesh in meshes:
+            ranks = mesh.ranks
+            if len({*ranks}) != len(ranks) or len(ranks) != mesh.layout.devices or not max(ranks) < devices:
+                raise ValueError("a mesh has not one rank for each device")
+        tensors = {}
+        for name, (number, shape, extra_ranks) in self.tensors.items():
+            if number is not None and (number >= len(meshes) or len(meshes[number].layout.tensor_map) != len(shape)):
+                raise ValueError("the arrangement of a tensor has a mesh that is not there, or of other dimensions")
+            blocks = 1 if number is None else prod(meshes[number].layout.splits)
+            if any(rank >= devices or block >= blocks for rank, block in extra_ranks):
+                raise ValueError("the arrangement of a tensor has a rank, or a block, that is not there")
+            tensors[name] = Arranged(() if number is None else (meshes[number],), shape, extra_ranks)
+        return Arrangement(tensors, range(devices), devices, lists_all=True)
 
 
 def read_layouts(path: AnyName) -> Arrangement:
@@ -75,37 +114,3 @@ def _others(mesh: Mesh, shape: Shape, numbers: list[tuple[int, int]]) -> tuple[t
         return ()
     blocks = prod(mesh.layout.splits)
     return tuple(sorted({(rank, number) for number, rank in numbers if rank not in of_rank and number < blocks}))
-
-
-def pattern_data(arrangement: Arrangement) -> dict[str, Any]:
-    """Return the arrangement of a Checkpoint 2.0 as data for a plan file."""
-    numbers: dict[Mesh, int] = {}
-    tensors = {
-        name: (numbers.setdefault(meshes[0], len(numbers)) if meshes else None, shape, others)
-        for name, (meshes, shape, others) in arrangement.tensors.items()
-    }
-    meshes = [(*astuple(mesh.layout)[:2], mesh.ranks, mesh.axes) for mesh in numbers]
-    return {"devices": arrangement.devices, "meshes": meshes, "tensors": tensors}
-
-
-def read_pattern(content: dict[str, Any]) -> Arrangement:
-    """Read the arrangement that `pattern_data` wrote; raise `ValueError` if invalid."""
-    devices = content["devices"]
-    if not 0 < devices <= _MOST_RANKS:
-        raise ValueError(f"an arrangement of {devices} ranks cannot be")
-    meshes = []
-    for matrix, axes, ranks, names in content["meshes"]:
-        layout = Layout(tuple(matrix), tuple(map(tuple, axes)))
-        if sorted({*ranks}) != sorted(ranks) or len(ranks) != layout.devices or not max(ranks) < devices:
-            raise ValueError("a mesh has not one rank for each device")
-        meshes.append(Mesh(layout, tuple(ranks), tuple(names)))
-    tensors = {}
-    for name, (mesh, shape, extra_ranks) in content["tensors"].items():
-        if mesh is not None and (mesh >= len(meshes) or len(meshes[mesh].layout.tensor_map) != len(shape)):
-            raise ValueError("the arrangement of a tensor has a mesh that is not there, or of other dimensions")
-        blocks = 1 if mesh is None else prod(meshes[mesh].layout.splits)
-        if any(rank >= devices or number >= blocks for rank, number in extra_ranks):
-            raise ValueError("the arrangement of a tensor has a rank, or a block, that is not there")
-        arranged_meshes = () if mesh is None else (meshes[mesh],)
-        tensors[name] = Arranged(arranged_meshes, tuple(shape), tuple(map(tuple, extra_ranks)))
-    return Arrangement(tensors, range(devices), devices, lists_all=True)

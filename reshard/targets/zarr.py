@@ -5,7 +5,6 @@ Its files are numbered array by array: chunks or shards, then metadata; the grou
 
 from __future__ import annotations
 
-import hashlib
 import os
 from math import prod
 from pathlib import PurePath
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
+from reshard.source.provenance import FileRecord, SourceRecord
 from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
 
@@ -80,12 +80,15 @@ class ZarrStore(Destination):
             result += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
             metadata = array.metadata(self._attributes(items[name], array))
             result.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
+        from reshard import __version__
+
         common = common_of(self._source)
         attributes = {
             "tensors": list(items),
             "texts": {item.name: item.tensor.text for item in texts},
             "notes": merged_notes(self._source.files, {}, deduplicated=False),
-            **provenance(self._source, times=self._group.times),
+            "source": source_record(self._source, times=self._group.times),
+            "version": __version__,
             **({} if common is None else {"common": common}),
         }
         result.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
@@ -146,31 +149,18 @@ def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
         yield by_key[key]
 
 
-def provenance(source: Checkpoint, *, times: bool) -> dict[str, Any]:
-    """Return the provenance to record in a store: source files, strategy, version.
+def source_record(source: Checkpoint, *, times: bool) -> SourceRecord:
+    """Return the record of a source for a store, with file paths relative to their common directory.
 
     Args:
         source: the checkpoint.
         times: include the times of the files, to detect changes. Without them the result does not depend on the
             location and age of the files.
     """
-    from reshard import __version__
-
-    files = {file.path: file for file in source.files}
-    base = os.path.commonpath([PurePath(path).parent for path in files])
-    files_data = [
-        {"path": os.path.relpath(path, base), "nbytes": file.nbytes} | ({"mtime_ns": file.mtime_ns} if times else {})
-        for path, file in files.items()
+    pairs = {file.path: (rank, file) for rank, file in zip(source.ranks, source.files, strict=True)}
+    base = os.path.commonpath([PurePath(path).parent for path in pairs])
+    files = [
+        FileRecord(rank, os.path.relpath(path, base), file.nbytes, version=str(file.mtime_ns) if times else "")
+        for path, (rank, file) in pairs.items()
     ]
-    return {"sources": files_data, "strategy": strategy_digest(source), "version": __version__}
-
-
-def strategy_digest(source: Checkpoint) -> str | None:
-    """Return a digest of the layouts of a source's tensors, or None if they are whole."""
-    strategy = source.strategy
-    if strategy is None:
-        return None
-    lines = [f"{strategy.stages} {strategy.devices}"]
-    for name, places in sorted(strategy.tensors.items()):
-        lines += [f"{name!r} {placed.stage} {placed.layout}" for placed in places]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return SourceRecord.of(source, "", files)

@@ -7,16 +7,15 @@ do not have. This also detects later changes by other programs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
-from reshard.plan.planfile import read_selection
+from reshard.plan.inputs import selection_of
 from reshard.plan.select import derived
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.open import reopen, self_described
-from reshard.source.made import read_small_strategy
+from reshard.readers.reopen import reopen
 from reshard.source.records import known
-from reshard.storage.places import any_store, as_place, of_each
+from reshard.storage.places import any_store, as_place, workers_at
+from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
 from reshard.verify.sums import sum_contents
 
@@ -34,36 +33,24 @@ Sums = tuple[tuple[Difference, ...], int, int]
 """Differences from the ledger, the number of compared ranges, and their bytes."""
 
 
-def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection, bool]:
-    """Return source and selection in a ledger, and whether the target is deduplicated.
-
-    The selection has been applied to the source.
+def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection]:
+    """Return source and selection in a ledger; the selection has been applied to the source.
 
     Raises:
         SourceError: the source is gone, cannot be read, or is encrypted and there is no key.
     """
+    selection = selection_in(made)
+    return derived(noted_source(made, cipher), selection), selection
+
+
+def selection_in(made: Made) -> Selection:
+    """Return the selection in a ledger; raise `SourceError` if it is not valid."""
     try:
-        source = noted_source(made.content["source"], cipher)
-        selection = read_selection(made.content["selection"])
-        source = derived(source, selection)
-    except ReshardError:
-        raise
-    except (ValueError, TypeError) as error:
+        return selection_of(made.provenance.selection)
+    except (ReshardError, ValueError, TypeError) as error:
         raise SourceError(
-            f"the ledger of {made.target} has no valid source", code="bad-ledger", facts=[str(error)]
+            f"the ledger of {made.target} has no valid selection", code="bad-ledger", facts=[str(error)]
         ) from None
-    return source, selection, bool(made.content["target"]["deduplicated"])
-
-
-def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
-    """Open the target of a ledger with the recorded options, or raise `SourceError`."""
-    strategy = made.strategy
-    if self_described(as_place(made.target)) or (strategy is None and len(made.ranks) == 1):
-        return open_checkpoint(made.target, contents=False, cipher=cipher)
-    if strategy is not None and made.stage is not None:
-        strategy = strategy.of_stage(made.stage)
-    partial = strategy is not None and len(made.ranks) < len(strategy.ranks)
-    return _opened(made.root, made.ranks, strategy, made.stage, partial=partial, cipher=cipher)
 
 
 def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> tuple[Cipher | None, Cipher | None]:
@@ -74,9 +61,12 @@ def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> 
             ledger; the message says which.
     """
     keys: list[Cipher | None] = []
-    for side, key in (("target", cipher), ("source", source_cipher)):
-        encrypted = made.content[side]["encrypted"]
-        if key is None and made.content["target"]["encrypted"] and encrypted:
+    is_encrypted = made.provenance.target.encryption is not None
+    for side, key, encrypted in (
+        ("target", cipher, is_encrypted),
+        ("source", source_cipher, made.provenance.source.encrypted),
+    ):
+        if key is None and is_encrypted and encrypted:
             raise UsageError(
                 f"the {side} of {made.target} is encrypted" if side == "source" else f"{made.target} is encrypted",
                 code="no-key",
@@ -88,53 +78,20 @@ def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> 
 
 
 def noted_source(
-    given: dict[str, Any],
+    made: Made,
     cipher: Cipher | None,
     key: Option = Option("source_key"),  # noqa: B008 -- a tuple
 ) -> Checkpoint:
     """Open the source in a ledger; raise `SourceError` on failure."""
-    if given["encrypted"] and cipher is None:
+    source = made.provenance.source
+    if source.encrypted and cipher is None:
         raise SourceError(
-            f"{given['root']} is encrypted",
+            f"{source.root} is encrypted",
             code="no-key",
             facts=["a ledger holds no key"],
             hint=Text("pass its key: ", key),
         )
-    if given["describes_itself"]:
-        return open_checkpoint(given["root"], cipher=cipher).without(set(given["left_out"]))
-    paths: dict[int, list[str]] = {}
-    for rank, path in given["files"]:
-        paths.setdefault(rank, []).append(path)
-    source = _opened(
-        given["root"],
-        paths,
-        read_small_strategy(given["strategy"]),
-        given["stage"],
-        partial=given["partial"],
-        varying=given["varying"],
-        elsewhere=given["elsewhere"],
-        cipher=cipher,
-    )
-    return source.without(set(given["left_out"]))
-
-
-def _opened(
-    root: str, files: dict[int, list[str]], strategy: Any, part: int | None, *, partial: bool, cipher: Cipher | None,
-    varying: tuple[str, ...] = (), elsewhere: tuple[str, ...] = (),
-) -> Checkpoint:  # fmt: skip
-    """Open the files of each rank; several ranks without a strategy have no tensors."""
-    return reopen(
-        root,
-        {rank: [as_place(path) for path in rank_files] for rank, rank_files in sorted(files.items())},
-        strategy=strategy,
-        part=part,
-        partial=partial,
-        varying=varying,
-        elsewhere=elsewhere,
-        warnings=(),
-        cipher=cipher,
-        whole=strategy is not None or len(files) == 1,
-    )
+    return reopen(source, cipher=cipher)
 
 
 def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], None]) -> Sums:
@@ -143,7 +100,8 @@ def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], No
     ranges: list[tuple[tuple[str, tuple[int, int, int]], str, Runs]] = []
     root = as_place(made.root)
     records = known(made.root, made.records, directory=made.ledger).records
-    sizes = of_each(_size, [root / file for file in records])
+    paths = [root / file for file in records]
+    sizes = map_ordered(_size, paths, workers_at(paths))
 
     def add(kind: Literal["file", "size", "checksum"], file: str, text: str) -> None:
         differences.append(Difference(kind, text, None, "target", made.records[file].rank, f"{root}/{file}"))

@@ -20,18 +20,18 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from reshard.dtypes import BY_NAME
+from reshard.dtypes import BY_NAME, DType
 from reshard.errors import Faults, SourceError, names
 from reshard.layout.block import LONGEST_NAME
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small, refuse_existing, write_whole
+from reshard.strategy.schema import FormatError, Kind, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reshard.dtypes import DType
     from reshard.layout.block import Shape
     from reshard.storage.places import AnyName
 
@@ -40,16 +40,32 @@ VERSION = 2
 _VERSION_KEY = "reshard_manifest"
 _LARGEST = 1 << 28
 _MOST_DIMS = 64
-_LARGEST_COUNT = 1 << 62
-_SUM = re.compile("[0-9a-f]{8}")
+
+
+def _is_sum(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        isinstance(value, list) and len(value) <= _MOST_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    )
+
+
+_Size = Annotated[int, Kind("a size in bytes", lambda value: type(value) is int and 0 <= value < 1 << 62)]
+_Sum = Annotated[int, Kind("a CRC-32C, such as '8a9136aa'", _is_sum, lambda value: int(value, 16))]
+_Shape = Annotated[tuple[int, ...], Kind("a shape, such as [2, 8]", _is_shape, tuple)]
+_DType = Annotated[
+    DType, Kind("a dtype", lambda value: isinstance(value, str) and value in BY_NAME, lambda value: BY_NAME[value])
+]
 
 
 class Part(NamedTuple):
     """The part of a tensor in a file: dtype, shape and the CRC-32C of the bytes."""
 
-    dtype: DType
-    shape: Shape
-    crc32c: int
+    dtype: _DType
+    shape: _Shape
+    crc32c: _Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +78,9 @@ class FileSums:
         tensors: the part of each tensor in it.
     """
 
-    nbytes: int
-    crc32c: int
-    tensors: Mapping[str, Part] = field(default_factory=dict)
+    nbytes: _Size
+    crc32c: _Sum
+    tensors: dict[str, Part] = field(default_factory=dict)
 
     @property
     def checksums(self) -> int:
@@ -183,7 +199,7 @@ def read_manifest(path: AnyName) -> Manifest:
 
     Raises:
         SourceError: it cannot be read, is not a manifest, has another version, or has paths that lead out of the
-            directory; all faults at once.
+            directory.
     """
     faults = Faults(f"manifest {path}")
     repeated: list[str] = []
@@ -206,64 +222,37 @@ def read_manifest(path: AnyName) -> Manifest:
         raise SourceError(
             f"manifest {path} has version {version!r:.40}; expected {VERSION}", code="unsupported-version", hint=advice
         )
-    match content:
-        case {"files": dict(items), **rest} if set(rest) == {_VERSION_KEY}:
-            files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in items.items()}
-        case _:
-            raise SourceError(
-                f"manifest {path} is not valid",
-                code="bad-manifest",
-                facts=["expected an object of paths under the key 'files', and no other key"],
-            )
-    _check_paths(files, faults)
+    items = content.get("files")
+    if not isinstance(items, dict) or len(content) != 2:
+        raise SourceError(
+            f"manifest {path} is not valid",
+            code="bad-manifest",
+            facts=["expected an object of paths under the key 'files', and no other key"],
+        )
+    _check_paths(items, faults)
+    files: dict[str, FileSums] = {}
+    for name, item in items.items():
+        try:
+            files[name] = read(FileSums, item, f"$.files[{name!r:.200}]")
+        except FormatError as error:
+            is_tensor = "].tensors[" in error.path
+            faults.add(error.path, error.problem, code="bad-tensor" if is_tensor else "bad-entry")
+            continue
+        for tensor in filter(_is_long, files[name].tensors):
+            fault = f"is a name of {len(tensor)} characters; names have at most {LONGEST_NAME} bytes"
+            faults.add(f"$.files[{name!r:.200}].tensors[{tensor!r:.200}]", fault, code="name-too-long")
     faults.raise_if_any(SourceError)
-    return Manifest({name: file for name, file in files.items() if file is not None})
+    return Manifest(files)
 
 
-def _file(item: object, subject: str, faults: Faults) -> FileSums | None:
-    match item:
-        case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
-            _is_count(nbytes)
-            and _SUM.fullmatch(crc)
-            and rest.keys() <= {"tensors"}
-            and isinstance(tensors := rest.get("tensors", {}), dict)
-        ):
-            parts = {
-                name: _part(name, part, f"{subject}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
-            }
-            return FileSums(nbytes, int(crc, 16), {name: part for name, part in parts.items() if part is not None})
-    fault = "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"
-    faults.add(subject, fault, code="bad-entry")
-    return None
-
-
-def _part(name: str, item: object, subject: str, faults: Faults) -> Part | None:
-    if not _is_short(name):
-        fault = f"is a name of {len(name)} characters; names have at most {LONGEST_NAME} bytes"
-        faults.add(subject, fault, code="name-too-long")
-        return None
-    match item:
-        case [str(dtype), list(shape), str(crc)] if (
-            dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
-        ):
-            return Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
-    fault = 'is not a dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]'
-    faults.add(subject, fault, code="bad-tensor")
-    return None
-
-
-def _is_short(name: str) -> bool:
-    return len(name) <= LONGEST_NAME and len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
-
-
-def _is_count(number: object) -> bool:
-    return type(number) is int and 0 <= number < _LARGEST_COUNT
+def _is_long(name: str) -> bool:
+    return len(name) > LONGEST_NAME or len(name.encode(errors="surrogatepass")) > LONGEST_NAME
 
 
 def _check_paths(paths: Iterable[str], faults: Faults) -> None:
     """Report paths that are not plain paths below a directory."""
     for path in paths:
-        if not _is_short(path):
+        if _is_long(path):
             fault = f"has {len(path)} characters; paths have at most {LONGEST_NAME} bytes"
             faults.add(f"path {path!r:.200}", fault, code="name-too-long")
             continue

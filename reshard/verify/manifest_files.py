@@ -7,44 +7,81 @@ remaining bytes from the plan: the literals of a layout in order. A block is rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from typing import TYPE_CHECKING
 
 from reshard.dtypes import STR
-from reshard.errors import SourceError, UsageError
+from reshard.errors import EncryptedError, SourceError, UsageError, names
 from reshard.formats import index_file
 from reshard.formats.entries import FileIndex
+from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, leftovers
+from reshard.formats.sets import SET_INDEXES
+from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
+from reshard.readers.open import read_headers
 from reshard.source.headers import gaps
 from reshard.storage.crc import crc32c
-from reshard.storage.places import as_place, of_each
+from reshard.storage.places import as_place, workers_at
 from reshard.storage.small import refuse_inputs
+from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
-from reshard.verify.manifest import FileSums, Manifest, Part, write_manifest
-from reshard.verify.sums import sum_contents, thread_count
+from reshard.verify.manifest import FileSums, Manifest, Part, read_manifest, write_manifest
+from reshard.verify.sums import progress_callback, sum_contents, thread_count
+from reshard.verify.verification import Comparison, Counts, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Entry, FileLayout, Runs
     from reshard.run.run import Report
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import TargetFile
     from reshard.verify.difference import Kind
+    from reshard.verify.sums import OnProgress
 
 
-class Checked(NamedTuple):
-    """The result of comparing files with a manifest.
+def make_manifest(
+    target: AnyName,
+    *,
+    rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """Read the files of a checkpoint, and return their manifest.
 
-    Attributes:
-        differences: the differences from the manifest.
-        paths: the files that were checked, as paths in the manifest.
-        read: number of bytes read.
+    Args:
+        target: as for `reshard.open`; paths in the manifest are relative to it, or to its parent if it is a file.
+        rank_pattern: as for `reshard.open`.
+        suffix: as for `reshard.open`.
+        threads: number of threads; by default one for each available processor, at most 4.
+        progress: called with the bytes read (as `written`) and the bytes to be read.
+
+    Raises:
+        SourceError: a file cannot be read, or is corrupt.
+        UsageError: the target is a zarr store, or encrypted.
     """
-
-    differences: tuple[Difference, ...]
-    paths: tuple[str, ...]
-    read: int
+    on_progress = progress_callback(progress, time.perf_counter())
+    try:
+        files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
+    except EncryptedError:
+        raise UsageError(
+            f"{target} is encrypted, and a manifest is of files that are not",
+            code="encrypted",
+            hint="compare it with its source",
+        ) from None
+    if files[0].index.format == ZARR:
+        raise UsageError(
+            f"{target} is a zarr store, and a manifest is of checkpoint files",
+            code="no-manifest",
+            hint="compare it with its source",
+        )
+    path = as_place(target)
+    root = path if path.is_dir() else path.parent
+    indexes = [name for name in SET_INDEXES if root == path and (root / name).is_file()]
+    return sum_files(root, files, indexes, threads=thread_count(threads), progress=on_progress)
 
 
 def sum_files(
@@ -53,7 +90,7 @@ def sum_files(
     others: Sequence[str],
     *,
     threads: int,
-    progress: Callable[[int, int], None],
+    progress: OnProgress,
 ) -> Manifest:
     """Read files, and return their manifest.
 
@@ -82,28 +119,35 @@ def sum_files(
     return Manifest.of(tensors, sizes, {path: sums[path, None] for path in contents})
 
 
-def check_files(
-    root: Place, manifest: Manifest, *, partial: bool, threads: int, progress: Callable[[int, int], None]
-) -> Checked:
-    """Compare the files below a directory with a manifest.
+def verify_files(
+    target: Place, manifest: Manifest | AnyName, *, partial: bool, threads: int, progress: OnProgress
+) -> Verification:
+    """Compare files with a manifest.
 
     Args:
-        root: the directory.
-        manifest: the manifest.
+        target: their directory, or a file in it.
+        manifest: the manifest, or its path.
         partial: files may be missing.
         threads: number of reading threads.
         progress: called with the bytes read and the bytes to be read.
     """
+    expected = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
+    target.refresh()
+    root = target if target.is_dir() else target.parent
+    warnings = leftovers(target)
+    in_directory = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
+    unlisted = sorted({path.relative_to(str(root)).as_posix() for path in in_directory} - set(expected.files))
+    warnings += [f"{names(unlisted, most=3)}: not in the manifest, and not checked"] if unlisted else []
     top = root.real()
-    places = [top / path for path in manifest.files]
     differences: list[Difference] = []
-    paths: list[str] = []
+    files: list[FileSums] = []
     contents: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
-    indexes = of_each(lambda path: _look(top, path, manifest), places)
-    for (path, file), index in zip(manifest.files.items(), indexes, strict=True):
+    places = [top / path for path in expected.files]
+    indexes = map_ordered(lambda path: _look(top, path, expected), places, workers_at(places))
+    for (path, file), index in zip(expected.files.items(), indexes, strict=True):
         if index is None and partial:
             continue
-        paths.append(path)
+        files.append(file)
         if index is None:
             differences.append(Difference("file", "is not there", path=path))
         elif isinstance(index, Difference):
@@ -115,13 +159,23 @@ def check_files(
             contents[path] = entries, None if faults else gaps(index, file.nbytes)
     sums, read = _sums(top, contents, threads, progress)
     for (path, name), value in sums.items():
-        file = manifest.files[path]
-        expected = file.crc32c if name is None else file.tensors[name].crc32c
-        if value != expected:
+        file = expected.files[path]
+        expected_sum = file.crc32c if name is None else file.tensors[name].crc32c
+        if value != expected_sum:
             subject = "the header, or what else is not contents, " if name is None and file.tensors else ""
-            text = f"{subject}has the CRC-32C {value:08x}; expected {expected:08x}"
+            text = f"{subject}has the CRC-32C {value:08x}; expected {expected_sum:08x}"
             differences.append(Difference("checksum", text, name, path=path))
-    return Checked(tuple(differences), tuple(paths), read)
+    if len(files) < len(expected.files):
+        absent = len(expected.files) - len(files)
+        warnings.append(f"{absent} of the {len(expected.files)} files of the manifest are not here")
+    tensors = [name for file in files for name in file.tensors]
+    return Verification(
+        str(target),
+        counts=Counts(len(files), len(set(tensors)), len(tensors), read, read),
+        compared=Comparison("a manifest" if isinstance(manifest, Manifest) else str(manifest)),
+        differences=tuple(differences),
+        warnings=tuple(warnings),
+    )
 
 
 def _look(top: Place, file_path: Place, manifest: Manifest) -> FileIndex | Difference | None:
@@ -173,7 +227,7 @@ def _sums(
     top: Place,
     contents: Mapping[str, tuple[Mapping[str, Entry], Runs | None]],
     threads: int,
-    progress: Callable[[int, int], None],
+    progress: OnProgress,
 ) -> tuple[dict[tuple[str, str | None], int], int]:
     """Return checksums by path and tensor (None: rest of the file), and bytes read."""
     sums: dict[tuple[str, str | None], int] = {}

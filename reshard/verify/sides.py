@@ -16,27 +16,25 @@ only choose what to compare: everything is read, and the verdict names each chan
 
 from __future__ import annotations
 
-import json
-import os
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, joined, names
-from reshard.plan.planfile import read_selection
 from reshard.plan.select import Selection, derived, select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
+from reshard.readers.reopen import reopen_target
 from reshard.source.checkpoint import Checkpoint, Opening
-from reshard.source.made import read_small_strategy
-from reshard.storage.places import as_place, is_url
-from reshard.verify.made import noted_source, target_of
+from reshard.storage.places import as_place
+from reshard.verify.made import noted_source, selection_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
     from reshard.source.made import Made
+    from reshard.source.provenance import SelectionRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
@@ -72,7 +70,7 @@ class _Lineage(NamedTuple):
 class _Change(NamedTuple):
     """The changes of a conversion, with a key that is equal for equal changes."""
 
-    key: str
+    key: tuple[SelectionRecord, frozenset[str]]
     selection: Selection
     left_out: frozenset[str]
 
@@ -171,7 +169,7 @@ def sides_of(
     combined = replace(
         change.selection if change else Selection(),
         drop=_drops(steps) + given_selection.drop,
-        allow_missing=(_selection(steps[0]).allow_missing if exact else ()) + given_selection.allow_missing,
+        allow_missing=(selection_in(steps[0]).allow_missing if exact else ()) + given_selection.allow_missing,
     )
     if not exact:
         source = source.without(change.left_out if change else ())
@@ -206,7 +204,7 @@ def _way(
 
 def _note(derived_side: Checkpoint, source: Checkpoint, step: Made, *, exact: bool) -> str:
     """Return the note that explains the comparison."""
-    root = step.content["source"]["root"]
+    root = step.provenance.source.root
     if exact:
         return f"{derived_side.root} was made from {source.root}, as its ledger says, and is compared with it"
     return f"{derived_side.root} was made from {root}, as its ledger says; {source.root} is taken for that"
@@ -230,9 +228,9 @@ def _open(
     try:
         if below:
             with suppress(GoneError):  # the files may have been replaced
-                return replace(noted_source(below[-1].content["source"], cipher, Option(f"{what}_key")), root=root)
+                return replace(noted_source(below[-1], cipher, Option(f"{what}_key")), root=root)
         if lineage.steps:
-            return replace(target_of(lineage.steps[0], cipher), root=root)
+            return replace(reopen_target(lineage.steps[0], cipher), root=root)
     except SourceError as error:
         raise error.changed(lambda text: Text(text).map(lambda option: option.of(what))) from None
     return opened(side, None, what=what, cipher=cipher)
@@ -242,12 +240,11 @@ def _open_copy(side: AnyName | Checkpoint, lineage: _Lineage, cipher: Cipher | N
     """Open a side with the strategy of a source; None if it does not fit."""
     if isinstance(side, Checkpoint) or not lineage.steps:
         return None
-    recorded = lineage.steps[0].content["source"]
-    strategy = read_small_strategy(recorded["strategy"])
-    if strategy is None or recorded["stage"] is not None:
+    source = lineage.steps[0].provenance.source
+    if source.strategy is None or source.stage is not None:
         return None
     with suppress(SourceError):
-        return open_checkpoint(side, strategy=strategy, contents="blocks", cipher=cipher)
+        return open_checkpoint(side, strategy=source.strategy.read(), contents="blocks", cipher=cipher)
     return None
 
 
@@ -256,7 +253,7 @@ def _lineage(side: AnyName | Checkpoint) -> _Lineage:
     path = side.root if isinstance(side, Checkpoint) else side
     lineage = _Lineage([_key(path)], [])
     while len(lineage.steps) < _LONGEST_LINEAGE and (provenance := made_at(path)):
-        path = provenance.content["source"]["root"]
+        path = provenance.provenance.source.root
         if (key := _key(path)) in lineage.places:
             break
         lineage.places.append(key)
@@ -269,7 +266,7 @@ def _key(path: AnyName) -> str:
     location = as_place(path)
     with suppress(SourceError):  # a run directory without a checkpoint
         location = iteration_at(location)
-    return str(location) if is_url(location) else os.path.realpath(str(location))
+    return str(location.real())
 
 
 def _meeting(first: _Lineage, second: _Lineage) -> tuple[int, int, bool]:
@@ -290,14 +287,14 @@ def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_Chang
 
 def _change(step: Made) -> _Change | None:
     """Return the changes of names and values in a conversion, or None."""
-    left_out = frozenset(step.content["source"]["left_out"])
-    selection = _changed_by(_selection(step))
+    left_out = frozenset(step.provenance.source.left_out)
+    selection = _changed_by(selection_in(step))
     if selection == Selection() and not left_out:
         return None
-    content = {**step.content["selection"], "drop": [], "allow_missing": []}
-    if selection.lora and selection.lora.digest:  # the adapter may have been moved
-        content["lora"] = {**content["lora"], "root": ""}
-    return _Change(json.dumps([content, sorted(left_out)], sort_keys=True), selection, left_out)
+    record = replace(step.provenance.selection, drop=(), allow_missing=())
+    if record.lora and record.lora.digest:  # the adapter may have been moved
+        record = replace(record, lora=replace(record.lora, root=""))
+    return _Change((record, left_out), selection, left_out)
 
 
 def _changed_by(selection: Selection) -> Selection:
@@ -305,21 +302,12 @@ def _changed_by(selection: Selection) -> Selection:
     return replace(selection, drop=(), allow_missing=())
 
 
-def _selection(step: Made) -> Selection:
-    try:
-        return read_selection(step.content["selection"])
-    except (ValueError, TypeError) as error:
-        raise SourceError(
-            f"the ledger of {step.target} has no valid selection", code="bad-ledger", facts=[str(error)]
-        ) from None
-
-
 def _drops(steps: Sequence[Made]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(pattern for step in steps for pattern in _selection(step).drop))
+    return tuple(dict.fromkeys(pattern for step in steps for pattern in selection_in(step).drop))
 
 
 def _is_deduplicated(lineage: _Lineage) -> bool:
-    return bool(lineage.steps and lineage.steps[0].content["target"]["deduplicated"])
+    return bool(lineage.steps and lineage.steps[0].provenance.target.remove_redundancy)
 
 
 def _fits(target: Checkpoint, source: Checkpoint, selection: Selection) -> bool:

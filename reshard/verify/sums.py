@@ -6,6 +6,7 @@ Some files contain checksums of their own contents, which most loaders ignore; `
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard.errors import UsageError
@@ -16,16 +17,20 @@ from reshard.run.executor import map_tasks
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
 from reshard.storage.places import in_batches
-from reshard.storage.threads import run_threads
+from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from reshard.formats.entries import Runs, Summed
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import Coding, ReadStore, Want
     from reshard.storage.crc import Checksum
+
+    OnProgress = Callable[[int, int], None]
+    """Called with the bytes done and the bytes to be done."""
 
 K = TypeVar("K", bound="Hashable")
 
@@ -40,6 +45,15 @@ def thread_count(threads: int | None) -> int:
     if threads < 1:
         raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
     return threads
+
+
+def progress_callback(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
+    """Return a function that reports progress to the callback of a user."""
+    if progress is None:
+        return lambda _done, _total: None
+    from reshard.run.settings import Progress  # lazy import: only this needs dask
+
+    return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
 
 def sum_contents(
@@ -178,7 +192,7 @@ def check_carried(
             for subject, runs, crc in part.left:
                 to_sum.setdefault((number, runs, crc), []).append((part.name, subject))
 
-    run_threads(read, range(len(target.files)), threads, note)
+    map_ordered(read, range(len(target.files)), threads, note)
     values, _ = sum_contents(
         ((key, target.files[key[0]].path, key[1]) for key in to_sum),
         threads=threads, on_progress=on_progress, kind=CRC32, coding=target.coding, client=client,

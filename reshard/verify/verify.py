@@ -18,39 +18,36 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import EncryptedError, GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
-from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, leftovers, rank_of
-from reshard.formats.sets import SET_INDEXES, read_index
-from reshard.formats.zarr import NAME as ZARR
+from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
+from reshard.formats.rank_dirs import leftovers, rank_of
+from reshard.formats.sets import read_index
 from reshard.plan.budget import comparison_budget
 from reshard.plan.changes import cast_advice, changes
 from reshard.plan.select import Selection
-from reshard.readers.open import made_at, read_headers
+from reshard.readers.open import made_at
 from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required
 from reshard.storage.places import as_place
-from reshard.upward import upward
-from reshard.verify.manifest import Manifest, read_manifest
-from reshard.verify.manifest_files import check_files, sum_files
+from reshard.verify.manifest_files import verify_files
 from reshard.verify.match import compares_notes, match, pairs_of_ranks
 from reshard.verify.structure import check_structure
-from reshard.verify.sums import check_carried, thread_count
+from reshard.verify.sums import check_carried, progress_callback, thread_count
+from reshard.verify.verification import Comparison, Counts, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reshard.formats.rank_dirs import Step
-    from reshard.plan.changes import Change
-    from reshard.run.run import Progress
+    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Looked
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName, Place
+    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.verify.compare import Check
     from reshard.verify.difference import Difference
+    from reshard.verify.manifest import Manifest
     from reshard.verify.sides import Sides
     from reshard.verify.sums import SumsChecked
 
@@ -71,82 +68,6 @@ class _How:
     sample: float | None
     seed: int | None
     independent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The result of a verification.
-
-    Attributes:
-        target: the directory or file that was verified.
-        against: the source or manifest that it was compared with; None if it was verified alone.
-        ranks: ranks whose files were checked; empty for a manifest, which has no ranks.
-        files: number of target files checked.
-        tensors: number of tensors checked.
-        copies: number of blocks in files that were checked or compared, including replicas.
-        bytes_read: bytes of contents read, of both sides; against a manifest, or alone, bytes of the files.
-        total_bytes: bytes that a comparison of all rows reads.
-        differences: the differences from the expected state.
-        dropped: source tensors that the target does not have, and need not have.
-        left_out: target tensors that were not requested.
-        sample: the share of rows that was compared; None for all.
-        seed: the seed of the sample.
-        warnings: warnings; not differences.
-        seconds: duration of the verification.
-        unchecked: descriptions of parts of the files that were not checked.
-        step: the training step of the target; None if the names of its files have none.
-        against_step: the training step of the source; None if the names of its files have none.
-        by_checksums: only sizes and checksums in the ledger were compared, because the source is gone.
-        changes: the changes from source to target, as requested, or as recorded in ledgers.
-        note: the reason for comparing these two in this order, if it is from ledgers; advice for incomparable tensors.
-        absent: number of blocks that are in no file of one side, and were not compared.
-        complete: a strategy, an index, a source or a manifest shows that nothing is missing.
-        by_ranks: the files are in rank directories.
-        independent: number of target files that were read with the library safetensors, not by this program's reader.
-    """
-
-    target: str
-    against: str | None
-    ranks: tuple[int, ...]
-    files: int
-    tensors: int
-    copies: int
-    bytes_read: int = 0
-    total_bytes: int = 0
-    differences: tuple[Difference, ...] = ()
-    dropped: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    sample: float | None = None
-    seed: int | None = None
-    warnings: tuple[str, ...] = ()
-    seconds: float = 0.0
-    unchecked: tuple[str, ...] = ()
-    step: Step | None = None
-    against_step: Step | None = None
-    by_checksums: bool = False
-    changes: tuple[Change, ...] = ()
-    note: str = ""
-    absent: int = 0
-    complete: bool = True
-    by_ranks: bool = False
-    independent: int = 0
-
-    @property
-    def equal(self) -> bool:
-        """Return whether there are no differences."""
-        return not self.differences
-
-    def __bool__(self) -> bool:
-        return self.equal
-
-    def __repr__(self) -> str:
-        verdict = f"{len(self.differences)} differences" if self.differences else "as it should be"
-        against = f" against {names([self.against])}" if self.against else ""
-        of = f"{names([self.target])}{against}"
-        return f"<Verification of {of}: {verdict}, {self.tensors} tensors, {self.bytes_read} bytes>"
-
-    def _repr_html_(self) -> str:
-        return str(upward("html")(self))
 
 
 def verify(
@@ -187,7 +108,7 @@ def verify(
             hint="leave one out",
         )
     _refuse_idle_selection(selection, against)
-    options = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed, independent)
+    options = _How(memory, thread_count(threads), client, progress_callback(progress, began), sample, seed, independent)
     provenance = (
         None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
     )
@@ -207,7 +128,9 @@ def verify(
                 hint=Text("leave out ", Option("target_key")),
             )
         _refuse_idle(target, memory, client, source_cipher)
-        result = _against_manifest(as_place(target), manifest, partial, options)
+        result = verify_files(
+            as_place(target), manifest, partial=partial, threads=options.threads, progress=options.on_progress
+        )
     elif provenance is not None:
         result = _against_made(provenance, cipher, source_cipher, options)
     else:
@@ -224,7 +147,8 @@ def verify(
             result = _against_source(sides, options)
             if any(file.index.sums is not None for file in sides.target.files):
                 rest = f"values are compared, not the checksums in the files of {sides.target.root}"
-                result = replace(result, note=joined("; ", [*([result.note] if result.note else []), rest]))
+                note = joined("; ", [*([result.note] if result.note else []), rest])
+                result = replace(result, compared=replace(result.compared, note=note))
         elif isinstance(target, Checkpoint):
             reads = any(file.index.sums is not None for file in target.files)
             _refuse_idle(target.root, memory, None if reads else client, source_cipher)
@@ -311,96 +235,42 @@ def _made(
 
 def _against_made(provenance: Made, cipher: Cipher | None, source_cipher: Cipher | None, options: _How) -> Verification:
     """Compare a target with the source in its ledger, or with the checksums in it."""
-    from reshard.verify.made import check_sums, keys_of, source_of, target_of  # lazy import: rarely needed
+    from reshard.readers.reopen import reopen_target
+    from reshard.verify.made import keys_of, source_of  # lazy import: rarely needed
     from reshard.verify.sides import Sides
 
     key_given = required(source_cipher)
     cipher, source_cipher = keys_of(provenance, cipher, source_cipher)
-    source_root = provenance.content["source"]["root"]
+    record = provenance.provenance
     try:
-        source, selection, deduplicated = source_of(provenance, source_cipher)
+        source, selection = source_of(provenance, source_cipher)
     except SourceError as error:
         may_be_gone = key_given is None and isinstance(error, GoneError)
-        if (
-            options.independent
-            or provenance.content["target"]["encrypted"]
-            or (required(source_cipher) and not may_be_gone)
-        ):
+        if options.independent or record.target.encryption or (required(source_cipher) and not may_be_gone):
             raise
-        differences, count, read = check_sums(provenance, threads=options.threads, on_progress=options.on_progress)
-        warning = Text(
-            f"compared with the sizes and checksums that its ledger has, not with {source_root}: ", error.text
-        )
-        return Verification(
-            provenance.target,
-            "its ledger",
-            tuple(provenance.ranks),
-            len(provenance.records),
-            0,
-            count,
-            read,
-            read,
-            differences,
-            warnings=(warning, *leftovers(as_place(provenance.target))),
-            unchecked=("headers, and what has no checksum", _NEVER),
-            by_checksums=True,
-        )
+        return _against_checksums(provenance, record.source.root, error, options)
     try:
-        target = target_of(provenance, cipher)
+        target = reopen_target(provenance, cipher)
     except SourceError as error:
         raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
-    return _against_source(Sides(target, source, selection, deduplicated), options)
+    return _against_source(Sides(target, source, selection, record.target.remove_redundancy), options)
 
 
-def make_manifest(
-    target: AnyName,
-    *,
-    rank_pattern: str = RANK_PATTERN,
-    suffix: str | None = None,
-    threads: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> Manifest:
-    """Read the files of a checkpoint, and return their manifest.
+def _against_checksums(provenance: Made, source_root: str, error: SourceError, options: _How) -> Verification:
+    """Compare a target with the checksums in its ledger, as its source cannot be opened."""
+    from reshard.verify.made import check_sums
 
-    Args:
-        target: as for `reshard.open`; paths in the manifest are relative to it, or to its parent if it is a file.
-        rank_pattern: as for `reshard.open`.
-        suffix: as for `reshard.open`.
-        threads: number of threads; by default one for each available processor, at most 4.
-        progress: called with the bytes read (as `written`) and the bytes to be read.
-
-    Raises:
-        SourceError: a file cannot be read, or is corrupt.
-        UsageError: the target is a zarr store, or encrypted.
-    """
-    on_progress = _on_progress(progress, time.perf_counter())
-    try:
-        files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
-    except EncryptedError:
-        raise UsageError(
-            f"{target} is encrypted, and a manifest is of files that are not",
-            code="encrypted",
-            hint="compare it with its source",
-        ) from None
-    if files[0].index.format == ZARR:
-        raise UsageError(
-            f"{target} is a zarr store, and a manifest is of checkpoint files",
-            code="no-manifest",
-            hint="compare it with its source",
-        )
-    path = as_place(target)
-    root = path if path.is_dir() else path.parent
-    indexes = [name for name in SET_INDEXES if root == path and (root / name).is_file()]
-    return sum_files(root, files, indexes, threads=thread_count(threads), progress=on_progress)
-
-
-def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
-    """Return a function that reports progress to the callback of a user."""
-    if progress is None:
-        return lambda _done, _total: None
-    from reshard.run.run import Progress  # lazy import: only this needs dask
-
-    return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
+    differences, count, read = check_sums(provenance, threads=options.threads, on_progress=options.on_progress)
+    warning = Text(f"compared with the sizes and checksums that its ledger has, not with {source_root}: ", error.text)
+    return Verification(
+        provenance.target,
+        tuple(provenance.ranks),
+        Counts(len(provenance.records), 0, count, read, read),
+        Comparison("its ledger", by_checksums=True),
+        differences,
+        warnings=(warning, *leftovers(as_place(provenance.target))),
+        unchecked=("headers, and what has no checksum", _NEVER),
+    )
 
 
 def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options: _How) -> Verification:
@@ -423,16 +293,13 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
         torn, statistics = sample_replicas(target)
         differences += torn
     unnamed = () if target.strategy or target.extras.described_by else ("names and shapes, which no strategy tells",)
+    tensors = len(target.tensors) or len({name for file in target.files for name in file.index.entries})
+    copies = sum(len(file.index.entries) for file in target.files)
     return Verification(
         target.root,
-        None,
         tuple(sorted(set(target.ranks))),
-        len(target.files),
-        len(target.tensors) or len({name for file in target.files for name in file.index.entries}),
-        sum(len(file.index.entries) for file in target.files),
-        nbytes,
-        nbytes,
-        tuple(differences),
+        Counts(len(target.files), tensors, copies, nbytes, nbytes),
+        differences=tuple(differences),
         warnings=(*warnings, *leftovers(as_place(target.root))),
         unchecked=(*_unread(target, carried, statistics), *unnamed),
         step=target.opening.step,
@@ -523,32 +390,38 @@ def _against_source(sides: Sides, options: _How) -> Verification:
     warnings += [
         f"{name} differs between the ranks of the source; any of its values will do" for name in compared.varying
     ]
-    return Verification(
-        target.root,
-        source.root,
-        tuple(sorted(set(target.ranks))),
+    counts = Counts(
         len(target.files),
         len({check.name for check in all_checks}),
         sum(len(copies) for check in all_checks for copies in check.transfer.route.writes),
         compared.nbytes + ties.nbytes,
         compared.total_bytes + ties.total_bytes,
+        absent,
+    )
+    comparison = Comparison(
+        source.root,
+        source.opening.step,
+        changes(source, selection, pairs.items()),
+        joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),
+        sample,
+        seed if sample is not None else None,
+        independent=_read_by_library(target) if options.independent else 0,
+    )
+    return Verification(
+        target.root,
+        tuple(sorted(set(target.ranks))),
+        counts,
+        comparison,
         tuple(differences),
         tuple(dict.fromkeys(dropped)),
         tuple(dict.fromkeys(left_out)),
-        sample,
-        seed if sample is not None else None,
         (*dict.fromkeys(warnings), *leftovers(as_place(target.root))),
-        unchecked=(
+        (
             "the note `format`" if compares_notes(source, target) else "notes (__metadata__)",
             _NEVER,
             *_unread_by_library(target),
         ),
         step=target.opening.step,
-        against_step=source.opening.step,
-        changes=changes(source, selection, pairs.items()),
-        note=joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),
-        absent=absent,
-        independent=_read_by_library(target) if options.independent else 0,
     )
 
 
@@ -569,30 +442,3 @@ def _casts(differences: list[Difference]) -> Iterator[Text]:
     for (actual, expected), count in pairs.items():
         if actual and expected and (advice := cast_advice(actual, expected, count)):
             yield advice
-
-
-def _against_manifest(target: Place, manifest: Manifest | AnyName, partial: bool, options: _How) -> Verification:
-    """Compare files with a manifest."""
-    expected = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
-    target.refresh()
-    root = target if target.is_dir() else target.parent
-    warnings = leftovers(target)
-    files = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
-    unlisted = sorted({path.relative_to(str(root)).as_posix() for path in files} - set(expected.files))
-    warnings += [f"{names(unlisted, most=3)}: not in the manifest, and not checked"] if unlisted else []
-    checked = check_files(root, expected, partial=partial, threads=options.threads, progress=options.on_progress)
-    absent = len(expected.files) - len(checked.paths)
-    if absent and partial:
-        warnings.append(f"{absent} of the {len(expected.files)} files of the manifest are not here")
-    return Verification(
-        str(target),
-        "a manifest" if isinstance(manifest, Manifest) else str(manifest),
-        (),
-        len(checked.paths),
-        len({name for path in checked.paths for name in expected.files[path].tensors}),
-        sum(len(expected.files[path].tensors) for path in checked.paths),
-        checked.read,
-        checked.read,
-        checked.differences,
-        warnings=tuple(warnings),
-    )

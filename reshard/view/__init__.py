@@ -1,5 +1,5 @@
-"""For eyes: lazy arrays, words, plain data for JSON, HTML and pictures.
+"""Views of checkpoints, strategies, plans and results: text, plain data for JSON, HTML, pictures and lazy arrays.
 
-Pure functions but for `arrays`: they open no file and print nothing. Names come from files that nobody vouches for: in
-words each goes through `errors.printable`, in HTML and SVG through `svg.tag` too.
+Except in `arrays`, `progress` and `tables.objects_of`, the functions open no files and print nothing. Names come from
+untrusted files: text passes each through `errors.printable`, HTML and SVG through `svg.tag`.
 """

@@ -1,52 +1,58 @@
-"""Pictures of layouts: which rank holds which block of a tensor, one layout or source and target side by side.
+"""Pictures of layouts: the blocks of a tensor and their ranks, for one layout or for source and target side by side.
 
-1. Two axes are drawn, those that are cut before others; where more are cut, every slice of the rest is a panel.
-2. A block is a rectangle in the colour of the first rank that holds it, hatched where other ranks hold it too.
-3. Next to a source, the target has colours of its own, and shows by dashes where the source is cut.
-4. Of very fine grids, neighbouring blocks are drawn as one, so that a picture of thousands of ranks stays small.
+1. Draw two axes, preferably ones that are cut; if more axes are cut, draw a panel for each slice of the others.
+2. Draw a block as a rectangle in the colour of the first rank that holds it, hatched if other ranks hold it too.
+3. Draw the target in other colours than the source, with dashes at the cuts of the source.
+4. Merge neighbouring blocks of very fine grids, so that a picture of thousands of ranks stays small.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError, UsageError, names
 from reshard.layout.block import Block, shape_text
 from reshard.layout.layout import least_shape
 from reshard.plan.bands import is_grid
 from reshard.strategy.names import ranges_text
-from reshard.view.svg import Drawn, Markup, Picture, colour, fitting, hatch, join, label, tag, text_width, wrapped
+from reshard.view.svg import (
+    Drawn,
+    Markup,
+    Picture,
+    colour,
+    fitting,
+    hatch,
+    join,
+    label,
+    moved,
+    ranks_label,
+    tag,
+    text_width,
+    wrapped,
+)
 from reshard.view.text import count_text
+from reshard.view.words import places_of, ranks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.rules.show import Fusion
     from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.strategy.strategy import Placed, Strategy
 
-_MOST_CELLS = 576
-"""The most rectangles of a side; finer grids are drawn coarser."""
-
-_LEAST = 4.0
-_BAR = 420.0  # pixels of a fused tensor's rows
-"""The least distance of two cuts, in pixels; finer grids are drawn coarser."""
-
+_MOST_CELLS = 576  # rectangles of a side; finer grids are drawn coarser
+_LEAST = 4.0  # pixels between two cuts; finer grids are drawn coarser
+_LONG, _SHORT = 220.0, 84.0  # pixels of the longer side of a panel, and the least of the shorter one
 _MOST_PANELS = 12
 _MOST_SIDES = 8
-_LONG, _SHORT = 220.0, 84.0
-"""The longer side of a panel, and the least of the shorter one, in pixels."""
 
-
-_Cuts = tuple["Sequence[float]", "Sequence[float]"]
-"""Where rows and columns are cut, in pixels."""
+_Cuts = tuple[Sequence[float], Sequence[float]]  # positions of the cuts of rows and of columns, in pixels
+_Colours = Mapping[int, tuple[str, str]]  # by rank, the fill of its blocks, and the colour of labels on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,11 @@ class Side:
     """One tensor's blocks under one layout.
 
     Attributes:
-        title: of whom.
-        shape: the whole tensor's.
+        title: `source` or `target` in a picture of both, and the stage if there are several.
+        shape: the shape of the whole tensor.
         blocks: distinct blocks.
-        ranks: for each block, the ranks that hold it; none where no file has it.
-        rule: the layout in the numbers of a strategy file, if there is one.
+        ranks: for each block, the ranks that hold it; empty if no file has it.
+        rule: the layout in the notation of strategy files, if there is one.
     """
 
     title: str
@@ -69,113 +75,72 @@ class Side:
 
     @property
     def kind(self) -> str:
-        """Whether it is the `source` or the `target` of a picture of both."""
+        """Return `source` or `target` in a picture of both, else ""."""
         return self.title.partition(" ")[0]
 
 
 def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | None = None) -> Picture:
-    """Draw which rank of a stage holds which block, and next to it the same for another layout.
+    """Draw the blocks and ranks of a layout, and of a target layout next to it.
 
-    Args:
-        layout: what is drawn.
-        shape: the whole tensor's; by default the least that all layouts divide, in units of blocks.
-        target: the layout to be drawn next to it.
+    The default shape is the smallest that all layouts divide.
 
     Raises:
         LayoutError: the shape does not divide, or the layouts have different numbers of dimensions.
     """
-    layouts = [layout] if target is None else [layout, target]
+    layouts = _titled(layout, target)
     if shape is None:
-        shape = least_shape(layouts)
-    titles = [""] if target is None else ["source", "target"]
-    sides = []
-    for title, each in zip(titles, layouts, strict=True):
-        grid = each.grid(tuple(shape))
-        sides.append(Side(title, grid.shape, grid.blocks, grid.ranks, str(each)))
-    return draw(sides, f"{shape_text(shape)} under {' and '.join(map(str, layouts))}")
+        shape = least_shape(list(layouts.values()))
+    grids = {title: each.grid(tuple(shape)) for title, each in layouts.items()}
+    sides = [Side(title, grid.shape, grid.blocks, grid.ranks, str(layouts[title])) for title, grid in grids.items()]
+    return draw(sides, f"{shape_text(shape)} under {' and '.join(map(str, layouts.values()))}")
 
 
 def strategy_picture(
     strategy: Strategy, name: str, shape: Shape | None = None, target: Strategy | None = None
 ) -> Picture:
-    """Draw which rank holds which block of a tensor, in every stage that has it, and next to it for another strategy.
+    """Draw the blocks and ranks of a tensor in every stage, and in a target strategy next to it.
 
-    Args:
-        strategy: names the tensor.
-        name: the tensor's name.
-        shape: the whole tensor's; by default what the strategy says, else the least that the layouts divide.
-        target: the strategy to be drawn next to it.
+    The default shape is the strategy's, or else the smallest that the layouts divide.
 
     Raises:
         UsageError: a strategy does not name the tensor.
         LayoutError: the shape does not divide.
     """
-    both = [strategy] if target is None else [strategy, target]
-    places = [placed for each in both for placed in _places(each, name)]
+    strategies = _titled(strategy, target)
+    places = [placed for each in strategies.values() for placed in _places(each, name)]
     if shape is None:
-        stated = [placed.shape for placed in places if placed.shape is not None and not placed.expanded]
-        shape = stated[0] if stated else least_shape([placed.layout for placed in places])
-    titles = [""] if target is None else ["source", "target"]
-    sides = [
-        side
-        for each, title in zip(both, titles, strict=True)
-        for side in _strategy_sides(each, name, tuple(shape), title)
-    ]
+        shapes = [placed.shape for placed in places if placed.shape is not None and not placed.expanded]
+        shape = shapes[0] if shapes else least_shape([placed.layout for placed in places])
+    sides = [side for title, each in strategies.items() for side in _strategy_sides(each, name, tuple(shape), title)]
     return draw(sides, f"{name} {shape_text(shape)}")
 
 
 def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | None = None) -> Picture:
-    """Draw which rank's files hold which block of a tensor, and next to it how another strategy cuts it.
+    """Draw the blocks and ranks of a tensor in files, and in a target strategy next to it.
 
     Raises:
         UsageError: the target does not name it.
         LayoutError: the target does not fit its shape.
     """
     tensor = checkpoint.tensors[name]
-    ranks = tuple(tuple(sorted({checkpoint.ranks[at.file] for at in some})) for some in tensor.sharding.replicas)
-    places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
+    places = places_of(checkpoint, tensor)
+    rule = str(places[0].layout) if places else ""
     title = "" if target is None else "source"
-    blocks = tensor.sharding.blocks
-    sides = [Side(title, tensor.spec.shape, blocks, ranks, str(places[0].layout) if places else "")]
+    sides = [Side(title, tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor), rule)]
     if target is not None:
         sides += _strategy_sides(target, name, tensor.spec.shape, "target")
     return draw(sides, f"{name} {tensor.spec.dtype} {shape_text(tensor.spec.shape)}")
 
 
-def fusion_picture(fusion: Fusion) -> Picture:
-    """Draw which rows of a fused tensor are those of which part."""
-    count = len(fusion.parts)
-    fills = [*(colour(number, count) for number in range(count)), ("none", "currentColor")]
-    scale = _BAR / max(fusion.rows, 1)
-    bars = [label(0, 12, fusion.name, font_weight=600), label(0, 28, f"{fusion.rows:,} rows along axis {fusion.axis}")]
-    for band in fusion.bands[:_MOST_CELLS]:
-        rows = [band.rows] if band.step == 1 else [range(row, row + 1) for row in band.rows[:_MOST_CELLS]]
-        own = (
-            f"{fusion.parts[band.part]} {band.first}-{band.first + len(band.rows) - 1}" if band.part >= 0 else "padding"
-        )
-        title = tag("title", f"rows {band.rows[0]}-{band.rows[-1]}: {own}")
-        bars += [
-            tag("rect", title, x=0.0, y=36 + some.start * scale, width=90.0, height=max(len(some) * scale, 0.5),
-                fill=fills[band.part][0], stroke="#00000040", stroke_width=0.5)
-            for some in rows
-        ]  # fmt: skip
-        if band.step == 1 and len(band.rows) * scale >= _LEAST:
-            bars.append(label(96, 40 + (band.start + band.stop) / 2 * scale, f"{band.start}-{band.stop - 1}", size=10))
-    for number, part in enumerate(fusion.parts):
-        y = 36.0 + 18 * number
-        bars += [tag("rect", x=180.0, y=y, width=12.0, height=12.0, fill=fills[number][0]), label(198, y + 10, part)]
-    width = 200 + max(map(text_width, (*fusion.parts, fusion.name)), default=0)
-    return Picture(f"{fusion.name}: {fusion.verb}", ceil(width), ceil(40 + max(_BAR, 18 * count)), join(bars))
+def _titled(source: Any, target: Any) -> dict[str, Any]:
+    return {"": source} if target is None else {"source": source, "target": target}
 
 
 def _places(strategy: Strategy, name: str) -> tuple[Placed, ...]:
     if name not in strategy.tensors:
         alike = get_close_matches(name, strategy.tensors, n=3)
-        raise UsageError(
-            f"the strategy has no tensor {name!r}",
-            code="not-in-strategy",
-            hint=f"did you mean {names(alike)}?" if alike else "",
-        )
+        hint = f"did you mean {names(alike)}?" if alike else ""
+        raise UsageError(f"the strategy has no tensor {name!r}", code="not-in-strategy", hint=hint)
     return strategy.tensors[name]
 
 
@@ -188,78 +153,66 @@ def _strategy_sides(strategy: Strategy, name: str, shape: Shape, title: str) -> 
     return sides
 
 
-@lru_cache(maxsize=1024)
 def thumbnail(layout: Layout) -> Markup:
-    """Return a small drawing of a layout, without labels; nothing where it is not possible."""
+    """Return a small drawing of a layout without labels, or "" if the layout is invalid."""
+    return _small(_layout_side(layout, str(layout)), 96.0, 64.0, 20.0)
+
+
+def tiny(layout: Layout | None, checkpoint: Checkpoint, tensor: Tensor) -> Markup:
+    """Return a drawing for a row of a table: of a layout, or else of a tensor's blocks in files.
+
+    It is "" if the layout is invalid.
+    """
+    if layout is not None:
+        return _small(_layout_side(layout, ""), 34.0, 22.0, 10.0)
+    side = Side("", tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))
+    return _small(side, 34.0, 22.0, 10.0)
+
+
+def _layout_side(layout: Layout, title: str) -> Side | None:
     try:
         grid = layout.grid(least_shape([layout]))
     except LayoutError:
-        return Markup("")
-    side = Side("", grid.shape, grid.blocks, grid.ranks)
-    frame = replace(_Frame.of([side]), width=96.0, height=64.0 if len(grid.shape) > 1 else 20.0)
-    cells = [cell for cell in _cells(side, frame, 64) if all(cell.block.start[axis] == 0 for axis in frame.others)]
-    firsts = {cell.ranks[0]: n for n, cell in enumerate(cells)}
-    colours = {rank: colour(n, len(firsts)) for rank, n in firsts.items()}
-    drawing = [_rectangle(frame, cell, colours) for cell in cells]
-    return Picture(str(layout), 98, frame.height + 2, tag("g", *drawing, transform="translate(1 1)")).svg()
+        return None
+    return Side(title, grid.shape, grid.blocks, grid.ranks)
 
 
 @lru_cache(maxsize=1024)
-def _tiny(shape: Shape, blocks: tuple[Block, ...], ranks: tuple[tuple[int, ...], ...]) -> Markup:
-    side = Side("", shape, blocks, ranks)
-    frame = replace(_Frame.of([side]), width=34.0, height=22.0 if len(shape) > 1 else 10.0)
+def _small(side: Side | None, width: float, height: float, low: float) -> Markup:
+    """Draw blocks without labels; `low` is the height for a single dimension."""
+    if side is None:
+        return Markup("")
+    frame = replace(_Frame.of([side]), width=width, height=height if len(side.shape) > 1 else low)
     cells = [cell for cell in _cells(side, frame, 64) if all(cell.block.start[axis] == 0 for axis in frame.others)]
     firsts = {cell.ranks[0]: n for n, cell in enumerate(cells) if cell.ranks}
     colours = {rank: colour(n, len(firsts)) for rank, n in firsts.items()}
-    drawing = [_rectangle(frame, cell, colours) for cell in cells]
-    return Picture("", 36, frame.height + 2, tag("g", *drawing, transform="translate(1 1)")).svg()
-
-
-def tiny(layout: Layout | None, tensor: Tensor, file_ranks: Sequence[int]) -> Markup:
-    """Return a drawing of a tensor's cut as high as a row of a table; nothing if it cannot be drawn.
-
-    Args:
-        layout: how ranks cut it, if that is known; else its blocks in the files are drawn.
-        tensor: the tensor.
-        file_ranks: the rank of each file of its checkpoint.
-    """
-    try:
-        if layout is not None:
-            grid = layout.grid(least_shape([layout]))
-            return _tiny(grid.shape, grid.blocks, grid.ranks)
-    except LayoutError:
-        return Markup("")
-    ranks = tuple(tuple(sorted({file_ranks[at.file] for at in some})) for some in tensor.sharding.replicas)
-    return _tiny(tensor.spec.shape, tensor.sharding.blocks, ranks)
+    drawing = moved(1, 1, *(_rectangle(frame, cell, colours) for cell in cells))
+    return Picture(side.title, width + 2, frame.height + 2, drawing).svg()
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------
 
 
 def draw(sides: Sequence[Side], title: str) -> Picture:
-    """Draw layouts of one tensor side by side, the first as the source of the others."""
+    """Draw layouts of one tensor side by side; the first is the source of the others."""
     frame = _Frame.of(sides)
-    fills: dict[str, dict[int, tuple[str, str]]] = {}
+    colours: dict[str, _Colours] = {}
     for kind in {side.kind for side in sides}:
         firsts = sorted({ranks[0] for side in sides if side.kind == kind for ranks in side.ranks if ranks})
-        fills[kind] = {rank: colour(number, len(firsts), kind) for number, rank in enumerate(firsts)}
-    cuts = _edges(sides[0], frame) if len(sides) > 1 else ((), ())
-    parts = [
-        _side(side, frame, fills[side.kind], cuts if side.kind == "target" else ((), ()))
+        colours[kind] = {rank: colour(number, len(firsts), kind) for number, rank in enumerate(firsts)}
+    cuts = _cuts(sides[0], frame) if len(sides) > 1 else ((), ())
+    drawings = [
+        _side(side, frame, colours[side.kind], cuts if side.kind == "target" else ((), ()))
         for side in sides[:_MOST_SIDES]
     ]
-    drawing, width, height = wrapped(parts, 900, 44)
-    remarks = []
-    if any(len(ranks) > 1 for side in sides for ranks in side.ranks):
-        remarks.append("hatched: on several ranks")
-    if any(cuts):
-        remarks.append("dashed: where the source is cut")
-    if any(not ranks for side in sides for ranks in side.ranks):
-        remarks.append("empty: in no file")
-    if len(sides) > _MOST_SIDES:
-        remarks.append(f"and {len(sides) - _MOST_SIDES} more stages")
-    if remarks:
-        text = " · ".join(remarks)
+    drawing, width, height = wrapped(drawings, 900, 44)
+    remarks = {
+        "hatched: on several ranks": any(len(ranks) > 1 for side in sides for ranks in side.ranks),
+        "dashed: where the source is cut": any(cuts),
+        "empty: in no file": any(not ranks for side in sides for ranks in side.ranks),
+        f"and {len(sides) - _MOST_SIDES} more stages": len(sides) > _MOST_SIDES,
+    }
+    if text := " · ".join(remark for remark, applies in remarks.items() if applies):
         drawing = join([drawing, label(0, height + 18, text, opacity=0.66)])
         width, height = max(width, text_width(text)), height + 26
     return Picture(title, ceil(width) + 2.0, ceil(height) + 2.0, drawing)
@@ -267,13 +220,13 @@ def draw(sides: Sequence[Side], title: str) -> Picture:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What the panels of all sides have in common.
+    """The axes and the size that the panels of all sides share.
 
     Attributes:
-        shape: the whole tensor's.
-        rows, columns: the axes drawn downwards and to the right; None where the tensor has too few.
-        others: the axes whose slices are panels.
-        width, height: of a panel, in pixels.
+        shape: the shape of the whole tensor.
+        rows, columns: the axes drawn downwards and to the right; None if the tensor has too few axes.
+        others: the other axes that are cut; each of their slices is a panel.
+        width, height: the size of a panel in pixels.
     """
 
     shape: Shape
@@ -285,13 +238,10 @@ class _Frame:
 
     @classmethod
     def of(cls, sides: Sequence[Side]) -> _Frame:
-        """Choose the axes: those that are cut, the last ones first, then the largest."""
+        """Choose the drawn axes: the last ones that are cut, then the largest ones."""
         shape = sides[0].shape
-        cut = [
-            axis
-            for axis, extent in enumerate(shape)
-            if any(block.start[axis] or block.stop[axis] < extent for side in sides for block in side.blocks)
-        ]
+        blocks = [block for side in sides for block in side.blocks]
+        cut = [axis for axis, n in enumerate(shape) if any(b.start[axis] or b.stop[axis] < n for b in blocks)]
         rest = sorted((axis for axis in range(len(shape)) if axis not in cut), key=lambda axis: (shape[axis], axis))
         drawn = sorted((rest + cut)[-2:])
         rows, columns = ([None, None, *drawn])[-2:]
@@ -303,17 +253,23 @@ class _Frame:
             width, height = max(short, min(long, long / ratio)), max(short, min(long, long * ratio))
         return cls(shape, rows, columns, tuple(axis for axis in cut if axis not in drawn), width, height)
 
-    def span(self, block: Block, axis: int | None, pixels: float) -> tuple[float, float]:
-        """Return where a block begins and ends along a side of a panel."""
-        if axis is None:
-            return 0.0, pixels
-        scale = pixels / max(self.shape[axis], 1)
-        return block.start[axis] * scale, block.stop[axis] * scale
+    @property
+    def drawn(self) -> tuple[tuple[int | None, float], tuple[int | None, float]]:
+        """Return the two drawn axes, rows first, each with its length in pixels."""
+        return (self.rows, self.height), (self.columns, self.width)
+
+    def spans(self, block: Block) -> list[tuple[float, float]]:
+        """Return the begin and end of a block downwards, and to the right, in pixels."""
+        spans = []
+        for axis, pixels in self.drawn:
+            scale = pixels if axis is None else pixels / max(self.shape[axis], 1)
+            spans.append((0.0, pixels) if axis is None else (block.start[axis] * scale, block.stop[axis] * scale))
+        return spans
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A rectangle of a picture: one block, or of a fine grid several neighbours."""
+    """A rectangle of a picture: one block, or several merged ones of a fine grid."""
 
     block: Block
     ranks: tuple[int, ...]
@@ -321,32 +277,31 @@ class _Cell:
     replicated: bool
 
 
-def _side(side: Side, frame: _Frame, colours: Mapping[int, tuple[str, str]], cuts: _Cuts) -> Drawn:
+def _side(side: Side, frame: _Frame, colours: _Colours, cuts: _Cuts) -> Drawn:
     panels: dict[tuple[tuple[int, int], ...], list[_Cell]] = {}
     cells = _cells(side, frame)
     for cell in cells:
         key = tuple((cell.block.start[axis], cell.block.stop[axis]) for axis in frame.others)
         panels.setdefault(key, []).append(cell)
-    shown = sorted(panels)[:_MOST_PANELS]
-    drawings = [_panel(frame, key, panels[key], colours, cuts) for key in shown]
+    keys = sorted(panels)[:_MOST_PANELS]
+    drawings = [_panel(frame, key, panels[key], colours, cuts) for key in keys]
     drawing, width, height = wrapped(drawings, 4 * (frame.width + 50), 14)
     lines = [line for line in (side.title, side.rule, _summary(side)) if line]
     remarks = []
     if len(cells) < len(side.blocks):
         most = max(cell.count for cell in cells)
         remarks.append(f"drawn coarser: up to {most} blocks as one" if most > 1 else f"the first {len(cells):,} blocks")
-    if len(panels) > len(shown):
-        remarks.append(f"the first {len(shown)} of {len(panels)} panels")
+    if len(panels) > len(keys):
+        remarks.append(f"the first {len(keys)} of {len(panels)} panels")
     top = 16.0 * len(lines) + 6
     below = top + height
-    texts = [
-        *(label(0, 13 + 16 * n, t, **({"font_weight": 600} if t == side.title else {"opacity": 0.8}))
-          for n, t in enumerate(lines)),
-        *(label(0, below + 11 + 16 * n, text, opacity=0.66) for n, text in enumerate(remarks)),
-    ]  # fmt: skip
+    titles = [
+        label(0, 13 + 16 * n, line, **({"font_weight": 600} if line == side.title else {"opacity": 0.8}))
+        for n, line in enumerate(lines)
+    ]
+    notes = [label(0, below + 11 + 16 * n, remark, opacity=0.66) for n, remark in enumerate(remarks)]
     width = max([width, *map(text_width, lines + remarks)])
-    body = tag("g", drawing, transform=f"translate(0 {top:.6g})")
-    return join([*texts, body]), width, below + 16.0 * len(remarks)
+    return join([*titles, *notes, moved(0, top, drawing)]), width, below + 16.0 * len(remarks)
 
 
 def _summary(side: Side) -> str:
@@ -361,123 +316,103 @@ def _summary(side: Side) -> str:
 
 
 def _cells(side: Side, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
-    """Return a rectangle for each block; of a grid with too many, one for some neighbours together."""
+    """Return a rectangle for each block, or for several neighbours of a fine grid."""
     cells = [_Cell(block, ranks, 1, len(ranks) > 1) for block, ranks in zip(side.blocks, side.ranks, strict=True)]
     panels = min(_MOST_PANELS, len({tuple(b.start[axis] for axis in frame.others) for b in side.blocks}))
     most = max(most // panels, 1)
-    drawn = [axis for axis in (frame.rows, frame.columns) if axis is not None]
-    starts = {axis: sorted({block.start[axis] for block in side.blocks}) for axis in drawn}
-    step = dict.fromkeys(drawn, 1)
-    for axis, pixels in ((frame.rows, frame.height), (frame.columns, frame.width)):
-        while axis is not None and len(starts[axis]) / step[axis] > pixels / _LEAST:
-            step[axis] *= 2
-    while prod(ceil(len(starts[axis]) / step[axis]) for axis in drawn) > most:
-        finest = max(drawn, key=lambda axis: len(starts[axis]) / step[axis])
+    starts: dict[int, list[int]] = {}
+    step: dict[int, int] = {}  # the number of neighbours that are merged
+    for axis, pixels in frame.drawn:
+        if axis is not None:
+            starts[axis] = sorted({block.start[axis] for block in side.blocks})
+            step[axis] = 1
+            while len(starts[axis]) / step[axis] > pixels / _LEAST:
+                step[axis] *= 2
+    while prod(ceil(len(starts[axis]) / step[axis]) for axis in step) > most:
+        finest = max(step, key=lambda axis: len(starts[axis]) / step[axis])
         step[finest] *= 2
     if all(factor == 1 for factor in step.values()):
         return cells
     if not is_grid(side.shape, side.blocks):
         return cells[:most]
-    place = {axis: {start: number // step[axis] for number, start in enumerate(starts[axis])} for axis in drawn}
-    joined: dict[tuple[int, ...], list[_Cell]] = {}
+    number = {axis: {start: n // step[axis] for n, start in enumerate(starts[axis])} for axis in step}
+    groups: dict[tuple[int, ...], list[_Cell]] = {}
     for cell in cells:
-        start = cell.block.start
-        key = tuple(place[axis][at] if axis in place else at for axis, at in enumerate(start))
-        joined.setdefault(key, []).append(cell)
+        key = tuple(number[axis][start] if axis in number else start for axis, start in enumerate(cell.block.start))
+        groups.setdefault(key, []).append(cell)
     return [
         _Cell(
-            Block(some[0].block.start, some[-1].block.stop),  # in row-major order: the first corner and the last
-            tuple(sorted({rank for cell in some for rank in cell.ranks})),
-            len(some),
-            any(cell.replicated for cell in some),
+            Block(group[0].block.start, group[-1].block.stop),  # the group is in row-major order
+            tuple(sorted({rank for cell in group for rank in cell.ranks})),
+            len(group),
+            any(cell.replicated for cell in group),
         )
-        for some in joined.values()
+        for group in groups.values()
     ]
 
 
 def _panel(
-    frame: _Frame,
-    key: tuple[tuple[int, int], ...],
-    cells: Sequence[_Cell],
-    colours: Mapping[int, tuple[str, str]],
-    cuts: _Cuts,
+    frame: _Frame, key: tuple[tuple[int, int], ...], cells: Sequence[_Cell], colours: _Colours, cuts: _Cuts
 ) -> Drawn:
-    """Draw one panel with the indices of its cuts."""
+    """Draw a panel with the indices of its cuts."""
     width, height = frame.width, frame.height
     elements = [_rectangle(frame, cell, colours) for cell in cells]
     lines = [*(f"M0 {at:.2f}H{width:.6g}" for at in cuts[0]), *(f"M{at:.2f} 0V{height:.6g}" for at in cuts[1])]
     elements += [
         tag("path", d=line, stroke="#1a1a1a", stroke_width=1.4, stroke_dasharray="3 3", class_="cut") for line in lines
     ]
-    elements += [_label(frame, cell, colours, cuts) for cell in cells]
-    left = 4.0
-    top = 14.0 if frame.columns is not None else 0.0
-    ticks: list[Markup] = []
+    elements += [_caption(frame, cell, colours, cuts) for cell in cells]
+    margin, top, right = 4.0, 0.0, 4.0
     if frame.columns is not None:
-        for at, text in _ticks(cells, frame, frame.columns, width, 9 + 6 * len(str(frame.shape[frame.columns]))):
-            ticks.append(label(at, -4, text, size=9, anchor="middle", opacity=0.7))
+        digits = len(str(frame.shape[frame.columns]))
+        ticks = _ticks(cells, frame, frame.columns, width, 9 + 6 * digits)
+        elements += [label(at, -4, text, size=9, anchor="middle", opacity=0.7) for at, text in ticks]
+        top, right = 14.0, 4 + text_width(str(frame.shape[frame.columns]), 9) / 2
     if frame.rows is not None:
-        found = _ticks(cells, frame, frame.rows, height, 11)
-        left = 6 + max((text_width(text, 9) for _, text in found), default=0.0)
-        ticks += [label(-4, at + 3, text, size=9, anchor="end", opacity=0.7) for at, text in found]
+        ticks = _ticks(cells, frame, frame.rows, height, 11)
+        elements += [label(-4, at + 3, text, size=9, anchor="end", opacity=0.7) for at, text in ticks]
+        margin = 6 + max(text_width(text, 9) for _, text in ticks)
     if frame.others:
-        spans = dict(zip(frame.others, key, strict=True))
-        inside = ", ".join(
-            f"{spans[axis][0]}:{spans[axis][1]}" if axis in spans else ":" for axis in range(len(frame.shape))
-        )
-        ticks.append(label(0, height + 16, f"[{inside}]"))
-    margin = 4 + text_width(str(frame.shape[frame.columns]), 9) / 2 if frame.columns is not None else 4
-    body = tag("g", *elements, *ticks, transform=f"translate({left:.6g} {top:.6g})")
-    return body, left + width + margin, top + height + (20 if frame.others else 6)
+        spans = {axis: f"{start}:{stop}" for axis, (start, stop) in zip(frame.others, key, strict=True)}
+        slices = ", ".join(spans.get(axis, ":") for axis in range(len(frame.shape)))
+        elements.append(label(0, height + 16, f"[{slices}]"))
+    return moved(margin, top, *elements), margin + width + right, top + height + (20 if frame.others else 6)
 
 
-def _who(cell: _Cell) -> str:
-    return f"rank{'s' if len(cell.ranks) > 1 else ''} {ranges_text(cell.ranks)}" if cell.ranks else "in no file"
-
-
-def _rectangle(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]]) -> Markup:
-    x0, x1 = frame.span(cell.block, frame.columns, frame.width)
-    y0, y1 = frame.span(cell.block, frame.rows, frame.height)
+def _rectangle(frame: _Frame, cell: _Cell, colours: _Colours) -> Markup:
+    (y0, y1), (x0, x1) = frame.spans(cell.block)
     blocks = f"{cell.count} blocks, " if cell.count > 1 else ""
     rectangle = tag(
-        "rect",
-        tag("title", f"{_who(cell)}: {blocks}{cell.block}"),
-        class_="block",
-        x=round(x0, 3),
-        y=round(y0, 3),
-        width=round(x1 - x0, 3),
-        height=round(y1 - y0, 3),
-        fill=_colour(cell, colours)[0],
-        stroke="currentColor",
-        stroke_width=0.8,
-        stroke_opacity=0.55,
-    )
+        "rect", tag("title", f"{_holder(cell)}: {blocks}{cell.block}"), class_="block",
+        x=round(x0, 3), y=round(y0, 3), width=round(x1 - x0, 3), height=round(y1 - y0, 3),
+        fill=_colour(cell, colours)[0], stroke="currentColor", stroke_width=0.8, stroke_opacity=0.55,
+    )  # fmt: skip
     hatched = cell.replicated and min(x1 - x0, y1 - y0) >= 5
     return join([rectangle, hatch(x0, y0, x1 - x0, y1 - y0)]) if hatched else rectangle
 
 
-def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]], cuts: _Cuts) -> Markup:
-    """Name the ranks of a rectangle as far as there is room; the edge in the fill's colour keeps off what is below."""
-    x0, x1 = _widest(frame.span(cell.block, frame.columns, frame.width), cuts[1])
-    y0, y1 = _widest(frame.span(cell.block, frame.rows, frame.height), cuts[0])
-    choices = [_who(cell)]
+def _holder(cell: _Cell) -> str:
+    return ranks_label(cell.ranks) if cell.ranks else "in no file"
+
+
+def _caption(frame: _Frame, cell: _Cell, colours: _Colours, cuts: _Cuts) -> Markup:
+    """Label a rectangle with its ranks, shortened to the room; an outline separates text and lines."""
+    (y0, y1), (x0, x1) = (_widest(span, at) for span, at in zip(frame.spans(cell.block), cuts, strict=True))
+    choices = [_holder(cell)]
     if cell.ranks:
         choices += [ranges_text(cell.ranks), f"{cell.ranks[0]} +{len(cell.ranks) - 1}", f"{cell.ranks[0]}"]
     caption = fitting(choices, x1 - x0 - 4, 10) if y1 - y0 >= 13 else ""
+    if not caption:
+        return Markup("")
     fill, ink = _colour(cell, colours)
-    around: dict[str, str | float] = {
-        "fill": ink,
-        "stroke": fill,
-        "stroke_width": 3,
-        "paint_order": "stroke",
-        "stroke_linejoin": "round",
-    }
-    x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 3.5
-    return label(x, y, caption, anchor="middle", size=10, **around) if caption else Markup("")
+    return label(
+        (x0 + x1) / 2, (y0 + y1) / 2 + 3.5, caption, anchor="middle", size=10,
+        fill=ink, stroke=fill, stroke_width=3, paint_order="stroke", stroke_linejoin="round",
+    )  # fmt: skip
 
 
 def _widest(span: tuple[float, float], cuts: Sequence[float]) -> tuple[float, float]:
-    """Return the first of the widest parts of a span that no cut crosses.
+    """Return the widest part of a span between cuts, the first if there are several.
 
     >>> _widest((0, 60), [20, 60]), _widest((0, 60), [30])
     ((20, 60), (0, 30))
@@ -486,26 +421,26 @@ def _widest(span: tuple[float, float], cuts: Sequence[float]) -> tuple[float, fl
     return max(pairwise(edges), key=lambda part: round(part[1] - part[0], 3))
 
 
-def _colour(cell: _Cell, colours: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
-    """Return the fill of a rectangle, that of the first rank that holds it, and the colour of a label on it."""
+def _colour(cell: _Cell, colours: _Colours) -> tuple[str, str]:
+    """Return the fill of a rectangle, by its first rank, and the colour of labels on it."""
     return next((colours[rank] for rank in cell.ranks if rank in colours), ("none", "currentColor"))
 
 
 def _ticks(cells: Sequence[_Cell], frame: _Frame, axis: int, pixels: float, apart: float) -> list[tuple[float, str]]:
-    """Return where along an axis to write which index: at the ends, and at the cuts as far as there is room."""
+    """Return positions and indices to write along an axis: the ends, and the cuts with enough room."""
     extent = frame.shape[axis]
     scale = pixels / max(extent, 1)
-    found: list[tuple[float, str]] = []
+    ticks: list[tuple[float, str]] = []
     for edge in sorted({cell.block.start[axis] for cell in cells}):
-        if not found or (edge * scale - found[-1][0] >= apart and pixels - edge * scale >= apart):
-            found.append((edge * scale, str(edge)))
-    return [*found, (pixels, str(extent))]
+        if not ticks or (edge * scale - ticks[-1][0] >= apart and pixels - edge * scale >= apart):
+            ticks.append((edge * scale, str(edge)))
+    return [*ticks, (pixels, str(extent))]
 
 
-def _edges(side: Side, frame: _Frame) -> _Cuts:
-    """Return where a side is cut along the rows and the columns; nothing where that is too fine to be drawn."""
-    found: list[Sequence[float]] = []
-    for axis, pixels in ((frame.rows, frame.height), (frame.columns, frame.width)):
-        edges = sorted({frame.span(block, axis, pixels)[0] for block in side.blocks} - {0.0})
-        found.append(edges if len(edges) < pixels / _LEAST else ())
-    return found[0], found[1]
+def _cuts(side: Side, frame: _Frame) -> _Cuts:
+    """Return the cuts of a side along rows and columns; none if they are too close to be drawn."""
+    cuts: list[Sequence[float]] = []
+    for n, (_, pixels) in enumerate(frame.drawn):
+        edges = sorted({frame.spans(block)[n][0] for block in side.blocks} - {0.0})
+        cuts.append(edges if len(edges) < pixels / _LEAST else ())
+    return cuts[0], cuts[1]

@@ -1,24 +1,24 @@
-"""Pictures of plans: source files or shards, what is moved, target files, and the bytes between them.
+"""Pictures of plans, with the bytes between three columns of boxes, and pictures of fused tensors.
 
-1. A plan is drawn as its files, left and right, and its tensors, repeated layers folded; one tensor as its source
-   blocks, the runs of rows that are moved alike (each is a band, or several where it is long) and its target blocks.
-2. Widths go by bytes. Moves that share their recipe and files are counted once and multiplied.
-3. Neighbours are drawn as one where a column would have too many.
+1. The columns of a plan are its source files, its tensors (repeated layers folded) and its target files. The columns of
+   one tensor are its source blocks, its runs of rows that are moved alike, and its target blocks.
+2. The width of a ribbon is proportional to its bytes. Transfers with the same route are counted once.
+3. Neighbours share a box if a column would have too many boxes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from math import ceil, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import bytes_text
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
-from reshard.strategy.names import group_members, ranges_text
-from reshard.view.svg import Markup, Picture, colour, cut, join, label, tag, text_width
+from reshard.strategy.names import group_members
+from reshard.view.svg import Markup, Picture, colour, cut, join, label, moved, ranks_label, tag, text_width
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
@@ -26,33 +26,42 @@ if TYPE_CHECKING:
 
     from reshard.plan.bands import Segment
     from reshard.plan.plan import Plan, Route, Transfer
+    from reshard.rules.show import Fusion
 
 _MOST_ENDS = 16
 _MOST_MIDDLES = 14
 _MOST_MEETINGS = 200_000
-"""The most pairs of a run of rows and a block that are looked at: of a huge grid, only the first rows are drawn."""
+"""The most pairs of a run of rows and a block; only the first rows of a larger grid are drawn."""
 
 _HEIGHT, _GAP, _LEAST = 340.0, 4.0, 29.0
 _WIDTH, _BAR, _REACH, _MOST_END, _LEAST_MIDDLE = 960.0, 14.0, 140.0, 210.0, 180.0
-"""Widths in pixels: of a page at most, of a file's bar, of ribbons, of labels at the ends, of boxes in the middle."""
+"""Widths in pixels: the widest page, a file's bar, ribbons, the widest label at the ends, the narrowest middle box."""
 
 _NAME, _REMARK = 10.5, 9.0
-"""Sizes of letters."""
+"""Font sizes."""
+
+_MOST_BANDS = 576
+_FUSION_HEIGHT = 420.0
+
+T = TypeVar("T")
 
 Flows = Counter[tuple[int, int]]
-"""Bytes from a thing of one column to a thing of the next, by their numbers."""
+"""Bytes from a box of one column to a box of the next, by their numbers."""
+
+Column = list[tuple[float, float]]
+"""The top and the height of each box of a column, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A thing in a column.
+    """A box in a column.
 
     Attributes:
-        name: what is written next to it.
-        remark: what is written below that.
-        nbytes: what goes through it.
-        tip: what is shown where the pointer rests; by default the name.
-        rank: the first rank of those that it is of, which decides its colour.
+        name: the label.
+        remark: the line below it.
+        nbytes: the number of bytes that are moved through it.
+        tip: the tooltip; by default the name.
+        rank: the first of its ranks, which determines its colour.
     """
 
     name: str
@@ -64,7 +73,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Three columns and what goes between them."""
+    """Three columns and the bytes between them."""
 
     titles: tuple[str, str, str]
     sources: Sequence[Node]
@@ -75,11 +84,11 @@ class Flow:
 
 
 def plan_picture(plan: Plan, name: str | None = None) -> Picture:
-    """Draw what a plan moves: all of it by files, or one tensor by blocks and bands.
+    """Draw the transfers of a plan by files, or of one tensor by blocks and bands.
 
     Args:
-        plan: what goes where.
-        name: the tensor's name in the target, or in the source.
+        plan: the plan.
+        name: the name of the tensor in the target or in the source; None for the whole plan.
     """
     if name is None:
         return draw(_of_plan(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
@@ -87,7 +96,7 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
     return draw(_of_tensor(plan, transfers), f"{name} {shape_text(transfers[0].recipe.shape)}: what goes where")
 
 
-# --- what flows -------------------------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------------------------
 
 
 def _of_plan(plan: Plan) -> Flow:
@@ -107,11 +116,11 @@ def _of_plan(plan: Plan) -> Flow:
             read[source_of[file], middle] += number * itemsize * count
         for file, number in elements[route][1].items():
             written[middle, target_of[file]] += number * target_itemsize * count
-    moved = _sums(read, 1)
+    nbytes = _sums(read, 1)
     return Flow(
         ("source files", "tensors", f"target files ({plan.format})"),
         _files(source_of, plan.source.ranks, [file.path for file in plan.source.files], _sums(read, 0), "not read"),
-        [Node(name, f"{remark}{bytes_text(moved[n])}", moved[n]) for n, (name, remark) in enumerate(tensors)],
+        [Node(name, f"{remark}{bytes_text(nbytes[n])}", nbytes[n]) for n, (name, remark) in enumerate(tensors)],
         _files(target_of, [file.rank for file in plan.files], [f.path for f in plan.files], _sums(written, 1), "-"),
         read,
         written,
@@ -121,110 +130,100 @@ def _of_plan(plan: Plan) -> Flow:
 def _middles(
     plan: Plan, folded: Sequence[tuple[str, object, list[str]]]
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return in which box each tensor is, and the boxes' names and remarks: the largest, then one of all others."""
+    """Return the box of each tensor by name, and the name and remark of each box.
+
+    The largest tensors have boxes of their own; the others share the last box.
+    """
     nbytes: Counter[str] = Counter()
     for transfer in plan.transfers:
         nbytes[transfer.name] += prod(transfer.recipe.shape) * transfer.dtype.itemsize
     sizes = [sum(nbytes[member] for member in members) for _, _, members in folded]
     order = sorted(range(len(folded)), key=lambda row: -sizes[row])
-    own = sorted(order if len(order) <= _MOST_MIDDLES else order[: _MOST_MIDDLES - 1])
-    place = {row: number for number, row in enumerate(own)}
-    found = {name: place.get(row, len(own)) for row, (_, _, members) in enumerate(folded) for name in members}
-    boxes = [
-        (folded[row][0], f"{count_text(len(folded[row][2]), 'tensor')}, " if len(folded[row][2]) > 1 else "")
-        for row in own
-    ]
-    others = sum(len(members) for row, (_, _, members) in enumerate(folded) if row not in place)
-    return found, [*boxes, *([(f"{count_text(others, 'smaller tensor')}", "")] if others else [])]
+    largest = sorted(order if len(order) <= _MOST_MIDDLES else order[: _MOST_MIDDLES - 1])
+    box_of_row = {row: box for box, row in enumerate(largest)}
+    box_of = {name: box_of_row.get(row, len(largest)) for row, (*_, members) in enumerate(folded) for name in members}
+    counts = [len(members) for _, _, members in folded]
+    boxes = [(folded[row][0], f"{count_text(counts[row], 'tensor')}, " if counts[row] > 1 else "") for row in largest]
+    if rest := sum(counts) - sum(counts[row] for row in largest):
+        boxes.append((count_text(rest, "smaller tensor"), ""))
+    return box_of, boxes
 
 
 def _elements(route: Route) -> tuple[Counter[int], Counter[int]]:
-    """Return how many elements each source file gives and each target file gets."""
+    """Count the elements read from each source file and written to each target file."""
     recipe = route.recipe
-    given: Counter[int] = Counter()
-    if is_grid(recipe.shape, recipe.targets):  # everything is read
+    read: Counter[int] = Counter()
+    if is_grid(recipe.shape, recipe.targets):  # all source blocks are read
         for at, block in zip(route.reads, recipe.sources, strict=True):
-            given[at.file] += block.size
+            read[at.file] += block.size
     else:
         for segment in recipe.segments(route.axis, 0, recipe.rows(route.axis)):
             for number, shape in zip(segment.columns.sources, segment.columns.source_shapes, strict=True):
-                given[route.reads[number].file] += (segment.stop - segment.start) * prod(shape)
-    taken: Counter[int] = Counter()
-    for written, block in zip(route.writes, recipe.targets, strict=True):
-        for at in written:
-            taken[at.file] += block.size
-    return given, taken
+                read[route.reads[number].file] += (segment.stop - segment.start) * prod(shape)
+    written: Counter[int] = Counter()
+    for copies, block in zip(route.writes, recipe.targets, strict=True):
+        for at in copies:
+            written[at.file] += block.size
+    return read, written
 
 
 def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
     """Return the bytes between the source blocks, runs of rows and target blocks of one tensor."""
-    shards = [(place, n) for place, transfer in enumerate(transfers) for n in range(len(transfer.recipe.sources))]
-    wanted = [(place, n) for place, transfer in enumerate(transfers) for n in range(len(transfer.recipe.targets))]
-    every = (
-        (place, run)
-        for place, transfer in enumerate(transfers)
+    sources = [(transfer, n) for transfer in transfers for n in range(len(transfer.recipe.sources))]
+    targets = [(transfer, n) for transfer in transfers for n in range(len(transfer.recipe.targets))]
+    all_runs = (
+        (number, run)
+        for number, transfer in enumerate(transfers)
         for run in transfer.recipe.segments(transfer.axis, 0, transfer.rows)
     )
-    most = max(_MOST_MEETINGS // (len(shards) + len(wanted)), _MOST_MIDDLES)
-    runs = list(islice(every, most))
-    title = "row bands" if next(every, None) is None else f"row bands, the first {most:,} runs"
-    shard_number = {key: number for number, key in enumerate(shards)}
-    wanted_number = {key: number for number, key in enumerate(wanted)}
-    source_of, run_of, target_of = _shared(len(shards)), _shared(len(runs), _MOST_MIDDLES), _shared(len(wanted))
+    most = max(_MOST_MEETINGS // (len(sources) + len(targets)), _MOST_MIDDLES)
+    runs = list(islice(all_runs, most))
+    title = "row bands" if next(all_runs, None) is None else f"row bands, the first {most:,} runs"
+    first_source = [0, *accumulate(len(transfer.recipe.sources) for transfer in transfers)]
+    first_target = [0, *accumulate(len(transfer.recipe.targets) for transfer in transfers)]
+    source_of, run_of, target_of = _shared(len(sources)), _shared(len(runs), _MOST_MIDDLES), _shared(len(targets))
     read, written = Flows(), Flows()
-    for n, (place, segment) in enumerate(runs):
-        transfer = transfers[place]
-        rows, columns = segment.stop - segment.start, segment.columns
-        for number, shape in zip(columns.sources, columns.source_shapes, strict=True):
+    for n, (number, segment) in enumerate(runs):
+        transfer, columns = transfers[number], segment.columns
+        rows = segment.stop - segment.start
+        for block, shape in zip(columns.sources, columns.source_shapes, strict=True):
             nbytes = rows * prod(shape) * transfer.dtype.itemsize
-            read[source_of[shard_number[place, number]], run_of[n]] += nbytes
-        for number, shape in zip(columns.targets, columns.target_shapes, strict=True):
-            nbytes = rows * prod(shape) * transfer.target_dtype.itemsize * len(transfer.route.writes[number])
-            written[run_of[n], target_of[wanted_number[place, number]]] += nbytes
+            read[source_of[first_source[number] + block], run_of[n]] += nbytes
+        for block, shape in zip(columns.targets, columns.target_shapes, strict=True):
+            nbytes = rows * prod(shape) * transfer.target_dtype.itemsize * len(transfer.route.writes[block])
+            written[run_of[n], target_of[first_target[number] + block]] += nbytes
     ranks = plan.source.ranks
-    replicas = [
-        ((ranks[transfers[place].route.reads[n].file],), str(transfers[place].recipe.sources[n])) for place, n in shards
-    ]
+    holders = [({ranks[transfer.route.reads[n].file]}, str(transfer.recipe.sources[n])) for transfer, n in sources]
     takers = [
-        (
-            tuple(sorted({plan.files[at.file].rank for at in transfers[p].route.writes[n]})),
-            str(transfers[p].recipe.targets[n]),
-        )
-        for p, n in wanted
+        ({plan.files[at.file].rank for at in transfer.route.writes[n]}, str(transfer.recipe.targets[n]))
+        for transfer, n in targets
     ]
     return Flow(
         ("source blocks", title, "target blocks"),
-        _blocks(source_of, replicas, _sums(read, 0)),
-        _bands(plan, run_of, [(transfers[place], segment) for place, segment in runs], _sums(read, 1)),
+        _blocks(source_of, holders, _sums(read, 0)),
+        _bands(plan, run_of, [(transfers[number], segment) for number, segment in runs], _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1)),
         read,
         written,
     )
 
 
-def _bands(
-    plan: Plan, run_of: Sequence[int], runs: Sequence[tuple[Transfer, Segment]], nbytes: Counter[int]
-) -> list[Node]:
-    nodes = []
-    for number in range(max(run_of, default=-1) + 1):
-        some = [run for n, run in zip(run_of, runs, strict=True) if n == number]
-        bands = sum(
-            ceil((s.stop - s.start) * s.columns.row_elements * transfer.dtype.itemsize / plan.band_bytes)
-            for transfer, s in some
-        )
-        name = f"rows {some[0][1].start}:{some[-1][1].stop}"
-        nodes.append(Node(name, f"{count_text(bands, 'band')}, {bytes_text(nbytes[number])}", nbytes[number]))
-    return nodes
-
-
 def _shared(count: int, most: int = _MOST_ENDS) -> list[int]:
-    """Return in which box each of some things is: one of its own, or together with its neighbours.
+    """Return the box of each of `count` items; neighbours share one if there are more than `most`.
 
     >>> _shared(3, 4), _shared(5, 3)
     ([0, 1, 2], [0, 0, 1, 1, 2])
     """
-    together = ceil(count / most) or 1
-    return [number // together for number in range(count)]
+    size = ceil(count / most) or 1
+    return [number // size for number in range(count)]
+
+
+def _inside(box_of: Sequence[int], items: Sequence[T]) -> list[list[T]]:
+    """Return the items in each box."""
+    boxes: dict[int, list[T]] = {}
+    for box, item in zip(box_of, items, strict=True):
+        boxes.setdefault(box, []).append(item)
+    return list(boxes.values())
 
 
 def _sums(flows: Flows, side: int) -> Counter[int]:
@@ -237,31 +236,38 @@ def _sums(flows: Flows, side: int) -> Counter[int]:
 def _files(
     box_of: Sequence[int], ranks: Sequence[int], paths: Sequence[str], nbytes: Counter[int], nothing: str
 ) -> list[Node]:
-    """Return the boxes of files; those of one rank or neighbouring ones may share theirs."""
+    """Return the boxes of files, each with its ranks."""
     nodes = []
-    for number in range(max(box_of, default=-1) + 1):
-        inside = [n for n, box in enumerate(box_of) if box == number]
-        held = sorted({ranks[n] for n in inside})
-        remark = bytes_text(nbytes[number]) if nbytes[number] else nothing
-        tip = ", ".join(paths[n] for n in inside[:3])
-        nodes.append(Node(_ranks_text(held), remark, nbytes[number], tip, held[0]))
+    for n, files in enumerate(_inside(box_of, list(zip(ranks, paths, strict=True)))):
+        distinct = sorted({rank for rank, _ in files})
+        remark = bytes_text(nbytes[n]) if nbytes[n] else nothing
+        nodes.append(Node(ranks_label(distinct), remark, nbytes[n], ", ".join(p for _, p in files[:3]), distinct[0]))
     return nodes
 
 
-def _blocks(box_of: Sequence[int], held: Sequence[tuple[tuple[int, ...], str]], nbytes: Counter[int]) -> list[Node]:
+def _blocks(box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbytes: Counter[int]) -> list[Node]:
     """Return the boxes of blocks, each with the ranks that hold it."""
     nodes = []
-    for number in range(max(box_of, default=-1) + 1):
-        inside = [n for n, box in enumerate(box_of) if box == number]
-        ranks = sorted({rank for n in inside for rank in held[n][0]})
-        remark = held[inside[0]][1] if len(inside) == 1 else f"{len(inside)} blocks"
-        tip = f"{remark}, {bytes_text(nbytes[number])}"
-        nodes.append(Node(_ranks_text(ranks), remark, nbytes[number], tip, ranks[0]))
+    for n, inside in enumerate(_inside(box_of, blocks)):
+        ranks = sorted(set[int]().union(*(holders for holders, _ in inside)))
+        remark = inside[0][1] if len(inside) == 1 else f"{len(inside)} blocks"
+        nodes.append(Node(ranks_label(ranks), remark, nbytes[n], f"{remark}, {bytes_text(nbytes[n])}", ranks[0]))
     return nodes
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_text(ranks)}"
+def _bands(
+    plan: Plan, box_of: Sequence[int], runs: Sequence[tuple[Transfer, Segment]], nbytes: Counter[int]
+) -> list[Node]:
+    """Return the boxes of runs of rows, each with its number of bands."""
+    nodes = []
+    for n, inside in enumerate(_inside(box_of, runs)):
+        bands = sum(
+            ceil((run.stop - run.start) * run.columns.row_elements * transfer.dtype.itemsize / plan.band_bytes)
+            for transfer, run in inside
+        )
+        name = f"rows {inside[0][1].start}:{inside[-1][1].stop}"
+        nodes.append(Node(name, f"{count_text(bands, 'band')}, {bytes_text(nbytes[n])}", nbytes[n]))
+    return nodes
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------
@@ -297,12 +303,12 @@ def draw(flow: Flow, title: str) -> Picture:
             (x[2], flow.titles[2], "start"),
         )
     ]
-    body = tag("g", tag("g", *ribbons, fill_opacity=0.5), *boxes, transform="translate(0 26)")
+    body = moved(0, 26, tag("g", *ribbons, fill_opacity=0.5), *boxes)
     return Picture(title, x[2] + _BAR + right, height + 34, join([*heads, body]))
 
 
 def _wide(nodes: Sequence[Node]) -> float:
-    """Return how wide the labels of some boxes are."""
+    """Return the width of the widest label."""
     return max((max(text_width(n.name, _NAME), text_width(n.remark, _REMARK)) for n in nodes), default=0.0)
 
 
@@ -311,12 +317,8 @@ def _fills(nodes: Sequence[Node], side: str) -> list[str]:
     return [colour(ranks.index(node.rank), len(ranks), side)[0] for node in nodes]
 
 
-Column = list[tuple[float, float]]
-"""Where each box of a column begins, and how tall it is, in pixels."""
-
-
 def _placed(nodes: Sequence[Node]) -> Column:
-    """Share out the height by bytes; every box has room for its label."""
+    """Place the boxes of a column, with heights by bytes and room for each label."""
     total = sum(node.nbytes for node in nodes) or 1
     room = max(_HEIGHT - _GAP * len(nodes), 0)
     column: Column = []
@@ -336,7 +338,7 @@ def _centred(column: Column, height: float) -> Column:
 def _ribbons(
     flows: Flows, left: Column, right: Column, x0: float, x1: float, fills: Sequence[str], *, by_source: bool
 ) -> list[Markup]:
-    """Draw ribbons that are as wide at each end as their share of the box there."""
+    """Draw ribbons; the width at each end is the share of the box there."""
     out, into = _sums(flows, 0), _sums(flows, 1)
     done_left: Counter[int] = Counter()
     done_right: Counter[int] = Counter()
@@ -387,3 +389,32 @@ def _two_lines(node: Node, x: float, y: float, anchor: str, room: float, opacity
         label(x, y - 2.5, cut(node.name, room, _NAME), size=_NAME, anchor=anchor, opacity=opacity),
         label(x, y + 10, cut(node.remark, room, _REMARK), size=_REMARK, anchor=anchor, opacity=0.66 * opacity),
     ]
+
+
+# --- fused tensors ----------------------------------------------------------------------------------------------
+
+
+def fusion_picture(fusion: Fusion) -> Picture:
+    """Draw the rows of a fused tensor in the colours of their parts."""
+    count = len(fusion.parts)
+    fills = [*(colour(number, count)[0] for number in range(count)), "none"]
+    scale = _FUSION_HEIGHT / max(fusion.rows, 1)
+    bars = [label(0, 12, fusion.name, font_weight=600), label(0, 28, f"{fusion.rows:,} rows along axis {fusion.axis}")]
+    for band in fusion.bands[:_MOST_BANDS]:
+        spans = [band.rows] if band.step == 1 else [range(row, row + 1) for row in band.rows[:_MOST_BANDS]]
+        last = band.first + len(band.rows) - 1
+        part = f"{fusion.parts[band.part]} {band.first}-{last}" if band.part >= 0 else "padding"
+        title = tag("title", f"rows {band.rows[0]}-{band.rows[-1]}: {part}")
+        bars += [
+            tag("rect", title, x=0.0, y=36 + span.start * scale, width=90.0, height=max(len(span) * scale, 0.5),
+                fill=fills[band.part], stroke="#00000040", stroke_width=0.5)
+            for span in spans
+        ]  # fmt: skip
+        if band.step == 1 and len(band.rows) * scale >= 4:
+            bars.append(label(96, 40 + (band.start + band.stop) / 2 * scale, f"{band.start}-{band.stop - 1}", size=10))
+    for number, part in enumerate(fusion.parts):
+        y = 36.0 + 18 * number
+        bars += [tag("rect", x=180.0, y=y, width=12.0, height=12.0, fill=fills[number]), label(198, y + 10, part)]
+    width = 200 + max(map(text_width, (*fusion.parts, fusion.name)))
+    height = 40 + max(_FUSION_HEIGHT, 18 * count)
+    return Picture(f"{fusion.name}: {fusion.verb}", ceil(width), ceil(height), join(bars))

@@ -1,11 +1,11 @@
-"""Pictures as SVG, and pieces of markup in which nothing that comes from a file can be taken for markup.
+"""The kit for pages and pictures: HTML and SVG elements, colours, labels.
 
-Every element of HTML and SVG is made by `tag`, which escapes whatever is not the result of another `tag`. What comes
-out is HTML and XML alike, has no script, and asks for nothing from elsewhere; its styles hold inside `class="reshard"`
-only, and take their colours from the page around it, so that light and dark themes both suit.
+`tag` makes every element and escapes all text except the result of another `tag`: names come from untrusted files. The
+result is both HTML and XML, has no script and loads no resources. Its styles apply only inside `class="reshard"` and
+inherit the colours of the page, for light and dark themes.
 
-A picture is drawn in the colour of the text around it (`currentColor`); what is filled has colours that people who see
-fewer of them can tell apart too, and labels that stand out from each.
+Lines and labels have the colour of the surrounding text (`currentColor`). Fills can be told apart with colour-vision
+deficiencies, and each has a label colour of high contrast.
 """
 
 from __future__ import annotations
@@ -15,65 +15,61 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import printable
-from reshard.strategy.names import group_names
-from reshard.view.text import count_text, shortened
+from reshard.strategy.names import group_names, ranges_text
+from reshard.view.text import NUMBERS, count_text, shortened
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+T = TypeVar("T")
 
-MOST_NAMES = 24
-"""How many names a list shows."""
+MOST_ITEMS = 24
+"""The most items in a list, and rows in a section."""
 
 _LONGEST = 300
-"""The most characters of one piece of text: a name may be of any length."""
+"""The most characters of a text in an element: a name may have any length."""
+
+_EMPTY = frozenset({"rect", "path", "line"})
 
 
 class Markup(str):
-    """Text that is markup already; any other is escaped when it comes into an element."""
+    """Text that is already markup; other text is escaped when it is put into an element."""
 
     __slots__ = ()
+
+
+# --- elements ---------------------------------------------------------------------------------------------------
 
 
 def tag(name: str, *children: str, **attributes: str | float) -> Markup:
     """Return an element.
 
     Args:
-        name: what element it is.
-        children: `Markup`, which is left as it is, and any other text, which is escaped and cut if it is very long.
-        attributes: `class_` stands for `class`, `stroke_width` for `stroke-width`.
+        name: the name of the element.
+        children: `Markup`, which is kept, and other text, which is escaped, and shortened if it is very long.
+        attributes: its attributes; `class_` becomes `class`, `stroke_width` becomes `stroke-width`.
 
     >>> print(tag("p", "a < b ", tag("b", "!"), class_="x"))
     <p class="x">a &lt; b <b>!</b></p>
     """
-    written = "".join(f' {_attribute(key)}="{_value(value)}"' for key, value in attributes.items())
-    inside = "".join(child if isinstance(child, Markup) else _escaped(child) for child in children)
+    written = ""
+    for key, value in attributes.items():
+        text = f"{value:.6g}" if isinstance(value, float) else value
+        written += f' {key.removesuffix("_").replace("_", "-")}="{_escaped(text)}"'
+    inside = "".join(map(_escaped, children))
     return Markup(f"<{name}{written}>{inside}</{name}>" if inside or name not in _EMPTY else f"<{name}{written}/>")
 
 
-_EMPTY = frozenset({"rect", "path", "line"})
-
-
-def _attribute(key: str) -> str:
-    return key.removesuffix("_").replace("_", "-")
-
-
-def _value(value: str | float) -> str:
-    if isinstance(value, Markup):
-        return value
-    return f"{value:.6g}" if isinstance(value, float) else _escaped(str(value))
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(shortened(text, _LONGEST)))
+def _escaped(value: object) -> str:
+    return value if isinstance(value, Markup) else html.escape(printable(shortened(str(value), _LONGEST)))
 
 
 def join(children: Iterable[Markup]) -> Markup:
-    """Return elements one after the other."""
+    """Concatenate elements."""
     return Markup("".join(children))
 
 
@@ -84,53 +80,53 @@ def _style() -> Markup:
 
 
 def page(*children: Markup) -> str:
-    """Return what a notebook shows for one object."""
+    """Return a page: the HTML of one object in a notebook."""
     return tag("div", _style(), *children, class_="reshard")
 
 
 def heading(kind: str, title: str, *also: str) -> Markup:
-    """Return the first line: what it is, its name, and facts next to it."""
+    """Return the first line of a page: the kind of the object, its name, and facts."""
     facts = [tag("span", fact, class_="fact") for fact in also]
     return tag("div", tag("span", kind, class_="kind"), tag("span", title, class_="title"), *facts, class_="head")
 
 
 def tiles(*items: tuple[str, str, str]) -> Markup:
-    """Return numbers side by side: what each is, how much, and a remark (or an empty one)."""
-    return tag(
-        "div",
-        *(
-            tag("div", tag("div", what, class_="what"), tag("b", much), tag("div", more, class_="more"), class_="tile")
-            for what, much, more in items
-        ),
-        class_="tiles",
-    )
+    """Return numbers side by side, each with a title and a remark, which may be empty."""
+    boxes = [
+        tag("div", tag("div", title, class_="what"), tag("b", number), tag("div", remark, class_="more"), class_="tile")
+        for title, number, remark in items
+    ]
+    return tag("div", *boxes, class_="tiles")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = (), wrap: str = "") -> Markup:
-    """Return a table; columns whose titles are in `right` hold numbers, that whose title is `wrap` takes many lines."""
-    sides = ["n" if title in set(right) else "wrap" if title == wrap else "t" for title in header]
-    head = tag("tr", *(tag("th", title, class_=side) for title, side in zip(header, sides, strict=True)))
-    body = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = "") -> Markup:
+    """Return a table; the column with the title `wrap` has long texts."""
+    kinds = ["n" if title in NUMBERS else "wrap" if title == wrap else "t" for title in header]
+    head = tag("tr", *(tag("th", title, class_=kind) for title, kind in zip(header, kinds, strict=True)))
+    body = [tag("tr", *(tag("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
 
 
 def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
-    """Return a part that is folded away, with a remark next to its title."""
+    """Return a collapsible section, with a remark next to its title."""
     attributes = {"open": "open"} if opened else {}
     summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
     return tag("details", summary, *children, **attributes)
 
 
-# Paul Tol's "light" scheme (personal.sron.nl/~pault), made for filled cells with dark labels.
-_FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
-# Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
-_MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
-# Where source and target stand side by side: cool and warm, from dark to light, as rank 0 here is not rank 0 there.
-_SIDES = {
-    "source": ((96, 140, 208), (92, 176, 208), (92, 198, 176), (164, 218, 140)),
-    "target": ((192, 98, 158), (230, 122, 126), (244, 162, 104), (252, 216, 120)),
-}
-_DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
+def section(
+    title: str,
+    header: Sequence[str],
+    items: Sequence[T],
+    row: Callable[[T], Sequence[str]],
+    noun: str,
+    *,
+    wrap: str = "",
+    opened: bool = False,
+) -> Markup:
+    """Return a collapsible table of the first items, with the cells that `row` makes of each."""
+    body = table(header, map(row, items[:MOST_ITEMS]), wrap=wrap)
+    return details(title, body, *and_more(len(items), MOST_ITEMS, noun), more=f"{len(items):,}", opened=opened)
 
 
 def note(text: str) -> Markup:
@@ -139,50 +135,45 @@ def note(text: str) -> Markup:
 
 
 def and_more(count: int, shown: int, noun: str) -> list[Markup]:
-    """Return what follows those that are shown of a count: how many more there are."""
+    """Return a remark on the number of items that are not shown, if any."""
     return [note(f"and {count_text(count - shown, f'more {noun}')}")] if count > shown else []
 
 
 def listing(title: str, names: Sequence[str], meaning: str) -> Markup:
-    """Return names that are in one place and not in the other, layers folded."""
-    folded = [name for name, _, _ in group_names((name, None) for name in names)]
-    items = [tag("li", tag("code", name)) for name in folded[:MOST_NAMES]]
+    """Return a section of tensor names, folded; `meaning` describes them."""
     if not names:
         return details(title, note(f"no tensor is {meaning}"), more="none")
-    return details(
-        title,
-        tag("ul", *items),
-        *and_more(len(folded), MOST_NAMES, "name"),
-        more=f"{len(names):,}, {meaning}",
-        opened=True,
-    )
-
-
-def reasons(title: str, found: Iterable[tuple[str, str]]) -> Markup:
-    """Return a table of tensors and what is said of each."""
-    rows = list(found)
-    return details(
-        title, table(("tensor", "reason"), rows[:MOST_NAMES]), *and_more(len(rows), MOST_NAMES, "tensor"),
-        more=f"{len(rows):,}", opened=True,
-    )  # fmt: skip
+    folded = [name for name, _, _ in group_names((name, None) for name in names)]
+    return _bullets(title, [tag("code", name) for name in folded], "name", f"{len(names):,}, {meaning}")
 
 
 def warnings_listed(warnings: Sequence[str]) -> list[Markup]:
-    """Return a list of warnings; nothing where there is none."""
-    if not warnings:
-        return []
-    items = tag("ul", *(tag("li", warning) for warning in warnings[:MOST_NAMES]))
-    return [
-        details(
-            "Warnings", items, *and_more(len(warnings), MOST_NAMES, "warning"), more=f"{len(warnings):,}", opened=True
-        )
-    ]
+    """Return a section of warnings, if any."""
+    return [_bullets("Warnings", warnings, "warning", f"{len(warnings):,}")] if warnings else []
 
+
+def _bullets(title: str, items: Sequence[str], noun: str, more: str) -> Markup:
+    bullets = tag("ul", *(tag("li", item) for item in items[:MOST_ITEMS]))
+    return details(title, bullets, *and_more(len(items), MOST_ITEMS, noun), more=more, opened=True)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------
+
+
+# Paul Tol's "light" scheme (personal.sron.nl/~pault), made for filled cells with dark labels.
+_FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
+# Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
+_MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
+# For source and target side by side: cool and warm, from dark to light; rank 0 of one is not rank 0 of the other.
+_SIDES = {
+    "source": ((96, 140, 208), (92, 176, 208), (92, 198, 176), (164, 218, 140)),
+    "target": ((192, 98, 158), (230, 122, 126), (244, 162, 104), (252, 216, 120)),
+}
+_DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
 
 _ALONE = """\
 <style>svg{background:#ffffff;color:#1f1f1f;font-family:system-ui,"DejaVu Sans",sans-serif}
 @media(prefers-color-scheme:dark){svg{background:#1c1c1c;color:#dddddd}}</style>"""
-
 
 Drawn = tuple[Markup, float, float]
 """SVG elements with their width and height in pixels."""
@@ -190,11 +181,11 @@ Drawn = tuple[Markup, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawing that a notebook shows, and that `save` makes a file of its own.
+    """A drawing for a notebook; `save` writes it to a file.
 
     Attributes:
-        title: what it shows, in words.
-        width, height: in pixels.
+        title: a description.
+        width, height: the size in pixels.
         drawing: the SVG elements.
     """
 
@@ -204,7 +195,7 @@ class Picture:
     drawing: Markup
 
     def svg(self, *, alone: bool = False) -> Markup:
-        """Return the picture as an `<svg>` element, or as a file that stands alone."""
+        """Return the picture as an `<svg>` element, or with `alone` as the text of a file."""
         attributes: dict[str, str | float] = {
             "viewBox": f"0 0 {self.width:.6g} {self.height:.6g}",
             "width": float(self.width),
@@ -213,18 +204,18 @@ class Picture:
         }
         if alone:
             attributes["xmlns"] = "http://www.w3.org/2000/svg"
-        elif self.width > 100:  # smaller than this it could not be read, and scrolls
+        elif self.width > 100:  # shrinks to 75 % of its width, then scrolls
             attributes["style"] = f"max-width: max(100%, {0.75 * self.width:.0f}px)"
         style = [Markup(_ALONE)] if alone else []
         title = [tag("title", self.title)] if self.title else []
         return tag("svg", *title, *style, self.drawing, **attributes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to an SVG file, which looks right on light and dark screens."""
+        """Write the picture to an SVG file, for light and dark themes."""
         FilePath(path).write_text(self.svg(alone=True), encoding="utf-8")
 
     def html(self) -> Markup:
-        """Return the picture as a part of a page, which scrolls where there is little room."""
+        """Return the picture as a part of a page; it scrolls if there is little room."""
         return tag("div", self.svg(), class_="scroll")
 
     def _repr_html_(self) -> str:
@@ -235,12 +226,12 @@ class Picture:
 
 
 def colour(number: int, count: int, side: str = "") -> tuple[str, str]:
-    """Return the fill of one of several things, and the colour of a label on it.
+    """Return the fill of one of `count` items, and the colour of a label on it.
 
     Args:
-        number: of the thing, from 0.
-        count: how many there are.
-        side: `source` or `target` where both are in a picture; each has colours of its own.
+        number: the number of the item, from 0.
+        count: the number of items.
+        side: `source` or `target` in a picture of both, for different colours.
 
     >>> colour(0, 4), colour(0, 64), colour(63, 64)
     (('#77aadd', '#1a1a1a'), ('#3b528b', '#ffffff'), ('#fde725', '#1a1a1a'))
@@ -250,26 +241,26 @@ def colour(number: int, count: int, side: str = "") -> tuple[str, str]:
     stops = _SIDES.get(side, _MANY)
     if stops is _MANY and count <= len(_FEW):
         return _FEW[number], _DARK_INK
-    place = number / max(count - 1, 1) * (len(stops) - 1)
-    low = min(int(place), len(stops) - 2)
-    rgb = [round(a + (b - a) * (place - low)) for a, b in zip(stops[low], stops[low + 1], strict=True)]
+    position = number / max(count - 1, 1) * (len(stops) - 1)
+    low = min(int(position), len(stops) - 2)
+    rgb = [round(a + (b - a) * (position - low)) for a, b in zip(stops[low], stops[low + 1], strict=True)]
     light = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
     return "#{:02x}{:02x}{:02x}".format(*rgb), _DARK_INK if light > 118 else _LIGHT_INK
 
 
 def label(x: float, y: float, text: str, *, size: float = 11, anchor: str = "start", **more: str | float) -> Markup:
-    """Return text whose baseline is at `y`; `more` are attributes of its element."""
+    """Return text with its baseline at `y`; `more` are attributes of its element."""
     attributes = {"font_size": size, "text_anchor": anchor, "fill": "currentColor", **more}
     return tag("text", text, x=float(x), y=float(y), **attributes)
 
 
 def text_width(text: str, size: float = 11) -> float:
-    """Return about how wide a label is, in pixels: fonts differ, so rather more."""
+    """Return an upper estimate of the width of a label in pixels, since fonts differ."""
     return len(text) * size * 0.6
 
 
 def cut(text: str, room: float, size: float = 11) -> str:
-    """Return text for a label, cut in its middle where it has too little room.
+    """Shorten the text of a label to a width in pixels, by cutting its middle.
 
     >>> cut("model.layers.0.wq", 120), cut("model.layers.0.wq", 80)
     ('model.layers.0.wq', 'mode...0.wq')
@@ -278,7 +269,7 @@ def cut(text: str, room: float, size: float = 11) -> str:
 
 
 def fitting(choices: Iterable[str], room: float, size: float = 11) -> str:
-    """Return the first of some labels that fits, or nothing.
+    """Return the first label that fits, or "".
 
     >>> fitting(["ranks 0-3", "0-3"], 40), fitting(["ranks 0-3", "0-3"], 5)
     ('0-3', '')
@@ -289,7 +280,7 @@ def fitting(choices: Iterable[str], room: float, size: float = 11) -> str:
 def hatch(x: float, y: float, width: float, height: float, step: float = 7) -> Markup:
     """Return diagonal lines over a rectangle.
 
-    A pattern would need an id, and a page may hold several pictures, some of them hidden.
+    An SVG pattern would need an id, and ids clash if a page has several pictures.
     """
     lines = []
     offset = step
@@ -301,14 +292,28 @@ def hatch(x: float, y: float, width: float, height: float, step: float = 7) -> M
     return tag("path", d=Markup("".join(lines)), stroke="#000000", stroke_opacity=0.2, pointer_events="none")
 
 
+def moved(x: float, y: float, *children: Markup) -> Markup:
+    """Return a group of elements, moved to the right and downwards."""
+    return tag("g", *children, transform=f"translate({x:.6g} {y:.6g})")
+
+
 def wrapped(drawings: Iterable[Drawn], most: float, gap: float) -> Drawn:
-    """Put drawings side by side, in as many rows as a width asks for; return them as one."""
+    """Arrange drawings in rows of at most `most` pixels, `gap` pixels apart."""
     placed: list[Markup] = []
     width = height = x = y = 0.0
     for drawing, w, h in drawings:
         if x and x + w > most:
             x, y = 0.0, height + gap
-        placed.append(tag("g", drawing, transform=f"translate({x:.6g} {y:.6g})"))
+        placed.append(moved(x, y, drawing))
         width, height = max(width, x + w), max(height, y + h)
         x += w + gap
     return join(placed), width, height
+
+
+def ranks_label(ranks: Sequence[int]) -> str:
+    """Write ranks for a label.
+
+    >>> ranks_label([3]), ranks_label([0, 1, 2])
+    ('rank 3', 'ranks 0-2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_text(ranks)}"

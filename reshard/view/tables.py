@@ -1,7 +1,7 @@
-"""Tables of tensors: of a checkpoint, of what ranks' files hold, and of groups: how many, how large, of which dtypes.
+"""Checkpoints as tables and as plain data: their tensors, files and groups.
 
-Files of ranks that no strategy puts together are a `Checkpoint` for each set of ranks that hold the same, in which the
-tensors are as they are in the files. So all tables are made of checkpoints, and sorted and chosen from alike.
+Rank files without a strategy are shown as checkpoints, too: one for each set of ranks with equal tensors, with the
+shapes in the files (`rank_parts`). Thus the same functions select, sort and show every table.
 """
 
 from __future__ import annotations
@@ -10,28 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
-from textwrap import wrap
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Replica
-from reshard.layout.block import Block, shape_text
+from reshard.layout.block import Block
 from reshard.plan.select import all_states
 from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
-from reshard.view.text import (
-    LEGEND,
-    count_text,
-    looked_text,
-    shards_text,
-    shortened,
-    source_lines,
-)
-from reshard.view.words import block_picture, cut_words, layouts_of
+from reshard.upward import upward
+from reshard.view.text import count_text, looked_text, plain, source_lines, table_lines
+from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from reshard.formats.entries import Entry
     from reshard.formats.rank_dirs import Step
@@ -39,17 +33,9 @@ if TYPE_CHECKING:
     from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import SourceFile
 
-_LEAST_NAME = 24
-_WIDEST = 256  # or every row of a table would be as wide as its longest name
-_RIGHT = frozenset({"count", "bytes", "parameters", "tensors"})  # columns of numbers
-_KEYS: dict[str, Callable[[Checkpoint], Callable[[str], str]]] = {
-    "prefix": lambda _: lambda name: name.partition(".")[0],
-    "dtype": lambda checkpoint: lambda name: checkpoint.tensors[name].spec.dtype.name,
-    "kind": lambda checkpoint: kinds(checkpoint).__getitem__,
-}
 _SORTED: dict[str, Callable[[str, int], Any]] = {
     "bytes": lambda _, nbytes: -nbytes,
-    "name": lambda name, _: natural(name.replace("{", "")),  # of several layers, as the first of them
+    "name": lambda name, _: natural(name.replace("{", "")),  # folded layers sort as the first of them
 }
 
 
@@ -58,10 +44,10 @@ class Groups(Mapping[str, Checkpoint]):
     """The tensors of a checkpoint in groups: a mapping of each group's name to a checkpoint of its tensors.
 
     Attributes:
-        checkpoint: of which the tensors are.
-        by: what they are grouped by.
-        members: for each group, the names of its tensors.
-        shown_as: makes of the checkpoint of a group what users see of it.
+        checkpoint: the checkpoint.
+        by: the property that defines the groups.
+        members: the names of the tensors of each group.
+        shown_as: converts a group's checkpoint to the class that users see.
     """
 
     checkpoint: Checkpoint
@@ -71,22 +57,22 @@ class Groups(Mapping[str, Checkpoint]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many tensors each group has."""
+        """Count the tensors of each group."""
         return {group: len(members) for group, members in self.members.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each group's whole tensors, replicas counted once, in bytes."""
+        """Return the size of each group's whole tensors in bytes, replicas counted once."""
         tensors = self.checkpoint.tensors
-        return {group: sum(tensors[name].spec.nbytes for name in some) for group, some in self.members.items()}
+        return {group: sum(tensors[n].spec.nbytes for n in members) for group, members in self.members.items()}
 
     @property
     def dtypes(self) -> dict[str, tuple[str, ...]]:
-        """The dtypes in each group, by name."""
+        """Return the names of the dtypes in each group."""
         tensors = self.checkpoint.tensors
         return {
-            group: tuple(dict.fromkeys(tensors[name].spec.dtype.name for name in some))
-            for group, some in self.members.items()
+            group: tuple(dict.fromkeys(tensors[name].spec.dtype.name for name in members))
+            for group, members in self.members.items()
         }
 
     def __getitem__(self, group: str) -> Any:
@@ -105,49 +91,56 @@ class Groups(Mapping[str, Checkpoint]):
         return f"<Groups of {printable(self.checkpoint.root)} by {self.by}: {len(self)}>"
 
     def __str__(self) -> str:
-        counts, sizes, dtypes = self.counts, self.sizes, self.dtypes
-        rows = [
-            (printable(group), f"{counts[group]:,}", bytes_text(sizes[group]), ", ".join(dtypes[group]))
-            for group in self
-        ]
+        rows = [(printable(name), *cells) for name, *cells in group_rows(self)]
         return "\n".join(table_lines((self.by, "count", "bytes", "dtype"), rows))
 
     def _repr_html_(self) -> str:
-        from reshard.view.html import groups_html
+        return str(upward("html")(self))
 
-        return groups_html(self)
+
+def group_rows(groups: Groups) -> list[tuple[str, str, str, str]]:
+    """Return the name, number of tensors, size and dtypes of each group as text."""
+    counts, sizes, dtypes = groups.counts, groups.sizes, groups.dtypes
+    return [(name, f"{counts[name]:,}", bytes_text(sizes[name]), ", ".join(dtypes[name])) for name in groups]
 
 
 def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any]) -> Groups:
     """Group the tensors of a checkpoint.
 
     Args:
-        checkpoint: has the tensors.
+        checkpoint: the checkpoint.
         shown_as: see `Groups`.
-        by: `name`, where names that differ in numbers only are one group (`layers.{0-31}.wq.weight`), `prefix`, what
-            stands before the first dot, `dtype`, or `kind` (`kinds`).
+        by: `name` (names that differ only in numbers are one group: `layers.{0-31}.wq.weight`), `prefix` (the part
+            before the first dot), `dtype`, or `kind` (`kinds`).
 
     Raises:
-        UsageError: tensors cannot be grouped by that.
+        UsageError: an unknown value of `by`.
     """
-    found: dict[str, list[str]] = {}
+    tensors = checkpoint.tensors
+    kind_of = kinds(checkpoint) if by == "kind" else {}
+    keys: dict[str, Callable[[str], str]] = {
+        "prefix": lambda name: name.partition(".")[0],
+        "dtype": lambda name: tensors[name].spec.dtype.name,
+        "kind": kind_of.__getitem__,
+    }
     if by == "name":
-        for group, _, members in group_members((name, None) for name in checkpoint.tensors):
-            found.setdefault(group, []).extend(members)
-    elif by in _KEYS:
-        key = _KEYS[by](checkpoint)
-        for name in checkpoint.tensors:
-            found.setdefault(key(name), []).append(name)
+        folded = group_members((name, None) for name in tensors)
+        pairs = [(group, name) for group, _, members in folded for name in members]
+    elif by in keys:
+        pairs = [(keys[by](name), name) for name in tensors]
     else:
-        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}", code="bad-value")
-    return Groups(checkpoint, by, {group: tuple(members) for group, members in found.items()}, shown_as)
+        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *keys])}", code="bad-value")
+    groups: dict[str, list[str]] = {}
+    for group, name in pairs:
+        groups.setdefault(group, []).append(name)
+    return Groups(checkpoint, by, {group: tuple(members) for group, members in groups.items()}, shown_as)
 
 
 def kinds(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what each tensor is, by its name: `weights`, which states of the optimizer (`adam_m`), or `other`.
+    """Return the kind of each tensor: `weights`, an optimizer state such as `adam_m`, or `other`.
 
-    Other are `global_step`, `learning_rate` and the like, and text. Names that were left out are known, too: to choose
-    the states alone makes no weights of them.
+    The kind `other` has text and values such as `global_step` and `learning_rate`. Names that were left out are taken
+    into account, so that optimizer states do not become weights if only they are selected.
     """
     states = all_states(checkpoint, None, checkpoint.left_out)
     return {
@@ -157,7 +150,7 @@ def kinds(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 class Total(NamedTuple):
-    """What the tensors of one kind and dtype are in sum; `parameters` are the numbers in them."""
+    """The sums over the tensors of one kind and dtype; `parameters` counts their elements."""
 
     kind: str
     dtype: str
@@ -167,7 +160,7 @@ class Total(NamedTuple):
 
 
 def totals(checkpoint: Checkpoint) -> list[Total]:
-    """Return the sums by kind and dtype: weights first, what is neither weight nor state of one last."""
+    """Return the sums by kind and dtype, `weights` first and `other` last."""
     kind_of = kinds(checkpoint)
     sums: dict[tuple[str, str], list[int]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -176,39 +169,33 @@ def totals(checkpoint: Checkpoint) -> list[Total]:
         total[1] += prod(tensor.spec.shape)
         total[2] += tensor.spec.nbytes
     order = ["weights", *dict.fromkeys(kind for kind, _ in sums if kind not in {"weights", "other"}), "other"]
-    found = [Total(kind, dtype, *total) for (kind, dtype), total in sums.items()]
-    return sorted(found, key=lambda total: order.index(total.kind))
+    rows = [Total(kind, dtype, *total) for (kind, dtype), total in sums.items()]
+    return sorted(rows, key=lambda row: order.index(row.kind))
 
 
 def rank_parts(
     root: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None = None
 ) -> list[Checkpoint]:
-    """Return what ranks' files hold: a checkpoint for each set of ranks whose tensors have equal names and shapes.
+    """Return a checkpoint for each set of ranks whose files have equal names, dtypes and shapes.
 
-    Ranks mostly share their index (`source.headers` sees to that), so each distinct one is looked through once.
-
-    Args:
-        root: what was opened.
-        files: the files of all ranks.
-        ranks: the rank of each file.
-        step: which of the checkpoints of a training run they are.
+    Ranks mostly share their index (`source.headers`), so each distinct one is examined once.
     """
     by_rank: dict[int, list[SourceFile]] = {}
     for file, rank in zip(files, ranks, strict=True):
         by_rank.setdefault(rank, []).append(file)
-    of_headers: dict[tuple[int, ...], Hashable] = {}
+    contents: dict[tuple[int, ...], Hashable] = {}
     alike: dict[Hashable, dict[int, list[SourceFile]]] = {}
-    for rank, held in sorted(by_rank.items()):
-        headers = tuple(file.index.header for file in held)
-        if headers not in of_headers:
-            entries = [file.index.entries.items() for file in held]
-            of_headers[headers] = frozenset((n, e.dtype, e.shape) for some in entries for n, e in some)
-        alike.setdefault(of_headers[headers], {})[rank] = held
-    return [replace(_as_they_are(root, some), opening=Opening(step=step)) for some in alike.values()]
+    for rank, rank_files in sorted(by_rank.items()):
+        headers = tuple(file.index.header for file in rank_files)
+        if headers not in contents:
+            entries = chain.from_iterable(file.index.entries.items() for file in rank_files)
+            contents[headers] = frozenset((name, entry.dtype, entry.shape) for name, entry in entries)
+        alike.setdefault(contents[headers], {})[rank] = rank_files
+    return [replace(_unassembled(root, group), opening=Opening(step=step)) for group in alike.values()]
 
 
-def _as_they_are(root: str, held: Mapping[int, Sequence[SourceFile]]) -> Checkpoint:
-    """Return the tensors of the first of some ranks that hold the same, as they are in its files."""
+def _unassembled(root: str, files: Mapping[int, Sequence[SourceFile]]) -> Checkpoint:
+    """Return a checkpoint of ranks with equal files: the shards of the first rank as whole tensors."""
     shared: dict[tuple[int, Shape], Sharding] = {}
 
     def tensor(number: int, name: str, entry: Entry) -> Tensor:
@@ -217,37 +204,36 @@ def _as_they_are(root: str, held: Mapping[int, Sequence[SourceFile]]) -> Checkpo
             shared[key] = Sharding((Block.whole(entry.shape),), ((Replica(number, 0),),))
         return Tensor(TensorSpec(name, entry.dtype, entry.shape), shared[key], (entry.runs,), text=entry.text)
 
-    first = next(iter(held.values()))
-    found = [tensor(n, *item) for n, file in enumerate(first) for item in file.index.entries.items()]
+    first = next(iter(files.values()))
     return Checkpoint(
         root,
-        {one.spec.name: one for one in found},
-        tuple(chain.from_iterable(held.values())),
-        tuple(rank for rank, some in held.items() for _ in some),
+        {name: tensor(n, name, entry) for n, file in enumerate(first) for name, entry in file.index.entries.items()},
+        tuple(chain.from_iterable(files.values())),
+        tuple(rank for rank, rank_files in files.items() for _ in rank_files),
         unreadable={name: reason for file in first for name, reason in file.index.unreadable},
     )
 
 
 def chosen(parts: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpoint]:
-    """Return the checkpoints with those tensors only that patterns choose: names, or globs; all where there is none.
+    """Return checkpoints with only the tensors that match names or globs, if any are given.
 
     Raises:
-        UsageError: a pattern matches no tensor of any; the nearest is named.
+        UsageError: a pattern matches no tensor of any checkpoint; the error names the nearest.
     """
     if not patterns:
         return list(parts)
-    every = dict.fromkeys(name for part in parts for name in part.every)
-    others = every.keys() - matched(parts[0].root, every, patterns)
-    return [part.without(others & part.every.keys()) for part in parts]
+    all_names = dict.fromkeys(name for part in parts for name in part.every)
+    excluded = all_names.keys() - matched(parts[0].root, all_names, patterns)
+    return [part.without(excluded & part.every.keys()) for part in parts]
 
 
 def in_order(checkpoint: Checkpoint, sort: str | None) -> Checkpoint:
-    """Return a checkpoint with its tensors by `name` or by `bytes`, the largest first; None: as they are."""
+    """Sort the tensors by `name` or by `bytes`, the largest first; None keeps their order."""
     if sort is None:
         return checkpoint
     key = _SORTED[sort]
-    some = sorted(checkpoint.tensors.items(), key=lambda item: key(item[0], item[1].spec.nbytes))
-    return replace(checkpoint, tensors=dict(some))
+    tensors = sorted(checkpoint.tensors.items(), key=lambda item: key(item[0], item[1].spec.nbytes))
+    return replace(checkpoint, tensors=dict(tensors))
 
 
 def checkpoint_text(
@@ -256,90 +242,65 @@ def checkpoint_text(
     """Write a checkpoint as a table of its tensors, repeated layers folded, with sums.
 
     Args:
-        checkpoint: what is shown.
-        sort: by what rows are sorted, as in `in_order`.
-        width: how many columns the terminal has; None for any number.
-        raw: write device matrices and tensor maps, and how many blocks and copies the files have.
+        checkpoint: the checkpoint.
+        sort: the order of rows, as for `in_order`.
+        width: the columns of the terminal; None for any number.
+        raw: write device matrices, tensor maps, and the numbers of blocks and copies in the files.
     """
-    known: dict[Sharding, str] = {}
-    more: dict[str, Callable[[Tensor], str]] = {}
+    columns: dict[str, Callable[[Tensor], str]] = {}
     cut = checkpoint.strategy is not None or checkpoint.extras.has_layouts
     if cut or any(len(tensor.sharding.blocks) > 1 for tensor in checkpoint.tensors.values()):
-        more["layout"] = lambda tensor: cut_words(checkpoint, tensor, known)
+        columns["layout"] = lambda tensor: cut_words(checkpoint, tensor)
     if raw:
-        counts: dict[Sharding, str] = {}
         if cut:
-            more["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
-        more["shards x replicas"] = lambda tensor: shards_text(tensor, counts)
-    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
+            columns["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
+        columns["shards x replicas"] = lambda tensor: " x ".join(shard_counts(tensor.sharding))
+    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
+    facts, objects = objects_of(checkpoint)
+    if facts:
+        lines.append(f"Megatron: {printable(', '.join(f'{word} {fact}' for word, fact in facts.items()))}")
+    lines += ["", *_rows(checkpoint, "shape", sort, width, columns), ""]
+    if cut and raw:
+        lines += [*LEGEND.splitlines(), ""]
+    lines += [*_totals(checkpoint, width), ""]
+    if sampled := looked_text(checkpoint.opening.looked):
+        lines.append(f"sampled: {sampled}")
+    in_files = f" in whole tensors, {bytes_text(_stored(checkpoint))} in the files with replicas" if cut else ""
+    lines.append(f"{_counted(checkpoint)}{in_files}")
+    return joined("\n", [*lines, *_unreadable(checkpoint, objects)])
+
+
+def _stored(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the tensors in all files, replicas included."""
+    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share their index
     sizes = {
         header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
         for header, index in distinct.items()
     }
-    stored = sum(sizes[file.index.header] for file in checkpoint.files)
-    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
-    facts, shown = objects_of(checkpoint)
-    said = ", ".join(f"{word} {fact}" for word, fact in facts.items())
-    lines += [*([f"Megatron: {printable(said)}"] if said else []), ""]
-    lines += [*_rows(checkpoint, "shape", sort, width, more), ""]
-    if cut and raw:
-        lines += [*LEGEND.splitlines(), ""]
-    lines += [*_totals(checkpoint, width), ""]
-    if looked := looked_text(checkpoint.opening.looked):
-        lines.append(f"sampled: {looked}")
-    in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas"
-    lines.append(f"{_counted(checkpoint)}{in_files if cut else ''}")
-    return joined("\n", [*lines, *_unreadable(checkpoint, shown)])
+    return sum(sizes[file.index.header] for file in checkpoint.files)
 
 
-def picture_text(checkpoint: Checkpoint, name: str) -> str:
-    """Draw in characters which ranks hold which block of a tensor.
-
-    Raises:
-        KeyError: the checkpoint has no such tensor; the nearest names are given.
-    """
-    checkpoint.require(name)
-    tensor = checkpoint.tensors[name]
-    places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
-    if places and checkpoint.strategy:
-        grids = [checkpoint.strategy.grid(name, tensor.spec.shape, stage=placed.stage) for placed in places]
-        pictures = [block_picture(grid.shape, grid.blocks, grid.ranks) for grid in grids]
-    else:
-        ranks = [sorted({checkpoint.ranks[at.file] for at in some}) for some in tensor.sharding.replicas]
-        pictures = [block_picture(tensor.spec.shape, tensor.sharding.blocks, ranks)]
-    title = f"{printable(name)}  {extents_text(tensor)}  {tensor.spec.dtype}  {cut_words(checkpoint, tensor, {})}"
-    return "\n\n".join([title, *("\n".join(picture) for picture in pictures)])
-
-
-def iterations_text(listed: Sequence[Iteration], *, width: int | None = None) -> str:
-    """Write which checkpoints a run has: how large each is, and whether it is complete and the run was healthy.
-
-    Args:
-        listed: the checkpoints.
-        width: how many columns the terminal has; None for any number.
-    """
-    table = []
-    for one in listed:
-        state = f"not complete: {one.problem}" if one.problem else "complete"
-        said = [state, *(["the last"] if one.is_last else []), *one.warnings]
-        table.append((f"iteration {one.number}", bytes_text(one.nbytes), printable("; ".join(said))))
-    return "\n".join(table_lines(("checkpoint", "bytes", "state"), table, width, below=1))
+def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None) -> str:
+    """Write a table of the checkpoints of a run, with their sizes and states."""
+    rows = []
+    for iteration in iterations:
+        state = f"not complete: {iteration.problem}" if iteration.problem else "complete"
+        states = [state, *(["the last"] if iteration.is_last else []), *iteration.warnings]
+        rows.append((f"iteration {iteration.number}", bytes_text(iteration.nbytes), printable("; ".join(states))))
+    return "\n".join(table_lines(("checkpoint", "bytes", "state"), rows, width, below=1))
 
 
 def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:
-    """Write what ranks' files hold, where no strategy gives the whole tensors; ranks that hold the same as one.
+    """Write the tensors of `rank_parts`, one table for each set of equal ranks.
 
-    Args:
-        parts: as `rank_parts` returns them.
-        sort: by what rows are sorted, as in `in_order`.
-        width: how many columns the terminal has; None for any number.
+    The options are the same as for `checkpoint_text`.
     """
     files = [file for part in parts for file in part.files]
     lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].opening.step)
     for part in parts:
-        alike = sorted(set(part.ranks))
-        some = f"ranks {ranges_text(alike)}: each " if len(alike) > 1 else f"rank {alike[0]}: "
-        lines += ["", f"{some if len(parts) > 1 or len(alike) > 1 else ''}{_counted(part)}"]
+        ranks = sorted(set(part.ranks))
+        title = f"ranks {ranges_text(ranks)}: each " if len(ranks) > 1 else f"rank {ranks[0]}: "
+        lines += ["", f"{title if len(parts) > 1 or len(ranks) > 1 else ''}{_counted(part)}"]
         if part.tensors:
             lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
         lines += _unreadable(part, {})
@@ -347,10 +308,9 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
 
 
 def _counted(checkpoint: Checkpoint) -> str:
-    """Write how many tensors there are, of how many if some were left out, and how large they are."""
-    every = len(checkpoint.tensors) + len(checkpoint.left_out)
-    some = f"{len(checkpoint.tensors):,} of " if checkpoint.left_out else ""
-    return f"{some}{count_text(every, 'tensor')}, {bytes_text(checkpoint.nbytes)}"
+    total = len(checkpoint.tensors) + len(checkpoint.left_out)
+    selected = f"{len(checkpoint.tensors):,} of " if checkpoint.left_out else ""
+    return f"{selected}{count_text(total, 'tensor')}, {bytes_text(checkpoint.nbytes)}"
 
 
 def _rows(
@@ -358,82 +318,55 @@ def _rows(
     shape: str,
     sort: str | None,
     width: int | None,
-    more: Mapping[str, Callable[[Tensor], str]],
+    columns: Mapping[str, Callable[[Tensor], str]],
 ) -> list[str]:
-    """Return the lines of a table of tensors, repeated layers as one, with more columns, and what their shapes are."""
+    """Return the lines of a table of tensors, folded; `shape` is a title, `columns` has further ones by title."""
     rows = group_names(
-        (name, (tensor.spec._replace(name=""), (extents_text(tensor), *(text(tensor) for text in more.values()))))
+        (name, (tensor.spec._replace(name=""), (extents_text(tensor), *(text(tensor) for text in columns.values()))))
         for name, tensor in checkpoint.tensors.items()
     )
     if sort is not None:
         key = _SORTED[sort]
         rows.sort(key=lambda row: key(row[0], row[1][0].nbytes * row[2]))
     table = [
-        (
-            printable(name),
-            f"{count:,}",
-            spec.dtype.name,
-            extents,
-            bytes_text(spec.nbytes * count),
-            *texts,
-        )
+        (printable(name), f"{count:,}", spec.dtype.name, extents, bytes_text(spec.nbytes * count), *texts)
         for name, (spec, (extents, *texts)), count in rows
     ]
-    return table_lines(("tensor", "count", "dtype", shape, "bytes", *more), table, width, below=len(more))
-
-
-def extents_text(tensor: Tensor) -> str:
-    """Write the shape of a tensor, with what its first dimensions count, where that is known."""
-    shape, words = tensor.spec.shape, stacked_axes(tensor)
-    counted = ", ".join(count_text(extent, word) for extent, word in zip(shape, words, strict=False))
-    rest = shape_text(shape[len(words) :])
-    return f"[{counted}{', ' if rest != '[]' else ''}{rest[1:]}" if words else rest
+    return table_lines(("tensor", "count", "dtype", shape, "bytes", *columns), table, width, below=len(columns))
 
 
 def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, str]]:
-    """Return what a checkpoint says of the training, and what each object is; they are read for that."""
+    """Read and return the facts about the training, and the text of each object that is not a tensor."""
     if not (checkpoint.extras.objects or checkpoint.extras.beside):
         return {}, {}
-    from reshard.readers.dcp.objects import facts, shown_objects  # not on every start
+    from reshard.readers.dcp.objects import facts, shown_objects  # seldom needed
 
     return facts(checkpoint), shown_objects(checkpoint)
 
 
 def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
-    found = [("not readable", checkpoint.unreadable), ("bound", checkpoint.extras.bound), ("not a tensor", objects)]
-    rows = ((title, name, what) for title, some in found for name, what, _ in group_names(some.items()))
-    return [f"{title}: {printable(name)}: {printable(what)}" for title, name, what in rows]
+    reasons = {"not readable": checkpoint.unreadable, "bound": checkpoint.extras.bound, "not a tensor": objects}
+    folded = {title: group_names(by_name.items()) for title, by_name in reasons.items()}
+    return [
+        f"{title}: {printable(name)}: {printable(text)}" for title, rows in folded.items() for name, text, _ in rows
+    ]
 
 
 def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
-    table = [
-        (printable(one.kind), one.dtype, f"{one.tensors:,}", f"{one.parameters:,}", bytes_text(one.nbytes))
-        for one in totals(checkpoint)
+    rows = [
+        (printable(kind), dtype, f"{tensors:,}", f"{parameters:,}", bytes_text(nbytes))
+        for kind, dtype, tensors, parameters, nbytes in totals(checkpoint)
     ]
-    return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), table, width)
-
-
-def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
-    """Write the layouts of tensors that are shown as one, with the stages of each where there are several."""
-    stages: dict[str, set[int]] = {}
-    for tensor in tensors:
-        for stage, layout in layouts_of(checkpoint, tensor):
-            stages.setdefault(str(layout), set()).add(stage)
-    if stages and checkpoint.strategy and len(checkpoint.strategy.stages) > 1:
-        return ", ".join(f"stage {ranges_text(sorted(some))}: {layout}" for layout, some in stages.items())
-    return next(iter(stages), "whole")
+    return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), rows, width)
 
 
 def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[str | int, ...]]:
-    """Yield the rows of a table as data, the titles first: one for each tensor, nothing folded.
+    """Yield the rows of `--csv`: the titles, then one row per tensor.
 
-    Args:
-        parts: one checkpoint, or as `rank_parts` returns them.
-        whole: the tensors are whole ones, and not what ranks' files hold.
+    `parts` is one checkpoint if tensors are `whole`, else the result of `rank_parts`.
     """
     common = ("name", "kind", "dtype", "shape", "parameters", "nbytes")
     yield (*common, "layout", "blocks", "replicas") if whole else ("ranks", *common)
-    known: dict[Sharding, str] = {}
     for part in parts:
         alike = sorted(set(part.ranks))
         ranks, kind_of = ranges_text(alike, most=len(alike)), kinds(part)
@@ -441,48 +374,82 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             _, dtype, shape = tensor.spec
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
-                blocks, _, replicas = shards_text(tensor, known).partition(" x ")
-                yield (
-                    *row,
-                    layouts_text(part, [tensor]) if part.strategy or part.extras.has_layouts else "",
-                    blocks,
-                    replicas,
-                )
+                layouts = layouts_text(part, [tensor]) if part.strategy or part.extras.has_layouts else ""
+                yield (*row, layouts, *shard_counts(tensor.sharding))
             else:
                 yield (ranks, *row)
 
 
-def table_lines(
-    header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None, *, below: int = 0
-) -> list[str]:
-    """Return the lines of a table, numbers to the right.
+def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return a checkpoint as plain data."""
+    ranks = checkpoint.ranks
+    facts, objects = objects_of(checkpoint)
+    replicas: dict[Sharding, list[dict[str, object]]] = {}
+    return {
+        **_files_data([checkpoint]),
+        "nbytes": checkpoint.nbytes,
+        "warnings": plain(checkpoint.warnings),
+        "sampled": plain(checkpoint.opening.looked),
+        "unreadable": dict(checkpoint.unreadable),
+        "bound": dict(checkpoint.extras.bound),
+        "objects": objects,
+        "training": facts,
+        "totals": plain(totals(checkpoint)),
+        "tensors": [
+            {
+                **_tensor_data(tensor),
+                "stacked": list(stacked_axes(tensor)),
+                "layouts": [
+                    {"stage": stage, **layout_data(layout)} for stage, layout in layouts_of(checkpoint, tensor)
+                ],
+                "shards": _shards_data(tensor.sharding, ranks, replicas),
+            }
+            for tensor in checkpoint.tensors.values()
+        ],
+    }
 
-    Args:
-        header: the titles; the first column is that of names.
-        rows: the cells.
-        width: how long lines may be, if not as long as they are: names are cut in the middle.
-        below: so many columns, the last ones, go to lines of their own where the width does not suffice.
-    """
-    lines = [tuple(header), *map(tuple, rows)]
-    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
-        return _columns(header, lines)
-    kept = len(header) - below
-    room = max(_LEAST_NAME, width - sum(sizes[1:kept]) - 2 * (kept - 1))
-    above = _columns(header[:kept], [(shortened(line[0], room), *line[1:kept]) for line in lines])
-    return [
-        text
-        for line, first in zip(lines, above, strict=True)
-        for text in (first, *wrap("  ".join(line[kept:]), width, initial_indent="    ", subsequent_indent="    "))
-    ]
+
+def _tensor_data(tensor: Tensor) -> dict[str, object]:
+    name, dtype, shape = tensor.spec
+    return {"name": name, "dtype": dtype.name, "shape": list(shape), "nbytes": tensor.spec.nbytes}
 
 
-def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [min(_WIDEST, max(len(line[column]) for line in lines)) for column in range(len(header))]
-    return [
-        "  ".join(
-            cell.rjust(width) if title in _RIGHT else cell.ljust(width)
-            for cell, width, title in zip(line, widths, header, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
+def _shards_data(
+    sharding: Sharding, ranks: Sequence[int], known: dict[Sharding, list[dict[str, object]]]
+) -> list[dict[str, object]]:
+    if sharding not in known:
+        known[sharding] = [
+            {**plain(block), "ranks": [ranks[at.file] for at in replicas]}
+            for block, replicas in zip(sharding.blocks, sharding.replicas, strict=True)
+        ]
+    return known[sharding]
+
+
+def _files_data(parts: Sequence[Checkpoint]) -> dict[str, object]:
+    files = [(rank, file) for part in parts for rank, file in zip(part.ranks, part.files, strict=True)]
+    return {
+        "source": parts[0].root,
+        "step": plain(parts[0].opening.step),
+        "ranks": sorted({rank for rank, _ in files}),
+        "files": [
+            {"rank": rank, "path": file.path, "format": file.index.format, "nbytes": file.nbytes}
+            for rank, file in sorted(files, key=itemgetter(0))
+        ],
+    }
+
+
+def rank_files_data(parts: Sequence[Checkpoint], warnings: Sequence[str]) -> dict[str, object]:
+    """Return the tensors in each rank's files as plain data; `parts` is the result of `rank_parts`."""
+    return {
+        **_files_data(parts),
+        "warnings": list(warnings),
+        "groups": [
+            {
+                "ranks": sorted(set(part.ranks)),
+                "totals": plain(totals(part)),
+                "unreadable": dict(part.unreadable),
+                "tensors": [_tensor_data(tensor) for tensor in part.tensors.values()],
+            }
+            for part in parts
+        ],
+    }

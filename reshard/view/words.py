@@ -1,35 +1,61 @@
-"""Layouts in words, and drawn in characters: how a tensor is cut, and which rank holds which block.
+"""Layouts and strategies in words, as pictures in characters and as plain data.
 
-`rows / 4 × 2 copies` is cut into 4 blocks of rows, each on 2 ranks. Words leave out the order of the ranks: the picture
-has it, and so have the device matrix and the tensor map that `--raw` shows.
+`rows / 4 × 2 copies` means 4 blocks of rows, each on 2 ranks. The words omit the order of the ranks; pictures show it,
+and so do the device matrix and the tensor map of `--raw`.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, printable
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
-from reshard.strategy.names import ranges_text
+from reshard.source.reshape import stacked_axes
+from reshard.strategy.names import group_names, ranges_text
+from reshard.view.text import count_text, fields_data
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.layout.block import Block, Shape
     from reshard.layout.layout import Layout
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.strategy.strategy import Placed, Strategy
 
-SAVED_BY_TORCH = "torch.save"
+_SAVED_BY_TORCH = "torch.save"
 
-MOST_ROWS, MOST_COLUMNS = 16, 8
-"""The most blocks that a picture in characters has downwards and to the right."""
+_MOST_ROWS, _MOST_COLUMNS = 16, 8
+"""The most rows and columns of blocks in a picture."""
+
+LEGEND = """\
+layout: [extents of the device axes] map [the axis that cuts each dimension:
+0 is the last, -1 none] opt N: rows are cut once more for the optimizer, into
+N pieces or, with -1, into one for each rank that would hold the same"""
+"""The meaning of a layout's text."""
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------
+
+
+def raw_text(layout: Layout) -> str:
+    """Write a layout in the notation of strategy files.
+
+    >>> from reshard.layout.layout import Layout
+    >>> raw_text(Layout.of([2, 4], [1, -1]))
+    '[2, 4] map [1, -1]'
+    """
+    text = str(layout)
+    if layout.param_split_shape:
+        text += f" rows {shape_text(layout.param_split_shape)}"
+    return f"{text} field {layout.field}" if layout.field else text
 
 
 def layout_words(layout: Layout) -> str:
-    """Write how a layout cuts a tensor.
+    """Describe how a layout cuts a tensor.
 
     >>> from reshard.layout.layout import Layout
     >>> layout_words(Layout.of([2, 4], [1, -1])), layout_words(Layout.of([4], [-1])), layout_words(Layout.of([1], [-1]))
@@ -41,8 +67,7 @@ def layout_words(layout: Layout) -> str:
         ways = layout.splits
     except LayoutError as error:
         return f"not possible: {error.message}"
-    optimizer = layout.optimizer_shards if ways else 1
-    parts = _parts(ways, optimizer)
+    parts = _parts(ways, layout.optimizer_shards if ways else 1)
     if layout.param_split_shape and parts:
         parts[0] += f" as {shape_text(layout.param_split_shape)}"
     if layout.field:
@@ -62,8 +87,9 @@ def placement_words(layout: Layout) -> str:
     return ", ".join(f"Shard({dims[axis]})" if axis in dims else "Replicate()" for axis in range(last + 1))
 
 
+@lru_cache(maxsize=256)
 def sharding_words(sharding: Sharding, shape: Shape) -> str:
-    """Write how the files cut a tensor, without a layout that says so."""
+    """Describe how the files cut a tensor without a layout; cached, since tensors share shardings."""
     blocks = sharding.blocks
     copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
     if len(blocks) > 1 and not is_grid(shape, blocks):
@@ -74,11 +100,18 @@ def sharding_words(sharding: Sharding, shape: Shape) -> str:
     return cut + (_copies(copies[0]) if len(copies) == 1 else f" × {copies[0]} to {copies[-1]} copies")
 
 
+@lru_cache(maxsize=256)
+def shard_counts(sharding: Sharding) -> tuple[str, str]:
+    """Write the number of blocks and of copies of each; cached, since tensors share shardings."""
+    copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
+    return f"{max(len(sharding.blocks), 1)}", f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
+
+
 def _parts(ways: Sequence[int], optimizer: int) -> list[str]:
-    """Return what is done to each dimension that is cut."""
-    names = ["rows", "columns"] if len(ways) == 2 else ["rows"] if len(ways) == 1 else []
-    names += [f"axis {dim}" for dim in range(len(names), len(ways))]
-    parts = [f"{name} / {way}" for name, way in zip(names, ways, strict=True) if way > 1]
+    """Return the text of each dimension that is cut."""
+    axes = ["rows", "columns"] if len(ways) == 2 else ["rows"] if len(ways) == 1 else []
+    axes += [f"axis {dim}" for dim in range(len(axes), len(ways))]
+    parts = [f"{axis} / {way}" for axis, way in zip(axes, ways, strict=True) if way > 1]
     if optimizer > 1:
         parts[0] += f" ({optimizer} for the optimizer)"
     return parts
@@ -88,41 +121,156 @@ def _copies(count: int) -> str:
     return f" × {count} copies" if count > 1 else ""
 
 
-def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
-    """Return the layouts of a tensor by stage; none of one that neither a strategy nor metadata name."""
+def layout_data(layout: Layout) -> dict[str, object]:
+    """Return a layout as plain data, with the keys of a JSON strategy file; map entries are lists of axes."""
+    return fields_data(
+        layout, "dev_matrix", "tensor_map", "opt_weight_shard_size", "opt_weight_shard_step", "param_split_shape",
+        "field",
+    )  # fmt: skip
+
+
+# --- tensors of a checkpoint ------------------------------------------------------------------------------------
+
+
+def extents_text(tensor: Tensor) -> str:
+    """Write the shape of a tensor, with the units of its first dimensions, if known."""
+    shape, words = tensor.spec.shape, stacked_axes(tensor)
+    counted = ", ".join(count_text(extent, word) for extent, word in zip(shape, words, strict=False))
+    rest = shape_text(shape[len(words) :])
+    return f"[{counted}{', ' if rest != '[]' else ''}{rest[1:]}" if words else rest
+
+
+def places_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Placed, ...]:
+    """Return the stages and layouts of a tensor in the strategy."""
     if checkpoint.strategy is None or not tensor.listed:
-        layout = checkpoint.extras.layout_of(tensor.spec.name)
-        return [] if layout is None else [(0, layout)]
-    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
+        return ()
+    return checkpoint.strategy.tensors.get(tensor.spec.name, ())
 
 
-def cut_words(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]) -> str:
-    """Write how a tensor of a checkpoint is cut: its layout, if there is one, else what its files have.
+def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
+    """Return the stages and layouts of a tensor, from the strategy or from metadata."""
+    if places := places_of(checkpoint, tensor):
+        return [(placed.stage, placed.layout) for placed in places]
+    layout = checkpoint.extras.layout_of(tensor.spec.name)
+    return [] if layout is None else [(0, layout)]
 
-    Args:
-        checkpoint: the checkpoint.
-        tensor: one of its tensors.
-        known: the words of shardings that were written before, since tensors share them.
-    """
+
+def ranks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks whose files have each block of a tensor."""
+    ranks = checkpoint.ranks
+    return tuple(tuple(sorted({ranks[at.file] for at in replicas})) for replicas in tensor.sharding.replicas)
+
+
+def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
+    """Write the layouts of tensors that share a row, with their stages if there are several."""
+    stages: dict[str, set[int]] = {}
+    for tensor in tensors:
+        for stage, layout in layouts_of(checkpoint, tensor):
+            stages.setdefault(str(layout), set()).add(stage)
+    if stages and checkpoint.strategy and len(checkpoint.strategy.stages) > 1:
+        return ", ".join(f"stage {ranges_text(sorted(numbers))}: {layout}" for layout, numbers in stages.items())
+    return next(iter(stages), "whole")
+
+
+def cut_words(checkpoint: Checkpoint, tensor: Tensor) -> str:
+    """Describe how a tensor is cut: by its layout, or else by the blocks in its files."""
     layouts = layouts_of(checkpoint, tensor)
     if not layouts:
-        if tensor.sharding not in known:
-            known[tensor.sharding] = sharding_words(tensor.sharding, tensor.spec.shape)
-        return known[tensor.sharding]
-    write = placement_words if checkpoint.extras.described_by == SAVED_BY_TORCH else layout_words
+        return sharding_words(tensor.sharding, tensor.spec.shape)
+    write = placement_words if checkpoint.extras.described_by == _SAVED_BY_TORCH else layout_words
     stages = {stage: write(layout) for stage, layout in layouts}
     if len(set(stages.values())) == 1:
         return next(iter(stages.values()))
     return ", ".join(f"stage {stage}: {words}" for stage, words in stages.items())
 
 
-def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequence[int]]) -> list[str]:
-    r"""Draw which ranks hold which block, in box-drawing characters.
+# --- strategies -------------------------------------------------------------------------------------------------
 
-    The first two axes that are cut are drawn, rows downwards; along other axes the first blocks are.
+
+def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
+    """Return the tensors of each layout, by stage."""
+    groups: dict[tuple[int, Layout], list[str]] = {}
+    for name, placed in strategy.by_stage():
+        groups.setdefault((placed.stage, placed.layout), []).append(name)
+    return groups
+
+
+def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
+    """Write a strategy: its devices, stages and ranks, and the names of each layout, folded.
 
     Args:
-        shape: the whole tensor's.
+        strategy: the strategy.
+        title: the name of its file.
+        raw: write the device matrix and tensor map of each layout, too.
+
+    >>> from reshard.layout.layout import Layout
+    >>> from reshard.strategy.strategy import Strategy
+    >>> print(strategy_text(Strategy.of({f"h.{i}.w": Layout.of([2], [0, -1]) for i in range(4)}), "s.ckpt"))
+    s.ckpt: 4 tensors over 2 ranks (0-1): 1 stage of 2 devices
+    <BLANKLINE>
+    rows / 2
+      h.{0-3}.w  (4 tensors)
+    """
+    stages = count_text(len(strategy.stages), "stage")
+    if strategy.others:
+        stages = f"stage {strategy.stages.start} of a longer pipeline,"
+    tensors, ranks = count_text(len(strategy.tensors), "tensor"), count_text(len(strategy.ranks), "rank")
+    devices = f"{stages} of {count_text(strategy.devices, 'device')}"
+    lines = [f"{printable(title)}: {tensors} over {ranks} ({ranges_text(strategy.ranks)}): {devices}"]
+    groups: dict[tuple[int, str], list[str]] = {}
+    for (stage, layout), members in groups_of(strategy).items():
+        words = f"{layout_words(layout)}   # {raw_text(layout)}" if raw else layout_words(layout)
+        groups.setdefault((stage, words), []).extend(members)
+    for (stage, words), members in groups.items():
+        lines += ["", f"stage {stage}: {words}" if len(strategy.stages) > 1 else words]
+        for name, _, count in group_names((name, None) for name in members):
+            lines.append(f"  {printable(name)}" + (f"  ({count_text(count, 'tensor')})" if count > 1 else ""))
+    return "\n".join([*lines, "", *LEGEND.splitlines()] if raw else lines)
+
+
+def strategy_data(strategy: Strategy) -> dict[str, object]:
+    """Return a strategy as plain data, with one item for each tensor and stage."""
+    return {
+        "ranks": list(strategy.ranks),
+        "stages": list(strategy.stages),
+        "devices_per_stage": strategy.devices,
+        "merged": strategy.merged,
+        "tensors": [
+            {"name": name, "stage": placed.stage, "layout": layout_data(placed.layout)}
+            for name, places in strategy.tensors.items()
+            for placed in places
+        ],
+    }
+
+
+# --- pictures in characters -------------------------------------------------------------------------------------
+
+
+def picture_text(checkpoint: Checkpoint, name: str) -> str:
+    """Draw in characters the blocks of a tensor and the ranks that hold them.
+
+    Raises:
+        KeyError: the checkpoint has no such tensor; the error has the nearest names.
+    """
+    checkpoint.require(name)
+    tensor = checkpoint.tensors[name]
+    places = places_of(checkpoint, tensor)
+    if places and checkpoint.strategy:
+        grids = [checkpoint.strategy.grid(name, tensor.spec.shape, stage=placed.stage) for placed in places]
+        pictures = [block_picture(grid.shape, grid.blocks, grid.ranks) for grid in grids]
+    else:
+        pictures = [block_picture(tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))]
+    title = f"{printable(name)}  {extents_text(tensor)}  {tensor.spec.dtype}  {cut_words(checkpoint, tensor)}"
+    return "\n\n".join([title, *("\n".join(picture) for picture in pictures)])
+
+
+def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequence[int]]) -> list[str]:
+    r"""Draw blocks and the ranks that hold them, in box-drawing characters.
+
+    The first two axes that are cut are drawn, rows downwards; other axes only at their first block.
+
+    Args:
+        shape: the shape of the whole tensor.
         blocks: distinct blocks, a grid.
         ranks: the ranks that hold each block.
 
@@ -140,65 +288,47 @@ def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequenc
     if not blocks or not is_grid(shape, blocks):
         return [f"{len(blocks):,} blocks, which are no grid"]
     cut = [axis for axis in range(len(shape)) if any(block.start[axis] for block in blocks)]
-    down, right = _drawn_axes(cut, len(shape))
-    at = {_corner(block, down, right): ranks[n] for n, block in enumerate(blocks) if _is_first(block, down, right)}
+    down, right = ([*cut, None, None])[:2]
+    if len(cut) == 1 and (cut[0] or len(shape) == 1):
+        down, right = None, cut[0]
+    cells: dict[tuple[int, int], str] = {}
+    for block, holders in zip(blocks, ranks, strict=True):
+        if not any(start for axis, start in enumerate(block.start) if axis not in {down, right}):
+            corner = (0 if down is None else block.start[down], 0 if right is None else block.start[right])
+            cells[corner] = ranks_words(holders)
     rows, columns = _spans(blocks, down), _spans(blocks, right)
-    return _drawn(rows, columns, at)
+    more_rows, more_columns = len(rows) > _MOST_ROWS, " …" if len(columns) > _MOST_COLUMNS else ""
+    rows, columns = rows[:_MOST_ROWS], columns[:_MOST_COLUMNS]
+    widths = [max(len(title), *(len(cells.get((row, n), "no file")) + 2 for row, _ in rows)) for n, title in columns]
+    margin = max(len(title) for _, title in rows) + 3
 
+    def line(left: str, separator: str, right: str, texts: Iterable[str]) -> str:
+        padded = (text.ljust(width, "─" if text == "─" else " ") for text, width in zip(texts, widths, strict=True))
+        return f"{left:>{margin + 1}}{separator.join(padded)}{right}"
 
-def _drawn_axes(cut: Sequence[int], ndim: int) -> tuple[int | None, int | None]:
-    """Return the axes that are drawn downwards and to the right."""
-    if len(cut) >= 2:
-        return cut[0], cut[1]
-    if len(cut) == 1:
-        return (cut[0], None) if cut[0] == 0 and ndim > 1 else (None, cut[0])
-    return None, None
-
-
-def _corner(block: Block, down: int | None, right: int | None) -> tuple[int, int]:
-    return (0 if down is None else block.start[down], 0 if right is None else block.start[right])
-
-
-def _is_first(block: Block, down: int | None, right: int | None) -> bool:
-    """Return whether a block is the first one along all axes that are not drawn."""
-    return not any(start for axis, start in enumerate(block.start) if axis not in {down, right})
+    bars = ["─"] * len(columns)
+    titles = line("", " ", "", [title for _, title in columns]).rstrip()
+    lines = [titles] if titles else []
+    lines.append(line("┌", "┬", "┐", bars))
+    for number, (row, title) in enumerate(rows):
+        if number:
+            lines.append(line("├", "┼", "┤", bars))
+        texts = [f" {cells.get((row, column), 'no file')}" for column, _ in columns]
+        lines.append(line(f"{title} │", "│", f"│{more_columns}", texts))
+    lines.append(line("└", "┴", "┘", bars))
+    return [*lines, " " * margin + "…"] if more_rows else lines
 
 
 def _spans(blocks: Sequence[Block], axis: int | None) -> list[tuple[int, str]]:
-    """Return where blocks begin along an axis, and the indices that each has."""
+    """Return the start of each block along an axis, with the range of its indices as text."""
     if axis is None:
         return [(0, "")]
     spans = sorted({(block.start[axis], block.stop[axis]) for block in blocks})
     return [(start, f"{start}-{stop - 1}") for start, stop in spans]
 
 
-def _drawn(
-    rows: Sequence[tuple[int, str]], columns: Sequence[tuple[int, str]], at: Mapping[tuple[int, int], Sequence[int]]
-) -> list[str]:
-    """Return the lines of a grid with the ranks in its cells."""
-    more_rows, more_columns = len(rows) > MOST_ROWS, len(columns) > MOST_COLUMNS
-    rows, columns = rows[:MOST_ROWS], columns[:MOST_COLUMNS]
-    cells = [[ranks_words(at.get((row, column), ())) for column, _ in columns] for row, _ in rows]
-    widths = [max(len(title), *(len(line[n]) + 2 for line in cells)) for n, (_, title) in enumerate(columns)]
-    margin = max(len(title) for _, title in rows) + 3
-
-    def rule(left: str, middle: str, right: str) -> str:
-        return " " * margin + left + middle.join("─" * width for width in widths) + right
-
-    titles = " ".join(title.ljust(width) for (_, title), width in zip(columns, widths, strict=True)).rstrip()
-    lines = [" " * (margin + 1) + titles] if titles else []
-    lines.append(rule("┌", "┬", "┐"))
-    for (_, title), line in zip(rows, cells, strict=True):
-        if lines[-1].lstrip()[0] != "┌":
-            lines.append(rule("├", "┼", "┤"))
-        inner = "│".join(f" {cell}".ljust(width) for cell, width in zip(line, widths, strict=True))
-        lines.append(f"{title:>{margin - 1}} │{inner}│{' …' if more_columns else ''}")
-    lines.append(rule("└", "┴", "┘"))
-    return [*lines, " " * margin + "…"] if more_rows else lines
-
-
 def ranks_words(ranks: Sequence[int]) -> str:
-    """Write ranks as one reads them: `0-3`, `0-56 step 8`, `0, 1, 4, 5`; nothing for a block in no file.
+    """Write ranks as ranges, with a step if it is regular; `no file` if there are no ranks.
 
     >>> ranks_words([0, 8, 16, 24]), ranks_words([0, 1, 2, 3]), ranks_words([0, 1, 4, 5]), ranks_words([])
     ('0-24 step 8', '0-3', '0-1,4-5', 'no file')

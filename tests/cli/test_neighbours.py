@@ -16,7 +16,7 @@ from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import TargetError
 from reshard.formats.entries import SizedTensor
 from reshard.formats.sets import share_of
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from saves_files import tensor, write_save
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import SourceError, UsageError
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,7 +27,7 @@ from reshard.formats import zarr as format_zarr
 from reshard.formats.entries import Content
 from reshard.plan import budget
 from reshard.readers.zarr import clipped
-from reshard.targets.zarr import provenance
+from reshard.targets.zarr import source_record
 
 if TYPE_CHECKING:
     from faulty import Faults
@@ -308,7 +308,7 @@ def test_a_plan_of_a_store_can_be_saved(source: reshard.Checkpoint, tmp_path: Pa
     assert tree(tmp_path / "again") == tree(tmp_path / "direct")
     again.save(tmp_path / "again.json")
     first, second = (json.loads((tmp_path / name).read_bytes()) for name in ("plan.json", "again.json"))
-    assert second["source"].pop("root") != first["source"].pop("root")
+    assert second["provenance"]["source"].pop("root") != first["provenance"]["source"].pop("root")
     assert second == first
 
 
@@ -406,9 +406,9 @@ def test_a_store_is_verified_against_its_source(
 
 def test_provenance_without_times_is_the_same_everywhere(source: reshard.Checkpoint, tmp_path: Path) -> None:
     moved = reshard.open(shutil.copytree(source.root, tmp_path / "else" / "where"), strategy=SOURCE)
-    assert provenance(moved._record, times=False) == provenance(source._record, times=False)
-    assert "mtime_ns" not in str(provenance(source._record, times=False))
-    assert [file["path"] for file in provenance(source._record, times=True)["sources"]] == [
+    assert source_record(moved._record, times=False) == source_record(source._record, times=False)
+    assert not any(file.version for file in source_record(source._record, times=False).files)
+    assert [file.path for file in source_record(source._record, times=True).files] == [
         f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(2)
     ]
 

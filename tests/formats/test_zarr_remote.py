@@ -23,8 +23,8 @@ from reshard import Layout, Strategy, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.plan import budget
 from reshard.plan.partition import partitioned
-from reshard.storage import remote
-from reshard.storage.remote import LEAST_PART_BYTES
+from reshard.storage.urls import remote
+from reshard.storage.urls.remote import LEAST_PART_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from reshard.errors import BudgetError, SourceError, TargetError
 from reshard.plan import budget
 from reshard.plan.plan import file_digests
 from reshard.run.session import Session
-from reshard.run.tasks import How, close_files, commit_files, create_files, move_task, withdraw_index
+from reshard.run.tasks import TaskOptions, close_files, commit_files, create_files, move_task, withdraw_index
 from reshard.storage.base import stem_of_unfinished, unfinished_path
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     plan = reshard.plan(source, files=GROUPS["zstd shards"])
     plan.run(tmp_path / "whole")
     record = replace(plan._record, digests=tuple(file_digests(plan._record)))
-    root, how = str(tmp_path / "z"), How(fsync=False)
+    root, how = str(tmp_path / "z"), TaskOptions(fsync=False)
     every = range(len(record.files))
     create_files(record, every, root, how)
     for number in range(len(record.tasks)):

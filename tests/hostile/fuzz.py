@@ -33,8 +33,7 @@ from reshard.errors import ReshardError, UsageError
 from reshard.formats import index_file
 from reshard.strategy.files import read_strategy, write_strategy
 from reshard.strategy.proto import message_class
-from reshard.view.data import strategy_data
-from reshard.view.text import strategy_text
+from reshard.view.words import strategy_data, strategy_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.strategy.proto import message_class  # the message description alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 
@@ -106,34 +106,32 @@ def planned_strategy(stages: Any = (0, 1), devices: Any = 2, matrix: Any = (2,),
 
 
 def a_plan_file(
-    pattern: object = None, way: tuple[str, list[Any]] = ("rank_files", ["checkpoint_", ""]), **source: Any
+    pattern: object = None,
+    way: tuple[str, list[Any]] = ("rank_files", ["checkpoint_", ""]),
+    warnings: Sequence[str] = ("\x1b[2J",),
+    **source: Any,
 ) -> Callable[[Path], None]:
     """A plan file of the valid checkpoint file next to the item's directory, whose source is said to be otherwise."""
 
     def make(path: Path) -> None:
         known = {
             "root": str(path.parents[1] / "valid"), "described_by": "", "strategy": None, "stage": None,
-            "partial": False, "by_file": False, "varying": [], "elsewhere": [], "looked": None, "left_out": [],
-            "warnings": ["\x1b[2J"], "encrypted": False, "headers": ["0" * 32],
-            "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
+            "partial": False, "by_file": False, "varying": [], "elsewhere": [], "left_out": [], "encrypted": False,
+            "headers": ["0" * 32], "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
         }  # fmt: skip
         target = {
-            "strategy": None,
-            "pattern": pattern,
-            "format": "ckpt",
-            "ranks": None,
-            "stage": None,
-            "memory": None,
-            "remove_redundancy": False,
-            "encryption": None,
-        }
+            "strategy": None, "stage": None, "format": "ckpt", "remove_redundancy": False, "encryption": None,
+            "index": None,
+        }  # fmt: skip
         selection: dict[str, Any] = {key: [] for key in ("include", "exclude", "drop", "allow_missing")}
+        selection |= {"weights_only": False, "names": {}, "cast": {}, "rules": None, "lora": None}
         plan = {
-            "reshard_plan": 1, "made_by": "0.1.0", "digest": "0" * 32,
-            "source": known | source, "target": target | {"remove_redundancy": False, "link_replicas": False},
-            "files": {"way": way[0], "fields": way[1]},
-            "selection": selection | {"weights_only": False, "names": {}, "cast": {}, "rules": None, "lora": None},
-            "directory": None,
+            "reshard_plan": 2, "digest": "0" * 32,
+            "provenance": {
+                "made_by": "0.1.0", "source": known | source, "target": target, "selection": selection,
+            },
+            "warnings": warnings, "looked": None, "arrangement": pattern, "files": {"way": way[0], "fields": way[1]},
+            "ranks": None, "link_replicas": False, "memory": None, "directory": None,
         }  # fmt: skip
         path.write_text(json.dumps(plan))
 

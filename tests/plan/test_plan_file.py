@@ -104,7 +104,7 @@ def assert_runs_alike(plan: reshard.Plan, root: Path, folder: Path, **reading: A
     assert (again._record.band_bytes, again._record.threads) == (plan._record.band_bytes, plan._record.threads)
     again.save(folder / "again.json")
     first, second = (json.loads((folder / name).read_bytes()) for name in ("plan.json", "again.json"))
-    assert second["source"].pop("root") != first["source"].pop("root")
+    assert second["provenance"]["source"].pop("root") != first["provenance"]["source"].pop("root")
     assert second == first
     return again
 
@@ -282,6 +282,16 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(json.dumps(content).encode())
 
 
+def source_in(content: dict[str, Any]) -> dict[str, Any]:
+    source: dict[str, Any] = content["provenance"]["source"]
+    return source
+
+
+def strategy_in(content: dict[str, Any]) -> dict[str, Any]:
+    strategy: dict[str, Any] = content["provenance"]["target"]["strategy"]
+    return strategy
+
+
 def refuse(path: Path, kind: type[ReshardError], code: str, *places: str, **reading: Any) -> None:
     with refused(kind, code, *places) as caught:
         reshard.read_plan(path, **reading)
@@ -298,7 +308,7 @@ def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
     path = root / "rank_2" / "checkpoint_2.safetensors"
     path.unlink()
     os.mkfifo(path)
-    changed(saved, lambda content: content["source"]["files"][2].__setitem__(2, 0))
+    changed(saved, lambda content: source_in(content)["files"][2].__setitem__(2, 0))
     refuse(saved, SourceError, "not-a-file", "rank_2/checkpoint_2.safetensors")
 
 
@@ -332,7 +342,7 @@ def test_times_do_not_count(saved: Path, root: Path) -> None:
 
 
 def test_what_would_do_something_else(saved: Path) -> None:
-    changed(saved, lambda content: content["target"].update(ranks=[0, 1]))
+    changed(saved, lambda content: content.update(ranks=[0, 1]))
     refuse(saved, PlanError, "different-plan", saved, "reshard 0.1.0")
 
 
@@ -360,70 +370,76 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a version to come": (lambda c: c.update(reshard_plan=2), "of version 2; this reshard reads version 1; plan again"),
+    "a version to come": (lambda c: c.update(reshard_plan=3), "of version 3; this reshard reads version 2; plan again"),
     "a version that is none": (lambda c: c.update(reshard_plan="1"), "of version '1'"),
     "no version": (lambda c: c.pop("reshard_plan"), r"has no key 'reshard_plan'; expected what `reshard plan"),
-    "an unknown key": (lambda c: c["target"].update(more=1), r"\$\.target has 'more', which is not known"),
-    "a missing key": (lambda c: c["source"].pop("files"), r"\$\.source has no 'files'"),
+    "an unknown key": (
+        lambda c: c["provenance"]["target"].update(more=1),
+        r"\$\.provenance\.target has 'more', which is not known",
+    ),
+    "a missing key": (lambda c: source_in(c).pop("files"), r"\$\.provenance\.source has no 'files'"),
     "a path out of the source": (
-        lambda c: c["source"]["files"][0].__setitem__(1, "../../etc/passwd"),
+        lambda c: source_in(c)["files"][0].__setitem__(1, "../../etc/passwd"),
         r"files\[0\]\[1\] is '\.\./\.\./etc/passwd'; expected a path that stays below its directory",
     ),
-    "an absolute path": (lambda c: c["source"]["files"][0].__setitem__(1, "/etc/passwd"), "stays below"),
-    "a null byte": (lambda c: c["source"]["files"][0].__setitem__(1, "a\0b"), "stays below"),
+    "an absolute path": (lambda c: source_in(c)["files"][0].__setitem__(1, "/etc/passwd"), "stays below"),
+    "a null byte": (lambda c: source_in(c)["files"][0].__setitem__(1, "a\0b"), "without a line break"),
     "a target elsewhere": (lambda c: c.update(directory="../x"), "stays below"),
     "an absolute target": (lambda c: c.update(directory="/x"), "stays below"),
-    "half a surrogate pair": (lambda c: c["source"].update(root="\ud800"), "expected text"),
-    "a root with a line break": (lambda c: c["source"].update(root="a\nerror: no"), "without a line break"),
-    "a path with a line break": (lambda c: c["source"]["files"][0].__setitem__(1, "a\nb"), "stays below"),
-    "a notice of two lines": (lambda c: c["source"].update(warnings=["a\u2028b"]), "without a line break"),
-    "a negative size": (lambda c: c["source"]["files"][0].__setitem__(2, -1), "is -1; expected a whole number"),
-    "a size of 2^64": (lambda c: c["source"]["files"][0].__setitem__(2, 1 << 64), "expected a whole number"),
-    "a float": (lambda c: c["source"]["files"][0].__setitem__(2, 1.0), r"is 1\.0; expected a whole number"),
-    "true for a number": (lambda c: c["target"].update(memory=True), "expected a whole number"),
-    "a header that is not listed": (lambda c: c["source"]["files"][0].__setitem__(3, 9), "of rank 0 and header 9"),
-    "an absurd rank": (lambda c: c["source"]["files"][-1].__setitem__(0, 1 << 40), "which cannot be"),
-    "ranks in disorder": (lambda c: c["source"]["files"].reverse(), "not in the order of their ranks"),
-    "a file twice": (lambda c: c["source"]["files"].append(c["source"]["files"][-1]), "one is there twice"),
-    "no files": (lambda c: c["source"].update(files=[]), r"\$\.source\.files is empty"),
+    "half a surrogate pair": (lambda c: source_in(c).update(root="\ud800"), "expected text"),
+    "a root with a line break": (lambda c: source_in(c).update(root="a\nerror: no"), "without a line break"),
+    "a path with a line break": (lambda c: source_in(c)["files"][0].__setitem__(1, "a\nb"), "without a line break"),
+    "a notice of two lines": (lambda c: c.update(warnings=["a\u2028b"]), "without a line break"),
+    "a negative size": (lambda c: source_in(c)["files"][0].__setitem__(2, -1), "is -1; expected a whole number"),
+    "a size of 2^64": (lambda c: source_in(c)["files"][0].__setitem__(2, 1 << 64), "expected a whole number"),
+    "a float": (lambda c: source_in(c)["files"][0].__setitem__(2, 1.0), r"is 1\.0; expected a whole number"),
+    "true for a number": (lambda c: c.update(memory=True), "expected a whole number"),
+    "a header that is not listed": (lambda c: source_in(c)["files"][0].__setitem__(3, 9), "of rank 0 and header 9"),
+    "an absurd rank": (lambda c: source_in(c)["files"][-1].__setitem__(0, 1 << 40), "which cannot be"),
+    "ranks in disorder": (lambda c: source_in(c)["files"].reverse(), "not in the order of their ranks"),
+    "a file twice": (lambda c: source_in(c)["files"].append(source_in(c)["files"][-1]), "one is there twice"),
+    "no files": (lambda c: source_in(c).update(files=[]), r"\$\.provenance\.source\.files is empty"),
     "an unknown way": (lambda c: c["files"].update(way="shell"), r"\$\.files\.way is 'shell'; known are rank_files"),
     "a way with other fields": (lambda c: c["files"].update(fields=[1]), r"files\.fields is \[1\]; expected a list"),
     "a set of no size": (lambda c: c["files"].update(way="mindspore_set", fields=[0]), "expected at least 1"),
     "a file name elsewhere": (lambda c: c["files"].update(way="named_file", fields=["../x"]), "stays below"),
     "billions of ranks": (
-        lambda c: c["target"]["strategy"].update(stages=[0, 1 << 40]),
+        lambda c: strategy_in(c).update(stages=[0, 1 << 40]),
         r"a strategy of 4 devices in stages 0 to \d+ cannot be",
     ),
-    "no stage": (lambda c: c["target"]["strategy"].update(stages=[1, 1]), "cannot be"),
-    "no devices": (lambda c: c["target"]["strategy"].update(devices=0), "cannot be"),
-    "other devices": (lambda c: c["target"]["strategy"].update(devices=8), "is not for its 8 devices"),
+    "no stage": (lambda c: strategy_in(c).update(stages=[1, 1]), "cannot be"),
+    "no devices": (lambda c: strategy_in(c).update(devices=0), "cannot be"),
+    "other devices": (lambda c: strategy_in(c).update(devices=8), "is not for its 8 devices"),
     "an absurd device matrix": (
-        lambda c: c["target"]["strategy"]["layouts"][0].__setitem__(0, [1 << 50]),
+        lambda c: strategy_in(c)["layouts"][0].__setitem__(0, [1 << 50]),
         "131072 devices",
     ),
     "an axis out of range": (
-        lambda c: c["target"]["strategy"]["layouts"][0].__setitem__(1, [[7], []]),
+        lambda c: strategy_in(c)["layouts"][0].__setitem__(1, [[7], []]),
         r"tensor_map\[0\] is 7; expected",
     ),
     "places that are not there": (
-        lambda c: c["target"]["strategy"]["tensors"].update(b=99),
+        lambda c: strategy_in(c)["tensors"].update(b=99),
         "has places that are not listed",
     ),
     "a layout that is not there": (
-        lambda c: c["target"]["strategy"]["places"][0][0].__setitem__(1, 99),
+        lambda c: strategy_in(c)["places"][0][0].__setitem__(1, 99),
         "in stage 0 with layout 99, which are not there",
     ),
-    "a stage that is not there": (lambda c: c["target"]["strategy"]["places"][0][0].__setitem__(0, 3), "in stage 3"),
-    "no place": (lambda c: c["target"]["strategy"]["places"].append([]), "is in no stage"),
+    "a stage that is not there": (lambda c: strategy_in(c)["places"][0][0].__setitem__(0, 3), "in stage 3"),
+    "no place": (lambda c: strategy_in(c)["places"].append([]), "is in no stage"),
     "expanded to nothing": (
-        lambda c: c["target"]["strategy"]["places"][0][0].__setitem__(3, True),
+        lambda c: strategy_in(c)["places"][0][0].__setitem__(3, True),
         "is expanded to a shape that its layout does not fit",
     ),
     "a name map that takes for ever": (
-        lambda c: c["selection"].update(names={"*a*a*a*a*a*a*a*a*a*b": "x"}),
+        lambda c: c["provenance"]["selection"].update(names={"*a*a*a*a*a*a*a*a*a*b": "x"}),
         "has more than 8 stars, or two next to each other",
     ),
-    "an unknown dtype": (lambda c: c["selection"].update(cast={"float32": "float3"}), "unknown dtype 'float3'"),
+    "an unknown dtype": (
+        lambda c: c["provenance"]["selection"].update(cast={"float32": "float3"}),
+        "unknown dtype 'float3'",
+    ),
 }  # fmt: skip
 
 
@@ -446,9 +462,9 @@ def test_a_hostile_plan_file_is_refused(kind: str, saved: Path, tmp_path: Path) 
         (b"\xff\xfe\x00", ("not-a-plan",)),
         (b"[1]", ("not-a-plan", "'reshard_plan'")),
         (b"[" * 100_000, ("not-a-plan",)),
-        (b'{"reshard_plan": 1, "reshard_plan": 1}', ("not-a-plan", "'reshard_plan'")),
+        (b'{"reshard_plan": 2, "reshard_plan": 2}', ("not-a-plan", "'reshard_plan'")),
         (b'{"reshard_plan": ' + b"1" * 5000 + b"}", ("not-a-plan",)),
-        (b'{"reshard_plan": 1, "files": []}', ("not-a-plan", "'made_by'")),
+        (b'{"reshard_plan": 2, "files": []}', ("not-a-plan", "'digest'")),
     ],
 )
 def test_what_is_not_a_plan_file_is_refused(content: bytes, message: tuple[str, ...], tmp_path: Path) -> None:
@@ -474,10 +490,10 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda c: c["files"].update(fields=["../x", ""]), ("bad-name", "'../x'")),
-        (lambda c: c["target"].update(format="../x"), ("unknown-format", "'../x'")),
-        (lambda c: c["target"].update(ranks=[1 << 30]), ("no-such-rank", f"rank {1 << 30} ", "0 to 3")),
-        (lambda c: c["target"].update(memory=1), ("not-enough-memory", "1 B", "memory=58_000_000")),
-        (lambda c: c["source"]["strategy"]["tensors"].update(b=0), ("wrong-dimensions", "'b'", "[8]")),
+        (lambda c: c["provenance"]["target"].update(format="../x"), ("unknown-format", "'../x'")),
+        (lambda c: c.update(ranks=[1 << 30]), ("no-such-rank", f"rank {1 << 30} ", "0 to 3")),
+        (lambda c: c.update(memory=1), ("not-enough-memory", "1 B", "memory=58_000_000")),
+        (lambda c: source_in(c)["strategy"]["tensors"].update(b=0), ("wrong-dimensions", "'b'", "[8]")),
     ],
 )  # fmt: skip
 def test_what_only_planning_finds_is_refused(
@@ -491,7 +507,7 @@ def test_what_only_planning_finds_is_refused(
 
 
 def test_a_tensor_of_blocks_is_never_taken_for_copies(saved: Path) -> None:
-    changed(saved, lambda content: content["source"].update(varying=["layers.0.w", "nothing"]))
+    changed(saved, lambda content: source_in(content).update(varying=["layers.0.w", "nothing"]))
     assert not any(tensor.varies for tensor in reshard.read_plan(saved)._record.source.tensors.values())
 
 

@@ -17,7 +17,7 @@ from refusals import failed, refused
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, UsageError
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

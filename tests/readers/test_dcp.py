@@ -18,7 +18,7 @@ from refusals import failed, refused
 import reshard
 from reshard import HuggingFaceSet, Layout, Selection, Strategy
 from reshard.errors import SourceError, UsageError
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from refusals import failed, refused
 import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.errors import SourceError
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

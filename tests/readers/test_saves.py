@@ -19,7 +19,7 @@ from saves_files import Made, Storage, dtensor, mesh, shard, tensor, write_rank,
 import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.errors import SourceError
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

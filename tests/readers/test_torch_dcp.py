@@ -20,7 +20,7 @@ from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.readers import dcp
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.torch_save import torch_dtype
 

@@ -336,9 +336,9 @@ def test_a_plan_file_has_the_adapter(tmp_path: Path, base: reshard.Checkpoint, l
         reshard.read_plan(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     for bad in ({"root": "a\nb", "alpha": 1, "digest": ""}, {"root": "a", "alpha": "x", "digest": ""}, 3):
-        content["selection"]["lora"] = bad
+        content["provenance"]["selection"]["lora"] = bad
         (tmp_path / "bad.json").write_text(json.dumps(content))
-        with refused(SourceError, "not-a-plan", "bad.json", "$.selection.lora"):
+        with refused(SourceError, "not-a-plan", "bad.json", "$.provenance.selection.lora"):
             reshard.read_plan(tmp_path / "bad.json")
 
 

@@ -143,7 +143,8 @@ def test_a_plan_file_has_its_rules(mindspore_data: Path, tmp_path: Path) -> None
         selection=Selection(rules=case.rules),
     )  # fmt: skip
     plan.save(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["selection"]["rules"]["sides"] == ["hf", "mcore"]
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["provenance"]["selection"]["rules"]["sides"] == ["hf", "mcore"]
     read = reshard.read_plan(tmp_path / "plan.json")
     assert read.stats == plan.stats
     read.run(tmp_path / "out", fsync=False)

@@ -19,6 +19,7 @@ from reshard import Layout, Strategy
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, bytes_text
 from reshard.plan.plan import file_digests
 from reshard.run import session as resume
+from reshard.run.settings import RunOptions
 from reshard.source import headers
 from reshard.storage.local import local_store
 
@@ -248,7 +249,7 @@ def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_p
     plan, path = reshard.plan(source, TARGET), Path(source._record.files[1].path)
     error = ChangedError(f"{path}: changed since it was opened; start again")
     stopped(plan, tmp_path / "out")
-    session = resume.Session(plan._record, str(tmp_path / "out"), overwrite=False, restart=False, threads=1, fsync=True)
+    session = resume.Session(plan._record, str(tmp_path / "out"), RunOptions(), threads=1)
     assert session.resumed > 0
     session.failed(error, {})
     session.close()

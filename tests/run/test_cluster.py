@@ -163,8 +163,8 @@ def test_dask_does_not_walk_through_the_plan(
     monkeypatch.setattr(reshard.Plan, "__dask_tokenize__", walked, raising=False)
     with pytest.raises(AssertionError):
         tokenize(made)
-    work = graph.Graph(made._record, str(tmp_path / "a"), tasks.How(apart=True)).work()
-    other = graph.Graph(made._record, str(tmp_path / "b"), tasks.How(apart=True)).work()
+    work = graph.Graph(made._record, str(tmp_path / "a"), tasks.TaskOptions(multi_process=True)).work()
+    other = graph.Graph(made._record, str(tmp_path / "b"), tasks.TaskOptions(multi_process=True)).work()
     assert tokenize(work) == tokenize(pickle.loads(pickle.dumps(work))) != tokenize(other)  # noqa: S301 -- our own
 
 
@@ -179,7 +179,7 @@ def test_workers_of_one_machine_sync_at_the_end(
     monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
     assert reshard_cluster.check_workers(plan, root, wired[1]) == ""
     for cached, waited in ((here, 0), ("another machine", len(plan.files)), ("", len(plan.files))):
-        how = tasks.How(apart=True, cached=cached)
+        how = tasks.TaskOptions(multi_process=True, cached=cached)
         tasks.create_files(plan, range(len(plan.files)), root, how)
         assert len(faults.of("sync")) == waited
         faults.clear()
@@ -326,12 +326,12 @@ def test_a_worker_that_came_late_and_sees_another_target_writes_nothing(
 ) -> None:
     """It was not there when workers were looked at; what the task is told of is gone on it."""
 
-    def unseen(graph: Any, *arguments: Any) -> Any:
+    def unseen(*arguments: Any, **options: Any) -> Any:
         (tmp_path / "out" / ".reshard" / "lock").unlink()
-        return work_on(graph, *arguments)
+        return execute(*arguments, **options)
 
-    work_on = reshard_cluster.work_on
-    monkeypatch.setattr("reshard.run.run.work_on", unseen)
+    execute = reshard_cluster.execute
+    monkeypatch.setattr("reshard.run.run.execute", unseen)
     with refused(TargetError, "different-directory", tmp_path / "out"):
         made.run(tmp_path / "out", client=wired[1])
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -308,7 +308,7 @@ def test_at_a_url(source: reshard.Checkpoint, root: str) -> None:
         assert len([path for path in get(url) if ".reshard" not in path]) == 4
         assert reshard.verify(url).against == source.root
         assert reshard.open(url).strategy == ranks(4)
-    fs, path = reshard.storage.remote.filesystem(f"{url}/rank_6/checkpoint_6.safetensors")
+    fs, path = reshard.storage.urls.remote.filesystem(f"{url}/rank_6/checkpoint_6.safetensors")
     fs.pipe_file(path, b"theirs")
     before = get(url)
     with refused(TargetError, "other-ranks", "rank_6/checkpoint_6.safetensors"):

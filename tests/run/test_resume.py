@@ -46,6 +46,7 @@ from reshard.plan.partition import bytes_left, covers, remaining
 from reshard.plan.plan import file_digests
 from reshard.run import session as resume
 from reshard.run.preflight import Do, of, preflight
+from reshard.run.settings import RunOptions
 from reshard.source import records
 from reshard.storage.base import PARTIAL, unfinished_path
 from reshard.storage.crc import crc32c
@@ -193,7 +194,7 @@ def test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut(
         status = path.stat()
         path.write_bytes(path.read_bytes() if fsync else bytes(status.st_size))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert len(of(preflight(plan._record, str(out), overwrite=False, restart=False).fates, Do.KEEP)) == 2 * fsync
+    assert len(of(preflight(plan._record, str(out), RunOptions()).fates, Do.KEEP)) == 2 * fsync
     assert plan.run(out).finished == 2 * fsync
     assert tree(out) == whole
     assert plan.run(out).finished == 2
@@ -380,9 +381,9 @@ def test_a_store_at_a_url_that_is_finished_is_in_the_way(source: reshard.Checkpo
     url = f"memory://{uuid.uuid4().hex}"
     plan = reshard.plan(source, files=reshard.ZarrGroup())
     paths = [file.path for file in plan._record.files]
-    assert of(preflight(plan._record, url, overwrite=False, restart=False).fates, Do.MAKE) == paths
+    assert of(preflight(plan._record, url, RunOptions()).fates, Do.MAKE) == paths
     plan.run(url)
-    assert of(preflight(plan._record, url, overwrite=False, restart=False).fates, Do.UNMANAGED) == paths
-    assert of(preflight(plan._record, url, overwrite=True, restart=False).fates, Do.MAKE) == paths
+    assert of(preflight(plan._record, url, RunOptions()).fates, Do.UNMANAGED) == paths
+    assert of(preflight(plan._record, url, RunOptions(overwrite=True)).fates, Do.MAKE) == paths
     with pytest.raises(TargetError):
         plan.run(url)

@@ -427,5 +427,5 @@ def test_unknown_schedulers_and_no_threads(source: reshard.Checkpoint, tmp_path:
 
 def test_handles_are_closed(source: reshard.Checkpoint, tmp_path: Path) -> None:
     reshard.plan(source, TARGET).run(tmp_path / "out")
-    assert not store.local_store()._handles
+    assert not store.local_store().files.handles
     assert plan is reshard.plan  # the function, though a module has its name

@@ -15,7 +15,7 @@ from reshard import Layout, Selection, Strategy
 from reshard.errors import SourceError, StrategyError, UsageError
 from reshard.formats.rank_dirs import Step
 from reshard.source import probe
-from reshard.view.data import checkpoint_data
+from reshard.view.tables import checkpoint_data
 
 if TYPE_CHECKING:
     from faulty import Faults

@@ -15,7 +15,8 @@ from refusals import refused
 import reshard.storage.cipher
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.formats import index_file
-from reshard.storage.cipher import MAGICS, Cipher, DecryptingStore
+from reshard.storage.cipher import MAGICS, Cipher
+from reshard.storage.decryption import DecryptingStore
 
 if TYPE_CHECKING:
     from pathlib import Path

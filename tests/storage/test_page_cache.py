@@ -63,7 +63,7 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
             assert read(store, path, 700_000, 4096) == content[700_000:704_096]
         else:
             assert store.holds(str(path), [(700_000, content[700_000:704_096])])
-        return set(store._glances.noted)
+        return set(store._glances.misses)
 
     path.write_bytes(content)
     for _ in range(TRIES):
@@ -74,7 +74,7 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
         if all(found):
             break
     assert found == [{(str(path), 10)}] * 2
-    store._glances.noted.clear()
+    store._glances.misses.clear()
     assert not glance()  # in the cache now
     store.drop_glances({str(path)})
     assert not glance()  # and left there, since it had it
@@ -106,11 +106,11 @@ def test_a_part_of_a_file_leaves_the_page_cache(store: LocalStore, tmp_path: Pat
             read(store, path, 0, 4096) + read(store, path, 8_000_000, 4096)
             == content[:4096] + content[8_000_000:][:4096]
         )
-        assert not store._glances.noted
+        assert not store._glances.misses
         assert read(store, path, middle, 100) == content[middle:][:100]
-        if store._glances.noted:
+        if store._glances.misses:
             break
-    assert store._glances.noted == {(str(path), middle >> 16)}
+    assert store._glances.misses == {(str(path), middle >> 16)}
 
 
 def test_writeback_is_started(store: LocalStore, tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
 from reshard.plan import budget
-from reshard.storage import places, remote
+from reshard.storage import places
 from reshard.storage.places import RemotePath, any_store, as_place, can
-from reshard.storage.remote import joined
-from reshard.storage.urls.requests import telling
+from reshard.storage.urls import remote
+from reshard.storage.urls.remote import joined
+from reshard.storage.urls.requests import translating
 from reshard.storage.urls.s3 import options
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ def test_credentials_that_lack_are_looked_for_in_places_that_are_named(
 )
 def test_only_what_seems_to_lack_credentials_names_their_places(url: str, error: Exception, said: str) -> None:
     code = "no-access" if said else "store-error"
-    with refused(SourceError, code, url, error, said) as caught, telling(url, "read"):
+    with refused(SourceError, code, url, error, said) as caught, translating(url, "read"):
         raise error
     assert bool(caught.value.hint) == bool(said)
 

@@ -22,9 +22,8 @@ from remotes import get, put
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, UnansweredError, UnsentError, UsageError
-from reshard.storage import remote
-from reshard.storage.remote import remote_store
-from reshard.storage.urls import requests
+from reshard.storage.urls import remote, requests
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

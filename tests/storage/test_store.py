@@ -253,7 +253,7 @@ def test_the_files_used_last_stay_open(store: LocalStore, tmp_path: Path) -> Non
         (tmp_path / str(number)).write_bytes(b"x")
     for number in [0, 1, 2, 3, 0, 4, 5]:
         read(store, tmp_path / str(number), 0, 1)
-    assert [Path(path).name for path, *_ in store._handles] == ["3", "0", "4", "5"]
+    assert [Path(path).name for path, *_ in store.files.handles] == ["3", "0", "4", "5"]
 
 
 def test_discarding_while_somebody_writes_closes_the_file_after_him(
@@ -277,7 +277,7 @@ def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) 
     (tmp_path / "a").write_bytes(b"abc")
     read(store, tmp_path / "a", 0, 1)
     other = pickle.loads(pickle.dumps(store))  # noqa: S301 -- our own
-    assert not other._handles
+    assert not other.files.handles
     assert read(other, tmp_path / "a", 0, 3) == b"abc"
     other.close()
     assert local_store() is local_store()

@@ -17,7 +17,7 @@ from commands import interruptible
 from stopped_runs import TARGET, small_tasks, source
 
 import reshard
-from reshard.storage.threads import map_threads, run_threads, uninterrupted
+from reshard.storage.threads import map_ordered, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +67,9 @@ def nothing(_: object) -> None:
 def test_results_come_in_order_and_are_told_here() -> None:
     here = threading.get_ident()
     told: list[tuple[int, bool]] = []
-    run_threads(int, range(20), 3, lambda number: told.append((number, threading.get_ident() == here)))
+    map_ordered(int, range(20), 3, lambda number: told.append((number, threading.get_ident() == here)))
     assert told == [(number, True) for number in range(20)]
-    assert map_threads(str, [3, 1, 2], 2) == ["3", "1", "2"]
+    assert [*map_ordered(str, [3, 1, 2], 2)] == [*map_ordered(str, [3, 1, 2], 0)] == ["3", "1", "2"]
 
 
 @pytest.mark.parametrize("thread", ["main", "another"])
@@ -87,14 +87,14 @@ def test_what_goes_wrong_ends_the_work(thread: str) -> None:
 
     def attempts() -> None:
         with pytest.raises(ValueError, match="2"):
-            run_threads(fails, range(100), 2, nothing)
+            map_ordered(fails, range(100), 2, nothing)
         with pytest.raises(LookupError):
-            run_threads(fails, range(3, 100), 2, told)
+            map_ordered(fails, range(3, 100), 2, told)
 
     if thread == "main":
         attempts()
     else:
-        map_threads(lambda attempt: attempt(), [attempts], 1)
+        map_ordered(lambda attempt: attempt(), [attempts], 1)
     assert len(begun) < 20
 
 
@@ -174,7 +174,7 @@ def test_an_interrupt_ends_the_work_first(moment: float) -> None:
         ended.append(number)
 
     with pytest.raises(KeyboardInterrupt):
-        run_threads(slow, range(100), 2, nothing)
+        map_ordered(slow, range(100), 2, nothing)
     assert sorted(begun) == sorted(ended)
     assert len(begun) < 20
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reshard")]

@@ -19,7 +19,7 @@ from written_checkpoint2 import CUT, EVERYTHING, FULL, STRATEGIES, TRACKER, meta
 import reshard
 from reshard import Checkpoint2, Layout, Strategy
 from reshard.errors import TargetError
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 from reshard.targets.checkpoint2 import Checkpoint2Target
 
 if TYPE_CHECKING:

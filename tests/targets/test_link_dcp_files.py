@@ -23,7 +23,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
 from reshard.storage import local
 from reshard.storage.local import LocalStore
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.torch_save import saved_tensor, torch_dtype
 

@@ -20,7 +20,7 @@ import reshard
 from reshard import DCP, Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
 from reshard.readers.dcp.objects import contents
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp import carried as module
 
 if TYPE_CHECKING:

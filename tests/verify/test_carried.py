@@ -26,7 +26,7 @@ from reshard.errors import UsageError
 from reshard.formats.ckpt import Trailer
 from reshard.plan import budget
 from reshard.readers.dcp.archive import Archives
-from reshard.storage.remote import filesystem
+from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -125,7 +125,7 @@ def test_where_the_source_is_gone_checksums_are_compared(plan: Plan, tmp_path: P
     if gone == "src":
         shutil.rmtree(tmp_path / "src")
     else:
-        say_instead(tmp_path / "out" / ".reshard", '"encrypted":false}', '"encrypted":true}')
+        say_instead(tmp_path / "out" / ".reshard", '"encrypted":false', '"encrypted":true')
     found = reshard.verify(tmp_path / "out")
     assert found
     assert found.against == "its ledger"
@@ -189,19 +189,28 @@ def test_what_somebody_else_wrote_since_has_no_strategy(plan: Plan, tmp_path: Pa
     assert "--source-strategy shows whole tensors" in call("inspect", tmp_path / "out").output
 
 
+def lying(made: dict[str, Any], **said: Any) -> dict[str, Any]:
+    return {**made, "provenance": {**made["provenance"], **said}}
+
+
+def source_in(made: dict[str, Any]) -> dict[str, Any]:
+    source: dict[str, Any] = made["provenance"]["source"]
+    return source
+
+
 LIES = {
     "nothing": lambda _: b"",
     "no JSON": lambda _: b"{",
     "deep": lambda _: b"[" * 100_000,
-    "another version": lambda made: json.dumps(made | {"reshard_made": 2}).encode(),
-    "no source": lambda made: json.dumps({**made, "source": {}}).encode(),
+    "another version": lambda made: json.dumps(made | {"reshard_made": 3}).encode(),
+    "no source": lambda made: json.dumps(lying(made, source={})).encode(),
     "a layout that cannot be": lambda made: json.dumps(made).replace('"layouts": [[[2]', '"layouts": [[[3]').encode(),
     "a device for a source": lambda made: json.dumps(
-        {**made, "source": {**made["source"], "files": [[0, "/dev/zero"]], "strategy": None}}
+        lying(made, source={**source_in(made), "files": [[0, "/dev/zero", 1, None, ""]], "strategy": None})
     ).encode(),
-    "a selection of another kind": lambda made: json.dumps({**made, "selection": {"include": 3}}).encode(),
+    "a selection of another kind": lambda made: json.dumps(lying(made, selection={"include": 3})).encode(),
     "stars without end": lambda made: json.dumps(
-        {**made, "selection": {**made["selection"], "names": {"*" * 50: "x"}}}
+        lying(made, selection={**made["provenance"]["selection"], "names": {"*" * 50: "x"}})
     ).encode(),
 }
 

@@ -15,7 +15,8 @@ from remotes import Requests, put
 import reshard
 from reshard import Layout, Manifest, Strategy
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.storage import places, remote
+from reshard.storage import places
+from reshard.storage.urls import remote
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ from reshard.layout import strided
 from reshard.layout.block import Block
 from reshard.plan.plan import RankBlock
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.view import arrays
+from reshard.source.stored import StoredTensor
 from reshard.view.arrays import RankArrays, TensorArray, guard, sub_array, tensor_array
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_what_is_held_beside_the_result_is_bounded(
     reads.clear()
     values = numbered((2, 4, 50), "float32")
     lazy = tensor_array(stored(tmp_path, values, grid(values.shape, [[], [], [25]]), "float32"), "w")
-    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, arrays._Stored))
+    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, StoredTensor))
     assert np.array_equal(beneath[...], values)
     assert max(reads) == 200  # the shards lie side by side in the result, so that nothing goes straight into it
 
@@ -173,7 +173,7 @@ def test_what_is_held_beside_the_result_is_bounded(
 def test_lists_are_taken_from_what_the_slices_read(tmp_path: Path, reads: list[int]) -> None:
     values = numbered((4, 6, 8), "int8")
     lazy = tensor_array(stored(tmp_path, values, grid((4, 6, 8), [[], [], []]), "int8"), "w")
-    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, arrays._Stored))
+    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, StoredTensor))
     for index in [(slice(1, 2), [0, 5], slice(None)), (1, slice(2), [True, False] * 4), ([0, 2], slice(3, 4), [1, 7])]:
         assert np.array_equal(beneath[index], values[index])
         assert np.array_equal(lazy[1:, [2, 0]][0].compute(), values[1:, [2, 0]][0])
@@ -218,7 +218,7 @@ def test_any_index_gives_what_numpy_gives(
     values = numbered(shape, dtype)
     checkpoint = stored(tmp_path_factory.getbasetemp(), values, grid(shape, cuts), dtype, cuts=runs)
     lazy = tensor_array(checkpoint, "w")
-    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, arrays._Stored))
+    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, StoredTensor))
     with mock.patch.multiple(strided, GAP=gap, SCRATCH=scratch):
         found = beneath[index]  # one read over all shards
         chunked = lazy[index].compute(scheduler="sync")  # one read a chunk

@@ -15,9 +15,9 @@ import reshard
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
 from reshard.layout.layout import Layout
+from reshard.source import stored
 from reshard.storage.local import LocalStore
 from reshard.strategy.strategy import Strategy
-from reshard.view import arrays
 from reshard.view.tables import checkpoint_text
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class CountingStore(LocalStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
     counting = CountingStore()
-    monkeypatch.setattr(arrays, "store_of", lambda _cipher: counting)
+    monkeypatch.setattr(stored, "store_of", lambda _cipher: counting)
     return counting
 
 

@@ -31,7 +31,7 @@ from reshard.run.tasks import Receipt
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
 from reshard.verify.difference import Difference
-from reshard.verify.verify import Verification
+from reshard.verify.verification import Comparison, Counts, Verification
 from reshard.view import flow
 from reshard.view.blocks import Side, draw
 from reshard.view.svg import Markup, tag, text_width
@@ -214,7 +214,9 @@ def test_names_are_never_markup() -> None:
     receipts = (Receipt("move 0", 1, 1, 0.1),)
     report = Report(HOSTILE, (HOSTILE,), 1, 1, 0.1, receipts, 1, 1, 1, 0, 0, (HOSTILE,), (HOSTILE,), 1)
     difference = Difference("text", HOSTILE, HOSTILE, rank=1, path=HOSTILE)
-    verification = Verification(HOSTILE, HOSTILE, (1,), 1, 1, 1, differences=(difference,), unchecked=(HOSTILE,))
+    verification = Verification(
+        HOSTILE, (1,), Counts(1, 1, 1), Comparison(HOSTILE), (difference,), unchecked=(HOSTILE,)
+    )
     source = reshard.Checkpoint(checkpoint)
     shown: list[Any] = [
         source, source.groups(), strategy, plan, plan.picture(), plan.picture(name), plan.graph(HOSTILE),

@@ -16,8 +16,7 @@ from reshard import Layout, Selection, Strategy
 from reshard.cli.terminal import OPTIONS
 from reshard.errors import spelled
 from reshard.storage.crc import crc32c
-from reshard.view.data import report_data
-from reshard.view.text import plan_text, report_text
+from reshard.view.text import plan_data, plan_text, report_text
 
 if TYPE_CHECKING:
     from reshard.run.run import Report
@@ -115,7 +114,7 @@ def test_finished_files_are_not_read_again(plan: reshard.Plan, report: Report, t
     assert report_text(plan._record, again, command).startswith("nothing is left to do: ")
     assert f"{told}the command below reads every bit\nnext: {command}" in report_text(plan._record, again, command)
     assert report_text(plan._record, again).endswith(f"{told}reshard verify reads every bit")
-    assert report_data(plan._record, "dst", again)["finished"] == 4
+    assert plan_data(plan._record, "dst", again)["finished"] == 4
     (Path(report.directory) / report.files[0]).unlink()
     again = plan.run(report.directory)
     assert again.finished == 3
@@ -138,12 +137,12 @@ def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
     unsummed = report._replace(checksums=None)
     assert "checksummed" not in report_text(plan._record, unsummed)
     assert "checksums: none made" in report_text(plan._record, unsummed, verbose=True)
-    data = report_data(plan._record, "dst", summed)
+    data = plan_data(plan._record, "dst", summed)
     assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}
 
 
 def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, report: Report) -> None:
-    before, after = report_data(plan._record, "dst"), report_data(plan._record, "dst", report, "reshard verify dst")
+    before, after = plan_data(plan._record, "dst"), plan_data(plan._record, "dst", report, "reshard verify dst")
     assert list(before) == list(after)
     assert [key for key in before if before[key] != after[key]] == [
         "dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "removed", "verify",

@@ -22,14 +22,9 @@ from reshard.layout.layout import Layout
 from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
-from reshard.view.data import plan_data, rank_files_data, strategy_data
-from reshard.view.tables import checkpoint_text, rank_files_text, rank_parts, table_lines
-from reshard.view.text import (
-    bytes_text,
-    plan_text,
-    strategy_text,
-)
-from reshard.view.words import block_picture, layout_words, ranks_words
+from reshard.view.tables import checkpoint_text, rank_files_data, rank_files_text, rank_parts
+from reshard.view.text import bytes_text, plan_data, plan_text, table_lines
+from reshard.view.words import block_picture, layout_words, ranks_words, strategy_data, strategy_text
 
 if TYPE_CHECKING:
     from pathlib import Path

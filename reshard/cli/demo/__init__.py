@@ -21,6 +21,7 @@ from reshard.formats.sets import HuggingFaceSet
 from reshard.plan.make import plan
 from reshard.readers.open import open as open_checkpoint
 from reshard.run.run import run
+from reshard.run.settings import RunOptions
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text
@@ -129,7 +130,7 @@ def convert(directory: Path) -> Report:
     """Convert the demo's checkpoint, as `reshard convert` does."""
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
     target = read_strategy(directory / "dst_strategy.ckpt")
-    return run(plan(source, target), directory / "dst_checkpoints", overwrite=True)
+    return run(plan(source, target), directory / "dst_checkpoints", RunOptions(overwrite=True))
 
 
 def check_library(directory: Path) -> Checked:
@@ -141,7 +142,9 @@ def check_library(directory: Path) -> Checked:
     from safetensors import safe_open
 
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
-    report = run(plan(source, format="safetensors", files=HuggingFaceSet()), directory / "hf", overwrite=True)
+    report = run(
+        plan(source, format="safetensors", files=HuggingFaceSet()), directory / "hf", RunOptions(overwrite=True)
+    )
     with np.load(directory / "full.npz", allow_pickle=False) as arrays:
         whole: dict[str, Array] = {name: arrays[name] for name in arrays.files}
     count = nbytes = 0

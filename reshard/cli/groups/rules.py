@@ -18,6 +18,7 @@ from reshard.readers.open import open as open_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.api.asked import OpenOptions
     from reshard.rules.derive import Derived
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
@@ -29,11 +30,10 @@ def rules() -> None:
 
 
 def _derived(
-    file: Place, source: Place, source_strategy: Place | None, model_config: Place | None, let: dict[str, int],
-    **reading: Any,
-) -> Derived:  # fmt: skip
+    file: Place, source: Place, opening: OpenOptions, model_config: Place | None, let: dict[str, int]
+) -> Derived:
     rules = reshard.Rules.read(file, config=model_config, let=let)
-    derived = rules.derived(open_checkpoint(source, strategy=source_strategy, **reading))
+    derived = rules.derived(open_checkpoint(source, **vars(opening)))
     say_warnings(derived.checkpoint.warnings)
     return derived
 
@@ -90,8 +90,7 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **arg
     those of another checkpoint.
     """
     from reshard.rules.show import table
-    from reshard.view.tables import table_lines
-    from reshard.view.text import count_text
+    from reshard.view.text import count_text, table_lines
 
     derived = _derived(file, source, **arguments)
     result, rows = derived.checkpoint, table(derived)
@@ -155,14 +154,14 @@ def show(file: Place, source: Place, tensors: tuple[str, ...], **arguments: Any)
     This is what shapes alone cannot tell: whether gate and up stand one behind the other or row by row,
     how many groups there are. Compare it with what the program does.
     """
-    from reshard.rules.show import shown
+    from reshard.rules.show import fusion_of
 
     derived = _derived(file, source, **arguments)
     firsts: dict[str, str] = {}  # of each rule
     for name, fused in derived.fused.items():
-        firsts.setdefault(fused.use.rule.where, name)
+        firsts.setdefault(fused.use.rule.key_path, name)
     for name in tensors or firsts.values():
-        print_text(f"{shown(derived, name)}\n")
+        print_text(f"{fusion_of(derived, name)}\n")
 
 
 @rules.command(

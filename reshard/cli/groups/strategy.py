@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from reshard.api.asked import OpenOptions
     from reshard.layout.layout import Layout
     from reshard.storage.places import Place
-    from reshard.strategy.diff import Change, Diff
+    from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
 
 _output = option(
@@ -68,8 +70,7 @@ tensors: name, stage, layout.
 @json_option
 def show_strategy(path: Path, raw: bool, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
-    from reshard.view.data import strategy_data
-    from reshard.view.text import strategy_text
+    from reshard.view.words import strategy_data, strategy_text
 
     loaded = reshard.read_strategy(path)
     if as_json:
@@ -185,11 +186,10 @@ Without arguments it prints rules with comments, to begin with:
 def make_strategy(
     rules: Path,
     like: Path,
-    source_strategy: Path | None,
+    opening: OpenOptions,
     output: Path,
     overwrite: bool,
     predict: bool,
-    **reading: Any,
 ) -> None:
     """Make a strategy file from RULES, a YAML file, without compiling the network.
 
@@ -201,7 +201,7 @@ def make_strategy(
     from reshard.source.strategies import strategy_by_rules
 
     refuse_existing(output, overwrite=overwrite)
-    checkpoint = open_checkpoint(like, strategy=source_strategy, **reading)
+    checkpoint = open_checkpoint(like, **vars(opening))
     refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
     result = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
     reshard.write_strategy(result, output)
@@ -298,8 +298,8 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
 def _diff_lines(a: Strategy, b: Strategy, diff: Diff, titles: tuple[str, str]) -> Iterable[str]:
     from reshard.strategy.names import group_names
-    from reshard.view.text import count_text, raw_text
-    from reshard.view.words import layout_words
+    from reshard.view.text import count_text
+    from reshard.view.words import layout_words, raw_text
 
     def words_of(layout: Layout, counterpart: Layout) -> str:
         words = layout_words(layout)  # without the order of the ranks that hold the blocks
@@ -312,7 +312,7 @@ def _diff_lines(a: Strategy, b: Strategy, diff: Diff, titles: tuple[str, str]) -
             yield f"only in {title} ({printable(titles[title == 'B'])}):"
             yield from (f"  {printable(name)}{_stage(b, stage)}" for name, stage, _ in group_names(only))
     for title, changes in (("other blocks", diff.blocks), ("the same blocks, written otherwise", diff.fields)):
-        groups: dict[tuple[int, str, str], list[Change]] = {}
+        groups: dict[tuple[int, str, str], list[LayoutChange]] = {}
         for change in changes:
             groups.setdefault((change.stage, words_of(change.a, change.b), words_of(change.b, change.a)), []).append(
                 change
@@ -331,9 +331,9 @@ def _stage(strategy: Strategy, stage: int) -> str:
 
 
 def _diff_data(a: Strategy, b: Strategy, diff: Diff) -> dict[str, object]:
-    from reshard.view.data import layout_data
+    from reshard.view.words import layout_data
 
-    def changes(group: Iterable[Change]) -> list[dict[str, object]]:
+    def changes(group: Iterable[LayoutChange]) -> list[dict[str, object]]:
         return [{"name": c.name, "stage": c.stage, "a": layout_data(c.a), "b": layout_data(c.b)} for c in group]
 
     return {
@@ -361,7 +361,7 @@ Example:
 @click.argument("strategy_file", type=STRATEGY, metavar="STRATEGY")
 @click.argument("checkpoint", type=READ)
 @source_options
-def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path | None, **reading: Any) -> None:
+def check_strategy(strategy_file: Path, checkpoint: Path, opening: OpenOptions) -> None:
     """Check that every layout of STRATEGY fits the tensors of CHECKPOINT: names, shapes, sizes that divide.
 
     With --source-strategy, or for a file of whole tensors, STRATEGY is that of a target to be made from CHECKPOINT;
@@ -372,15 +372,11 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     from reshard.view.text import count_text, looked_text
 
     checked = reshard.read_strategy(strategy_file)
-    opened_with: Strategy | Path | None = source_strategy
-    if source_strategy is None:
-        file_options: dict[str, Any] = {name: reading[name] for name in ("suffix", "rank_pattern", "cipher")}
-        ranks = read_headers(checkpoint, **file_options).ranks
-        opened_with = checked if len(set(ranks)) > 1 else None
+    is_own = opening.strategy is None and len(set(read_headers(checkpoint, **opening.of_files).ranks)) > 1
     try:
-        opened = open_checkpoint(checkpoint, strategy=opened_with, **reading)
+        opened = open_checkpoint(checkpoint, **vars(replace(opening, strategy=checked) if is_own else opening))
     except SourceError as error:
-        if opened_with is checked:
+        if is_own:
             error.add_note("if STRATEGY is that of a target to be made from CHECKPOINT, add --source-strategy")
         raise
     say_warnings([*opened.warnings, *check(checked, opened)])

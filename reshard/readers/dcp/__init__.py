@@ -44,7 +44,8 @@ from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, Te
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.source.reshape import laid
-from reshard.storage.places import any_store, of_each
+from reshard.storage.places import any_store, workers_at
+from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -184,7 +185,7 @@ class _Files:
     ) -> dict[str, SourceFile]:
         """Read the heads of the tensors in files; return the files, with headers numbered from 1."""
         paths = [place.absolute() / file for file, _ in some]
-        states = list(of_each(_status, paths))
+        states = list(map_ordered(_status, paths, workers_at(paths)))
         faults = Faults(str(place))
         for (file, items), status in zip(some, states, strict=True):
             places = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})

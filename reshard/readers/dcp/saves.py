@@ -26,8 +26,9 @@ from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import Name, Pairs, Record, shown, unpickled
 from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
 from reshard.source.probe import compare_contents
-from reshard.storage.places import of_each
+from reshard.storage.places import workers_at
 from reshard.storage.small import is_text
+from reshard.storage.threads import map_ordered
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def open_save(place: Place, *, contents: bool | Literal["blocks"] = True) -> Che
 def _opened(place: Place, files: Sequence[_File], count: int, *, contents: bool | Literal["blocks"]) -> Checkpoint:
     """Read the files of `count` ranks, and join their tensors."""
     numbered = {file.place: (number, file) for number, file in enumerate(files)}
-    every = list(of_each(lambda one: _read(*numbered[one], count), list(numbered)))
+    every = list(map_ordered(lambda one: _read(*numbered[one], count), list(numbered), workers_at(numbered)))
     ranks = tuple(file.rank for file in files)
     held: dict[str, list[tuple[int, Kept, int]]] = {}
     objects: dict[str, str] = {}

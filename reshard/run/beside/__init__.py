@@ -46,13 +46,13 @@ class Older(NamedTuple):
     state: State
 
 
-def older_files(plan: Plan, root: str, made: str) -> dict[str, Older]:
+def older_files(plan: Plan, root: str, provenance: str) -> dict[str, Older]:
     """Return the files of earlier runs to be removed when starting over, by path.
 
     Args:
         plan: the plan of the run.
         root: the target, a URL or a local path without links in it.
-        made: the digest of the provenance of the run's files.
+        provenance: the digest of the provenance of the run's files.
 
     Raises:
         TargetError: the ledger is behind a link.
@@ -67,7 +67,7 @@ def older_files(plan: Plan, root: str, made: str) -> dict[str, Older]:
         records = known(root, directory=f"{root}.reshard", with_ranges=False).records | records
     written = {file.path for file in plan.files}
     read = {str(as_place(file.path).real()) for file in source.files}
-    of_target = _OfTarget(plan, made)
+    of_target = _Retention(plan, provenance)
     files = [
         file
         for file, record in records.items()
@@ -222,11 +222,11 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
     ]
 
 
-class _OfTarget:
+class _Retention:
     """Decides which files of earlier runs are kept, given the target of a plan."""
 
-    def __init__(self, plan: Plan, made: str) -> None:
-        self._made = made
+    def __init__(self, plan: Plan, provenance: str) -> None:
+        self._provenance = provenance
         self._steps = _steps(file.path for file in plan.files)
         self._iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
         self._is_of_run = any(file.pointer for file in plan.files)
@@ -251,7 +251,7 @@ class _OfTarget:
         if not (self._is_ranked and self._own.fullmatch(file)):
             return False
         is_stage = self._suffix and not path.stem.endswith(self._suffix)  # another stage of the source
-        return bool(is_stage) or (record.made == self._made if record.rank in self._ranks else self._others)
+        return bool(is_stage) or (record.made == self._provenance if record.rank in self._ranks else self._others)
 
 
 def _families(plan: Plan) -> set[object]:

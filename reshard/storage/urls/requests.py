@@ -86,7 +86,7 @@ _PASSING_CODES = {
 _PASSING_NUMBERS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 
-class Call(NamedTuple):
+class StoreCall(NamedTuple):
     """A call of a file system's method on a file, or of a coroutine function.
 
     Attributes:
@@ -109,14 +109,14 @@ class StalledError(TimeoutError):
     """A request that stalled and was ended here."""
 
 
-class _Store:
+class _Responses:
     """When a store last responded, and when it last failed to respond in all tries."""
 
     def __init__(self) -> None:
         self.answered = self.failed = float("-inf")
 
 
-_STORES: defaultdict[str, _Store] = defaultdict(_Store)
+_RESPONSES: defaultdict[str, _Responses] = defaultdict(_Responses)
 """The stores by URL prefix, up to the bucket."""
 
 
@@ -178,7 +178,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iterator[None]:
+def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -> Iterator[None]:
     """Turn any exception of a file system into a `ReshardError` with a one-line message."""
     try:
         yield
@@ -191,7 +191,7 @@ def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iter
             raise kind(lacking, code="no-such-bucket") from None
         raise kind(f"{url} does not exist", code="not-found") from None
     except Exception as error:
-        message = f"{url} cannot be {what}: {_one_line(error)}"
+        message = f"{url} cannot be {action}: {_one_line(error)}"
         if hint := _key_hint(url, error):
             raise kind(message, code="no-access", hint=hint) from error
         raise kind(message, code="store-error") from error
@@ -211,29 +211,29 @@ def _one_line(error: BaseException) -> str:
 
 def _key_hint(url: str, error: Exception) -> str:
     """Return a hint on credentials if the library seems to lack them, else ""."""
-    places = _CREDENTIALS.get(url.partition("://")[0], "")
+    sources = _CREDENTIALS.get(url.partition("://")[0], "")
     lacks = isinstance(error, PermissionError) or re.search("credential|anonymous", str(error), re.IGNORECASE)
-    return f"credentials are looked for in {places}" if places and lacks else ""
+    return f"credentials are looked for in {sources}" if sources and lacks else ""
 
 
 def ask(
     url: str,
-    what: str,
+    action: str,
     method: str | Callable[[], Any],
     *arguments: Any,
     kind: type[ReshardError] = SourceError,
     nbytes: int | None = 0,
     **options: Any,
 ) -> Any:
-    """Return the result of one call of a file system; see `Call` and `ask_each`."""
-    return ask_each(what, [Call(url, method, arguments, options, nbytes)], kind)[0]
+    """Return the result of one call of a file system; see `StoreCall` and `ask_each`."""
+    return ask_each(action, [StoreCall(url, method, arguments, options, nbytes)], kind)[0]
 
 
-def ask_each(what: str, calls: Sequence[Call], kind: type[ReshardError] = SourceError) -> list[Any]:
+def ask_each(action: str, calls: Sequence[StoreCall], kind: type[ReshardError] = SourceError) -> list[Any]:
     """Return the results of concurrent calls of one file system.
 
     Args:
-        what: the action on the files, a participle, for messages.
+        action: the action on the files, a participle, for messages.
         calls: the calls, each idempotent.
         kind: the class of errors.
 
@@ -241,15 +241,15 @@ def ask_each(what: str, calls: Sequence[Call], kind: type[ReshardError] = Source
         UnansweredError, UnsentError: all tries failed, but a later one may succeed; for SourceError and TargetError.
         ReshardError: of class `kind`: a lasting error.
     """
-    store = _STORES["/".join(calls[0].url.split("/", 3)[:3])]
-    with telling(calls[0].url, what, kind):
+    responses = _RESPONSES["/".join(calls[0].url.split("/", 3)[:3])]
+    with translating(calls[0].url, action, kind):
         fs, _ = filesystem(calls[0].url)
         prepared = [_prepared(fs, call) for call in calls]
     answers: list[Any] = [None] * len(calls)
     pending = list(range(len(calls)))
     for number in range(1, TRIES + 1):
         ends = time.monotonic() + _longest([calls[index] for index in pending])
-        outcomes = _outcomes(fs, [prepared[index] for index in pending], ends, store)
+        outcomes = _outcomes(fs, [prepared[index] for index in pending], ends, responses)
         errors: dict[int, BaseException] = {}
         for index, outcome in zip(pending, outcomes, strict=True):
             if isinstance(outcome, BaseException):
@@ -258,27 +258,27 @@ def ask_each(what: str, calls: Sequence[Call], kind: type[ReshardError] = Source
                 answers[index] = outcome
         lasting = [index for index, error in errors.items() if not passes(error)]
         if lasting or len(errors) < len(pending):
-            store.answered = time.monotonic()
+            responses.answered = time.monotonic()
         if lasting:
-            with telling(calls[lasting[0]].url, what, kind):
+            with translating(calls[lasting[0]].url, action, kind):
                 raise errors[lasting[0]]
         if not errors:
             break
         pending = list(errors)
-        if number == TRIES or not _wait(number, store):
-            store.failed = time.monotonic()
+        if number == TRIES or not _wait(number, responses):
+            responses.failed = time.monotonic()
             error = errors[pending[0]]
-            raise _failed(calls[pending[0]].url, what, kind, error, number) from error
+            raise _failed(calls[pending[0]].url, action, kind, error, number) from error
     return answers
 
 
-def _failed(url: str, what: str, kind: type[ReshardError], error: BaseException, tries: int) -> ReshardError:
+def _failed(url: str, action: str, kind: type[ReshardError], error: BaseException, tries: int) -> ReshardError:
     """Return an error for a request that failed in all tries."""
     kind = {SourceError: UnansweredError, TargetError: UnsentError}.get(kind, kind)
     reason = f"the store sent nothing for {stall_seconds():g} s" if _is_timeout(error) else _one_line(error)
     times = f", {tries} times" if tries > 1 else ""
     return kind(
-        f"{url} cannot be {what}: {reason}{times}",
+        f"{url} cannot be {action}: {reason}{times}",
         code="store-not-answering",
         hint="check the connection, then type the same command again",
     )
@@ -316,7 +316,7 @@ def passes(error: BaseException) -> bool:
     return False
 
 
-def _prepared(fs: Any, call: Call) -> Callable[[], Any]:
+def _prepared(fs: Any, call: StoreCall) -> Callable[[], Any]:
     """Bind a call's arguments; the result returns a coroutine if the file system is asynchronous."""
     if not isinstance(call.method, str):
         return call.method
@@ -324,7 +324,7 @@ def _prepared(fs: Any, call: Call) -> Callable[[], Any]:
     return partial(method, filesystem(call.url)[1], *call.arguments, **call.options)
 
 
-def _outcomes(fs: Any, calls: Sequence[Callable[[], Any]], ends: float, store: _Store) -> list[Any]:
+def _outcomes(fs: Any, calls: Sequence[Callable[[], Any]], ends: float, responses: _Responses) -> list[Any]:
     """Run calls concurrently and return their results or exceptions."""
     if not fs.async_impl:
         return [_outcome(call) for call in calls]
@@ -340,7 +340,7 @@ def _outcomes(fs: Any, calls: Sequence[Callable[[], Any]], ends: float, store: _
             try:
                 return future.result(timeout=_LOOK_SECONDS)
             except TimeoutError:
-                if time.monotonic() > min(ends, _deadline(store)):
+                if time.monotonic() > min(ends, _deadline(responses)):
                     return [StalledError()] * len(calls)
             except CancelledError:
                 return [StalledError()] * len(calls)
@@ -355,30 +355,30 @@ def _outcome(call: Callable[[], Any]) -> Any:
         return error
 
 
-def _longest(calls: Sequence[Call]) -> float:
+def _longest(calls: Sequence[StoreCall]) -> float:
     """Return a time limit for calls, in seconds, at a rate below all working connections."""
     if any(call.nbytes is None for call in calls):
         return float("inf")
     return stall_seconds() * (2 + sum(call.nbytes or 0 for call in calls) / _SLOWEST)
 
 
-def _deadline(store: _Store) -> float:
+def _deadline(responses: _Responses) -> float:
     """Return the time by which a store must respond; infinity unless waits are cut short."""
     now = time.monotonic()
-    is_dead = store.failed > store.answered and now < store.failed + stall_seconds()
-    if not (is_dead or interrupted() or live_runs.are_given_up()):
+    is_dead = responses.failed > responses.answered and now < responses.failed + stall_seconds()
+    if not (is_dead or interrupted() or live_runs.are_cancelled()):
         _Hurry.since = None
         return float("inf")
     since = _Hurry.since = _Hurry.since or now
-    return max(since, store.answered) + PATIENCE
+    return max(since, responses.answered) + PATIENCE
 
 
-def _wait(number: int, store: _Store) -> bool:
+def _wait(number: int, responses: _Responses) -> bool:
     """Wait before the next try, longer each time; return False if it would be too late."""
     delay = min(_FIRST_DELAY * 2 ** (number - 1), stall_seconds()) * random.uniform(0.5, 1)  # noqa: S311 -- no secret
     ends = time.monotonic() + delay
     while (now := time.monotonic()) < ends:
-        if ends > _deadline(store):
+        if ends > _deadline(responses):
             return False
         time.sleep(min(_LOOK_SECONDS, ends - now))
     return True

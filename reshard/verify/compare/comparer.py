@@ -13,7 +13,7 @@ from reshard.formats.entries import Extent, Replica, wants
 from reshard.layout.block import Block
 from reshard.plan.bands import AHEAD
 from reshard.plan.plan import Piece, Route
-from reshard.run.engine import Band, BandReader, Write, cast, copies_ahead, read_block, scratch
+from reshard.run.engine import Band, BandReader, BandWrite, cast, copies_ahead, read_block, scratch
 from reshard.storage.cipher import store_of
 from reshard.storage.places import in_batches
 
@@ -96,7 +96,7 @@ class _Part(NamedTuple):
     """A part of a copy and its buffer; without a copy, references to be cast."""
 
     number: int
-    write: Write
+    write: BandWrite
     copy: Extent | None
     content: memoryview
     side: _Side | None = None
@@ -136,7 +136,7 @@ class Comparer:
             number, write, copy, content, side = turn
             check = checks[number]
             if copy is None:
-                converted = cast(write.put_together(), check.transfer.dtype, check.transfer.target_dtype)
+                converted = cast(write.gathered(), check.transfer.dtype, check.transfer.target_dtype)
                 continue
             dtype = self._comparison.copy_dtype(check, copy.file)
             shape = check.transfer.recipe.targets[write.target].shape
@@ -147,7 +147,7 @@ class Comparer:
                 if all(np.array_equal(*columns) for columns in write.copies):
                     continue
                 content = memoryview(bytes(content))
-                write.put_together()
+                write.gathered()
             copy_bits, reference_bits = (np.frombuffer(buffer, dtype.carrier()) for buffer in (content, expected))
             unequal = copy_bits != reference_bits
             if unequal.any():

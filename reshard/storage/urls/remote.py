@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import GoneError, TargetError
 from reshard.storage.base import Capabilities, Status, truncated, unfinished_path
-from reshard.storage.urls.requests import Call, ask, ask_each, filesystem, telling
+from reshard.storage.urls.requests import StoreCall, ask, ask_each, filesystem, translating
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -136,14 +136,14 @@ class RemoteStore:
 
     def status(self, path: str) -> Status:
         """Return the state of a file as it is now."""
-        with telling(path, "looked at"):
+        with translating(path, "looked at"):
             fs, name = filesystem(path)
             fs.invalidate_cache(fs._parent(name))  # noqa: SLF001 -- the one way to ask about a single file again
             return status_of(ask(path, "looked at", "info"))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes, as the last listing has it."""
-        with telling(path, "looked at"):
+        with translating(path, "looked at"):
             return status_of(ask(path, "looked at", "info")).nbytes
 
     def read(self, wants: Sequence[Want]) -> None:
@@ -183,7 +183,7 @@ class RemoteStore:
         if path.startswith(("s3://", "s3a://")):
             from reshard.storage.urls.s3 import S3Sink
 
-            with telling(path, "written", TargetError):
+            with translating(path, "written", TargetError):
                 return S3Sink(path, part)
         return _RemoteSink(path, part)
 
@@ -194,14 +194,14 @@ class RemoteStore:
         action = "given its final name"
         if ask(path, action, "exists", kind=TargetError):
             ask(path, action, "rm_file", kind=TargetError)
-        with telling(path, action, TargetError):
+        with translating(path, action, TargetError):
             fs, name = filesystem(unfinished)
             fs.mv(name, filesystem(path)[1])
 
     def link(self, original: str, unfinished: str) -> None:
         """Copy a file within the file system, without transferring its bytes here."""
         _make_directory(unfinished)
-        with telling(unfinished, "copied", TargetError):
+        with translating(unfinished, "copied", TargetError):
             copy = filesystem(unfinished)[1]
         ask(original, "copied", "cp_file", copy, kind=TargetError, nbytes=None)
 
@@ -249,19 +249,19 @@ class _RemoteSink:
 
     def __init__(self, path: str, part: int) -> None:
         self._path, self._position = path, 0
-        with telling(path, "written", TargetError):
+        with translating(path, "written", TargetError):
             _make_directory(path)
             fs, name = filesystem(path)
             self._file = fs.open(name, "wb", block_size=part)
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         assert offset == self._position, "a file is sent in order"  # noqa: S101
-        with telling(self._path, "written", TargetError):
+        with translating(self._path, "written", TargetError):
             self._file.write(data)
         self._position += len(data)
 
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
-        with telling(self._path, "written", TargetError):
+        with translating(self._path, "written", TargetError):
             self._file.close()
         self.ended = True
 
@@ -320,7 +320,7 @@ def _requested(requests: Sequence[Range]) -> list[bytes]:
         by_scheme.setdefault(request[0].partition("://")[0], []).append(request)
     for ranges in by_scheme.values():
         calls = [
-            Call(path, "cat_file", (), {"start": offset, "end": offset + nbytes}, nbytes)
+            StoreCall(path, "cat_file", (), {"start": offset, "end": offset + nbytes}, nbytes)
             for path, offset, nbytes in ranges
         ]
         for request, content in zip(ranges, ask_each("read", calls), strict=True):

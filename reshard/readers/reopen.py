@@ -1,0 +1,81 @@
+"""Open a checkpoint again with the options in a provenance record; headers are read again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.formats.rank_dirs import Step
+from reshard.readers.open import open as open_checkpoint
+from reshard.readers.open import self_described
+from reshard.source.assemble import assemble
+from reshard.source.checkpoint import Checkpoint, Opening
+from reshard.source.headers import indexed, key_of
+from reshard.storage.places import as_place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.source.made import Made
+    from reshard.source.provenance import SourceRecord
+    from reshard.storage.cipher import Cipher
+    from reshard.storage.places import Place
+    from reshard.strategy.strategy import Strategy
+
+
+def reopen(record: SourceRecord, root: Place | None = None, *, cipher: Cipher | None = None) -> Checkpoint:
+    """Open a source again; contents are not sampled, as the record has the results.
+
+    Args:
+        record: the record of the source.
+        root: the source, if the record has paths below it; else its paths are absolute.
+        cipher: decrypts the files.
+
+    Raises:
+        SourceError: a file is not valid, or headers contradict the strategy.
+        ValueError: the strategy is not valid.
+    """
+    top = record.root if root is None else str(root)
+    if record.described_by:
+        checkpoint = open_checkpoint(top, contents=False, cipher=cipher)
+    else:
+        paths = {
+            rank: [as_place(path) if root is None else root / path for path in of_rank]
+            for rank, of_rank in record.paths().items()
+        }
+        strategy = record.strategy.read() if record.strategy else None
+        checkpoint = _assembled(top, paths, strategy, record.stage, partial=record.partial, cipher=cipher)
+    varying = set(record.varying)
+    tensors = {
+        name: tensor._replace(varies=name in varying and not tensor.listed)
+        for name, tensor in checkpoint.tensors.items()
+    }
+    opening = replace(checkpoint.opening, elsewhere=frozenset(record.elsewhere), by_file=record.by_file)
+    return replace(checkpoint, tensors=tensors, opening=opening).without(set(record.left_out))
+
+
+def reopen_target(made: Made, cipher: Cipher | None) -> Checkpoint:
+    """Open a target with the options in its ledger; raise `SourceError` on failure."""
+    strategy, stage = made.strategy, made.provenance.target.stage
+    ranks = {rank: [as_place(path) for path in paths] for rank, paths in made.ranks.items()}
+    if self_described(as_place(made.target)) or (strategy is None and len(ranks) == 1):
+        return open_checkpoint(made.target, contents=False, cipher=cipher)
+    if strategy is not None and stage is not None:
+        strategy = strategy.of_stage(stage)
+    partial = strategy is not None and len(ranks) < len(strategy.ranks)
+    return _assembled(made.root, ranks, strategy, stage, partial=partial, cipher=cipher)
+
+
+def _assembled(
+    root: str, paths: Mapping[int, Sequence[Place]], strategy: Strategy | None, stage: int | None, *, partial: bool,
+    cipher: Cipher | None,
+) -> Checkpoint:  # fmt: skip
+    """Open the files of each rank; several ranks without a strategy have no tensors."""
+    cipher = key_of([path.absolute() for of_rank in paths.values() for path in of_rank], cipher)
+    files, ranks = indexed(paths, cipher)
+    is_known = strategy is not None or len(paths) == 1
+    tensors = assemble(root, files, ranks, strategy, partial=partial) if is_known else {}
+    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+    step = Step.of(path for of_rank in paths.values() for path in of_rank)
+    opening = Opening(stage, partial=partial, step=step)
+    return Checkpoint(root, tensors, files, ranks, strategy, (), unreadable, cipher, opening=opening)

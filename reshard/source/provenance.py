@@ -1,0 +1,251 @@
+"""Provenance: what a target was made from, and how, as one record.
+
+Ledgers hold it as it is, plan files with further options of the plan, zarr stores the part about the source. It is not
+trusted: `schema.read` checks its form, `StrategyRecord.read` and `Selection` their part of its meaning, and source
+files are only read. `readers.reopen` opens the source again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout
+from reshard.storage.places import as_place
+from reshard.strategy.schema import Count, FormatError, Line, read
+from reshard.strategy.strategy import Placed, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.source.checkpoint import Checkpoint
+
+LayoutRow = tuple[
+    tuple[Count, ...], tuple[tuple[Count, ...], ...], int, int, tuple[int, ...], tuple[int, ...], int
+]  # fmt: skip
+"""The fields of a `Layout`."""
+
+PlacedRow = tuple[Count, Count, tuple[Count, ...] | None, bool]
+"""A pipeline stage, the number of a layout, a shape, and whether the shape is expanded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyRecord:
+    """A strategy without its operators, which move no bytes; equal layouts and places are listed once.
+
+    Attributes:
+        stages: the first stage, and the one after the last.
+        devices: as in `Strategy`, like `merged`.
+        layouts: distinct layouts.
+        places: distinct places of a tensor, a row for each of its stages.
+        tensors: by name, the number of the tensor's places.
+    """
+
+    stages: tuple[Count, Count]
+    devices: Count
+    merged: bool
+    layouts: tuple[LayoutRow, ...]
+    places: tuple[tuple[PlacedRow, ...], ...]
+    tensors: dict[str, Count]
+
+    @classmethod
+    def of(cls, strategy: Strategy | None) -> StrategyRecord | None:
+        """Return the record of a strategy."""
+        if strategy is None:
+            return None
+        layouts: dict[Layout, int] = {}
+        places: dict[tuple[PlacedRow, ...], int] = {}
+        tensors = {}
+        for name, placed in strategy.tensors.items():
+            rows = tuple((p.stage, layouts.setdefault(p.layout, len(layouts)), p.shape, p.expanded) for p in placed)
+            tensors[name] = places.setdefault(rows, len(places))
+        stages = (strategy.stages.start, strategy.stages.stop)
+        rows_of_layouts = tuple(astuple(layout) for layout in layouts)
+        return cls(stages, strategy.devices, strategy.merged, rows_of_layouts, tuple(places), tensors)
+
+    def read(self) -> Strategy:
+        """Return the strategy; raise `ValueError` if it is invalid."""
+        first, stop = self.stages
+        devices = self.devices
+        if not first < stop or not devices or stop * devices > MOST_DEVICES:
+            raise ValueError(f"a strategy of {devices} devices in stages {first} to {stop - 1} cannot be")
+        layouts = [Layout(*row) for row in self.layouts]
+        if any(layout.devices != devices for layout in layouts):
+            raise ValueError(f"a layout of a strategy is not for its {devices} devices")
+        places = [tuple(_placed(row, range(first, stop), layouts) for row in rows) for rows in self.places]
+        if any(a.stage >= b.stage for placed in places for a, b in pairwise(placed)) or not all(places):
+            raise ValueError("a tensor of a strategy is in no stage, or in stages that do not ascend")
+        if any(number >= len(places) for number in self.tensors.values()):
+            raise ValueError("a tensor of a strategy has places that are not listed")
+        tensors = {name: places[number] for name, number in self.tensors.items()}
+        return Strategy(tensors, range(first, stop), devices, merged=self.merged)
+
+
+def _placed(row: PlacedRow, stages: range, layouts: list[Layout]) -> Placed:
+    stage, layout, shape, expanded = row
+    if stage not in stages or layout >= len(layouts):
+        raise ValueError(f"a tensor of a strategy is in stage {stage} with layout {layout}, which are not there")
+    if expanded and (shape is None or len(shape) != len(layouts[layout].tensor_map)):
+        raise ValueError("a tensor of a strategy is expanded to a shape that its layout does not fit")
+    return Placed(stage, layouts[layout], shape, expanded=expanded)
+
+
+class FileRecord(NamedTuple):
+    """A source file.
+
+    Attributes:
+        rank: its rank.
+        path: its path: below the root in a plan file, relative to its siblings in a zarr store, else absolute.
+        nbytes: its size.
+        header: the number of its header's digest in `SourceRecord.headers`; None if that was not taken.
+        version: tells files with equal headers apart: the digest of some pages (in a plan file), or the modification
+            time (in a zarr store); else empty.
+    """
+
+    rank: Count
+    path: Line
+    nbytes: Count
+    header: Count | None = None
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """A source, and how it was opened.
+
+    Attributes:
+        root: the directory or file that was opened.
+        described_by: as in `Extras`.
+        strategy: the strategy, with rules and stage applied.
+        stage: as in `Opening`, like `partial`, `by_file` and `elsewhere`.
+        varying: names of the tensors that differ from rank to rank.
+        left_out: as in `Checkpoint`.
+        encrypted: whether it can only be opened with a key.
+        headers: distinct digests of headers (`headers.index_digests`).
+        files: the files in the order of their ranks; none if the source describes itself, unless they are compared.
+    """
+
+    root: Line
+    described_by: str
+    strategy: StrategyRecord | None
+    stage: Count | None
+    partial: bool
+    by_file: bool
+    varying: tuple[str, ...]
+    elsewhere: tuple[str, ...]
+    left_out: tuple[str, ...]
+    encrypted: bool
+    headers: tuple[str, ...]
+    files: tuple[FileRecord, ...]
+
+    @classmethod
+    def of(
+        cls, source: Checkpoint, root: str, files: Sequence[FileRecord], headers: Sequence[str] = ()
+    ) -> SourceRecord:
+        """Return the record of a source.
+
+        Args:
+            source: the source, without rules or an adapter.
+            root: the path to record.
+            files: the files to record, with numbers of `headers`.
+            headers: digests of headers.
+        """
+        return cls(
+            root, source.extras.described_by, StrategyRecord.of(source.strategy), source.opening.stage,
+            source.opening.partial, source.opening.by_file,
+            tuple(name for name, tensor in source.tensors.items() if tensor.varies),
+            tuple(sorted(source.opening.elsewhere)), tuple(sorted(source.left_out)), source.cipher is not None,
+            tuple(headers), tuple(files),
+        )  # fmt: skip
+
+    @classmethod
+    def by_path(cls, source: Checkpoint) -> SourceRecord:
+        """Return the record of a source whose files are opened again at their paths."""
+        pairs = () if source.extras.described_by else zip(source.ranks, source.files, strict=True)
+        files = [FileRecord(rank, file.path, file.nbytes) for rank, file in pairs]
+        return cls.of(source, str(as_place(source.root).absolute()), files)
+
+    @classmethod
+    def noted(cls, notes: Mapping[str, Any]) -> SourceRecord | None:
+        """Return the record in the notes of a zarr store, or None if there is no valid one."""
+        try:
+            result: SourceRecord = read(cls, notes.get("source"))
+        except FormatError:
+            return None
+        return result
+
+    def paths(self) -> dict[int, list[str]]:
+        """Return the paths of each rank."""
+        result: dict[int, list[str]] = {}
+        for file in self.files:
+            result.setdefault(file.rank, []).append(file.path)
+        return result
+
+    def is_of(self, other: SourceRecord) -> bool:
+        """Return whether files and layouts are those of another record, wherever they are."""
+        return (self.strategy, self.files) == (other.strategy, other.files)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """The options that define the target.
+
+    Attributes:
+        strategy: the strategy; None for whole tensors, and for targets that describe themselves.
+        stage: the requested pipeline stage, if the strategy covers a single one.
+        format: the name of the format.
+        remove_redundancy: each replica is stored once.
+        encryption: the mode of encryption, or None.
+        index: the file that makes the target complete: it tells a set from a rank of whole tensors.
+    """
+
+    strategy: StrategyRecord | None
+    stage: Count | None
+    format: str
+    remove_redundancy: bool
+    encryption: str | None
+    index: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRecord:
+    """A `LoRA`, which checks `alpha` and `tied`."""
+
+    root: Line
+    alpha: Any
+    tied: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionRecord:
+    """A `Selection`, which checks patterns, casts, `rules` and `lora` when it is made again."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    weights_only: bool
+    names: dict[str, str]
+    cast: dict[str, str]
+    drop: tuple[str, ...]
+    allow_missing: tuple[str, ...]
+    rules: dict[str, Any] | None
+    lora: LoraRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a target was made from, and how.
+
+    Attributes:
+        made_by: the version of this program.
+        source: the source.
+        target: the options that define the target.
+        selection: tensors, names, casts, rules and adapter.
+    """
+
+    made_by: Line
+    source: SourceRecord
+    target: TargetRecord
+    selection: SelectionRecord

@@ -1,0 +1,176 @@
+"""Tensors in files, indexed like numpy arrays; only the bytes of the selected items are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.dtypes import BY_NAME, DType
+from reshard.errors import SourceError
+from reshard.formats.entries import ranges
+from reshard.layout.axes import refined, row_major
+from reshard.layout.block import Block
+from reshard.layout.strided import read_strided
+from reshard.storage.cipher import store_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.formats.entries import Runs
+    from reshard.layout.block import Shape
+    from reshard.storage.base import Coding
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block of a tensor and the location of its bytes, in row-major order or strided."""
+
+    block: Block
+    path: str
+    runs: Runs
+    coding: Coding | None = None
+    strides: Shape = ()
+
+    def read(self, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes of the runs from `begin` on, or with zeros if there are no runs."""
+        if not self.runs:
+            buffer[:] = bytes(len(buffer))
+            return
+        missing = begin + len(buffer) - sum(nbytes for _, nbytes in self.runs)
+        if missing > 0:
+            raise SourceError(f"{self.path} lacks {missing} bytes of block {self.block}", code="truncated")
+        store_of(self.coding).read(
+            [(self.path, offset, buffer[start:stop]) for offset, start, stop in ranges(self.runs, begin, len(buffer))]
+        )
+
+    def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
+        """Fill `out` with the block's items at these indices along each dimension; none may be empty."""
+        strides = self.strides or row_major(self.block.shape)
+        first = sum(each.start * step for each, step in zip(items, strides, strict=True))
+        pitch = tuple(out.itemsize * step * each.step for each, step in zip(items, strides, strict=True))
+        read_strided(self.read, out.itemsize * first, pitch, out)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in files, indexed like a numpy array, but without new axes; dask slices it.
+
+    `axes` has the axes of the pieces for each dimension, if they differ from the dimensions (`Tensor.space`).
+    """
+
+    name: str
+    kind: DType
+    shape: Shape
+    pieces: tuple[StoredBlock, ...]
+    axes: tuple[Shape, ...] = ()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return numpy's dtype."""
+        return BY_NAME[self.kind.name].numpy()  # `DType.numpy` compares identities, which pickling loses
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    def part(self, box: Block) -> StoredTensor:
+        """Return a box of the tensor; its blocks may begin at negative indices."""
+        moved = []
+        for piece in self.pieces:
+            if piece.block & box is not None:
+                start = tuple(a - o for a, o in zip(piece.block.start, box.start, strict=True))
+                stop = tuple(b - o for b, o in zip(piece.block.stop, box.start, strict=True))
+                moved.append(replace(piece, block=Block(start, stop)))
+        return replace(self, shape=box.shape, pieces=tuple(moved))
+
+    def __getitem__(self, index: object) -> np.ndarray[Any, Any]:
+        items = full_index(index, self.ndim)
+        if not all(isinstance(item, slice | Integral) for item in items):
+            # dask pushes lists down, too: read the slices, then take items of the result. `fancy=False` would prevent
+            # that, but then dask (2026.8) does not push down slices either.
+            slices = tuple(item if isinstance(item, slice) else slice(None) for item in items)
+            lists = tuple(slice(None) if isinstance(item, slice) else item for item in items)
+            return np.asarray(self[slices][lists])
+        picked = [_picked(extent, item) for extent, item in zip(self.shape, items, strict=True)]
+        array = self._read([each if each.step > 0 else each[::-1] for each in picked])
+        flips = tuple(slice(None, None, 1 if each.step > 0 else -1) for each in picked)
+        scalars: tuple[Any, ...] = tuple(slice(None) if isinstance(item, slice) else 0 for item in items)
+        return array[flips][(*scalars, ...)]
+
+    def _read(self, items: Sequence[range]) -> np.ndarray[Any, Any]:
+        """Read the items at ascending indices along each dimension."""
+        out = np.empty([len(each) for each in items], self.kind.carrier())
+        filled = self._fill(items, out) if not self.axes else self._fill_of_axes(items, out)
+        if filled < out.size:
+            raise SourceError(
+                f"no shard has {out.size - filled} of the {out.size} items asked for of tensor {self.name!r}",
+                code="missing-blocks",
+            )
+        return out.view(self.dtype)
+
+    def _fill_of_axes(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
+        """Fill an array like `_fill`, if dimensions consist of several axes."""
+        region = Block(
+            tuple(each.start for each in items), tuple(each[-1] + 1 if each else each.start for each in items)
+        )
+        if region.shape != out.shape:  # steps: read the items between them, too
+            whole = np.empty(region.shape, out.dtype)
+            filled = self._fill_of_axes([range(a, b) for a, b in zip(region.start, region.stop, strict=True)], whole)
+            out[...] = whole[tuple(slice(None, None, each.step) for each in items)]
+            return filled - whole.size + out.size
+        return sum(
+            self._fill(
+                [range(a, b) for a, b in zip(box.start, box.stop, strict=True)],
+                out[part.within(region)].reshape(box.shape),
+            )
+            for box, part in refined(region, self.axes)
+        )
+
+    def _fill(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
+        """Fill an array with the items that are in files; return their number."""
+        filled = 0
+        for piece in self.pieces:
+            starts = piece.block.start
+            inside = tuple(
+                slice(_position(each, a), _position(each, b))
+                for each, a, b in zip(items, starts, piece.block.stop, strict=True)
+            )
+            part = out[inside] if inside else out  # `out[()]` would be a copy
+            if part.size:
+                of_piece = [each[span] for each, span in zip(items, inside, strict=True)]
+                piece.read_items(
+                    [range(e[0] - a, e[-1] - a + 1, e.step) for e, a in zip(of_piece, starts, strict=True)], part
+                )
+                filled += part.size
+        return filled
+
+
+def _picked(extent: int, item: Any) -> range:
+    """Return the indices that an integer or a slice selects from a dimension."""
+    indices = range(extent)[item]
+    return indices if isinstance(indices, range) else range(indices, indices + 1)
+
+
+def full_index(index: object, ndim: int) -> list[Any]:
+    """Return an index as one item per dimension, without an ellipsis; too many items are kept.
+
+    >>> full_index((..., 3), 3), full_index(2, 2)
+    ([slice(None, None, None), slice(None, None, None), 3], [2, slice(None, None, None)])
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    place = next((n for n, item in enumerate(items) if item is ...), len(items))
+    items[place : place + 1] = [slice(None)] * (ndim - len(items) + (place < len(items)))
+    return items
+
+
+def _position(items: range, edge: int) -> int:
+    """Count the ascending indices before an edge.
+
+    >>> [_position(range(1, 9, 3), edge) for edge in (0, 1, 2, 4, 5, 8, 20)]
+    [0, 0, 1, 1, 2, 3, 3]
+    """
+    return min(max(-((items.start - edge) // items.step), 0), len(items))

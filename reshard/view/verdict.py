@@ -1,0 +1,264 @@
+"""The verdict of a verification, in words and as plain data."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import PYTHON, Option, Text, bytes_text, printable, spelled
+from reshard.layout.block import shape_text
+from reshard.plan.changes import described
+from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reshard.errors import Words
+    from reshard.verify.difference import Difference
+    from reshard.verify.verification import Verification
+
+_MOST_SHOWN = 6  # differences, of up to two lines each
+_MOST_NAMES = 6
+_MOST_FILES = 8
+
+
+def verdict_text(
+    verification: Verification, words: Words = PYTHON, every_one: str = "`differences`", *, verbose: bool = False
+) -> str:
+    """Write the verdict and the first differences.
+
+    Args:
+        verification: the result.
+        words: how options are written.
+        every_one: the option or attribute that lists all differences.
+        verbose: write all facts.
+    """
+    target = printable(near(verification.target))
+    if verification.differences:
+        lines = [spelled(summary(verification), words)]
+    else:
+        lines = [f"verified: {target} {conclusion(verification)}"]
+    if verification.note:
+        lines.append(f"  {printable(spelled(verification.note, words)).replace(f'{Path.cwd()}/', '')}")
+    for side, step in (("target", verification.step), ("source", verification.against_step)):
+        if step is not None:
+            lines.append(f"  {side}: {spelled(step.text(side), words)}")
+    if verification.independent:
+        files = count_text(verification.independent, "file")
+        lines.append(f"  {files} read with Hugging Face's safetensors library, not with reshard's reader")
+    if verification.sample is not None:
+        again = spelled(Text("for the same again: ", Option("seed", verification.seed)), words)
+        lines.append(f"  a random sample, {_percent(verification):.3g} % of the bytes; {again}")
+    absent = {
+        "not in the target, which need not have it": verification.dropped,
+        "in the target, and not asked for": verification.left_out,
+    }
+    lines += [f"  {title}: {folded_text(tensors, _MOST_NAMES)}" for title, tensors in absent.items() if tensors]
+    lines += _differences_lines(verification, words, every_one)
+    if verbose:
+        lines += [f"  {text}" for text in _details(verification)]
+    return "\n".join(lines)
+
+
+def _details(verification: Verification) -> Iterator[str]:
+    """Yield the additional lines of `verbose`."""
+    files = count_text(verification.files, "file")
+    ranks = of_ranks(" of ", verification.ranks) if verification.ranks else ""
+    blocks = "blocks compared" if verification.ranks and verification.against else "blocks of them"
+    yield f"{count_text(verification.tensors, 'tensor')}, {verification.copies:,} {blocks}; {files}{ranks}"
+    if verification.bytes_read:
+        nbytes, seconds = verification.bytes_read, verification.seconds
+        rate = f" ({bytes_text(nbytes / seconds)}/s)" if seconds else ""
+        yield f"read {bytes_text(nbytes)} in {seconds:.2f} s{rate}"
+    if verification.unchecked:
+        yield f"not compared: {'; '.join(verification.unchecked)}"
+
+
+# --- one sentence -----------------------------------------------------------------------------------------------
+
+
+def summary(verification: Verification) -> str:
+    """Return one sentence about the differences.
+
+    >>> from reshard.verify.difference import Difference
+    >>> from reshard.verify.verification import Verification
+    >>> size = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
+    >>> summary(Verification("dst", "m.json", (), 1, 9, 0, differences=(size,)))
+    'dst differs from m.json: 1 of 1 file'
+    """
+    differences = verification.differences
+    tensors = {each.name for each in differences if each.name is not None}
+    files = {each.path for each in differences if each.path is not None}
+    target, against = printable(near(verification.target)), "what it carries of itself (checksums, replicas)"
+    if verification.against:
+        against = _after_changes(verification, verification.against)
+    casts = [(each.found, each.expected) for each in differences if each.kind == "dtype"]
+    others = any(each.kind not in {"dtype", "missing", "extra"} for each in differences)
+    if verification.against and len(set(casts)) == 1 and not others:
+        actual, expected = casts[0]
+        tensors_text = f"{count_text(len(casts), 'tensor')}, {actual} in {target}, {expected} in {against}"
+        return f"{target} and {against} cannot be compared bit for bit: {tensors_text}"
+    count = count_text(len(differences), "difference")
+    if tensors:
+        count = f"{len(tensors):,} of {count_text(max(verification.tensors, len(tensors)), 'tensor')}"
+    elif files:
+        count = f"{len(files):,} of {count_text(max(verification.files, len(files)), 'file')}"
+    return f"{target} differs from {against}: {count}"
+
+
+def conclusion(verification: Verification) -> str:
+    """Return the verdict in a few words; after "= " comes the source that the target equals."""
+    against = verification.against
+    if verification.differences:
+        return summary(verification).removeprefix(printable(near(verification.target))).strip()
+    if against is None:
+        return _alone_text(verification)
+    if not verification.ranks:
+        return f"is as the manifest {printable(near(against))} says; {_compared(verification)}"
+    if verification.by_checksums:
+        return f"has the sizes and checksums of its ledger, in {count_text(verification.files, 'file')}"
+    absent, rest = verification.absent, len(verification.left_out)
+    without = f", except {count_text(absent, 'block')} that no file has" if absent else ""
+    others = (
+        f"; {count_text(rest, 'other')} in the target not compared" if rest and not _selection(verification) else ""
+    )
+    return f"= {_after_changes(verification, against)}; {_compared(verification)}{without}{others}"
+
+
+def _alone_text(verification: Verification) -> str:
+    """Return the verdict on a target that was compared with nothing."""
+    if verification.bytes_read:
+        return "is complete and valid; its contents have the checksums that its files carry"
+    if verification.complete:
+        return "is complete and valid in structure; contents were not read"
+    expected = "how many ranks" if verification.by_ranks else "which tensors"
+    return f"has valid headers; nothing says {expected} there should be"
+
+
+def _after_changes(verification: Verification, against: str) -> str:
+    """Return the path of the source and the changes since."""
+    text = described(verification.changes)
+    return printable(f"{near(against)} after changes ({text})" if text else near(against))
+
+
+def _compared(verification: Verification) -> str:
+    """Return the scope of a comparison: the share of the bits, the number of tensors and their selection."""
+    share = "every bit" if verification.sample is None else f"a random {_percent(verification):.3g} %"
+    selection = _selection(verification)
+    return f"{share} of {count_text(verification.tensors, 'tensor')}{f' ({selection})' if selection else ''}"
+
+
+def _selection(verification: Verification) -> str:
+    """Return the selection of tensors in words, or ""."""
+    return ", ".join(change.text for change in verification.changes if change.kind == "selection")
+
+
+def _percent(verification: Verification) -> float:
+    """Return the percentage of bytes that were compared."""
+    return 100 * verification.bytes_read / verification.total_bytes if verification.total_bytes else 100
+
+
+# --- differences ------------------------------------------------------------------------------------------------
+
+
+def _differences_lines(verification: Verification, words: Words, every_one: str) -> Iterator[str]:
+    """Yield the first differences; tensors that differ alike share a line."""
+    groups: dict[object, list[Difference]] = {}
+    for number, difference in enumerate(verification.differences):
+        key: object = number
+        if difference.kind == "dtype" or (difference.kind in {"missing", "extra"} and difference.path is None):
+            key = difference.kind, difference.text
+        elif difference.kind == "values" and difference.index is not None:
+            key = difference.kind, difference.name
+        groups.setdefault(key, []).append(difference)
+    alike = list(groups.values())
+    for group in alike[:_MOST_SHOWN]:
+        first = group[0]
+        if first.kind == "values" and first.index is not None:
+            yield from _values_lines(sorted(group, key=lambda each: each.side == "source"), verification, words)
+        elif len(group) > 1:
+            folded = folded_text((each.name or "" for each in group), _MOST_NAMES)
+            yield f"  {count_text(len(group), 'tensor')}, {folded}: {first.text}"
+        elif first.name is None:
+            path = below(first.path or "", verification.target)
+            yield f"  {path}: {printable(spelled(first.text, words))}"
+        else:
+            kind = "object" if first.kind == "object" else "tensor"
+            yield f"  {kind} {printable(first.name)}: {printable(spelled(first.text, words))}"
+            if path := printable(near(first.path)) if first.path is not None else "":
+                yield f"    {first.side}, {'' if first.rank is None else f'rank {first.rank}, '}{path}"
+    if rest := alike[_MOST_SHOWN:]:
+        tensors = {each.name for group in rest for each in group}
+        more = count_text(len(rest), "difference") if None in tensors else count_text(len(tensors), "tensor")
+        yield f"  and {more} more; {every_one} lists all"
+
+
+def _values_lines(differences: Sequence[Difference], verification: Verification, words: Words) -> Iterator[str]:
+    """Yield the first differing element of a tensor in both files, and the other files that differ."""
+    first, *others = differences
+    block = f" of {count_text(first.block.size, 'element')} of this block" if first.block is not None else ""
+    reason = first.text.partition(f"expected 0x{first.expected}")[2]  # set if rules merge tensors (`compare.ties`)
+    name = f"{printable(first.name or '')}{shape_text(first.index or ())}"
+    largest, nans = max(each.largest or 0 for each in differences), sum(each.nans for each in differences)
+    distance = f"largest |difference| {largest:.3g}{f', {nans:,} NaN' if nans else ''}"
+    yield f"  {name}   {first.count}{block}{printable(spelled(reason, words))}; {distance}"
+    values = [_value_text(bits or "", first.dtype) for bits in (first.found, first.expected)]
+    width = max(map(len, values))
+    yield f"    {values[0]:{width}}  {printable(near(first.path or ''))} {shape_text(first.index_in_block or ())}"
+    yield f"    {values[1]:{width}}  {printable(near(first.reference or ''))}"
+    if others:
+        files = [f"{near(other.path or '')} ({other.count:,})" for other in others]
+        more = f", and {len(files) - _MOST_FILES} more" if len(files) > _MOST_FILES else ""
+        yield f"    differs in {printable(', '.join(files[:_MOST_FILES]))}{more}, too"
+    if verification.against and not reason and differences[-1].side == "source":
+        yield f"    replicas inside {printable(near(verification.against))} differ from each other"
+
+
+def _value_text(bits: str, dtype: str | None) -> str:
+    """Return an element as hexadecimal digits and as its value.
+
+    >>> _value_text("3f800000", "float32")
+    '0x3f800000 (1.0)'
+    """
+    if dtype is None:
+        return f"0x{bits}"
+    import numpy as np
+
+    kind = BY_NAME[dtype]
+    value = np.array([int(bits, 16)], kind.carrier()).view(kind.numpy())[0]
+    return f"0x{bits} ({value!s})"
+
+
+def below(path: str, root: str | None) -> str:
+    """Return a path relative to a directory, if it is below it."""
+    return printable(path.removeprefix(f"{Path(root).absolute()}/") if root else path)
+
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+
+def verdict_data(verification: Verification) -> dict[str, object]:
+    """Return the result of a verification as plain data."""
+    data = fields_data(
+        verification, "target", "against", "step", "against_step", "equal", "changes", "note", "absent", "complete",
+        "ranks", "files", "tensors", "copies", "bytes_read", "total_bytes", "sample", "seed", "seconds", "dropped",
+        "left_out", "warnings", "unchecked", "independent",
+    )  # fmt: skip
+    data["complete"] = verification.complete and verification.equal
+    data["differences"] = [_difference_data(difference) for difference in verification.differences]
+    return data
+
+
+def _difference_data(difference: Difference) -> dict[str, object]:
+    return {
+        **fields_data(difference, "kind", "text"),
+        "tensor": difference.name,
+        **fields_data(
+            difference, "side", "rank", "path", "block", "index", "index_in_block", "count", "found", "expected",
+            "reference", "dtype",
+        ),
+        "largest": None if difference.largest is None or not isfinite(difference.largest) else difference.largest,
+        "nans": difference.nans,
+    }  # fmt: skip
