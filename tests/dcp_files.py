@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import sys
 import zipfile
 from collections import OrderedDict
@@ -235,6 +236,32 @@ def stream(content: bytes, *, checksum: bool = False) -> bytes:
     flags = found[4]
     begin = 5 + (not flags >> 5 & 1) + ((flags >> 5 & 1, 2, 4, 8)[flags >> 6])
     return found[:4] + bytes([flags & 4, 0x78]) + found[begin:]
+
+
+def zip_records(content: bytes) -> dict[str, bytes]:
+    """The records of a zip, by Python's reader, without their sums; fields that PyTorch does not read are corrected."""
+    entry = content.find(b"PK\1\2")
+    corrected = bytearray(content)
+    while entry >= 0:
+        corrected[entry + 6 : entry + 8] = b"\x14\0"  # the version that is needed
+        entry = content.find(b"PK\1\2", entry + 1)
+    with zipfile.ZipFile(io.BytesIO(corrected)) as archive:
+        records = {}
+        for info in archive.infolist():
+            name_bytes, extra_bytes = struct.unpack_from("<2H", content, info.header_offset + 26)
+            begin = info.header_offset + 30 + name_bytes + extra_bytes
+            records[info.filename] = content[begin : begin + info.file_size]
+        return records
+
+
+def record_places(content: bytes) -> list[int]:
+    """The offsets of all bytes of a zip that are contents of records."""
+    places: list[int] = []
+    at = 0
+    for record in zip_records(content).values():
+        at = content.index(record, at)
+        places += range(at, at + len(record))
+    return places
 
 
 def without_sums(content: bytes, *, behind: bool = False) -> bytes:

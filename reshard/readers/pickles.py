@@ -1,23 +1,28 @@
-"""Reading a pickle as data: nothing is imported, called or hashed, whatever it says.
+"""Read a pickle as data: nothing that it names is imported or called, and its keys are not hashed.
 
-Python's own unpickler makes objects of any class that a pickle names and calls whatever it says, so that a file can do
-what it likes. Here its instructions are followed, and in the place of an object is a `Record` of what would have made
-it: a name, arguments, a state. Sets are lists, and so are dicts (`Pairs`): there is no key whose hash could be slow.
+Python's unpickler follows the instructions. `_Scan` stands between it and the file: it reads the file in pieces, checks
+each instruction, counts what it makes, and passes the piece on with a few instructions replaced:
 
-What a pickle shares is shared here, so that memory is in proportion to the file. Each instruction takes time, though,
-and a file of nothing but lists, calls, names or numbers would take minutes. So what is made is compared with what
-describes tensors: objects of classes (a tensor, a box, its place), and references to bytes outside of the pickle. For
-each of these PyTorch, Megatron-Core and hyper-parallel write 30 bytes or more (14 until the places come), make at most
-11 values (25 in a small file) of 7 bytes or more, and fill lists and dicts with 7 items. A pickle may have more than
-that, and besides it a million numbers, 2^18 texts, lists and the like, and 16 MiB of short texts.
+* a dict becomes `Pairs`, a list of its keys and values, and a set becomes a list. Python would hash the keys, which
+  takes for ever if many hashes are equal, or if a hundred tuples each hold the previous one twice;
+* a new object becomes a call of a `Name`, which returns a `Record`: the name, arguments and state of an object;
+* a long text or value becomes a record of its length;
+* each piece becomes a frame; the file's own frames are dropped.
 
-Sources: `pickletools` of Python 3.13; pickles of protocol 2 to 5 as Python's own pickler writes them, which needs the
-instructions that are refused for a tuple that has itself alone.
+A file that holds only lists, calls, names or numbers could take minutes and all memory. So the number of values is
+compared with the number of instances: objects of classes (a tensor, a box, a storage entry) and references to data
+outside of the pickle. For each instance PyTorch, Megatron-Core and hyper-parallel write at least 30 bytes (14 before
+the storage entries), at most 11 objects (25 in a small file), and push some 30 values.
+
+Sources: `pickletools` of Python 3.13; pickles of protocol 2 to 5 as Python's own pickler writes them. The instructions
+for tuples that contain themselves, and for calls with keywords, are refused.
 """
 
 from __future__ import annotations
 
-import struct
+import io
+import pickle
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from reshard.errors import SourceError, bytes_text
@@ -25,34 +30,51 @@ from reshard.layout.block import MOST_DIMS
 from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
 
-_PROTO, _STOP, _MARK, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _BININT2, _BININT, _FLOAT = b"\x80.(\x94hjKMJG"
-_EMPTY_TUPLE, _TUPLE1, _TUPLE3, _SETITEMS, _BUILD = b")\x85\x87ub"
-_CALL = b"\x94\x85\x94R\x94"  # behind a tuple: calls something with this one argument
-_NEW = b"\x81\x94}\x94("  # behind an empty tuple: makes an object, and begins its attributes
-_UNSIGNED, _SIGNED, _DOUBLE = (struct.Struct(kind).unpack_from for kind in ("<I", "<i", ">d"))
-_CONSTANTS = {ord("N"): None, ord(")"): (), 0x88: True, 0x89: False}
-
-_LARGEST = 1 << 28  # of a file; the metadata of a model of 10^12 parameters have 10^8 bytes
-_MOST_OBJECTS = 1 << 23
-_MOST_ITEMS = 1 << 25  # of all lists, and twice those of all dicts
-_MOST_PLAIN = 1 << 18  # objects that tell of no tensor; 4 times as many items, 64 times as many bytes
-_MOST_FOR_ONE, _LEAST_BYTES, _MOST_BYTES, _SHORTEST = 64, 24, 1 << 14, 4  # each that does; bytes of an object
-_DEEPEST = 256
-_MOST_WAITING = 1 << 16  # values on the stack; Python's pickler takes 1,000 items of a list at once
-_MOST_ATTRIBUTES = 64  # that are looked for a name: all objects may have the same many
-_LONGEST = 1 << 16  # bytes of a text; a longer one names nothing, and is passed over
+_LARGEST = 1 << 28  # bytes of a file; the metadata of a model of 10^12 parameters have 10^8
+_MOST_OBJECTS = 10 << 20  # of some 100 bytes; also 64 bytes of a text, or 4 places on the stack and in the memo
+_FREE_OBJECTS, _OBJECTS_PER_INSTANCE = 1 << 18, 64
+_FREE_INSTANCES, _BYTES_PER_INSTANCE = 1 << 17, 24
+_MOST_ATTRIBUTES = 64  # that are searched for a name: all objects may share one large dict
+_LONGEST = 1 << 16  # bytes of a text or a name; a longer text names nothing
 _WIDEST = 32  # bytes of an integer
 _PIECE = 1 << 17
-_NEAR = 16  # more than an instruction has without its contents
+
+# instructions that are passed on as they are
+_PLAIN = rb"(?:[()N\x88\x89\x85-\x87t\]aesuRb\x93\x94]++|[Khq].|M..|[Jj].{4}|G.{8}|r..[\0-\x3f]\0)"
+_NEW_OBJECT, _NEW_RECORD = b"\x81\x94}\x94(", b"R\x94NQ\x94("  # and its attributes
+_RUN = re.compile(rb"(?:%b|%b)*+" % (_PLAIN, re.escape(_NEW_OBJECT)), re.DOTALL)
+_BETWEEN = re.compile(rb"(%b*+)%b" % (_PLAIN, re.escape(_NEW_OBJECT)), re.DOTALL)
+_MAKES = b"]Qt\x85\x86\x87R\x93ue"  # instructions that make an object, or take as long
+_PUSHES = b"(N\x88\x89)KMJGhj\x94qr"  # that take a place on the stack or in the memo
+_INSTANCES = b"\x81Q"
+_REPLACED = {  # objects, dicts, sets, references to data outside
+    0x81: b"R",
+    ord("}"): b"NQ",
+    0x8F: b"]",
+    0x90: b"e",
+    0x91: b"l",
+    ord("Q"): b"\x85Q",
+}
+_STOP, _FRAME, _OUTSIDE, _GLOBAL, _PUT, _BYTEARRAY8, _BINBYTES8 = b".\x95Qcr\x96\x8e"
+_TEXTS = {0x8C: 1, ord("X"): 4, 0x8D: 8}  # with the bytes of the length that follows
+_LONGS = {0x8A: 1, 0x8B: 4}
+_WIDTHS = _TEXTS | _LONGS | {ord("C"): 1, ord("B"): 4, _BINBYTES8: 8, _BYTEARRAY8: 8}
+_NAMES = re.compile(rb"c[^\n]{1,4096}\n[^\n]{1,4096}\n")
+_LONGER = b"KhqMJjGr" + bytes([*_WIDTHS, _FRAME, _GLOBAL])  # instructions that may be cut off
+_DAMAGED = (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 
 
 class Name(NamedTuple):
-    """What a pickle would import: a class or a function, by its module and name."""
+    """A class or a function that a pickle would import. A call returns a record."""
 
     module: str
     name: str
+
+    def __call__(self, *arguments: object) -> Record:
+        """Return a record of a call."""
+        return Record(self, arguments)
 
 
 class Pairs(list[Any]):
@@ -60,19 +82,27 @@ class Pairs(list[Any]):
 
     __slots__ = ()
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Add a key and its value."""
+        list.extend(self, (key, value))
+
+    def extend(self, _: Iterable[Any]) -> NoReturn:
+        """Refuse items without keys."""
+        raise TypeError("items of a list in a dict")
+
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Yield each key with its value."""
-        return zip(self[::2], self[1::2], strict=True)
+        return zip(self[::2], self[1::2], strict=False)
 
 
 class Record:
-    """What a pickle would have called something for.
+    """An object that is not created, or a call that is not made.
 
     Attributes:
         made_by: the class or function.
-        arguments: what it would be called with.
-        state: what it would be given then; None where nothing is.
-        items: what would be put into it, keys and values in turn or items of a list; None where nothing is.
+        arguments: the arguments of the call.
+        state: the state of the object; None if there is none.
+        items: items of the object, as of a list, or keys and values in turn; None if there are none.
     """
 
     __slots__ = ("arguments", "items", "made_by", "state")
@@ -82,27 +112,47 @@ class Record:
         self.state: object = None
         self.items: Pairs | None = None
 
+    def __setstate__(self, state: object) -> None:
+        """Keep the state."""
+        if self.state is not None:
+            raise TypeError("a second state of an object")
+        self.state = state
+        if type(state) is Pairs and len(state) <= 2 * _MOST_ATTRIBUTES:
+            values = state[:]
+            state.clear()
+            state += values  # which frees the room for more
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Add a key and its value to the items."""
+        self.extend((key, value))
+
+    def extend(self, values: Iterable[object]) -> None:
+        """Add items."""
+        if self.items is None:
+            self.items = Pairs()
+        list.extend(self.items, values)
+
     @property
     def name(self) -> str:
-        """The name of the class or function, without its module; empty where it is not one."""
+        """Return the name of the class or function, without its module; empty if there is none."""
         return self.made_by.name if isinstance(self.made_by, Name) else ""
 
     def field(self, name: str) -> Any:
-        """Return an attribute from the state; None where it has none of that name."""
+        """Return an attribute from the state, or None."""
         return self.fields(name)[0]
 
     def fields(self, *names: str) -> list[Any]:
-        """Return attributes from the state; None for each that it has not. Quick where they are in this order."""
-        found = [None] * len(names)
+        """Return attributes from the state, None for a missing one. Fast if they are in this order."""
+        values = [None] * len(names)
         for part in self.state[1::-1] if type(self.state) is tuple else (self.state,):
             if type(part) is Pairs:
                 keys = tuple(part[: 2 * _MOST_ATTRIBUTES : 2])
                 if keys == names[: len(keys)]:
-                    return part[1::2] + found[len(keys) :]
-                for place, name in enumerate(names):
+                    return part[1::2] + values[len(keys) :]
+                for position, name in enumerate(names):
                     if name in keys:
-                        found[place] = part[2 * keys.index(name) + 1]
-        return found
+                        values[position] = part[2 * keys.index(name) + 1]
+        return values
 
 
 class Readable(Protocol):
@@ -110,40 +160,40 @@ class Readable(Protocol):
 
     @property
     def path(self) -> str:
-        """Where it is, for messages."""
+        """Return the path of the file, for messages."""
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
+        """Return the number of bytes."""
 
     def upto(self, offset: int, nbytes: int) -> bytes:
-        """Return at most so many bytes from one on."""
+        """Return at most `nbytes` bytes from `offset`."""
 
 
 def shown(value: object) -> str:
-    """Return a few words for a message. To write a value out would take for ever where it has itself again and again.
+    """Describe a value in a message, in bounded time: it may contain the same value many times.
 
     >>> shown("w"), shown([1, 2]), shown([[], []]), shown(Name("os", "system"))
     ("'w'", '[1, 2]', 'a list of 2', "'system'")
     """
     if isinstance(value, Name | Record):
         return f"{value.name!r:.60}" if value.name else "a record"
-    if isinstance(value, list | tuple) and not all(isinstance(one, int | float | str) for one in value[:8]):
+    if isinstance(value, list | tuple) and not all(isinstance(item, int | float | str) for item in value[:8]):
         return f"a {type(value).__name__.lower()} of {len(value)}"
     return f"{value[:8] if isinstance(value, list | tuple) else value!r:.60}"
 
 
 def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
-    """Return a shape or the like, of so many numbers at most: a tuple, or what would make one of it.
+    """Return a shape, offsets or strides: a tuple of numbers, or what `torch.Size` is called with.
 
     Raises:
-        SourceError: it is none; a short fact, to which the caller adds the place.
+        SourceError: the value is not a tuple of at most `most` numbers. The message does not name the file.
     """
     if isinstance(value, Record) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
         (value,) = value.arguments
     if isinstance(value, tuple | list) and len(value) <= most:
-        for one in value:
-            if type(one) is not int or not 0 <= one < 1 << 63:
+        for number in value:
+            if type(number) is not int or not 0 <= number < 1 << 63:
                 break
         else:
             return tuple(value)
@@ -151,400 +201,192 @@ def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
 
 
 def unpickled(reader: Readable, what: str, *, outside: bool = False) -> Any:
-    """Return what a file has pickled, as plain data and records.
+    """Return the value of a pickle as plain data and records.
 
     Args:
         reader: the file.
-        what: what it should be, for messages.
-        outside: it may refer to things outside of itself (persistent ids), which become records without a name.
+        what: the expected content, for messages.
+        outside: allow references to data outside of the pickle (persistent ids), which become records without a name.
 
     Raises:
         SourceError: it is not a pickle, has an instruction that Python's pickler does not write, or exceeds a limit.
     """
-    return _Machine(reader, what, outside=outside).run()
+    scan = _Scan(reader, what, outside=outside)
+    try:
+        first, values = _Unpickler(scan).load()
+    except SourceError:
+        raise
+    except _DAMAGED as error:
+        scan.refuse(f"is damaged: {error!s:.100}")
+    if first is not None or len(values) != 1:
+        scan.refuse("ends before its value is complete")
+    return values[0]
 
 
-class _Machine:
-    """Follows the instructions of a pickle."""
+class _Unpickler(pickle.Unpickler):
+    """Python's unpickler, which imports nothing."""
+
+    def find_class(self, module: str, name: str) -> Name:
+        if not is_text(module + name):
+            raise ValueError("a name that is not text")
+        return Name(module, name)
+
+    def persistent_load(self, key: Any) -> Pairs | Record:
+        """Return a dict for None and a long value for a text, as `_Scan` writes; others are in tuples."""
+        if key is None:
+            return Pairs()
+        return Record(Name("", key), ()) if isinstance(key, str) else Record(None, *key)
+
+
+class _Scan:
+    """A pickle as `pickle.Unpickler` reads it: in pieces, checked and with some instructions replaced."""
 
     def __init__(self, reader: Readable, what: str, *, outside: bool) -> None:
-        self.reader, self.what, self.outside = reader, what, outside
-        self.begin = self.at = self.skipped = 0  # of what is held; in what is held; bytes of long texts
-        self.held = b""
-        self.stack: list[Any] = []
-        self.marks: list[int] = [0]  # none is below the first
-        self.memo: list[Any] = []
-        self.objects = self.items = self.telling = 0  # the last: what tells of tensors
+        self._reader, self._what, self._outside = reader, what, outside
+        self._at = self._skipped = 0  # the next byte to be checked; bytes of long texts
+        self._objects = self._pushed = self._instances = 0
+        self._pieces = self._checked()
+        self._piece = io.BytesIO()
 
-    def run(self) -> Any:
-        """Follow all instructions; return the value that is left."""
-        if self.reader.size > _LARGEST:
-            self.refuse(f"has {bytes_text(self.reader.size)}; at most {bytes_text(_LARGEST)} are taken")
-        if self.take(1)[0] != _PROTO:
-            self.refuse_instruction()
-        _proto(self)
-        try:
-            self.follow_all()
-        except (IndexError, struct.error):
-            self.at = len(self.held)
-            self.refuse("ends early; was saving it interrupted?")
-        if self.begin + self.at != self.reader.size:
-            self.refuse("goes on behind its end")
-        if len(self.stack) != 1 or len(self.marks) > 1:
-            self.refuse("ends before its value is complete")
-        return self.stack[0]
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes. The unpickler reads a frame at once, and the bytes around it one by one."""
+        content = self._piece.read(nbytes)
+        if len(content) < nbytes:
+            self._piece = io.BytesIO(next(self._pieces, b""))
+            content = self._piece.read(nbytes)
+        return content
 
-    def follow_all(self) -> None:  # noqa: PLR0912, PLR0915 -- a call for each would take twice the time
-        """Follow the instructions up to the last; an error of Python's where there is none.
-
-        Those that make up most of a file are followed here, which takes a quarter of the time that calls do; some at
-        once that follow each other in every object. What cannot be followed is left to `_STEPS`, which say why.
-        """
-        stack, marks, memo = self.stack, self.marks, self.memo
-        held, at, last, floor, objects = self.held, self.at, 0, 0, self.objects
-        nested, outer = 0, tuple[Any, ...]()  # tuples in tuples, and the last of them
-        while True:
-            if at >= last:
-                self.at, self.objects = at, objects
-                self.more()
-                held, at, last = self.held, 0, len(self.held) - _NEAR
-                if self.begin + len(held) == self.reader.size:
-                    last = len(held)
-            code = held[at]
-            at += 1
-            if code == _LONG_BINGET:
-                (place,) = _UNSIGNED(held, at)
-                stack.append(memo[place] if place < len(memo) else self.forgotten(place))
-                at += 4
-            elif code == _BINGET:
-                stack.append(memo[held[at]] if held[at] < len(memo) else self.forgotten(held[at]))
-                at += 1
-            elif code == _BININT1:
-                stack.append(held[at])
-                at += 1
-            elif code == _BININT2:
-                stack.append(held[at] | held[at + 1] << 8)
-                at += 2
-            elif code == _BININT:
-                stack += _SIGNED(held, at)
-                at += 4
-            elif _TUPLE1 <= code <= _TUPLE3 and len(stack) - floor > (count := code - _TUPLE1 + 1):
-                value = tuple(stack[-count:])
-                del stack[-count:]
-                objects += 1
-                nested = nested + 1 if outer is value[0] or outer is value[count >> 1] or outer is value[-1] else 0
-                if nested > _DEEPEST:
-                    self.refuse(f"has more than {_DEEPEST} tuples in each other")
-                outer = value
-                if held[at : at + 5] == _CALL and type(stack[-1]) is Name:
-                    record = Record(stack.pop(), (value,))
-                    memo += value, record.arguments, record
-                    stack.append(record)
-                    objects += 2
-                    at += 5
-                else:
-                    stack.append(value)
-            elif code == _EMPTY_TUPLE and held[at : at + 5] == _NEW and _is_class(stack, floor, marks):
-                new = Record(stack.pop(), ()), Pairs()
-                memo += new
-                stack += new
-                floor = len(stack)
-                marks.append(floor)
-                objects += 2
-                self.telling += 1
-                at += 5
-            elif code == _SETITEMS and held[at] == _BUILD and _is_object(stack, floor, marks):
-                self.items += len(stack) - floor
-                attributes = stack[floor - 1]
-                attributes += stack[floor:]
-                del stack[floor - 1 :]
-                marks.pop()
-                floor = marks[-1]
-                stack[-1].state = attributes
-                at += 1
-            elif code == _MEMOIZE and len(stack) > floor and len(memo) < objects:
-                memo.append(stack[-1])
-            elif code == _MARK and len(marks) <= _DEEPEST:
-                floor = len(stack)
-                marks.append(floor)
-            elif code in _CONSTANTS:
-                stack.append(_CONSTANTS[code])
-            elif code == _FLOAT:
-                stack += _DOUBLE(held, at)
-                at += 8
-            elif code == _STOP:
-                self.at = at
-                return
-            else:
-                follow = _STEPS.get(code)
-                self.at, self.objects = at, objects
-                if follow is None:
-                    self.refuse_instruction()
-                follow(self)
-                at, objects, floor = self.at, self.objects, marks[-1]
-                if held is not self.held:
-                    held, last = self.held, 0
+    def readline(self) -> bytes:
+        """Return nothing: there are no lines outside of frames."""
+        return b""
 
     def refuse(self, why: str) -> NoReturn:
-        where = f"byte {self.begin + self.at:,} of a pickle"
-        raise SourceError(f"{self.reader.path} {why} ({where}); expected {self.what}", code="bad-pickle")
+        where = f"byte {self._at:,} of a pickle"
+        raise SourceError(f"{self._reader.path} {why} ({where}); expected {self._what}", code="bad-pickle")
 
-    def refuse_instruction(self) -> NoReturn:
+    def _checked(self) -> Iterator[bytes]:
+        """Yield the pickle, frame by frame.
+
+        The instructions around it make (None, (value,)) if one value is left on the stack. More values or marks give
+        another result, or an error.
+        """
+        reader = self._reader
+        if reader.size > _LARGEST:
+            self.refuse(f"has {bytes_text(reader.size)}; at most {bytes_text(_LARGEST)} are taken")
+        start = reader.upto(0, 2)
+        if len(start) < 2:
+            self.refuse("ends early; was saving it interrupted?")
+        if start[0] != 0x80:
+            self._refuse_instruction(start[0])
+        if not 2 <= start[1] <= 5:
+            self.refuse(f"is of protocol {start[1]}; expected 2 to 5")
+        yield b"\x80\x05N("
+        self._at = 2
+        buffer, is_last = b"", False
+        while not is_last:
+            content = reader.upto(self._at + len(buffer), _PIECE)
+            buffer += content
+            begin = self._at
+            piece, is_last = self._follow(buffer)
+            if self._at == begin and (not content or len(buffer) > _LONGEST + _PIECE):
+                self.refuse("ends early, or has a name that is too long; was saving it interrupted?")
+            buffer = buffer[self._at - begin :]
+            self._compare()
+            yield b"\x95%b%b" % (len(piece).to_bytes(8, "little"), piece)
+        if self._at != reader.size:
+            self.refuse("goes on behind its end")
+        yield b"t\x86."
+
+    def _follow(self, buffer: bytes) -> tuple[bytes, bool]:
+        """Return the complete instructions of a buffer, and whether STOP is among them."""
+        begin, at, is_last = self._at, 0, False
+        parts: list[bytes] = []
+        while at < len(buffer) and not is_last:
+            match = _RUN.match(buffer, at)
+            if match and match.end() > at:
+                plain = _BETWEEN.findall(match[0] + _NEW_OBJECT)
+                parts.append(_NEW_RECORD.join(plain))
+                self._instances += len(plain) - 1
+                self._count(parts[-1])
+                at = match.end()
+            else:
+                self._at = begin + at
+                instruction = self._instruction(buffer, at)
+                if instruction is None:
+                    break
+                is_last = buffer[at] == _STOP
+                parts.append(instruction[0])
+                at = instruction[1]
+        self._at = begin + at
+        return b"".join(parts), is_last
+
+    def _instruction(self, buffer: bytes, at: int) -> tuple[bytes, int] | None:
+        """Return the instruction to pass on, and where the next begins; None if the buffer ends before."""
+        code = buffer[at]
+        if code in _WIDTHS:
+            return self._content(buffer, at, at + 1 + _WIDTHS[code])
+        part, end = _REPLACED.get(code, b""), at + 1
+        self._objects += 1
+        self._instances += code in _INSTANCES
+        if code == _OUTSIDE and not self._outside:
+            self.refuse("refers to something outside of itself")
+        if code == _GLOBAL:
+            names = _NAMES.match(buffer, at)
+            if not names:
+                return None
+            part, end = names[0], names.end()
+            self._objects += 2  # as it takes as long; a file has few classes
+        elif code == _FRAME:
+            end = at + 9
+        elif code != _STOP and code not in _REPLACED:
+            if code == _PUT and at + 5 <= len(buffer):
+                self.refuse(f"remembers a value at place {int.from_bytes(buffer[at + 1 : at + 5], 'little'):,}")
+            if code not in _LONGER:
+                self._refuse_instruction(code)
+            return None
+        return (part, end) if end <= len(buffer) else None
+
+    def _content(self, buffer: bytes, at: int, begin: int) -> tuple[bytes, int] | None:
+        """Return a text or value whose content starts at `begin`; see `_instruction`."""
+        code, length = buffer[at], int.from_bytes(buffer[at + 1 : begin], "little")
+        end = begin + length
+        if begin > len(buffer):
+            return None
+        if code in _LONGS and length > _WIDEST:
+            self.refuse(f"has an integer of {length:,} bytes; at most {_WIDEST} are taken")
+        if length > _LONGEST:
+            if length > self._reader.size - self._at:
+                self.refuse(f"has a text or value of {length:,} bytes, which end behind it")
+            self._skipped += length
+            text = f"{bytes_text(length)} of text or bytes".encode()
+            part = b"\x8c%c%bQ" % (len(text), text)
+        elif end > len(buffer):
+            return None
+        else:
+            self._objects += length // 64
+            part = b"%c%b" % (_BINBYTES8 if code == _BYTEARRAY8 else code, buffer[at + 1 : end])
+            if code in _TEXTS:
+                try:
+                    buffer[begin:end].decode()
+                except UnicodeDecodeError:
+                    self.refuse("has a text that is not UTF-8")
+        self._objects += 1
+        return part, end
+
+    def _count(self, plain: bytes) -> None:
+        """Count objects and pushes. Arguments may look like instructions, so the counts are upper bounds."""
+        self._objects += len(plain) - len(plain.translate(None, _MAKES))
+        self._pushed += len(plain) - len(plain.translate(None, _PUSHES))
+
+    def _compare(self) -> None:
+        """Compare the counts with limits, with the number of instances, and that with the bytes so far."""
+        most = min(_MOST_OBJECTS, _FREE_OBJECTS + _OBJECTS_PER_INSTANCE * self._instances)
+        most_instances = _FREE_INSTANCES + (self._at - self._skipped) // _BYTES_PER_INSTANCE
+        if self._objects > most or self._pushed > 4 * most or self._instances > most_instances:
+            self.refuse("has more values than a description of tensors needs")
+
+    def _refuse_instruction(self, code: int) -> NoReturn:
         from pickletools import opcodes  # not on every start
 
-        self.at -= 1
-        code = self.held[self.at]
         name = next((known.name for known in opcodes if known.code == chr(code)), f"0x{code:02x}")
         self.refuse(f"has the unsupported instruction {name}")
-
-    # --- reading ---
-
-    def more(self, nbytes: int = 1) -> None:
-        """Hold so many bytes from here on at least; with each piece, the limits are looked at."""
-        self.begin, self.at = self.begin + self.at, 0
-        if nbytes > self.reader.size - self.begin:
-            self.refuse("ends early; was saving it interrupted?")
-        if len(self.stack) > _MOST_WAITING:
-            self.refuse("is nested too deeply, or has too many values")
-        self.check()
-        self.held = self.reader.upto(self.begin, max(_PIECE, nbytes))
-
-    def check(self) -> None:
-        """Compare what was made with what is taken at most, and with the bytes so far and what tells of tensors."""
-        if self.objects > _MOST_OBJECTS or self.items > _MOST_ITEMS:
-            self.refuse(f"has more than {_MOST_OBJECTS:,} objects or {_MOST_ITEMS:,} items")
-        telling, nbytes = self.telling, self.begin - self.skipped
-        if (
-            self.objects > _MOST_PLAIN + min(_MOST_FOR_ONE * telling, nbytes // _SHORTEST)
-            or self.items > 4 * _MOST_PLAIN + _MOST_FOR_ONE * telling
-            or not telling * _LEAST_BYTES - 12 * _MOST_PLAIN <= nbytes <= telling * _MOST_BYTES + 64 * _MOST_PLAIN
-        ):
-            self.refuse("has more values than what it tells of tensors can take")
-
-    def take(self, nbytes: int) -> bytes:
-        if len(self.held) - self.at < nbytes:
-            self.more(nbytes)
-        self.at += nbytes
-        return self.held[self.at - nbytes : self.at]
-
-    def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
-
-    def content(self, width: int, convert: Callable[[bytes], object]) -> None:
-        """Put what comes with its length in front there; of what is long a record of its length."""
-        length = self.number(width)
-        if length <= _LONGEST:
-            self.made(convert(self.take(length)))
-            return
-        if length > self.reader.size - self.begin - self.at:
-            self.refuse(f"has a text or value of {length:,} bytes, which end behind it; was saving it interrupted?")
-        self.at += length
-        self.skipped += length
-        self.more()
-        self.made(Record(Name("", f"{bytes_text(length)} of text or bytes"), ()))
-
-    def line(self) -> str:
-        if self.held.find(b"\n", self.at) < 0:
-            self.more(min(_LONGEST, self.reader.size - self.begin - self.at))
-        end = self.held.find(b"\n", self.at)
-        if not 0 <= end - self.at <= _LONGEST:
-            self.refuse("has a name without an end")
-        text = self.decoded(self.take(end - self.at))
-        self.at += 1
-        return text
-
-    def decoded(self, content: bytes) -> str:
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError:
-            self.refuse("has a text that is not UTF-8")
-
-    # --- values ---
-
-    def pop(self, count: int = 1) -> list[Any]:
-        """Take the last values."""
-        stack = self.stack
-        if len(stack) - count < self.marks[-1]:
-            self.refuse("takes a value where none is")
-        found = stack[-count:]
-        del stack[-count:]
-        return found
-
-    def top(self) -> Any:
-        if len(self.stack) <= self.marks[-1]:
-            self.refuse("takes a value where none is")
-        return self.stack[-1]
-
-    def marked(self) -> list[Any]:
-        """Take the values behind the last mark."""
-        if len(self.marks) == 1:
-            self.refuse("takes values behind a mark where none is")
-        place = self.marks.pop()
-        found = self.stack[place:]
-        del self.stack[place:]
-        return found
-
-    def made(self, value: object) -> None:
-        """Put a value there that takes memory of its own."""
-        self.objects += 1
-        self.stack.append(value)
-
-    def put(self, place: int) -> None:
-        value = self.top()
-        if place != len(self.memo) or place >= self.objects:
-            self.refuse(f"remembers a value at place {place:,} of {len(self.memo):,}")
-        self.memo.append(value)
-
-    def forgotten(self, place: int) -> NoReturn:
-        self.refuse(f"recalls a value from place {place:,} of {len(self.memo):,}")
-
-
-def _is_class(stack: list[Any], floor: int, marks: list[int]) -> bool:
-    """Return whether the last value behind a mark is a class, and there may be another mark."""
-    return len(stack) > floor and type(stack[-1]) is Name and len(marks) <= _DEEPEST
-
-
-def _is_object(stack: list[Any], floor: int, marks: list[int]) -> bool:
-    """Return whether what is behind a mark are keys and values for a dict, which is to be the state of an object."""
-    if len(marks) == 1 or floor - 2 < marks[-2] or (len(stack) - floor) % 2:
-        return False
-    return type(stack[floor - 1]) is Pairs and type(stack[floor - 2]) is Record and stack[floor - 2].state is None
-
-
-# --- the instructions, by their codes ---
-
-
-def _proto(machine: _Machine) -> None:
-    if not 2 <= (version := machine.number(1)) <= 5:
-        machine.refuse(f"is of protocol {version}; expected 2 to 5")
-
-
-def _frame(machine: _Machine) -> None:
-    machine.number(8)  # its length, which helps to read a stream
-    machine.objects += 1
-
-
-def _mark(machine: _Machine) -> None:
-    machine.refuse("is nested too deeply")
-
-
-def _long(width: int) -> Callable[[_Machine], None]:
-    def follow(machine: _Machine) -> None:
-        length = machine.number(width)
-        if length > _WIDEST:
-            machine.refuse(f"has an integer of {length:,} bytes; at most {_WIDEST} are taken")
-        machine.made(int.from_bytes(machine.take(length), "little", signed=True))
-
-    return follow
-
-
-def _text(width: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.content(width, machine.decoded)
-
-
-def _bytes(width: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.content(width, bytes)
-
-
-def _tuple(count: int) -> Callable[[_Machine], None]:
-    def follow(machine: _Machine) -> None:
-        machine.made(tuple(machine.pop(count)))
-
-    return follow
-
-
-def _add(machine: _Machine, values: list[Any], *, pairs: bool) -> None:
-    """Put values into what is on top: a list, a dict, or a record of something like them."""
-    into = machine.top()
-    if isinstance(into, Record):
-        if into.items is None:
-            into.items = Pairs()
-        into = into.items
-    elif type(into) is not (Pairs if pairs else list):
-        machine.refuse(f"puts items into a {type(into).__name__.lower()}")
-    if pairs and len(values) % 2:
-        machine.refuse("has a key without a value")
-    machine.objects += 1  # as it takes the time of one
-    machine.items += len(values)
-    into.extend(values)
-
-
-def _name(machine: _Machine, module: object, name: object) -> None:
-    if not (isinstance(module, str) and isinstance(name, str) and is_text(module + name)):
-        machine.refuse("imports something that has no name")
-    machine.objects += 3  # as it takes the time of several; classes are few
-    machine.made(Name(module, name))
-
-
-def _called(machine: _Machine) -> None:
-    made_by, arguments = machine.pop(2)
-    if not (isinstance(made_by, Name) and isinstance(arguments, tuple)):
-        machine.refuse("calls something that has no name")
-    machine.made(Record(made_by, arguments))
-
-
-def _new(machine: _Machine) -> None:
-    _called(machine)
-    machine.telling += 1
-
-
-def _called_by_keywords(machine: _Machine) -> None:
-    (keywords,) = machine.pop()
-    _called(machine)
-    machine.top().items = keywords if type(keywords) is Pairs else None
-
-
-def _build(machine: _Machine) -> None:
-    (state,) = machine.pop()
-    record = machine.top()
-    if not isinstance(record, Record) or record.state is not None:
-        machine.refuse(f"gives a state to a {type(record).__name__.lower()}, or a second one")
-    record.state = state
-
-
-def _outside(machine: _Machine) -> None:
-    if not machine.outside:
-        machine.refuse("refers to something outside of itself")
-    machine.made(Record(None, *machine.pop()))
-    machine.telling += 1
-
-
-_STEPS: dict[int, Callable[[_Machine], None]] = {
-    code[0]: follow
-    for code, follow in {
-        b"\x95": _frame,
-        b"(": _mark,
-        b"\x8a": _long(1),
-        b"\x8b": _long(4),
-        b"\x8c": _text(1),
-        b"X": _text(4),
-        b"\x8d": _text(8),
-        b"C": _bytes(1),
-        b"B": _bytes(4),
-        b"\x8e": _bytes(8),
-        b"\x96": _bytes(8),
-        b"\x85": _tuple(1),
-        b"\x86": _tuple(2),
-        b"\x87": _tuple(3),
-        b"t": lambda m: m.made(tuple(m.marked())),
-        b"]": lambda m: m.made([]),
-        b"a": lambda m: _add(m, m.pop(), pairs=False),
-        b"e": lambda m: _add(m, m.marked(), pairs=False),
-        b"}": lambda m: m.made(Pairs()),
-        b"s": lambda m: _add(m, m.pop(2), pairs=True),
-        b"u": lambda m: _add(m, m.marked(), pairs=True),
-        b"\x8f": lambda m: m.made([]),
-        b"\x90": lambda m: _add(m, m.marked(), pairs=False),
-        b"\x91": lambda m: m.made(m.marked()),
-        b"q": lambda m: m.put(m.number(1)),
-        b"r": lambda m: m.put(m.number(4)),
-        b"\x94": lambda m: m.put(len(m.memo)),
-        b"c": lambda m: _name(m, m.line(), m.line()),
-        b"\x93": lambda m: _name(m, *m.pop(2)),
-        b"R": _called,
-        b"\x81": _new,
-        b"\x92": _called_by_keywords,
-        b"b": _build,
-        b"Q": _outside,
-    }.items()
-}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import UsageError
 from reshard.layout.axes import row_major
-from reshard.readers.dcp.records import LARGE, endings
+from reshard.readers.dcp.archive import LARGE, ending
 from reshard.readers.dcp.torch_save import STORAGES
 from reshard.readers.pickles import Name
 from reshard.targets.pickles import Call, Persistent, pickled
@@ -115,7 +115,7 @@ def _zip(content: bytes, data: int | None) -> Saved:
         record, entry = _record(name, some, _size(parts))
         parts += record
         directory += entry
-    return _saved([*parts, *directory, endings(len(records), _size(parts), _size(directory))[0]])
+    return _saved([*parts, *directory, ending(len(records), _size(parts), _size(directory))])
 
 
 def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:

@@ -226,7 +226,7 @@ def test_one_file_of_whole_tensors(tmp_path: Path, name: str) -> None:
 
 def test_a_record_that_begins_behind_four_gigabytes(tmp_path: Path) -> None:
     """Of a file with holes, whose directory has numbers of 64 bits."""
-    from reshard.readers.dcp.records import endings
+    from reshard.readers.dcp.archive import ending
     from reshard.targets.torch_save import _record, _size
 
     small = write_save(tmp_path / "small.pt", {"large": tensor(np.zeros(2, np.float32)), "b": tensor(FULL["b"])})
@@ -239,7 +239,7 @@ def test_a_record_that_begins_behind_four_gigabytes(tmp_path: Path) -> None:
         parts += record
         directory += entry
     with (tmp_path / "large.pt").open("wb") as file:
-        for part in [*parts, *directory, endings(3, _size(parts), _size(directory))[0]]:
+        for part in [*parts, *directory, ending(3, _size(parts), _size(directory))]:
             if isinstance(part, int):
                 file.seek(part, 1)
             else:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
 from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from commands import call
-from dcp_files import ZSTD, item, saved, stream, without_sums, write_torch
+from dcp_files import ZSTD, item, saved, stream, without_sums, write_torch, zip_records
 from measure import RESHARD, measured
 from numcodecs import zstd
 
@@ -44,15 +42,7 @@ def looked(path: Path, content: bytes) -> Summed:
 
 
 def records(content: bytes) -> dict[str, bytes]:
-    """What a stream has, by Python's reader of zips, which is not to look at sums."""
-    whole = zstd.decompress(content)
-    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
-        found = {}
-        for one in archive.infolist():
-            names = int.from_bytes(whole[one.header_offset + 26 :][:2], "little"), one.header_offset + 28
-            begin = one.header_offset + 30 + names[0] + int.from_bytes(whole[names[1] :][:2], "little")
-            found[one.filename] = whole[begin : begin + one.file_size]
-        return found
+    return zip_records(zstd.decompress(content))
 
 
 @pytest.mark.parametrize("kind", ["real", "another", "an object", "with a sum", "with that sum alone"])

@@ -1,20 +1,21 @@
-"""Opening a distributed checkpoint (DCP) of PyTorch, Megatron-Core or hyper-parallel: its metadata list all boxes.
+"""Open a distributed checkpoint (DCP) of PyTorch, Megatron-Core or hyper-parallel.
 
-`.metadata`, which comes last, is a pickle of the program's own classes; where every rank wrote its own, there is one a
-rank, with the boxes of that rank. Of each tensor they have the dtype, the shape and the boxes by their offsets, and of
-each box the file that has it; several files may have the same one. Classes are told by their names alone: modules move.
+The metadata list all boxes. `.metadata`, which is written last, is a pickle of the program's own classes; if every rank
+wrote metadata, there is one file per rank with the boxes of that rank. The metadata give the dtype, the shape and the
+offsets of the boxes of each tensor, and the file of each box; several files may have the same box. Classes are
+recognized by name alone, as modules move.
 
-* PyTorch's files have one item after the other, each of which `torch.save` made (`torch_save`). On request they
-  are safetensors files, whose headers are right where the metadata are not.
-* hyper-parallel's files are safetensors files, in which a box is under the name of its tensor, or under a key of its
-  own where a rank has several.
+* PyTorch's files contain items that `torch.save` wrote, one behind the other (`torch_save`). On request PyTorch writes
+  safetensors files; their headers are right where the metadata are not.
+* hyper-parallel's files are safetensors files. A box has the name of its tensor, or a key of its own if a rank has
+  several boxes of the tensor.
 
-What the files say is compared with the metadata. Objects are pickled one by one, and read when they are asked for
-(`objects`); so is what Megatron-Core keeps beside its files.
+The files are compared with the metadata. Objects are pickled one by one, and read on request (`objects`), as are the
+files that Megatron-Core writes next to the tensors.
 
 Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatron-core 0.16.1 and 0.12.3
 `dist_checkpointing/`, hyper-parallel `core/distributed_checkpoint` of September 2026 and `core/checkpoint` of March
-2026, and what these wrote (`tests/data/dcp`, `tests/data/checkpoint2`).
+2026, and files that these wrote (`tests/data/dcp`, `tests/data/checkpoint2`).
 """
 
 from __future__ import annotations
@@ -69,23 +70,22 @@ COMMON, BACKEND = "common.pt", "metadata.json"
 def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
     """Open a distributed checkpoint, reading its metadata and the headers of its files.
 
-    A tensor of which blocks are missing is unreadable, with the reason: a plan needs it dropped by name. Objects are
-    dropped without that.
+    A tensor with missing blocks is unreadable, with the reason; a plan must drop it by name. Objects need not be named.
 
     Args:
-        place: its directory, or one of several that make one checkpoint.
-        there: the names of what is in it; of several, the paths.
+        place: the directory of the checkpoint, or the common parent of several that make one checkpoint.
+        there: the names of the files in it; paths if there are several directories.
         contents: compare samples of replicas.
 
     Raises:
-        SourceError: it is incomplete, or the metadata contradict themselves or the files; all at once.
+        SourceError: the checkpoint is incomplete, or the metadata contradict themselves or the files; lists all faults.
     """
     said = Metadata(place, there)
     return compare_contents(_checkpoint(place, there, said), {}, contents=contents)
 
 
 def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoint:
-    """Join metadata and files."""
+    """Return the checkpoint that metadata and files describe."""
     held = _Files(place, there, said)
     listed = BlockList()
     tensors: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoin
 
 
 def _object(place: Place, items: Sequence[Item] | None) -> Object:
-    """Return an object by its places; of several ranks that each have one, that of the first."""
+    """Return an object from its storage entries; if several ranks have one, that of the first."""
     if not items:
         return Object(problem="is an object that is not read")
     first = items[0]
@@ -119,7 +119,7 @@ def _object(place: Place, items: Sequence[Item] | None) -> Object:
 
 
 def _beside(place: Place, there: Sequence[str]) -> dict[str, Object]:
-    """Return what Megatron-Core keeps beside the files of tensors; nothing where it has not saved them."""
+    """Return the files that Megatron-Core writes next to the tensors; none if another program saved them."""
     held = {name: [path for path in there if path.rpartition("/")[2] == name] for name in (COMMON, BACKEND)}
     found = {}
     for name, some in held.items() if held[BACKEND] else ():
@@ -135,13 +135,13 @@ def _beside(place: Place, there: Sequence[str]) -> dict[str, Object]:
 
 
 class _Files:
-    """The files of tensors, and what each has of a box.
+    """The files of tensors, and the entry of each box in them.
 
     Attributes:
-        files: all, in the order of ranks.
-        ranks: the rank of each.
-        unlisted: what safetensors files have that the metadata do not list, by file.
-        streams: files of which every item is a zstd stream, by path.
+        files: all files, in the order of ranks.
+        ranks: the rank of each file.
+        unlisted: tensors of safetensors files that the metadata do not list, by file.
+        streams: files whose items are all zstd streams, by path.
     """
 
     def __init__(self, place: Place, there: Sequence[str], said: Metadata) -> None:
@@ -183,7 +183,7 @@ class _Files:
         first: int,
         tensors: Collection[str],
     ) -> dict[str, SourceFile]:
-        """Read the heads of the tensors in files; return these, whose headers are numbered from one on."""
+        """Read the heads of the tensors in files; return the files, with headers numbered from 1."""
         paths = [place.absolute() / file for file, _ in some]
         states = list(map_ordered(_status, paths, workers_at(paths)))
         faults = Faults(str(place))
@@ -221,7 +221,7 @@ class _Files:
         indexes: list[dict[str, Entry]] = [{} for _ in some]
         for (number, name, item), entry in read:
             self.entries[item] = entry
-            if not isinstance(entry, str):  # under a name of its own, where a file has several boxes of a tensor
+            if not isinstance(entry, str):  # under its own name if a file has several boxes of a tensor
                 indexes[number][f"{name} {item.offsets}" if name in indexes[number] else name] = entry
         sums = [self._sums(items) for _, items in some]
         return {
@@ -235,7 +235,7 @@ class _Files:
         }  # fmt: skip
 
     def _sums(self, items: Sequence[tuple[str, Item]]) -> Sums:
-        """Return which sums the items of a file carry; what is encoded otherwise has none that are known."""
+        """Return the checksums that the items of a file carry; other encodings than zstd have none that are known."""
         parts = {Part(name, item.begin, item.nbytes): item.encoding for name, item in items}
         plain = Archives(tuple(part for part, encoding in parts.items() if not encoding))
         streams = [part for part, encoding in parts.items() if encoding == STREAM]
@@ -248,7 +248,7 @@ class _Files:
         return StreamArchives(plain, tuple(most))
 
     def _read_streams(self, path: str, items: Sequence[tuple[str, Item]]) -> list[Entry | str]:
-        """Read the heads of the items of a file of zstd streams, and note how it is decoded."""
+        """Read the heads of the items of a file of zstd streams, and record how to decode them."""
         from reshard.readers.dcp.zstd import read_streams  # not on every start
 
         sized = [((item.begin, item.nbytes), self._said.nbytes(name)) for name, item in items]
@@ -256,7 +256,7 @@ class _Files:
         return entries
 
     def decoding(self) -> Decoding | None:
-        """Return how the files are decoded; None where all are plain."""
+        """Return how to decode the files; None if all are plain."""
         if not self.streams:
             return None
         from reshard.formats.decoding import Decoding  # not on every start
@@ -272,7 +272,7 @@ class _Files:
         return Decoding(self.streams, held, opening)
 
     def entry(self, item: Item) -> Entry:
-        """Return what a file has of a box; raise `SourceError` where it cannot be read."""
+        """Return the entry of a box in a file; raise `SourceError` if it cannot be read."""
         encodings = ", ".join(map(shown, item.encoding[:3]))
         found = self.entries.get(item, f"is encoded ({encodings}), which is not read")
         if isinstance(found, str):
@@ -281,7 +281,7 @@ class _Files:
 
 
 def _side_by_side(one: Stated) -> int:
-    """Return the most boxes of a tensor that have a part of the same row, along its first dimension longer than 1.
+    """Return the most boxes of a tensor that share a row along its first dimension longer than 1.
 
     A band of rows is read from all of them in turn. Replicas count once.
     """
@@ -298,13 +298,13 @@ def _side_by_side(one: Stated) -> int:
 
 
 def _status(path: Place) -> Status:
-    """Return the state of a file; one that had its name before, and is held open, is forgotten."""
+    """Return the state of a file; evict an older file of this name that is held open."""
     any_store().size(str(path))
     return path.status()
 
 
 def rank_of(path: str) -> int:
-    """Return the rank that wrote a file, by its name; 0 where that does not say it."""
+    """Return the rank that wrote a file, from its name; 0 if the name has no rank."""
     name = path.rpartition("/")[2]
     match = next(filter(None, (known.fullmatch(name) for known in DCP_FILES.values())), None)
     return int(match[1]) if match and match[1] else 0
@@ -321,7 +321,7 @@ def _has_header(path: Place, items: Sequence[Item]) -> bool:
 
 
 def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: BlockList) -> Tensor:
-    """Return a tensor; raise `SourceError` where it cannot be read."""
+    """Return a tensor; raise `SourceError` if it cannot be read."""
     held = []
     dtypes = {one.dtype: BY_NAME[one.dtype]} if one.dtype else {}
     places: dict[tuple[str, str, int], Shape] = {}
@@ -368,15 +368,15 @@ def _block(offsets: Shape, shape: Shape) -> Block:
 
 
 def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
-    """Return which boxes of a tensor a block has, of what Megatron-Core before 0.14 kept flattened.
+    """Return the boxes of a tensor in a block of the flat form that Megatron-Core before 0.14 stores.
 
-    A tensor of which ranks have equal parts is stored as a grid of these, the elements of each in row-major order along
-    one more dimension, which is cut anywhere.
+    A tensor whose ranks have equal parts is stored as a grid of the parts. The elements of each part lie in row-major
+    order along one more dimension, which may be cut anywhere.
 
     Args:
-        stored: the shape of the grid, and how many elements a part has.
-        shape: the tensor's.
-        block: of what is stored, within one part.
+        stored: the shape of the grid, and the number of elements of a part.
+        shape: the shape of the tensor.
+        block: a block of the flat form, within one part.
 
     >>> [str(box) for box in _unflattened((2, 1, 30), (6, 10), Block((1, 0, 17), (2, 1, 30)))]
     ['[4:5, 7:10]', '[5:6, 0:10]']

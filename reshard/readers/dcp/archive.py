@@ -1,40 +1,327 @@
-"""The sums that a zip of `torch.save` carries: an item of PyTorch's distributed checkpoints, or a file.
+"""Read the zip archives of `torch.save`: an item of a distributed checkpoint, or a file.
 
-1. The directory has the name, place, size and sum of each record (`records`).
-2. The header of each record, what lies behind its contents, and the end of the zip are compared with the directory.
-3. Short contents are summed at once. Of others it is said where they are, so that they are read in bands.
+Records are stored without compression, one directly behind the other: a header with padding, the contents, and usually
+a descriptor. So the central directory gives the range of each record's contents, and these ranges neither overlap nor
+leave the archive. The name and the lengths in a record's own header are compared with it.
 
-So each bit is under a sum, stands in two places, or can have one value only. torch.load looks at none of it. A program
-may have told PyTorch to compute no sums (`torch.serialization.set_crc32_options`): then all of them are 0.
+Each record has a CRC-32, unless `torch.serialization.set_crc32_options` turned them off: then all are 0. Other fields
+of headers, such as times and versions, change nothing and are not verified. torch.load verifies no checksum.
 
-Sources: APPNOTE.TXT 6.3.10 of PKWARE; PyTorch 2.13 `caffe2/serialize/inline_container.cc` and its miniz, and what these
-wrote (`tests/data/dcp`).
+Sources: PKWARE's APPNOTE 6.3.10; PyTorch 2.13 `caffe2/serialize/inline_container.cc`, which always writes zip64 ends,
+and its miniz; archives that these wrote (`tests/data/dcp`).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from struct import pack
-from typing import TYPE_CHECKING, NamedTuple
+from struct import Struct, pack, unpack
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from reshard.errors import SourceError
 from reshard.formats.entries import Summed
-from reshard.readers.dcp.records import Damaged, Record, carries_sums, directory, endings
 from reshard.storage.crc import crc32, crc32_fault
-from reshard.storage.places import in_batches
+from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from reshard.formats.entries import RangeReader
     from reshard.storage.base import ReadStore, Want
 
-_WHOLE = 64 << 10  # a zip of at most so many bytes is read at once
-_SHORT, _MOST_SHORT = 4 << 10, 1 << 12  # of others, contents that are read with the headers; of how many records
-_TAIL = 4 << 10  # of these, what is read first; it has all of most directories
+LARGE = 0xFFFFFFFF
+"""Numbers from this on are in zip64 fields."""
+
+_MOST_RECORDS = 1 << 18  # three for each weight of the largest models, in the states of their optimizers
+_LARGEST_DIRECTORY = 1 << 25
+_LOCAL = Struct("<4s4xH4x3I2H")
+_ENTRY = Struct("<4s4x2H4x3I4H2x2I")
+_END = Struct("<10xH2I2x")
+_END64 = Struct("<32x3Q")
+_ENDING = 98  # bytes behind a directory, with zip64
+_DESCRIPTOR = b"PK\7\10"
+_FLAGS = 0x808  # in a directory: names are UTF-8; a descriptor follows the contents
+_IS_DIRECTORY = 16  # of external attributes; PyTorch reads such a record as nothing
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number before PyTorch 1.6, pickled
+
+# for `verify`
+_WHOLE = 64 << 10  # an archive of at most this size is read at once
+_SHORT, _MOST_SHORT = 4 << 10, 1 << 12  # larger ones: contents read with the headers; the most records for it
+_TAIL = 4 << 10  # larger ones: bytes at the end that are read first, which contain most directories
 _MOST_HEADERS = 64 << 20
 
 
+class Damaged(Exception):  # noqa: N818 -- it describes an archive
+    """An archive is not a zip of stored records. The message does not name the file."""
+
+
+class ZipRecord(NamedTuple):
+    """A record as the central directory describes it; offsets and sizes are in bytes.
+
+    Attributes:
+        name: the name in the archive.
+        header: the offset of its own header, directly behind the previous record.
+        begin: the offset of its contents.
+        size: the size of its contents.
+        crc: the CRC-32 of its contents.
+        end: the offset behind its descriptor.
+    """
+
+    name: bytes
+    header: int
+    begin: int
+    size: int
+    crc: int
+    end: int
+
+    @property
+    def label(self) -> str:
+        """Return the name without the top directory, for messages."""
+        return _label(self.name)
+
+    @property
+    def least(self) -> int:
+        """Return the size of its own header without extra fields."""
+        return _LOCAL.size + len(self.name)
+
+    def check(self, header: bytes | bytearray | memoryview) -> None:
+        """Raise `Damaged` if its own header, of `least` bytes or more, contradicts the directory."""
+        mark, method, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
+        lengths = len(self.name), self.begin - self.header - self.least
+        name = header[_LOCAL.size : self.least]
+        if mark != b"PK\3\4" or method or (name_bytes, extra_bytes) != lengths or name != self.name:
+            raise Damaged(f"has no record {self.label!r} at byte {self.header:,}, where its directory says it is")
+
+
+def directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipRecord]:
+    """Return the records of an archive, from its central directory.
+
+    Args:
+        size: the size of the archive.
+        read: returns bytes of the archive, by offset and length.
+
+    Raises:
+        Damaged: the archive does not end as a zip does, or has records that are not stored one behind the other.
+    """
+    tail = read(max(size - _ENDING, 0), min(size, _ENDING))
+    if tail[-_END.size : 4 - _END.size] != b"PK\5\6":
+        raise Damaged("is no zip archive, or is cut off")
+    count, nbytes, begin = _END.unpack(tail[-_END.size :])
+    is_wide = tail[_END64.size : _END64.size + 4] == b"PK\6\7"
+    if is_wide:
+        count, nbytes, begin = _END64.unpack_from(tail)
+    width = _ENDING if is_wide else _END.size
+    tail, expected = tail[-width:], ending(count, begin, nbytes)[-width:]
+    if begin + nbytes != size - width:
+        raise Damaged("has a directory that goes beyond its end, or does not reach it")
+    if count > _MOST_RECORDS or nbytes > _LARGEST_DIRECTORY:
+        raise Damaged(f"has {count:,} records in a directory of {nbytes:,} bytes; at most {_MOST_RECORDS:,} are read")
+    if not 0 < count * _ENTRY.size <= nbytes:
+        raise Damaged(f"has a directory of {nbytes:,} bytes for {count:,} records")
+    if tail[:12] + tail[16:] != expected[:12] + expected[16:]:  # between them: the versions in zip64 ends
+        raise Damaged("does not end as a zip archive does")
+    return list(_entries(read(begin, nbytes), count, begin))
+
+
+def ending(count: int, begin: int, nbytes: int) -> bytes:
+    """Return the bytes behind a directory of `count` records, with zip64 ends as PyTorch writes them."""
+    few, small, near = min(count, 0xFFFF), min(nbytes, LARGE), min(begin, LARGE)
+    return (
+        pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x31E, 45, 0, 0, count, count, nbytes, begin)
+        + pack("<4sIQI", b"PK\6\7", 0, begin + nbytes, 1)
+        + pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, small, near, 0)
+    )
+
+
+def carries_sums(records: Collection[ZipRecord]) -> bool:
+    """Return whether the records have checksums; if PyTorch was told to compute none, all are 0."""
+    return any(record.crc for record in records) or not any(record.size for record in records)
+
+
+def checked_records(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and contents of each record of an archive; verify its header and checksum.
+
+    Raises:
+        Damaged: the archive is not a zip of stored records.
+        SourceError: a record does not match its checksum. The message does not name the file.
+    """
+    records = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
+    has_sums = carries_sums(records)
+    for record in records:
+        record.check(content[record.header : record.header + record.least])
+        name, data = record.name.decode(errors="replace"), content[record.begin : record.begin + record.size]
+        if has_sums and crc32(data) != record.crc:
+            raise SourceError(f"is corrupt: {name!r:.60} does not match its CRC-32", code="wrong-checksum")
+        yield name, data
+
+
+def first_records(head: bytes) -> Iterator[tuple[bytes, int, bytes | None]]:
+    """Yield the records at the start of an archive whose headers are complete.
+
+    Each is a name without the top directory, the offset of the contents, and the contents: None if their end is not in
+    `head`, or not known.
+
+    Raises:
+        Damaged: it is not a zip of stored records.
+    """
+    at: int | None = 0
+    while at is not None and len(head) - at >= _LOCAL.size:
+        mark, method, _, _, size, name_bytes, extra_bytes = _LOCAL.unpack_from(head, at)
+        if mark != b"PK\3\4" or method:
+            raise Damaged("is not a zip archive of plain records")
+        name_begin, begin = at + _LOCAL.size, at + _LOCAL.size + name_bytes + extra_bytes
+        end, at = _end_of(head, begin, size)
+        name = head[name_begin : name_begin + name_bytes].partition(b"/")[2]
+        yield name, begin, None if end is None else head[begin:end]
+
+
+def _end_of(head: bytes, begin: int, size: int) -> tuple[int, int] | tuple[None, None]:
+    """Return the end of a record's contents and the offset of the next; None if they are not in `head`.
+
+    If the size in the record's header is 0, a descriptor with the size follows the contents.
+    """
+    if size:
+        return (begin + size, begin + size) if begin + size <= len(head) else (None, None)
+    end = head.find(_DESCRIPTOR, begin)
+    while end >= 0:
+        if int.from_bytes(head[end + 8 : end + 12], "little") == end - begin:
+            return end, end + 16
+        end = head.find(_DESCRIPTOR, end + 1)
+    return None, None
+
+
+def _entries(content: bytes, count: int, end: int) -> Iterator[ZipRecord]:
+    """Yield the records of a directory whose first byte is at `end`, where the last record ends."""
+    entries: dict[bytes, tuple[int, int, int, int]] = {}
+    at = 0
+    for _ in range(count):
+        entry = content[at : at + _ENTRY.size]
+        if entry[:4] != b"PK\1\2" or len(entry) < _ENTRY.size:
+            raise Damaged("has a directory that ends early")
+        _, flags, method, crc, packed, size, *lengths, disk, attributes, header = _ENTRY.unpack(entry)
+        name_bytes, extra_bytes, comment = lengths
+        at += _ENTRY.size + name_bytes + extra_bytes
+        name, extra = content[at - extra_bytes - name_bytes : at - extra_bytes], content[at - extra_bytes : at]
+        if method or flags & 1:
+            raise Damaged(f"has the record {_label(name)!r} {'encrypted' if flags & 1 else 'compressed'}")
+        is_wide = extra[:2] == b"\1\0"
+        packed, size, header = _wide([packed, size, header], extra) if is_wide else (packed, size, header)
+        others = comment or disk or flags & ~_FLAGS or attributes & _IS_DIRECTORY
+        if packed != size or others or name in entries:
+            raise Damaged(f"has the record {_label(name)!r} twice, or is not one of plain records")
+        descriptor = (24 if is_wide else 16) if flags & 8 else 0
+        entries[name] = header, size, crc, descriptor
+    headers = [header for header, *_ in entries.values()]
+    if at != len(content) or headers[0]:
+        raise Damaged("has a directory with other bytes than its records, or before these")
+    for (name, (header, size, crc, descriptor)), stop in zip(entries.items(), [*headers[1:], end], strict=True):
+        record = ZipRecord(name, header, stop - descriptor - size, size, crc, stop)
+        if not 0 <= record.begin - header - record.least <= 0xFFFF:
+            raise Damaged(f"has the record {record.label!r} of a size or at a place that cannot be")
+        yield record
+
+
+def _wide(numbers: list[int], extra: bytes) -> list[int]:
+    """Return the sizes and the offset of a record; large ones are in its zip64 field."""
+    field = extra[4 : 4 + int.from_bytes(extra[2:4], "little")]
+    if len(field) != 8 * numbers.count(LARGE):
+        raise Damaged("has a directory with sizes that are not whole")
+    wide = iter(unpack(f"<{len(field) // 8}Q", field))
+    return [next(wide) if number == LARGE else number for number in numbers]
+
+
+def _label(name: bytes) -> str:
+    return name.partition(b"/")[2][:60].decode(errors="replace") or "a record without a name"
+
+
+# --- reading a file ---
+
+
+class RecordReader(NamedTuple):
+    """Reads the contents of a record as if they were a file."""
+
+    reader: RangeReader
+    begin: int
+    size: int
+
+    @property
+    def path(self) -> str:
+        """Return the path of the archive."""
+        return self.reader.path
+
+    def upto(self, offset: int, nbytes: int) -> bytes:
+        """Return at most `nbytes` bytes from `offset`."""
+        return self.reader.read(self.begin + offset, max(min(nbytes, self.size - offset), 0))
+
+
+class Archive:
+    """A file that is a zip of records.
+
+    Attributes:
+        reader: reads the file.
+        records: the records, by their names without the top directory.
+    """
+
+    def __init__(self, reader: RangeReader) -> None:
+        """Read the directory.
+
+        Raises:
+            SourceError: the file is not a complete archive.
+        """
+        self.reader = reader
+        start = reader.upto(0, len(_LEGACY))
+        if start == _LEGACY:
+            raise SourceError(
+                f"{reader.path} was saved by PyTorch before 1.6, which made no zip",
+                code="unsupported-version",
+                hint="load and save it with a newer PyTorch",
+            )
+        if start[:4] != b"PK\3\4":
+            self._refuse(f"begins with {start[:8].hex(' ') or 'nothing'}")
+        try:
+            records = directory(reader.size, reader.read)
+        except Damaged as error:
+            self._refuse(str(error))
+        root = records[0].name[: records[0].name.find(b"/") + 1]
+        self.records = {record.name.removeprefix(root): record for record in records}
+
+    def checked(self, names: Collection[bytes]) -> dict[bytes, ZipRecord]:
+        """Return records after comparing their headers with the directory; at URLs, many are read at once.
+
+        Raises:
+            SourceError: a record is missing, or its own header contradicts the directory.
+        """
+        for name in names:
+            if name not in self.records:
+                self._refuse(f"has no record {name.decode(errors='replace')!r:.60}")
+        records = {name: self.records[name] for name in names}
+
+        def steps() -> Iterator[tuple[tuple[ZipRecord, bytearray], ReadStore, list[Want]]]:
+            for record in records.values():
+                header = bytearray(record.least)
+                yield (record, header), any_store(), [(self.reader.path, record.header, memoryview(header))]
+
+        for record, header in in_batches(steps()):
+            try:
+                record.check(header)
+            except Damaged as error:
+                self._refuse(str(error))
+        return records
+
+    def content(self, name: bytes) -> RecordReader:
+        """Return a reader of a record's contents; errors as for `checked`."""
+        record = self.checked([name])[name]
+        return RecordReader(self.reader, record.begin, record.size)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise SourceError(
+            f"{self.reader.path} is not a complete file of torch.save", code="corrupt", facts=[f"it {why}"]
+        )
+
+
+# --- verifying checksums ---
+
+
 class Part(NamedTuple):
-    """A zip: whose it is, where it begins in its file, and its bytes; without a name it is the file."""
+    """The range of an archive in a file, and the name of its tensor or object; empty if the archive is the file."""
 
     name: str
     begin: int
@@ -42,161 +329,116 @@ class Part(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Where it is, in words."""
+        """Return a description of the range, for messages."""
         return f"its item at byte {self.begin} of the file" if self.name else "the file"
 
 
 class Archives(NamedTuple):
-    """The zips of a file that are not encoded, which carry sums."""
+    """The archives of a file that are not encoded, to verify their checksums."""
 
     parts: tuple[Part, ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
-        """Yield each, its headers compared and its short records summed."""
-        for item, frame in in_batches(_frames(path, store, in_batches(_tails(path, store, self.parts)))):
-            yield item.checked(frame)
+        """Yield each archive after verifying its headers and short records, not the long ones."""
+        for archive, content in in_batches(_headers(path, store, in_batches(_tails(path, store, self.parts)))):
+            yield archive.summed(content)
 
 
-class _Item(NamedTuple):
-    """A zip of which the directory is read.
+class _Indexed(NamedTuple):
+    """An archive whose directory is read.
 
     Attributes:
-        part: which it is.
-        records: of its directory.
-        short: the most bytes of contents that are read with its headers.
-        fault: why it has none.
+        part: its range.
+        records: the records; empty if it has a fault.
+        short: the largest size of contents that are read with the headers.
+        fault: why the directory is not valid.
     """
 
     part: Part
-    records: Sequence[Record]
-    short: int
+    records: Sequence[ZipRecord] = ()
+    short: int = 0
     fault: str = ""
 
-    def checked(self, frame: memoryview) -> Summed:
-        """Return what is known of it once all but long contents is read."""
-        at = self.part.text
+    def summed(self, content: memoryview) -> Summed:
+        """Verify headers and short contents; `content` has all bytes of the records but long contents."""
+        where = self.part.text
         if self.fault:
-            return Summed(self.part.name, self.part[1:], faults=(f"{at} {self.fault}",))
-        carries = carries_sums(self.records)
+            return Summed(self.part.name, self.part[1:], faults=(f"{where} {self.fault}",))
+        has_sums = carries_sums(self.records)
         faults, left = [], []
-        place = 0
+        shift = 0  # of an offset in `content`
         for record in self.records:
-            header = frame[place : place + record.begin - record.header]
-            place += len(header)
-            content = None
-            if record.size <= self.short:
-                content = frame[place : place + record.size]
-                place += record.size
-            elif carries:
-                run = self.part.begin + record.begin, record.size
-                left.append((f"{record.label} in {at}", (run,), record.crc))
-            fault = _fault(record, bytes(header), bytes(frame[place : place + record.tail]))
-            if not fault and carries and content is not None:
-                fault = crc32_fault(crc32(content), record.crc)
-            if fault:
-                faults.append(f"{record.label} in {at} {fault}")
-            place += record.tail
-        return Summed(self.part.name, self.part[1:], tuple(left), tuple(faults), carries)
-
-
-def _fault(record: Record, header: bytes, descriptor: bytes) -> str:
-    """Return in what a record differs from the directory; empty where in nothing.
-
-    Where a descriptor stands behind the contents, sum and sizes in the header may be 0, as they were not known yet.
-    """
-    entry, extra, behind = record.entry, record.extra, record.least
-    end, of_extra = behind + len(extra), (len(header) - behind).to_bytes(2, "little")
-    expected = b"PK\3\4" + entry[6:16], entry[28:30] + of_extra + record.name, _padding(len(header) - end)
-    early = header[14:26]
-    if (
-        (header[:14], header[26:behind], header[end:]) != expected
-        or (early != entry[16:28] and (early != bytes(12) or not record.tail))
-        or (header[behind:end] != extra and not (record.tail and _is_early(header[behind:end], extra)))
-    ):
-        return "has another header than the central directory says"
-    sizes = "<4sI2Q" if record.tail == 24 else "<4s3I"
-    if record.tail and descriptor != pack(sizes, b"PK\7\10", record.crc, record.size, record.size):
-        return "has another sum or size behind it than in the central directory"
-    return ""
+            label, is_long = f"{record.label} in {where}", record.size > self.short
+            header, begin = content[record.header - shift :], record.begin - shift
+            if is_long:
+                shift += record.size
+            try:
+                record.check(header)
+            except Damaged as error:
+                faults.append(f"{where} {error}")
+                continue
+            if is_long and has_sums:
+                left.append((label, ((self.part.begin + record.begin, record.size),), record.crc))
+            elif has_sums and (fault := crc32_fault(crc32(content[begin : begin + record.size]), record.crc)):
+                faults.append(f"{label} {fault}")
+        return Summed(self.part.name, self.part[1:], tuple(left), tuple(faults), has_sums)
 
 
 def _tails(
     path: str, store: ReadStore, parts: Sequence[Part]
 ) -> Iterator[tuple[tuple[Part, memoryview], ReadStore, list[Want]]]:
-    """Yield what is read first of items: the whole of a short one, the end of another."""
+    """Yield the first read of each archive: all of a short one, the end of a longer one."""
     for part in parts:
         nbytes = part.nbytes if part.nbytes <= _WHOLE else _TAIL
         view = memoryview(bytearray(nbytes))
         yield (part, view), store, [(path, part.begin + part.nbytes - nbytes, view)]
 
 
-def _frames(
+def _headers(
     path: str, store: ReadStore, tails: Iterator[tuple[Part, memoryview]]
-) -> Iterator[tuple[tuple[_Item, memoryview], ReadStore, list[Want]]]:
-    """Yield what is read next: the headers of records and short contents, one behind the other."""
+) -> Iterator[tuple[tuple[_Indexed, memoryview], ReadStore, list[Want]]]:
+    """Yield the second read of each archive: the headers of records and short contents, joined."""
     for part, tail in tails:
         try:
-            records = _directory(path, store, part, tail)
-            short = _WHOLE if part.nbytes <= _WHOLE else _SHORT if len(records) <= _MOST_SHORT else 0
-            runs = _runs(records, short)
+            records = directory(part.nbytes, _over_tail(path, store, part, tail))
+            is_whole = len(tail) == part.nbytes
+            short = _WHOLE if is_whole else _SHORT if len(records) <= _MOST_SHORT else 0
+            gaps = [] if is_whole else _gaps(records, short)
         except Damaged as error:
-            yield (_Item(part, (), 0, str(error)), memoryview(b"")), store, []
+            yield (_Indexed(part, fault=str(error)), tail), store, []
             continue
-        if len(tail) == part.nbytes:
-            yield (_Item(part, records, short), tail), store, []
-            continue
-        frame = memoryview(bytearray(sum(length for _, length in runs)))
-        wanted: list[Want] = []
-        place = 0
-        for begin, length in runs:
-            wanted.append((path, part.begin + begin, frame[place : place + length]))
-            place += length
-        yield (_Item(part, records, short), frame), store, wanted
+        content = tail if is_whole else memoryview(bytearray(sum(nbytes for _, nbytes in gaps)))
+        requests: list[Want] = []
+        at = 0
+        for begin, nbytes in gaps:
+            requests.append((path, part.begin + begin, content[at : at + nbytes]))
+            at += nbytes
+        yield (_Indexed(part, records, short), content), store, requests
 
 
-def _runs(records: Sequence[Record], short: int) -> list[tuple[int, int]]:
-    """Return where the headers of records, and contents that are short, lie in an item."""
-    runs: list[tuple[int, int]] = []
+def _gaps(records: Sequence[ZipRecord], short: int) -> list[tuple[int, int]]:
+    """Return the ranges of headers and short contents in an archive: all but long contents."""
+    gaps: list[tuple[int, int]] = []
     begin = 0
     for record in records:
         if record.size > short:
-            runs.append((begin, record.begin - begin))
+            gaps.append((begin, record.begin - begin))
             begin = record.begin + record.size
-    runs.append((begin, records[-1].end - begin))
-    if sum(length for _, length in runs) > _MOST_HEADERS:
+    gaps.append((begin, records[-1].end - begin))
+    if sum(nbytes for _, nbytes in gaps) > _MOST_HEADERS:
         raise Damaged(f"has more than {_MOST_HEADERS:,} bytes of headers")
-    return runs
+    return gaps
 
 
-def _directory(path: str, store: ReadStore, part: Part, tail: memoryview) -> list[Record]:
-    """Return the records of a zip of which the end is here; raise `Damaged` where that is not as it is written."""
+def _over_tail(path: str, store: ReadStore, part: Part, tail: memoryview) -> Callable[[int, int], bytes]:
+    """Return a function that reads an archive, from its last bytes if they suffice."""
 
     def read(begin: int, nbytes: int) -> bytes:
-        start = begin - (part.nbytes - len(tail))
-        if start >= 0:
-            return bytes(tail[start : start + nbytes])
-        held = bytearray(nbytes)
-        store.read_into(path, part.begin + begin, memoryview(held))
-        return bytes(held)
+        at = begin - (part.nbytes - len(tail))
+        if at >= 0:
+            return bytes(tail[at : at + nbytes])
+        buffer = bytearray(nbytes)
+        store.read_into(path, part.begin + begin, memoryview(buffer))
+        return bytes(buffer)
 
-    records, end = directory(part.nbytes, read)
-    begin, ending = records[-1].end, read(end, part.nbytes - end)
-    if ending not in endings(len(records), begin, end - begin):
-        raise Damaged("does not end as a zip archive does")
-    first = records[0].entry
-    if any((one.entry[4:6], one.entry[36:42]) != (first[4:6], first[36:42]) for one in records):
-        raise Damaged("has other attributes of one record in its central directory than of others")
-    return records
-
-
-@lru_cache(maxsize=256)
-def _padding(nbytes: int) -> bytes:
-    """Return what PyTorch fills a header up with, a field of its own."""
-    return b"FB" + (nbytes - 4).to_bytes(2, "little") + b"Z" * (nbytes - 4) if nbytes >= 4 else b""
-
-
-def _is_early(extra: bytes, expected: bytes) -> bool:
-    """Return whether the large sizes in a header are those of the directory, or 0, as they were not known by then."""
-    return extra[:4] == expected[:4] and all(
-        extra[at : at + 8] in {expected[at : at + 8], bytes(8)} for at in range(4, len(expected), 8)
-    )
+    return read

@@ -1,15 +1,15 @@
-"""PyTorch's tensors as pickles have them: plain ones, and DTensors, of which a file has the part of one rank.
+"""Read pickled tensors of PyTorch: plain tensors, and DTensors, of which a file has the part of one rank.
 
-Which part that is follows from the placements, the mesh, and the place of the rank in it; the shape of the part is
-compared with it. Classes move and change between versions of PyTorch, so that they are told by their names, and read by
-the names of their fields:
+The part follows from the placements, the mesh, and the coordinates of the rank in it; the shape of the part is compared
+with it. Classes move and change between versions of PyTorch, so they are recognized by name, and read by the names of
+their fields:
 
-* the ranks of a mesh, row by row: `_flatten_rank_map`, of a layout whose axes have a shape and strides (since 2.10),
-  or `_flatten_mesh_list`, of the shape of the tensor `mesh` (before);
-* what each axis of the mesh does: `placements` of a `Shard`, `_StridedShard` or `Replicate`.
+* the ranks of a mesh, row by row: `_flatten_rank_map` and a layout whose axes have a shape and strides (since 2.10), or
+  `_flatten_mesh_list` and the shape of the tensor `mesh` (before);
+* the placement on each axis of the mesh: `placements`, each a `Shard`, `_StridedShard` or `Replicate`.
 
 Sources: `_dtensor_spec.py`, `placement_types.py`, `device_mesh.py` and `_mesh_layout.py` of PyTorch 2.4, 2.6, 2.9 and
-2.13, and what 2.13 wrote (`tests/data/dcp`).
+2.13, and files that 2.13 wrote (`tests/data/dcp`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _SUBCLASS = ("_rebuild_from_type_v2", "_rebuild_wrapper_subclass")
 
 
 class Mesh(NamedTuple):
-    """Which ranks a tensor is laid out on: the extents of the axes, outermost first, and the ranks row by row."""
+    """The ranks of a layout: the extents of the axes, outermost first, and the ranks row by row."""
 
     extents: Shape
     ranks: tuple[int, ...]
 
 
 class Spec(NamedTuple):
-    """What is said of a DTensor: the shape of the whole, and what each axis of a mesh does."""
+    """The layout of a DTensor: the shape of the whole, the mesh, and the placement on each of its axes."""
 
     shape: Shape
     placements: tuple[Placement, ...]
@@ -53,16 +53,16 @@ class Spec(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rank keeps of a tensor: how that is rebuilt, and what part it is; None of a plain tensor."""
+    """The part of a tensor that a rank has: how to rebuild it, and its layout; None for a plain tensor."""
 
     local: Rebuilt
     spec: Spec | None
 
     def parts(self, rank: int) -> Iterator[tuple[Block, Rebuilt]]:
-        """Yield which blocks of the tensor a rank has, and how each is rebuilt.
+        """Yield the blocks of the tensor that a rank has, and how to rebuild each.
 
         Raises:
-            SourceError: it cannot have them, or has something else.
+            SourceError: the layout is not valid, or does not match the shape of the part.
         """
         if self.spec is None:
             yield Block.whole(self.local.shape), self.local
@@ -87,7 +87,7 @@ class Kept(NamedTuple):
         yield from self._blocks(ranges)
 
     def _blocks(self, ranges: list[list[tuple[int, int]]]) -> Iterator[tuple[Block, Rebuilt]]:
-        """Yield the blocks that ranges of each dimension make, which lie one behind the other in the part."""
+        """Yield the blocks at the given ranges of each dimension, in the order in which they lie in the part."""
         along = []
         for some in ranges:
             position, steps = 0, list[tuple[int, int, int]]()
@@ -103,7 +103,7 @@ class Kept(NamedTuple):
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether a value is what a pickle has in the place of a tensor, be it of a kind that is not read."""
+    """Return whether a pickled value is a tensor, also of a kind that is not read."""
     return isinstance(value, Record) and (value.name.startswith("_rebuild_") or value.name == "ShardedTensor")
 
 
@@ -111,8 +111,8 @@ class Tensors:
     """Reads the tensors of one file.
 
     Args:
-        rank: of the file.
-        count: how many ranks there are.
+        rank: the rank of the file.
+        count: the number of ranks.
     """
 
     def __init__(self, rank: int, count: int) -> None:
@@ -120,7 +120,7 @@ class Tensors:
         self._meshes: dict[Record, Mesh] = {}
 
     def kept(self, value: object) -> Kept:
-        """Return what the file keeps of a tensor; raise `SourceError` where that is not read."""
+        """Return the part of a tensor in the file; raise `SourceError` if it cannot be read."""
         while isinstance(value, Record) and value.name.startswith("_rebuild_parameter") and _arguments(value):
             value = _arguments(value)[0]
         made = _arguments(value)
@@ -138,7 +138,7 @@ class Tensors:
         return Kept(local, self._spec(spec, numbers(sizes)))
 
     def _spec(self, value: object, shape: Shape) -> Spec:
-        """Return what is said of a DTensor whose whole is of a shape, as its other arguments say."""
+        """Return the layout of a DTensor of a shape, from its other arguments."""
         if not isinstance(value, Record):
             raise SourceError("has no spec, so which part a rank has is unknown", code="bad-dtensor")
         meta = _arguments(value.field("tensor_meta"))
@@ -178,12 +178,12 @@ class Tensors:
 
 
 def _arguments(value: object) -> tuple[Any, ...]:
-    """Return what something would have been made of; nothing of what would not."""
+    """Return the constructor arguments of a pickled object; empty for other values."""
     return value.arguments if isinstance(value, Record) and isinstance(value.arguments, tuple) else ()
 
 
 def _place(mesh: Mesh, rank: int) -> Shape:
-    """Return the place of a rank in a mesh, along each axis."""
+    """Return the coordinates of a rank in a mesh."""
     number, place = mesh.ranks.index(rank), list[int]()
     for extent in reversed(mesh.extents):
         number, at = divmod(number, extent)
@@ -209,7 +209,7 @@ def _placement(value: object) -> Placement:
 
 
 def _mesh(value: Record, rank: int, count: int) -> Mesh:
-    """Return the mesh, of so many ranks at most, that a rank is in: a layout stands for several, side by side."""
+    """Return the mesh of at most `count` ranks that contains a rank; a layout may describe several."""
     layout = value.field("_layout")
     if not isinstance(layout, Record):
         of_tensor = _arguments(value.field("mesh"))

@@ -1,4 +1,4 @@
-"""What the metadata of a distributed checkpoint say, as `readers.pickles` reads them."""
+"""Interpret the metadata of a distributed checkpoint, as `readers.pickles` reads them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ KeyPath = tuple[str | int, ...]
 
 
 class Stated(NamedTuple):
-    """A tensor as the metadata list it.
+    """A tensor as the metadata describe it.
 
     Attributes:
-        dtype: its name; empty where it is not known.
-        shape: of the whole tensor.
-        boxes: the offsets and extents of each box; an empty one may have the offsets of another.
+        dtype: the name of the dtype; empty if it is not known.
+        shape: the shape of the whole tensor.
+        boxes: the offsets and extents of each box; an empty box may have the offsets of another.
     """
 
     dtype: str
@@ -56,15 +56,15 @@ class Stated(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Where a box is, or an object.
+    """The storage entry of a box or an object.
 
     Attributes:
-        offsets: of the box in its tensor; none of an object.
-        file: the path of the file that has it, below the directory that was opened.
+        offsets: the offsets of the box in its tensor; empty for an object.
+        file: the path of its file, below the directory that was opened.
         key: its name in a safetensors file.
-        begin: where an item of PyTorch's begins.
-        nbytes: how long that is; 0 of a box in hyper-parallel's.
-        encoding: what the item is encoded by, one after the other; empty where it is not.
+        begin: the offset of an item of PyTorch in the file.
+        nbytes: the length of the item; 0 for a box of hyper-parallel.
+        encoding: the encoders of the item, in order; empty if it is plain.
     """
 
     offsets: Shape
@@ -76,14 +76,14 @@ class Item(NamedTuple):
 
 
 class Metadata:
-    """What the metadata say, read with nothing believed; the parts of all ranks are joined, and those of directories.
+    """The metadata, checked; those of all ranks, and of several directories, are joined.
 
     Attributes:
         described_by: the names of their files.
-        tensors: each tensor, by name.
-        objects: what is not a tensor, and what that is.
-        items: the places of the boxes of each tensor; of an object, where PyTorch wrote it, its own.
-        paths: where PyTorch had a tensor or an object in nested dicts and lists, as far as that is said.
+        tensors: the tensors, by name.
+        objects: the names of the objects.
+        items: the storage entries of the boxes of each tensor, and of each object that PyTorch wrote.
+        paths: the path of a tensor or an object in nested dicts and lists, if it is known.
         flat: the whole shapes of tensors that are stored flattened.
     """
 
@@ -106,7 +106,7 @@ class Metadata:
                 raise error.about(f"{place / name}") from None
 
     def nbytes(self, name: str) -> int:
-        """Return how many bytes the largest box of a tensor has at most."""
+        """Return the largest possible size in bytes of a box of a tensor."""
         one = self.tensors[name]
         itemsize = BY_NAME[one.dtype].itemsize if one.dtype else _WIDEST
         return itemsize * min(prod(one.shape), max((prod(extents) for _, extents in one.boxes), default=0))
@@ -216,12 +216,12 @@ class Metadata:
 
 @lru_cache(maxsize=1 << 16)
 def _is_of_rank(kind: str, file: str) -> bool:
-    """Return whether a file has a name as those of a class that says which has a box."""
+    """Return whether a file has a name that files of this class of storage entries have."""
     return DCP_FILES[kind].fullmatch(file) is not None and file.isprintable()
 
 
 def _files(place: Place, there: Sequence[str]) -> list[str]:
-    """Return the paths of the metadata, of each directory that has some of the names."""
+    """Return the paths of the metadata in all directories."""
     by_directory: dict[str, list[str]] = {}
     for path in there:
         directory, slash, name = path.rpartition("/")
@@ -232,7 +232,7 @@ def _files(place: Place, there: Sequence[str]) -> list[str]:
 
 
 def _files_in(place: Place, there: Sequence[str]) -> list[str]:
-    """Return the names of the metadata: one file, or one a rank."""
+    """Return the names of the metadata: one file, or one per rank."""
     by_kind: dict[str, dict[int, str]] = {}
     for match in filter(None, map(DCP_OF_RANK.fullmatch, there)):
         by_kind.setdefault(match[1], {})[int(match[2])] = match[0]
@@ -266,7 +266,7 @@ def _text(value: object) -> str:
 
 
 def _is_path(path: object) -> bool:
-    """Return whether it is keys of dicts and places in lists, one below the other."""
+    """Return whether a value is a path of keys of dicts and indices of lists."""
     return (
         isinstance(path, tuple)
         and 0 < len(path) <= _DEEPEST
@@ -282,7 +282,7 @@ def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _dtype(properties: object) -> str:
-    """Return the name of a dtype from the properties of a tensor; empty where it is not known."""
+    """Return the name of a dtype from the properties of a tensor; empty if it is not known."""
     found = properties.field("dtype") if isinstance(properties, Record) else None
     if isinstance(properties, Record) and isinstance(properties.state, tuple) and properties.state:
         found = properties.state[0]  # as PyTorch's own reduction has them

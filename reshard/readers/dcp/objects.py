@@ -1,11 +1,11 @@
-"""Objects of PyTorch's distributed checkpoints, and what Megatron-Core keeps beside: their bytes, and as plain data.
+"""Read objects of PyTorch's distributed checkpoints, and Megatron-Core's other files, as bytes or plain data.
 
-Each is what `torch.save` makes of it: a zip archive of stored records, with checksums unless these were turned off, in
-which a pickle says what it is and other records have the bytes of its tensors. The pickle is followed by
-`readers.pickles`, which imports and calls nothing.
+Each is a zip archive that `torch.save` wrote: stored records, with checksums unless these were turned off. A pickle
+describes the object, and other records have the bytes of its tensors. `readers.pickles` reads the pickle; it imports
+and calls nothing.
 
-Sources: PyTorch 2.13 `torch/serialization.py`, Megatron-LM `megatron/training/checkpointing.py`, and what these wrote
-(`tests/data/dcp`).
+Sources: PyTorch 2.13 `torch/serialization.py`, Megatron-LM `megatron/training/checkpointing.py`, and files that these
+wrote (`tests/data/dcp`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from reshard.errors import SourceError, bytes_text
 from reshard.layout.block import shape_text
 from reshard.readers.dcp import BACKEND, COMMON
-from reshard.readers.dcp.records import Damaged, carries_sums, directory
+from reshard.readers.dcp.archive import Damaged, checked_records
 from reshard.readers.dcp.torch_save import Held, rebuilt
 from reshard.readers.pickles import Name, Pairs, Record, unpickled
 from reshard.source.checkpoint import TensorSpec
-from reshard.storage.crc import crc32
 from reshard.storage.places import any_store, in_batches
 from reshard.storage.small import parse_json
 
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 LARGEST = 1 << 28
 """The most bytes of objects that are held at once."""
 
-_MOST_SHOWN = 1 << 20  # bytes of those that are looked at to be shown
-_LONGEST = 160  # of what is shown of one
-_MOST_VALUES = 1 << 20  # of an object; what is shared is counted wherever it is
-_MOST_VALUES_SHOWN = 1 << 17  # of all that are shown
+_MOST_SHOWN = 1 << 20  # bytes of objects that are read to be shown
+_LONGEST = 160  # characters of one object
+_MOST_VALUES = 1 << 20  # of an object; shared values count each time
+_MOST_VALUES_SHOWN = 1 << 17  # of all objects that are shown
 _DEEPEST = 64
 _LARGEST_KEY = 1 << 64  # integers beyond could be made to have equal hashes
 _WHAT = "an object that torch.save stored"
@@ -47,7 +46,7 @@ def contents(objects: Mapping[str, Object]) -> Iterator[tuple[str, bytes]]:
     """Yield the bytes of objects, each with its name.
 
     Raises:
-        SourceError: those of one cannot be had; a short fact.
+        SourceError: an object cannot be read. The message does not name it.
     """
     for problem in problems(objects).values():
         raise SourceError(problem, code="unreadable-object")
@@ -62,21 +61,21 @@ def contents(objects: Mapping[str, Object]) -> Iterator[tuple[str, bytes]]:
 
 
 def problems(objects: Mapping[str, Object]) -> dict[str, str]:
-    """Return why the bytes of some objects cannot be had: short facts."""
+    """Return why the bytes of objects cannot be read, for each that cannot."""
     found = {name: one.problem for name, one in objects.items() if one.problem}
     large = {name: one.nbytes for name, one in objects.items() if one.nbytes > LARGEST}
     return found | {n: f"has {bytes_text(size)}; at most {bytes_text(LARGEST)} are taken" for n, size in large.items()}
 
 
 def read_object(checkpoint: Checkpoint, name: str) -> Any:
-    """Return an object of a checkpoint, or a file beside its tensors, as plain data; nothing is imported or called.
+    """Return an object of a checkpoint, or a file next to its tensors, as plain data.
 
-    What is not plain stays what would have made it: the `Name` of a class or function, or a `Record` of its call. A
-    tensor is a `TensorSpec`, and a `Namespace` a dict of its attributes.
+    Nothing is imported or called. A class or function is a `Name`, and another call or object a `Record`. A tensor is a
+    `TensorSpec`, and a `Namespace` a dict of its attributes.
 
     Args:
-        checkpoint: which.
-        name: as `Checkpoint.objects` or `Checkpoint.beside` has it.
+        checkpoint: the checkpoint.
+        name: a name of `Checkpoint.objects` or `Checkpoint.beside`.
 
     Raises:
         KeyError: there is no such object.
@@ -93,7 +92,7 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what each object is, and each file beside the tensors, in a few words; of many the first are looked at."""
+    """Describe each object and each file next to the tensors; if there are many, read only the first."""
     every = {**checkpoint.extras.beside, **checkpoint.extras.objects}
     shown = {name: f"an object of {bytes_text(one.nbytes)}, which was not looked at" for name, one in every.items()}
     shown |= (wrong := problems(every))
@@ -112,13 +111,13 @@ def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def check_sums(content: bytes) -> None:
-    """Check what an object's archive says of itself; raise `SourceError`, with a short fact."""
+    """Verify the checksums of an object's archive; raise `SourceError` without the object's name."""
     for _ in _records(content):
         pass
 
 
 def text_of(value: object) -> str:
-    """Write a value as Python does, as much of it as fits.
+    """Write a value as Python does, shortened.
 
     >>> text_of({"lr": [0.1, None], "kind": Name("torch", "float32")}), text_of(["word"] * 99)[-12:]
     ("{'lr': [0.1, None], 'kind': <torch.float32>}", "rd', 'word'…")
@@ -132,7 +131,7 @@ def text_of(value: object) -> str:
 
 
 def facts(checkpoint: Checkpoint) -> dict[str, int | str]:
-    """Return what Megatron-Core says of the training: its iteration, optimizer, vocabulary and parallelism."""
+    """Return Megatron-Core's facts about the training: iteration, optimizer, vocabulary and parallelism."""
     said = _common(checkpoint)
     arguments, content = (_dict(said.get(key)) for key in ("args", "content_metadata"))
     found = [(word, some.get(key)) for word, some, key in (
@@ -148,13 +147,13 @@ def facts(checkpoint: Checkpoint) -> dict[str, int | str]:
 
 
 def iteration(checkpoint: Checkpoint) -> int | None:
-    """Return how many steps Megatron-Core says were done; None where it does not say."""
+    """Return the number of training steps that Megatron-Core recorded; None if there is none."""
     found = _common(checkpoint).get("iteration")
     return found if type(found) is int and found >= 0 else None
 
 
 def _common(checkpoint: Checkpoint) -> dict[Any, Any]:
-    """Return what Megatron-Core says besides tensors: in a file, or in an object; nothing where that is not so."""
+    """Return Megatron-Core's common state from its file or object; empty if there is none."""
     if not checkpoint.extras.beside:
         return {}
     names = (COMMON, *(name for name in checkpoint.extras.objects if name.startswith("common_state/")))
@@ -172,7 +171,7 @@ def _dict(value: object) -> dict[Any, Any]:
 
 
 def _value(name: str, one: Object, content: bytes, plain: _Plain) -> Any:
-    """Return an object as plain data; raise `SourceError`, with a short fact, where it is none."""
+    """Return an object as plain data; raise `SourceError` if it cannot be read."""
     if name == BACKEND:
         try:
             return parse_json(content, [])
@@ -185,16 +184,9 @@ def _value(name: str, one: Object, content: bytes, plain: _Plain) -> Any:
 
 
 def _records(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the records of an archive, each with its path, having compared it with its header and its checksum."""
+    """Yield the names and contents of an archive's records after verifying headers and checksums."""
     try:
-        records, _ = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
-        carries = carries_sums(records)
-        for one in records:
-            one.check(content[one.header : one.header + one.least])
-            path, record = one.name.decode(errors="replace"), content[one.begin : one.begin + one.size]
-            if carries and crc32(record) != one.crc:
-                raise SourceError(f"is corrupt: {path!r:.60} does not match its CRC-32", code="wrong-checksum")
-            yield path, record
+        yield from checked_records(content)
     except Damaged as error:
         _refuse(f"it {error}")
 
@@ -204,7 +196,7 @@ def _refuse(why: str) -> NoReturn:
 
 
 class _Plain:
-    """Makes plain data of what pickles say, of at most so many values."""
+    """Converts pickled values to plain data, up to a total number of values."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -232,7 +224,7 @@ class _Plain:
         return found
 
     def _made(self, record: Record, depth: int) -> Any:
-        """Return what a call would make, where that is plain data; else the record of the call."""
+        """Return the plain value that a call would create; the record of the call if there is none."""
         made: object = record
         for one in (record, *(record.arguments if isinstance(record.arguments, tuple) else ())):
             if isinstance(one, Record) and isinstance(one.made_by, Name) and not one.made_by.module:
@@ -260,7 +252,7 @@ class _Plain:
 
 
 def _is_key(value: object) -> bool:
-    """Return whether a value may be hashed."""
+    """Return whether a value can safely be hashed."""
     if type(value) is tuple:
         return all(map(_is_key, value))
     if type(value) is int:
@@ -269,7 +261,7 @@ def _is_key(value: object) -> bool:
 
 
 def _written(value: object) -> Iterator[str]:
-    """Yield a value as Python writes it, piece by piece; of long texts the beginning."""
+    """Yield a value as Python writes it, piece by piece; long texts are cut."""
     if isinstance(value, Record):
         value = value.made_by if isinstance(value.made_by, Name) else Name("", "record")
     if isinstance(value, Name):

@@ -1,14 +1,14 @@
-"""Opening what `torch.save` made of whole state dicts: one file a rank, as verl and SkyRL keep them, or one alone.
+"""Open whole state dicts that `torch.save` wrote: one file per rank, as verl and SkyRL keep them, or a single file.
 
-Each rank saved a dict of its own: of a DTensor its part, with what says which one that is (`dtensors`); plain tensors
-whole, which are replicas of each other. Dicts, and lists with dicts or tensors, are flattened to names with dots, of
-keys and places, as PyTorch's distributed checkpoints have it. What still has a tensor in it is a tensor that is not
-read, to be left out by name; what has none is an object. Of several kinds of files, the tensors of
-`model_world_size_8_rank_3.pt` have their own names; those of others begin with the kind, such as
+Each rank saved a dict of its own: its part of each DTensor, with the layout (`dtensors`), and whole plain tensors,
+which are replicas of each other. Dicts, and lists that contain dicts or tensors, are flattened to dotted names of keys
+and indices, as in PyTorch's distributed checkpoints. Another value that contains a tensor counts as an unreadable
+tensor, which can be dropped by name; a value without tensors is an object. If there are several kinds of files, the
+tensors of `model_world_size_8_rank_3.pt` keep their names; those of others begin with the kind, such as
 `optim.state.0.exp_avg`.
 
 Sources: verl `utils/checkpoint/fsdp_checkpoint_manager.py` (01ee5e0), PyTorch 2.13 `torch/serialization.py` and
-`distributed/checkpoint/_traverse.py`, and what that wrote (`tests/data/dcp`).
+`distributed/checkpoint/_traverse.py`, and files that it wrote (`tests/data/dcp`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
 from reshard.formats.entries import Entry, FileIndex, RangeReader
 from reshard.layout.block import LONGEST_NAME, shape_text
-from reshard.readers.dcp.archive import Archives, Part
+from reshard.readers.dcp.archive import Archive, Archives, Part
 from reshard.readers.dcp.dtensors import Tensors, is_tensor
-from reshard.readers.dcp.records import Archive
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import Name, Pairs, Record, shown, unpickled
 from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
@@ -49,11 +48,11 @@ _MOST_VALUES = 1 << 19
 _MOST_LOOKED = 64  # items of a list, to see whether it has dicts
 _MOST_KEY = 16  # items of a tuple that is a key
 _MOST_TEXT = 1 << 25  # characters of all names of a file
-_REMOTE_WINDOW = 1 << 22  # a pickle is read in many pieces, each of which would be a request
+_REMOTE_WINDOW = 1 << 22  # a pickle is read in many pieces; each would be a request
 
 
 class _File(NamedTuple):
-    """A file to be read: where it is, its rank, and what its names begin with."""
+    """A file to read: its location, its rank, and the prefix of its names."""
 
     place: Place
     rank: int
@@ -61,7 +60,7 @@ class _File(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What a file has: tensors with the byte at which the storage of each begins; those that are not read, objects."""
+    """The contents of a file: tensors with the offsets of their storages, refused tensors, and objects."""
 
     file: SourceFile
     tensors: Mapping[str, tuple[Kept, int]]
@@ -73,12 +72,12 @@ def open_saves(place: Place, there: Sequence[str], *, contents: bool | Literal["
     """Open the files of all ranks.
 
     Args:
-        place: their directory.
-        there: the names of what is in it.
+        place: the directory.
+        there: the names of the files in it.
         contents: compare samples of replicas.
 
     Raises:
-        SourceError: a rank has no file, there are files of different numbers of ranks, or one is not valid.
+        SourceError: a rank has no file, files disagree about the number of ranks, or a file is not valid.
     """
     matches = [match for match in map(SAVES.files.fullmatch, sorted(there)) if match]
     counts = sorted({int(match["count"]) for match in matches})
@@ -110,12 +109,12 @@ def open_saves(place: Place, there: Sequence[str], *, contents: bool | Literal["
 
 
 def open_save(place: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
-    """Open a file that has all of a state dict; arguments and errors as for `open_saves`."""
+    """Open a file of a whole state dict; arguments and errors as for `open_saves`."""
     return _opened(place, [_File(place, 0, "")], 1, contents=contents)
 
 
 def _opened(place: Place, files: Sequence[_File], count: int, *, contents: bool | Literal["blocks"]) -> Checkpoint:
-    """Read files of so many ranks, and join what they have."""
+    """Read the files of `count` ranks, and join their tensors."""
     numbered = {file.place: (number, file) for number, file in enumerate(files)}
     every = list(map_ordered(lambda one: _read(*numbered[one], count), list(numbered), workers_at(numbered)))
     ranks = tuple(file.rank for file in files)
@@ -149,7 +148,7 @@ def _opened(place: Place, files: Sequence[_File], count: int, *, contents: bool 
 
 
 def _tensor(name: str, some: Sequence[tuple[int, Kept, int]], ranks: Sequence[int], listed: BlockList) -> Tensor:
-    """Return a tensor; raise `SourceError` where what the files have does not make one."""
+    """Return a tensor; raise `SourceError` if its parts in the files do not fit together."""
     dtypes = {kept.local.dtype.name: kept.local.dtype for _, kept, _ in some}
     if len(dtypes) > 1:
         raise SourceError(f"is {names(sorted(dtypes))} in different files", code="mixed-dtypes")
@@ -189,7 +188,7 @@ def _tensor(name: str, some: Sequence[tuple[int, Kept, int]], ranks: Sequence[in
 
 
 def _read(number: int, file: _File, count: int) -> _Read:
-    """Read what a file has, of one of so many ranks; entries are numbered by the file."""
+    """Read a file of one of `count` ranks; entries refer to it by its number."""
     path = file.place.absolute()
     status = path.status()
     archive = Archive(RangeReader(str(path), window=_REMOTE_WINDOW if path.can.waits else 0))
@@ -237,16 +236,16 @@ def _kind(value: object) -> str:
 
 
 def _flattened(made: object, prefix: str, most: int, holding: _Holding) -> dict[str, object]:
-    """Return what a state dict has, by its names: tensors, and all that is not a dict, or a list with such.
+    """Return the values of a state dict by dotted names: tensors, and other values that are not flattened.
 
     Args:
-        made: what is pickled.
-        prefix: what all names begin with.
-        most: how many values it can have.
-        holding: finds tensors in it.
+        made: the pickled value.
+        prefix: the prefix of all names.
+        most: the most values that there can be.
+        holding: finds tensors in values.
 
     Raises:
-        SourceError: it is not a dict, has a name that cannot be one, or is too deep or large.
+        SourceError: it is not a dict, has an invalid name, or is too deep or large.
     """
     found: dict[str, object] = {}
     if _kind(made) in _DICTS and not _items(made) and not holding.tensor(made):
@@ -278,7 +277,7 @@ def _flattened(made: object, prefix: str, most: int, holding: _Holding) -> dict[
 
 
 def _inside(value: object, holding: _Holding) -> tuple[Sequence[object], Sequence[object]] | None:
-    """Return the keys and values of a dict, or of a list that has tensors or dicts; None of anything else."""
+    """Return keys and values of a dict, or of a list with tensors or dicts; None for other values."""
     if _kind(value) in _DICTS:
         items = _items(value)
         keys = items[::2]
@@ -292,7 +291,7 @@ def _inside(value: object, holding: _Holding) -> tuple[Sequence[object], Sequenc
 
 
 def _is_plain(key: object) -> bool:
-    """Return whether a key of a dict is one that can be written out, and is not long."""
+    """Return whether a key of a dict is short, and text or numbers."""
     some = key if type(key) is tuple else (key,)
     return len(some) <= _MOST_KEY and all(
         one is None or type(one) in {int, float, bool} or (type(one) is str and len(one) <= LONGEST_NAME)
@@ -301,19 +300,19 @@ def _is_plain(key: object) -> bool:
 
 
 def _items(value: object) -> Pairs:
-    """Return the keys and values of what is a dict, in turn."""
+    """Return the keys and values of a dict in turn."""
     found = value.items if isinstance(value, Record) else value
     return found if isinstance(found, Pairs) else Pairs()
 
 
 class _Holding:
-    """Finds what has tensors in it, each value of a pickle once however often it is in others."""
+    """Finds values that contain tensors, visiting shared values once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, bool] = {}  # by the ids of values, all of which are held
+        self._known: dict[int, bool] = {}  # by the ids of values, which stay alive
 
     def tensor(self, value: object) -> bool:
-        """Return whether a value is a tensor or a storage, or has one in it, however deep."""
+        """Return whether a value is a tensor or a storage, or contains one at any depth."""
         if not isinstance(value, list | tuple | Record):
             return False
         if id(value) not in self._known:
@@ -321,7 +320,7 @@ class _Holding:
         return self._known[id(value)]
 
     def _look(self, value: object) -> None:
-        """Look through a value: everything in it that was not known is afterwards."""
+        """Visit all values in a value that are not known yet."""
         above: dict[int, list[int]] = {}
         has: list[int] = []
         waiting: list[Any] = [value]
@@ -330,7 +329,7 @@ class _Holding:
             one = waiting.pop()
             number, parts = id(one), one
             if isinstance(one, Record):
-                if is_tensor(one) or one.made_by is None:  # what is outside of a pickle is a storage
+                if is_tensor(one) or one.made_by is None:  # a reference outside of the pickle is a storage
                     has.append(number)
                     continue
                 parts = one.arguments, one.state, one.items

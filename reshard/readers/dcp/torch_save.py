@@ -1,19 +1,18 @@
-"""What `torch.save` makes of one tensor: an item of PyTorch's distributed checkpoints, found by one read of its head.
+"""Read a tensor that `torch.save` wrote: an item of PyTorch's distributed checkpoints, from its first bytes.
 
-An item is a zip archive of stored records. The first are small: how the tensor is rebuilt (`data.pkl`), the order of
-bytes; then come the bytes, `data/0`. Sizes are behind the records, in data descriptors, so that the records are walked
-through from the first. Where the bytes begin is aligned to 64 within the item, not within the file.
+An item is a zip archive of stored records. The first records are small: `data.pkl`, which describes the tensor, and
+`byteorder`; then follow the bytes of the tensor, `data/0`. Sizes are in descriptors behind the records, so the records
+are walked through from the first. The bytes of a tensor are aligned to 64 within the item, not within the file.
 
-Strides count: a tensor that is transposed, permuted or expanded in memory is saved as it lies, and the metadata do not
-say so.
+Strides count: a tensor that is transposed, permuted or expanded in memory is saved in that order, and the metadata do
+not mention it.
 
-Sources: PyTorch 2.13 `torch/serialization.py`, `torch/_utils.py`, `caffe2/serialize/inline_container.cc`, and what that
-wrote (`tests/data/dcp`).
+Sources: PyTorch 2.13 `torch/serialization.py`, `torch/_utils.py`, `caffe2/serialize/inline_container.cc`, and files
+that it wrote (`tests/data/dcp`).
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -25,6 +24,7 @@ from reshard.errors import SourceError
 from reshard.formats.entries import Entry, Extent
 from reshard.layout.axes import row_major
 from reshard.layout.block import is_possible, shape_text
+from reshard.readers.dcp.archive import Damaged, first_records
 from reshard.readers.pickles import Name, Record, numbers, shown, unpickled
 from reshard.source.reshape import laid
 from reshard.storage.page_cache import GLANCE_BYTES
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 _HEAD = 2048  # has all that is needed of most items
 _LONGEST_HEAD = 1 << 18
 _MOST_BEGINS, _MOST_HEADS = 8, 512  # of items that differ in nothing but their bytes
-_LOCAL = struct.Struct("<4s10xIIIHH")
-_DESCRIPTOR = b"PK\x07\x08"
 _WHAT = "a tensor that torch.save stored"
 
 STORAGES = {
@@ -52,7 +50,7 @@ STORAGES = {
 
 
 class Span(NamedTuple):
-    """Where an item lies: a file and its bytes."""
+    """The range of an item in a file."""
 
     path: str
     begin: int
@@ -60,7 +58,7 @@ class Span(NamedTuple):
 
 
 def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
-    """Yield, for each item, the tensor that it has, with where its bytes are in the file; or why it cannot be read.
+    """Yield the entry of the tensor in each item, or why the item cannot be read.
 
     Raises:
         SourceError: a file ends before an item does.
@@ -74,7 +72,7 @@ def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
 
 
 def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
-    """Yield the first bytes of each item; near ones are read together, and at URLs many at once."""
+    """Yield the first bytes of each item; near items are read together, and at URLs many at once."""
 
     def steps() -> Iterator[tuple[tuple[list[Span], bytearray], ReadStore, list[Want]]]:
         for near in _near(spans, nbytes):
@@ -89,7 +87,7 @@ def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes
 
 
 def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
-    """Yield runs of items that follow each other, whose first bytes are within as many as are read at once."""
+    """Yield groups of consecutive items whose first bytes lie within one read."""
     near: list[Span] = []
     for span in spans:
         if near:
@@ -103,18 +101,18 @@ def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
 
 
 def item(span: Span, head: bytes, known: Known) -> Entry | str | None:
-    """Return what an item has, or why it cannot be read; None where its head goes on.
+    """Return the entry of the tensor in an item, or why it cannot be read; None if the head is too short.
 
     Args:
-        span: where it lies, or seems to.
+        span: the range of the item.
         head: its first bytes.
-        known: what was found in others.
+        known: the results for other items.
     """
     try:
         for begin, heads in known.heads.items():
             if (alike := heads.get(head[:begin])) is not None:
                 return alike.entry(span.begin + begin, span.begin + span.nbytes)
-        found = _walked(head, is_whole=len(head) == span.nbytes)
+        found = _tensor_record(head, is_whole=len(head) == span.nbytes)
         if found is None:
             return None
         begin, name, pickled = found
@@ -134,63 +132,38 @@ def item(span: Span, head: bytes, known: Known) -> Entry | str | None:
         return error.message
 
 
-def _walked(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
-    """Return where the bytes of a tensor begin in an item, the name of their record, and what says how it is rebuilt.
+def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
+    """Return the offset and name of a tensor's record, and its pickle; None if the head is too short.
 
     Args:
-        head: what the item begins with.
-        is_whole: that is all of it; else, None is returned where it is too short.
+        head: the first bytes of the item.
+        is_whole: the head is all of the item.
 
     Raises:
-        SourceError: it is not a tensor that `torch.save` stored.
+        SourceError: the item is not a tensor that `torch.save` stored.
     """
-    pickled, order, at = b"", b"little", 0
-    while True:
-        if len(head) - at < _LOCAL.size:
-            break
-        mark, _, _, size, of_name, of_more = _LOCAL.unpack_from(head, at)
-        method = head[at + 8 : at + 10]
-        begin = at + _LOCAL.size + of_name + of_more
-        if mark != b"PK\x03\x04" or method != b"\0\0":
-            raise SourceError(
-                "is not a tensor of torch.save: it is not a zip archive of plain records", code="not-torch-save"
-            )
-        name = head[at + _LOCAL.size : at + _LOCAL.size + of_name].partition(b"/")[2]
-        if name.startswith(b"data/"):
-            if order.strip() != b"little":
-                raise SourceError(f"has the unsupported byte order {order!r:.20}", code="unsupported-byte-order")
-            return begin, name, pickled
-        end = _end_of(head, begin, size)
-        if end is None:
-            break
-        content, at = head[begin : end[0]], end[1]
-        if name == b"data.pkl":
-            pickled = content
-        elif name == b"byteorder":
-            order = content
+    contents: dict[bytes, bytes | None] = {}
+    try:
+        for name, begin, content in first_records(head):
+            if name.startswith(b"data/"):
+                order = contents.get(b"byteorder") or b"little"
+                if order.strip() != b"little":
+                    raise SourceError(f"has the unsupported byte order {order!r:.20}", code="unsupported-byte-order")
+                return begin, name, contents.get(b"data.pkl") or b""
+            contents[name] = content
+    except Damaged as error:
+        raise SourceError(f"is not a tensor of torch.save: it {error}", code="not-torch-save") from None
     if is_whole:
         raise SourceError("is not a tensor of torch.save: it has no bytes, or is truncated", code="truncated")
     return None
 
 
-def _end_of(head: bytes, begin: int, size: int) -> tuple[int, int] | None:
-    """Return where a record ends, and where the next begins; None where that is not in the head."""
-    if size:
-        return (begin + size, begin + size) if begin + size <= len(head) else None
-    end = head.find(_DESCRIPTOR, begin)
-    while end >= 0:
-        if int.from_bytes(head[end + 8 : end + 12], "little") == end - begin:
-            return end, end + 16
-        end = head.find(_DESCRIPTOR, end + 1)
-    return None
-
-
 class Known(NamedTuple):
-    """What was found in items, of which many are alike.
+    """The results for other items; many items are alike.
 
     Attributes:
-        pickles: how a tensor is rebuilt, by what says so.
-        heads: that, by where its bytes begin in an item and all before them.
+        pickles: tensors by their pickles.
+        heads: tensors by the offset of their bytes in an item, and by all bytes before it.
     """
 
     pickles: dict[bytes, Rebuilt]
@@ -199,15 +172,15 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """How a tensor is rebuilt from its storage.
+    """A tensor as a view of its storage.
 
     Attributes:
-        dtype: of its elements.
+        dtype: the dtype of its elements.
         record: the name of the record that is the storage.
-        elements: how many this has.
-        first: with which of them the tensor begins.
-        shape: its shape.
-        strides: how many elements are from one index to the next, along each dimension.
+        elements: the number of elements of the storage.
+        first: the index of the tensor's first element in the storage.
+        shape: the shape of the tensor.
+        strides: the number of elements between neighbours along each dimension.
     """
 
     dtype: DType
@@ -218,7 +191,7 @@ class Rebuilt:
     strides: Shape
 
     def entry(self, begin: int, end: int) -> Entry:
-        """Return the tensor, whose storage lies in a file from one byte on, in an item that ends at another."""
+        """Return the entry of the tensor in an item that ends at `end`, with the storage at `begin`."""
         if begin + self.elements * self.dtype.itemsize > end:
             raise SourceError("has an item that is shorter than the tensor", code="truncated")
         found = self.extent(0, begin)
@@ -230,14 +203,14 @@ class Rebuilt:
         return replace(self, first=first, shape=block.shape)
 
     def extent(self, file: int, begin: int) -> Extent:
-        """Return where it lies in a file, by its number, that has the storage from one byte on."""
+        """Return the extent of the tensor in a file, by its number, with the storage at `begin`."""
         _, runs, strides = _lying(self)
         return Extent(file, tuple((begin + offset, nbytes) for offset, nbytes in runs), strides)
 
 
 @lru_cache(maxsize=1 << 12)  # items are alike
 def _lying(one: Rebuilt) -> Extent:
-    """Return where a tensor lies in its storage."""
+    """Return the extent of a tensor in its storage."""
     width = one.dtype.itemsize
     strides = one.strides if prod(one.shape) else row_major(one.shape)
     return laid(Extent(0, ((0, one.elements * width),)), one.first * width, one.shape, strides, width)
@@ -252,16 +225,16 @@ class Held:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of bytes."""
         return len(self.content)
 
     def upto(self, offset: int, nbytes: int) -> bytes:
-        """Return at most so many from one on."""
+        """Return at most `nbytes` bytes from `offset`."""
         return self.content[offset : offset + nbytes]
 
 
 def rebuilt(made: object) -> Rebuilt:
-    """Return how a tensor is rebuilt that was pickled; `SourceError` where it is none, or one that is not read."""
+    """Return the tensor that a pickled call rebuilds; raise `SourceError` if it is not a supported tensor."""
     name, arguments = "", tuple[Any, ...]()
     while isinstance(made, Record) and isinstance(made.arguments, tuple):
         name, arguments = made.name, made.arguments

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import bytes_text
 from reshard.formats.decoding import TooLongError, zstd_content
 from reshard.formats.entries import Entry, Summed
-from reshard.readers.dcp.archive import Archives, Part
-from reshard.readers.dcp.records import directory
+from reshard.readers.dcp.archive import Archives, Part, directory
 from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault
@@ -193,7 +192,7 @@ def _summed(path: str, part: Part, content: memoryview, *, has_sum: bool) -> Sum
 
 def _has_names(content: memoryview) -> bool:
     """Return whether the records of a zip, whose directory is valid, are named as PyTorch does."""
-    records, _ = directory(len(content), lambda begin, nbytes: bytes(content[begin : begin + nbytes]))
+    records = directory(len(content), lambda begin, nbytes: bytes(content[begin : begin + nbytes]))
     names = {record.name for record in records}
     data = names - _NAMES
     return _PICKLE in names and data == {b"archive/data/%d" % number for number in range(len(data))}
