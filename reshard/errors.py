@@ -349,6 +349,10 @@ class Faults:
             between = " " if _VERB.match(said) else ": "
             self._causes[code, "" if code else where] = _Cause(where, Text(shown, between, said), code, hint)
 
+    def unexpected(self, where: str, value: object, expected: str, *, code: str = "wrong-type") -> None:
+        """Record a value that is not of the expected kind."""
+        self.add(where, f"is {value!r:.60}; expected {expected}", code=code)
+
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "", code: str = "") -> None:
         """Raise `kind` if there are faults.
 

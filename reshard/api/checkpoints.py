@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.api.choices import run_plan
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.make import plan as make_plan
@@ -187,8 +188,10 @@ class Checkpoint(Arrays):
             reshard.SourceError: the adapter cannot be read, or does not fit the weights; all faults at once.
             reshard.UsageError: rules were applied before.
         """
+        from reshard.rules.lora.merge import merged  # not on every start
+
         adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
-        return Checkpoint(adapter.merged(self._record))
+        return Checkpoint(merged(self._record, adapter))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
@@ -250,7 +253,6 @@ class Checkpoint(Arrays):
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
                 `Plan.run` do.
         """
-        from reshard.api.plans import run_plan
         from reshard.formats.zarr import ZarrGroup
         from reshard.run.settings import RunOptions
 

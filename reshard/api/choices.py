@@ -17,8 +17,10 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.plan.plan import Plan
     from reshard.rules.rules import Rules
-    from reshard.run.settings import Progress
+    from reshard.run.run import Report
+    from reshard.run.settings import Progress, RunOptions
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 
@@ -105,3 +107,16 @@ def progress_of(
 
         return shown()
     return nullcontext(progress or None)
+
+
+def run_plan(
+    plan: Plan,
+    directory: AnyName,
+    options: RunOptions,
+    progress: Callable[[Progress], None] | bool | None,
+) -> Report:
+    """Run a plan, with `progress` as in `Plan.run`."""
+    from reshard.run.run import run  # it brings dask
+
+    with progress_of(progress) as callback:
+        return run(plan, directory, options, progress=callback)

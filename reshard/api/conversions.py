@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.api.choices import selection_of
+from reshard.api.choices import run_plan, selection_of
 from reshard.api.jobs import job
-from reshard.api.plans import run_plan
 from reshard.plan.select import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import progress_of, selection_of
+from reshard.api.choices import run_plan, selection_of
 from reshard.api.jobs import planned
 from reshard.errors import UsageError, names
 from reshard.plan.planfile import read_plan as read_record
@@ -342,19 +342,6 @@ class Plan:
         from reshard.view.html import html
 
         return html(self._record)
-
-
-def run_plan(
-    plan: Record,
-    directory: AnyName,
-    options: RunOptions,
-    progress: Callable[[Progress], None] | bool | None,
-) -> Report:
-    """Run a plan, with `progress` as in `Plan.run`."""
-    from reshard.run.run import run  # it brings dask
-
-    with progress_of(progress) as callback:
-        return run(plan, directory, options, progress=callback)
 
 
 def read_plan(

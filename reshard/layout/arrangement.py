@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import LayoutError
 from reshard.layout.block import Block
-from reshard.layout.layout import Grid
+from reshard.layout.grid import Grid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,7 @@ class Arrangement:
         tensors: the layout of each tensor, by name.
         ranks: all ranks.
         devices: number of ranks of a stage, which together store a block once if requested.
-        lists_all: the training that it is of loads no other tensors.
+        lists_all: the training loads no other tensors.
     """
 
     tensors: Mapping[str, Arranged]
@@ -78,7 +78,7 @@ class Arrangement:
             LayoutError: sizes do not divide, or the layout has another number of dimensions.
         """
         arranged = self.tensors[name]
-        key = (*map(id, arranged.meshes), shape, arranged.others)  # a mesh has thousands of ranks, and is shared
+        key = (arranged.meshes, shape, arranged.others)
         if key not in self._grids:
             try:
                 self._grids[key] = self._grid(arranged, shape)
@@ -87,17 +87,15 @@ class Arrangement:
         return self._grids[key]
 
     def _grid(self, arranged: Arranged, shape: Shape) -> Grid:
-        meshes, others = arranged.meshes, arranged.others
-        if len(meshes) == 1 and not others:
-            return meshes[0].grid(shape)
-        if not meshes:
-            return Grid(shape, (Block.whole(shape),), (tuple(rank for rank, _ in others) or tuple(self.ranks),))
-        grids = [mesh.grid(shape) for mesh in meshes]
+        if not arranged.meshes:
+            return Grid(shape, (Block.whole(shape),), (arranged.ranks or tuple(self.ranks),))
+        grids = [mesh.grid(shape) for mesh in arranged.meshes]
+        if len(grids) == 1 and not arranged.others:
+            return grids[0]
         ranks_of: dict[Block, list[int]] = {}
         for grid in grids:
             for block, ranks in zip(grid.blocks, grid.ranks, strict=True):
                 ranks_of.setdefault(block, []).extend(ranks)
-        for rank, number in others:
+        for rank, number in arranged.others:
             ranks_of[grids[0].blocks[number]].append(rank)
-        blocks = sorted(ranks_of, key=lambda block: (block.start, block.stop[::-1]))
-        return Grid(shape, tuple(blocks), tuple(tuple(sorted(ranks_of[block])) for block in blocks))
+        return Grid.of(shape, ranks_of)

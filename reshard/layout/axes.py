@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def factors(shape: Shape, space: Shape) -> list[Shape] | None:
     """Return the axes of a finer space that make up each axis of a shape, or None.
 
-    The axes are in row-major order. Without such a split the result is None.
+    The axes are in row-major order.
 
     >>> factors((6, 2), (2, 3, 2)), factors((6, 2), (3, 4)), factors((4, 1), (4,))
     ([(2, 3), (2,)], None, [(4,), ()])
@@ -99,18 +99,18 @@ def refined(block: Block, axes: Sequence[Shape]) -> Iterator[tuple[Block, Block]
     >>> [(str(box), str(part)) for box, part in refined(Block((1, 0), (4, 2)), [(2, 3), (2,)])]
     [('[0:1, 1:3, 0:2]', '[1:3, 0:2]'), ('[1:2, 0:1, 0:2]', '[3:4, 0:2]')]
     """
-    of_axis: list[list[tuple[Block, int, int]]] = []
+    boxes_of_axis: list[list[tuple[Block, int, int]]] = []
     for sizes, start, stop in zip(axes, block.start, block.stop, strict=True):
         if len(sizes) == 1:
-            of_axis.append([(Block((start,), (stop,)), start, stop)])
+            boxes_of_axis.append([(Block((start,), (stop,)), start, stop)])
             continue
         boxes = []
         begin = start
         for box in flat_boxes(sizes, start, stop):
             boxes.append((box, begin, begin + box.size))
             begin += box.size
-        of_axis.append(boxes)
-    for combination in product(*of_axis):
+        boxes_of_axis.append(boxes)
+    for combination in product(*boxes_of_axis):
         yield (
             Block(
                 tuple(n for box, _, _ in combination for n in box.start),

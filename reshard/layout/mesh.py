@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from reshard.layout.layout import Grid, grid
+from reshard.layout.grid import Grid
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
 
 
-class Mesh(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Mesh:
     """A layout over given ranks.
+
+    The hash is computed once: a mesh may have thousands of ranks, and is used as a key.
 
     Attributes:
         layout: the layout.
@@ -24,6 +28,13 @@ class Mesh(NamedTuple):
     layout: Layout
     ranks: tuple[int, ...]
     axes: tuple[str, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.layout, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -31,7 +42,8 @@ class Mesh(NamedTuple):
         """Return the mesh of consecutive ranks, with the axes named as MindSpore does.
 
         >>> from reshard.layout.layout import Layout
-        >>> Mesh.of(Layout.of([2, 1], [1]), 2)[1:]
+        >>> mesh = Mesh.of(Layout.of([2, 1], [1]), 2)
+        >>> mesh.ranks, mesh.axes
         ((2, 3), ('a', 'b'))
         """
         names = (chr(ord("a") + axis) if axis < _LETTERS else f"axis{axis}" for axis in range(len(layout.dev_matrix)))
@@ -55,6 +67,6 @@ _LETTERS = 26
 
 @lru_cache(maxsize=4096)
 def _grid(mesh: Mesh, shape: Shape) -> Grid:
-    local = grid(shape, ((mesh.layout, 0),))
+    local = mesh.layout.grid(shape)
     ranks = tuple(tuple(sorted(mesh.ranks[device] for device in devices)) for devices in local.ranks)
     return Grid(shape, local.blocks, ranks)

@@ -30,8 +30,8 @@ _SHARD = re.compile(
 )
 
 
-class Shard(NamedTuple):
-    """A mesh axis cuts a dimension.
+class DimShard(NamedTuple):
+    """The cut of a dimension by a mesh axis.
 
     Attributes:
         dim: the dimension.
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
     factor: int | None = None
 
 
-Placement = Shard | None
+Placement = DimShard | None
 """The effect of a mesh axis; None if its devices hold replicas."""
 
 
@@ -62,7 +62,7 @@ def placement(text: str) -> Placement:
         LayoutError: the text is not a placement.
 
     >>> placement("shard(0)"), placement("_StridedShard(dim=0, sf=4)"), placement("Replicate()")
-    (Shard(dim=0, factor=None), Shard(dim=0, factor=4), None)
+    (DimShard(dim=0, factor=None), DimShard(dim=0, factor=4), None)
     """
     if _REPLICATE.fullmatch(text):
         return None
@@ -73,10 +73,10 @@ def placement(text: str) -> Placement:
             code="bad-placement",
             hint="use shard(DIM), strided_shard(DIM, split_factor=N) or replicate",
         )
-    return Shard(int(match["dim"]), int(match["factor"]) if match["factor"] else None)
+    return DimShard(int(match["dim"]), int(match["factor"]) if match["factor"] else None)
 
 
-def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Layout:
+def layout_of_placements(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Layout:
     """Return the layout of a tensor with placements on a mesh.
 
     Args:
@@ -88,9 +88,11 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
         LayoutError: there is no such dimension, strided pieces differ from the pieces of the later axes, or a
             dimension other than the first has pieces of several sizes.
 
-    >>> print(placed((2, 4), [Shard(0), Shard(1)], (4, 8)), placed((2, 4), [Shard(0, 4), Shard(0)], (8, 8)))
-    [2, 4] map [1, 0] [2, 4] map [(0, 1), -1]
-    >>> placed((8,), [Shard(0)], (10, 4)).param_split_shape
+    >>> print(layout_of_placements((2, 4), [DimShard(0), DimShard(1)], (4, 8)))
+    [2, 4] map [1, 0]
+    >>> print(layout_of_placements((2, 4), [DimShard(0, 4), DimShard(0)], (8, 8)))
+    [2, 4] map [(0, 1), -1]
+    >>> layout_of_placements((8,), [DimShard(0)], (10, 4)).param_split_shape
     (2, 2, 2, 2, 2, 0, 0, 0)
     """
     axes_of: list[list[int]] = [[] for _ in shape]
@@ -128,28 +130,32 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
 _MOST_PIECES = 1 << 8  # of a dimension before a strided shard; a rank then has one range for each piece
 
 
-def held(extents: Shape, placements: Sequence[Placement], shape: Shape, place: Shape) -> list[list[tuple[int, int]]]:
+def device_ranges(
+    extents: Shape, placements: Sequence[Placement], shape: Shape, device: Shape
+) -> list[list[tuple[int, int]]]:
     """Return the ranges of each dimension that a device holds, in memory order.
 
     Unlike a layout, this works for all placements: any dimension can be cut into pieces of several sizes, and strided
     pieces need not be the pieces of later axes.
 
     Args:
-        extents: as for `placed`.
-        placements: as for `placed`.
-        shape: as for `placed`.
-        place: the coordinates of the device in the mesh.
+        extents: as for `layout_of_placements`.
+        placements: as for `layout_of_placements`.
+        shape: as for `layout_of_placements`.
+        device: the coordinates of the device in the mesh.
 
     Raises:
         LayoutError: there is no such dimension, or it is cut into too many pieces.
 
-    >>> held((2, 3), [Shard(0), Shard(1)], (4, 8), (1, 2))
+    >>> device_ranges((2, 3), [DimShard(0), DimShard(1)], (4, 8), (1, 2))
     [[(2, 4)], [(6, 8)]]
-    >>> held((2,), [Shard(0, 3)], (9,), (1,)), held((2, 2), [Shard(0, 2), Shard(0)], (8,), (1, 0))
-    ([[(2, 3), (5, 6), (8, 9)]], [[(2, 4)]])
+    >>> device_ranges((2,), [DimShard(0, 3)], (9,), (1,))
+    [[(2, 3), (5, 6), (8, 9)]]
+    >>> device_ranges((2, 2), [DimShard(0, 2), DimShard(0)], (8,), (1, 0))
+    [[(2, 4)]]
     """
     ranges = [[(0, extent)] for extent in shape]
-    for count, shard, number in zip(extents, placements, place, strict=True):
+    for count, shard, number in zip(extents, placements, device, strict=True):
         if shard is None:
             continue
         _check_dim(shard, shape)
@@ -181,7 +187,7 @@ def _within(ranges: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator
         position += stop - start
 
 
-def _check_dim(shard: Shard, shape: Shape) -> None:
+def _check_dim(shard: DimShard, shape: Shape) -> None:
     if not -len(shape) <= shard.dim < len(shape):
         raise LayoutError(f"shards dimension {shard.dim} of a tensor of {len(shape)} dimensions", code="out-of-range")
 

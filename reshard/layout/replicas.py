@@ -17,17 +17,20 @@ Source: MindSpore 2.10 `train/_utils.py` (`get_parameter_redundancy`, `remove_pa
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import groupby, product
 from typing import TYPE_CHECKING
 
+from reshard.layout.grid import flat_index
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from reshard.layout.layout import Grid, Layout
+    from reshard.layout.grid import Grid
+    from reshard.layout.layout import Layout
 
 Group = tuple[int, ...]
 """Ranks that hold the same block, ascending."""
@@ -58,10 +61,8 @@ def replica_groups(layout: Layout, first_rank: int = 0) -> tuple[Group, ...]:
     used = [axis for axis in reversed(range(len(layout.dev_matrix))) if axis not in unused]
     groups: dict[Group, list[int]] = defaultdict(list)
     for rank, coordinates in enumerate(product(*map(range, layout.dev_matrix)), first_rank):
-        position = 0
-        for axis in unused:
-            position = position * layout.dev_matrix[axis] + coordinates[axis]
-        groups[(*(coordinates[axis] for axis in used), position % pieces)].append(rank)
+        piece = flat_index(coordinates, layout.dev_matrix, unused) % pieces
+        groups[(*(coordinates[axis] for axis in used), piece)].append(rank)
     return tuple(tuple(groups[key]) for key in sorted(groups))
 
 
@@ -168,6 +169,35 @@ def stored_once(
             cache[grid, ranks] = grid if ranks == grid.ranks else replace(grid, ranks=ranks)
         results[name] = cache[grid, ranks]
     return results
+
+
+def covering_ranks(groups: Iterable[frozenset[int]], preferred: int) -> set[int]:
+    """Return a minimal set of ranks with a member in every group.
+
+    Take the rank that is in most groups, until each group has one; then drop every rank whose groups all have another.
+    Each remaining rank is necessary; a smaller set may exist, but is hard to find. Among equally good ranks
+    `preferred` wins.
+
+    >>> sorted(covering_ranks([frozenset({0, 1}), frozenset({1, 2}), frozenset({3})], 0))
+    [1, 3]
+    """
+    member_of: dict[int, list[frozenset[int]]] = defaultdict(list)
+    for group in groups:
+        for rank in group:
+            member_of[rank].append(group)
+    uncovered = set(groups)
+    count = Counter({rank: len(members) for rank, members in member_of.items()})
+    chosen: set[int] = set()
+    while uncovered:
+        rank = min(count, key=lambda rank: (-count[rank], rank != preferred, rank))
+        chosen.add(rank)
+        for group in uncovered.intersection(member_of[rank]):
+            uncovered.discard(group)
+            count.subtract(group)
+    for rank in sorted(chosen, key=lambda rank: (rank == preferred, rank)):
+        if all(len(group & chosen) > 1 for group in member_of[rank]):
+            chosen.discard(rank)  # ranks chosen later cover its groups
+    return chosen
 
 
 def _by_stage(ranks: Group, devices: int) -> list[Group]:

@@ -49,11 +49,7 @@ def _new(nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def read_strided(
-    read: Callable[[int, memoryview], None],
-    begin: int,
-    pitch: Shape,
-    out: np.ndarray[Any, Any],
-    take: Take = _new,
+    read: Callable[[int, memoryview], None], begin: int, pitch: Shape, out: np.ndarray[Any, Any], take: Take = _new
 ) -> None:
     """Fill an array with strided elements.
 
@@ -144,16 +140,16 @@ class Ahead:
         self._block_bytes = 0
         self._windows: dict[int, tuple[Block, np.ndarray[Any, Any]]] = {}
 
-    def share(self, of: object, blocks: int, nbytes: int) -> None:
+    def share(self, key: object, blocks: int, nbytes: int) -> None:
         """Divide memory among blocks that are read concurrently.
 
         Args:
-            of: a key that identifies the blocks across runs.
+            key: identifies the blocks across runs.
             blocks: the number of blocks.
             nbytes: the memory of all blocks together.
         """
-        if of != self._key:
-            self._key, self._block_bytes = of, nbytes // blocks // _ALIGNED * _ALIGNED
+        if key != self._key:
+            self._key, self._block_bytes = key, nbytes // blocks // _ALIGNED * _ALIGNED
             self._windows.clear()
             if len(self._memory) < nbytes:
                 self._memory = self._allocate(nbytes)

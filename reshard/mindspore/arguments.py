@@ -70,15 +70,10 @@ class DirectoryError(SourceError, NotADirectoryError):
 
 
 def strategy_of(argument: str, value: StrategyLike | None) -> Strategy | None:
-    """Return a strategy from any form that MindSpore's functions take.
-
-    Args:
-        argument: its name, for messages.
-        value: a file, a directory of the files of a pipeline's ranks, a `Strategy`, or a dict of layouts by name as
-            `build_searched_strategy` or MindSpore's `infer_predict_layout` return it.
+    """Return a strategy from any form that MindSpore's functions take: see `reshard.mindspore`.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is of another form; the message begins with `argument`.
         StrategyError: it cannot be read, or contradicts itself.
     """
     if value is None or isinstance(value, Strategy):
@@ -114,7 +109,7 @@ def _strategy_of_layouts(layouts_by_name: Mapping[str, Any]) -> Strategy:
 
 
 def thread_count(argument: str, value: object) -> int:
-    """Return the number of threads for a number of processes, at most one a processor; `UsageError` below 1."""
+    """Return the number of threads for a number of processes, at most one a processor."""
     count = whole_number(argument, value)
     if count < 1:
         raise UsageError(f"{argument} is {value}; expected at least 1", code="out-of-range")
@@ -122,14 +117,14 @@ def thread_count(argument: str, value: object) -> int:
 
 
 def whole_number(argument: str, value: object) -> int:
-    """Return an argument that must be an int, else raise TypeError."""
+    """Return an argument that must be an int."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{argument} is {value!r:.60} ({type(value).__name__}); expected an int")
     return value
 
 
 def check_rank(argument: str, value: object) -> None:
-    """Refuse an argument that is not a whole number (TypeError), or below 0 (`UsageError`)."""
+    """Refuse an argument that is not an int from 0 on."""
     if whole_number(argument, value) < 0:
         raise UsageError(f"{argument} is {value}; expected 0 or more", code="out-of-range")
 
@@ -137,8 +132,8 @@ def check_rank(argument: str, value: object) -> None:
 def check_order(argument: str, files: Mapping[int, Path]) -> None:
     """Refuse files in another order than the ranks in their paths: slices would be put in wrong places.
 
-    Paths are checked only if each has a number after `rank`, all different. The numbers may begin anywhere, as those of
-    a stage do. The file of a replica may replace a lost one, so paths of the same rank are not checked.
+    Paths are checked only if each has a number after `rank`, all different: the file of a replica may replace a lost
+    one. The numbers need not begin at 0, as those of a stage do not.
 
     Raises:
         UsageError: the numbers do not ascend.
@@ -150,25 +145,24 @@ def check_order(argument: str, files: Mapping[int, Path]) -> None:
         return
     path_ranks = {rank: int(numbers[-1]) for rank, numbers in sorted(matches.items())}
     ascending = sorted(path_ranks.values())
-    wrong = [rank for rank, number in zip(path_ranks, ascending, strict=True) if path_ranks[rank] != number]
-    if wrong and len(set(ascending)) == len(ascending):
-        rank = wrong[0]
-        raise UsageError(
-            f"{argument}[{rank}] is {files[rank]}, by its path of rank {path_ranks[rank]}",
-            code="wrong-rank",
-            facts=["expected the files in the order of their ranks"],
-            hint="sort by number: as text rank_10 comes before rank_2",
-        )
+    for (rank, number), expected in zip(path_ranks.items(), ascending, strict=True):
+        if number != expected and len(set(ascending)) == len(ascending):
+            raise UsageError(
+                f"{argument}[{rank}] is {files[rank]}, a file of rank {number}",
+                code="wrong-rank",
+                facts=["expected the files in the order of their ranks"],
+                hint="sort by number: as text rank_10 comes before rank_2",
+            )
 
 
 def check_format(argument: str, value: object) -> None:
-    """Refuse an unknown name of a format with `UsageError`."""
+    """Refuse an unknown name of a format."""
     if value not in FORMATS:
         raise UsageError(f"{argument} is {value!r}; expected 'ckpt' or 'safetensors'", code="unknown-format")
 
 
 def target_directory(argument: str, value: object) -> Path:
-    """Return the path of a directory to write to, which need not exist; `DirectoryError` if it is a file."""
+    """Return the path of a directory to write to, which need not exist."""
     path = path_of(argument, value)
     if path.exists() and not path.is_dir():
         raise DirectoryError(f"{argument} {path} is a file; expected a directory", code="not-a-directory")
@@ -176,12 +170,7 @@ def target_directory(argument: str, value: object) -> Path:
 
 
 def path_of(argument: str, value: object) -> Path:
-    """Return an argument that must be a path.
-
-    Raises:
-        TypeError: it is not a path.
-        UsageError: it is empty, which would be the current directory.
-    """
+    """Return an argument that must be a path, and not empty, which would be the current directory."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{argument} is {value!r:.60} ({type(value).__name__}); expected a path")
     if not os.fspath(value):
@@ -190,16 +179,15 @@ def path_of(argument: str, value: object) -> Path:
 
 
 @contextmanager
-def own_words() -> Iterator[None]:
-    """Spell options in errors of the core as MindSpore's functions do."""
+def mindspore_words() -> Iterator[None]:
+    """Spell options in errors as arguments of MindSpore's functions."""
     try:
         yield
     except SourceError as error:
         raise error.changed(lambda text: spelled(text, WORDS)) from error.__cause__
 
 
-_MOST_NAMED = 20
-_MOST_TARGET_RANKS = 64  # the most target ranks for which an error says what each lacks
+_MOST_TARGET_RANKS = 64  # whose needs an error names
 
 
 def open_ranks(
@@ -210,18 +198,19 @@ def open_ranks(
     stage: int | Literal["own"] = "own",
     suffix: str | None = None,
 ) -> Checkpoint:
-    """Open a directory of rank directories; the error for missing ranks names the target ranks that need them.
+    """Open a directory of rank directories; without a strategy each holds whole tensors.
 
     As in MindSpore, a rank may be missing if other ranks have its blocks.
 
     Raises:
-        SourceError: no files, both formats, a rank that is needed is missing, headers that contradict the strategy.
+        SourceError: no files, both formats, headers that contradict the strategy, or a missing rank that is needed; the
+            error says by which target ranks and tensors.
     """
     checked_format(path)
     if before is None:
         return open_whole(path, suffix)
     try:
-        with own_words():
+        with mindspore_words():
             return open_source(path, strategy=before, stage=stage, suffix=suffix)
     except SourceError as error:
         if isinstance(error.__cause__, OSError):
@@ -232,8 +221,8 @@ def open_ranks(
         if not absent or not present:
             raise
         if after is not None:
-            kept = {name: places for name, places in source.tensors.items() if name in after.tensors}
-            source = replace(source, tensors=kept)
+            named = {name: places for name, places in source.tensors.items() if name in after.tensors}
+            source = replace(source, tensors=named)
         faults = Faults(str(path))
         target_ranks = list(after.ranks)[:_MOST_TARGET_RANKS] if after else [0]
         lacking = {rank: lacking_ranks(source, after, rank, present) for rank in target_ranks}
@@ -241,7 +230,7 @@ def open_ranks(
             by = [target for target, ranks in lacking.items() if rank in ranks]
             faults.add(f"source rank {rank}", f"has no file; {needed_text(needing, by)}", code="missing-ranks")
         faults.raise_if_any(SourceError)
-        with own_words():
+        with mindspore_words():
             opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
         _log.warning(
             "%s: source rank %s has no file; other ranks hold all that is needed, if the strategy is the right one",
@@ -262,11 +251,7 @@ def check_all_stages(path: Path, source: Checkpoint) -> None:
 
 
 def check_target_stages(argument: str, source: Checkpoint, after: Strategy | None) -> None:
-    """Refuse a target strategy of one pipeline stage for a whole model: weights of other stages would be lost.
-
-    Raises:
-        StrategyError: it is one, and does not name weights of the source.
-    """
+    """Refuse a target strategy of one pipeline stage for a whole source if it would lose weights."""
     if after is None or not after.others or source.opening.stage is not None:
         return
     states = all_states(source, after)
@@ -275,7 +260,7 @@ def check_target_stages(argument: str, source: Checkpoint, after: Strategy | Non
         raise StrategyError(
             f"{argument} covers stage {after.stages.start} of a pipeline only, unlike {source.root}",
             code="one-stage",
-            facts=[f"it names none of {_counted(lost)}"],
+            facts=[f"it does not name {_counted(lost)}"],
             hint="use the strategy of all stages, which merge_pipeline_strategys makes",
         )
 
@@ -291,7 +276,7 @@ def check_model(source: Checkpoint, after: Strategy | None) -> None:
     for strategy, which in ((before, "source"), (after, "target")):
         if strategy is not None and source.tensors and not any(name in strategy.tensors for name in source.tensors):
             raise StrategyError(
-                f"the {which} strategy names none of the tensors of {source.root}",
+                f"the {which} strategy names no tensor of {source.root}",
                 code="other-strategy",
                 facts=[f"it has {names(strategy.tensors)}", f"the files have {names(source.tensors)}"],
                 hint="use the strategy of this model",
@@ -307,14 +292,14 @@ def carry_out(
     rank: int | None = None,
     threads: int | None = None,
 ) -> None:
-    """Write the files of a plan; existing ones are replaced.
+    """Write the files of a plan.
 
     Args:
         planned: the plan.
         target: the directory of its files.
         after: the target strategy.
         strategies: the strategies as the caller passed them; a target file may not be one of their files.
-        rank: the target rank that is written, if it is only one.
+        rank: the target rank that is written, if it is a single one.
         threads: the number of threads.
 
     Raises:
@@ -334,21 +319,24 @@ def _check_complete(planned: Plan, after: Strategy | None, rank: int | None) -> 
     source = planned.source
     if source.strategy is None:
         return
-    others = set(source.strategy.ranks) - set(source.ranks)
+    absent = set(source.strategy.ranks) - set(source.ranks)
     lost = [name for name in _missing(planned, after, rank) if name in source.strategy.tensors]
-    if lost and others and (len(lost) > 1 or _is_deduplicated(source, source.strategy)):
+    if lost and absent and (len(lost) > 1 or _is_deduplicated(source, source.strategy)):
         raise SourceError(
             f"no file of {source.root} has {_counted(lost)}",
             code="missing-ranks",
             facts=[
                 "this happens in a de-duplicated source",
-                f"source {ranks_text(others)} have no files here, and may have them",
+                f"source {ranks_text(absent)} have no files here, and may have them",
             ],
         )
 
 
 def _is_deduplicated(source: Checkpoint, strategy: Strategy) -> bool:
-    """Return whether a source stores replicas once: by its mark or, as `.ckpt` has none, by tensors that ranks lack."""
+    """Return whether a source stores replicas once.
+
+    A safetensors file has a mark; of `.ckpt` files it is known if some ranks of a stage lack a tensor that others have.
+    """
     for name in source.tensors:
         stages = strategy.stages_of(name)[:1]
         files = [source.files[n] for n, rank in enumerate(source.ranks) if strategy.stage_of(rank) in stages]
@@ -364,36 +352,27 @@ def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> N
     dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
     for name, reason in planned.source.unreadable.items():
         _log.warning("%s: %r %s; it is left out", planned.source.root, name, reason)
-    if dropped:
-        _log.warning(
-            "%s: left out, as the target strategy does not name it: %s",
-            planned.source.root, names(dropped, most=_MOST_NAMED),
-        )  # fmt: skip
-    missing = _missing(planned, after, rank)
-    if missing:
-        _log.warning(
-            "%s: left out, as it is in the strategy and in no file: %s",
-            planned.source.root, names(missing, most=_MOST_NAMED),
-        )  # fmt: skip
+    for tensors, reason in (
+        (dropped, "the target strategy does not name it"),
+        (_missing(planned, after, rank), "it is in the strategy and in no file"),
+    ):
+        if tensors:
+            _log.warning("%s: left out, as %s: %s", planned.source.root, reason, names(tensors, most=20))
 
 
 def warn_of_others(path: Path, ranks: range) -> None:
-    """Warn of files in a target directory that are of other ranks than the target's."""
-    others = sorted(present_ranks(path) - set(ranks))
-    if others:
+    """Warn of files in a target directory that belong to ranks beyond the target's."""
+    beyond = sorted(present_ranks(path) - set(ranks))
+    if beyond:
         _log.warning(
             "%s: has files of %s too, which the target strategy does not have; remove them if they are of an "
             "older target",
-            path, ranks_text(others),
+            path, ranks_text(beyond),
         )  # fmt: skip
 
 
 def checked_format(path: Path) -> str | None:
-    """Return the format of the files in rank directories, by their names; None if there are no files.
-
-    Raises:
-        SourceError: there are files of both formats.
-    """
+    """Return the format of the files in rank directories, or None; refuse both formats in one directory."""
     formats = {file.suffix.removeprefix(".") for file in _rank_files(path)}
     if len(formats) > 1:
         raise SourceError(
@@ -410,7 +389,7 @@ def present_ranks(path: Path) -> set[int]:
 
 
 def _rank_files(path: Path) -> list[Path]:
-    """Return the checkpoint files in the rank directories, by their names."""
+    """List the files in rank directories that have a checkpoint's extension."""
     return [
         file
         for file in path.glob("rank_[0-9]*/*")
@@ -418,9 +397,9 @@ def _rank_files(path: Path) -> list[Path]:
     ]
 
 
-@own_words()
+@mindspore_words()
 def open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Checkpoint:
-    """Open a source without a strategy: every rank holds all of it. MindSpore reads rank 0 and compares nothing."""
+    """Open a source whose ranks each hold whole tensors. MindSpore reads rank 0 and compares nothing."""
     ranks = set(path) if isinstance(path, Mapping) else set(read_headers(path, suffix=suffix)[1])
     if len(ranks) == 1:
         return open_source(path, suffix=suffix)
@@ -438,10 +417,10 @@ def open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Ch
 
 
 def _missing(planned: Plan, after: Strategy | None, rank: int | None) -> list[str]:
-    """Return the tensors that a plan lacks, for one target rank or all, but for those of other source stages."""
+    """List the tensors that a plan lacks, for one target rank or all; other source stages do not count."""
     source = planned.source
-    own = None if source.opening.stage is None or source.strategy is None else source.strategy.tensors
-    missing = [name for name in planned.missing if own is None or name in own]
+    expected = None if source.opening.stage is None or source.strategy is None else source.strategy.tensors
+    missing = [name for name in planned.missing if expected is None or name in expected]
     if after is None or rank is None:
         return missing
     return [name for name in missing if after.stage_of(rank) in after.stages_of(name)]

@@ -55,13 +55,12 @@ def ckpt_to_safetensors(
         name_map: old name to new name; other tensors keep theirs. All apply at once, so two may be swapped. (The map of
             `load_distributed_checkpoint` goes from the network's name to the file's.)
         file_name_regex: convert only files whose names contain a match.
-        processes_num: the number of threads (MindSpore: processes).
-        dec_key: the key of encrypted files, with the `crypto` extra; not in MindSpore.
-        dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        processes_num: the number of threads.
+        dec_key: the key of encrypted files; not in MindSpore.
+        dec_mode: their cipher.
 
     Raises:
-        ValueError: no such file or directory, nothing in it to convert, `save_path` is not a directory, the name map
-            gives one name to two tensors, a file is corrupt, encrypted, or encrypted with another key.
+        ValueError: no file to convert, or the name map gives one name to two tensors.
     """
     cipher = None if dec_key is None else Cipher(dec_mode, dec_key)
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "safetensors", cipher)
@@ -76,10 +75,10 @@ def safetensors_to_ckpt(
 ) -> None:
     """Convert safetensors files to `.ckpt`, tensors in the order of their old names, as MindSpore does.
 
-    Arguments and errors are those of `ckpt_to_safetensors`. A `.ckpt` file has no place for metadata.
+    Arguments and errors: as for `ckpt_to_safetensors`. A `.ckpt` file has no place for metadata.
 
     Raises:
-        ValueError: as `ckpt_to_safetensors`; and if a tensor is of a dtype that MindSpore does not have.
+        ValueError: also if MindSpore lacks the dtype of a tensor.
     """
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "ckpt", None)
 
@@ -133,14 +132,14 @@ def _convert(
 
 
 def _in_order(file: SourceFile) -> SourceFile:
-    """Return a file with its tensors in MindSpore's order, which sorts those of a safetensors file by name."""
+    """Order the tensors of a file as MindSpore does: those of safetensors by name."""
     if file.index.format == "ckpt":
         return file
     return replace(file, index=file.index._replace(entries=dict(sorted(file.index.entries.items()))))
 
 
 def _selection(file: SourceFile, name_map: Mapping[str, str]) -> Selection:
-    """Select everything in a file, under new names; the map lists all, as optimizer states do not follow weights."""
+    """Select everything in a file, under new names; optimizer states do not follow weights, so list all."""
     new_names = {old: name_map.get(old, old) for old in file.index.entries} if name_map else {}
     return Selection(name_map=new_names, drop=("*",))
 
@@ -171,7 +170,7 @@ def _check(source: Path, save_path: object, name_map: object, processes_num: obj
 def _rank_files(
     source: Path, target: Path, pattern: re.Pattern[str], old: str, new: str
 ) -> dict[Path, dict[str, Path]]:
-    """Return the files of rank directories to convert, by target directory and by the target's path below it.
+    """Map the files to convert by target directory and by the target's path below it.
 
     A target rank directory may be a link to another place; its files are then below another directory.
     """

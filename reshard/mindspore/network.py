@@ -49,8 +49,7 @@ def load_param_into_net(
             a mapping of names to Parameters (here or MindSpore's) or arrays, which are written in place.
         parameter_dict: the result of `load_checkpoint`, here or MindSpore's; values may be arrays and tensors too.
         strict_load: convert nothing, and match only equal names.
-        remove_redundancy: accepted. MindSpore fetches the parameters that a de-duplicated file lacks from the other
-            devices; there are none here, and they are listed as not loaded.
+        remove_redundancy: accepted.
 
     Returns:
         names in the network that were not loaded (`accu_grads*` left out, as MindSpore does), and names in the
@@ -73,8 +72,9 @@ def load_param_into_net(
     missing = [name for name in targets if name not in values and not name.startswith("accu_grads")]
     if not strict_load:
         matches |= _by_suffix(missing, values)
-    fitted = {name: _fitted(name, targets[name], values[other], strict_load) for name, other in matches.items()}
-    if _is_cell(net):
+    fitted = {name: _fitted(name, targets[name], values[source], strict_load) for name, source in matches.items()}
+    mindspore: Any = sys.modules.get("mindspore")
+    if mindspore is not None and isinstance(net, mindspore.nn.Cell):
         not_loaded = _set_in_cell(net, fitted, matches, parameter_dict)
     else:
         for name, tensor in fitted.items():
@@ -87,11 +87,7 @@ def load_param_into_net(
 
 
 def parameters_of(net: Any, argument: str) -> dict[str, Any]:
-    """Return the parameters of a network by name.
-
-    Raises:
-        TypeError: it has none.
-    """
+    """Return the parameters of a network by name; raise TypeError if it is not a network."""
     if isinstance(net, Mapping):
         return dict(net)
     if hasattr(net, "parameters_and_names"):
@@ -124,49 +120,52 @@ def _check_arguments(parameter_dict: object, strict_load: object, remove_redunda
 def _by_suffix(missing: list[str], values: Mapping[str, Any]) -> dict[str, str]:
     """Match missing names with longer ones of the checkpoint; return the checkpoint's name of each.
 
-    Of several prefixes, the one with the most names wins; of equals, the one that the others end with: `net.` before
-    `moment1.net.`. If that does not decide, MindSpore takes the first in the file; here a name that could be two
-    parameters is not matched.
+    The prefix with the most names wins; of equals, the prefix with which all others end: `net.` before `moment1.net.`.
+    If that does not decide, MindSpore takes the first in the file; here a name that could be two parameters is not
+    matched.
     """
     matches: dict[str, str] = {}
-    left = set(missing)
-    while prefixes := _prefixes(left, values):
+    unmatched = set(missing)
+    while prefixes := _prefixes(unmatched, values):
         most = max(map(len, prefixes.values()))
         likely = [prefix for prefix, served in prefixes.items() if len(served) == most]
         prefix = min(likely, key=len)
-        for other in likely:
-            both = prefixes[prefix] & prefixes[other]
-            if both and not other.endswith(prefix):
+        for rival in likely:
+            both = prefixes[prefix] & prefixes[rival]
+            if both and not rival.endswith(prefix):
                 for name in sorted(both):
-                    _log.warning("%r may be %r or %r; it is not loaded", name, *sorted((prefix + name, other + name)))
-                left -= both
+                    _log.warning("%r may be %r or %r; it is not loaded", name, *sorted((prefix + name, rival + name)))
+                unmatched -= both
                 break
         else:
             _log.warning("names without their prefix %r are taken", prefix)
             matches |= {name: prefix + name for name in prefixes[prefix]}
-            left -= prefixes[prefix]
+            unmatched -= prefixes[prefix]
     return matches
 
 
 def _prefixes(missing: set[str], values: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the prefixes of missing names in the checkpoint, with their names; those that end in a dot, if any do."""
+    """Return the prefixes of missing names in the checkpoint, with these names.
+
+    Only prefixes that end in a dot count, if there are any.
+    """
     prefixes: dict[str, set[str]] = {}
-    for other in values:
-        start = other.find(".") + 1
+    for longer in values:
+        start = longer.find(".") + 1
         while start:
-            if other[start:] in missing:
-                prefixes.setdefault(other[:start], set()).add(other[start:])
-            start = other.find(".", start) + 1
+            if longer[start:] in missing:
+                prefixes.setdefault(longer[:start], set()).add(longer[start:])
+            start = longer.find(".", start) + 1
     if not prefixes:
         for name in missing:
-            for other in values:
-                if other.endswith(name) and other != name:
-                    prefixes.setdefault(other.removesuffix(name), set()).add(name)
+            for longer in values:
+                if longer.endswith(name) and longer != name:
+                    prefixes.setdefault(longer.removesuffix(name), set()).add(name)
     return prefixes
 
 
 def _fitted(name: str, target: Any, value: Any, strict_load: bool) -> Tensor:
-    """Return a value in the shape and dtype of the network's parameter; raise `NetworkError` if it does not fit."""
+    """Convert a value to the shape and dtype of the network's parameter, or raise `NetworkError`."""
     tensor = as_tensor(value, name)
     if isinstance(target, Parameter) and not isinstance(value, Tensor):
         tensor = Tensor(tensor)  # the network keeps it: not the memory of another library
@@ -218,13 +217,14 @@ def _converted(name: str, tensor: Tensor, kind: DType) -> Tensor:
 
 def _set(target: Any, tensor: Tensor) -> None:
     """Set the value of a network's parameter."""
+    mindspore: Any = sys.modules.get("mindspore")
     if isinstance(target, Parameter):
         target.set_data(tensor, target.sliced)
     elif isinstance(target, Tensor):
         target.array[...] = tensor.array
     elif isinstance(target, np.ndarray):  # of a void dtype: the same kind, or MindSpore's own bfloat16
         target[...] = tensor.array.view(target.dtype) if target.dtype.kind == "V" else tensor.array
-    elif _is_mindspores(target):
+    elif mindspore is not None and isinstance(target, mindspore.Tensor):  # a Parameter, too
         if hasattr(target, "set_data"):
             target.set_data(as_mindspore(tensor), target.sliced)
         else:
@@ -235,28 +235,16 @@ def _set(target: Any, tensor: Tensor) -> None:
         target.set_data(tensor)
 
 
-def _is_cell(net: Any) -> bool:
-    """Return whether an object is a MindSpore Cell."""
-    mindspore = sys.modules.get("mindspore")
-    return mindspore is not None and isinstance(net, mindspore.nn.Cell)
-
-
-def _is_mindspores(value: object) -> bool:
-    """Return whether a value is a Tensor or Parameter of MindSpore's own."""
-    mindspore = sys.modules.get("mindspore")
-    return mindspore is not None and isinstance(value, mindspore.Tensor)
-
-
 def _set_in_cell(
     cell: Any, fitted: Mapping[str, Tensor], matches: Mapping[str, str], parameter_dict: Mapping[str, Any]
 ) -> list[str]:
     """Have MindSpore load values that fit into a Cell; return the names that it reports as not loaded."""
     mindspore: Any = sys.modules["mindspore"]
-    own = {name: value for name, value in parameter_dict.items() if isinstance(value, str | list)}
+    parameters = {name: value for name, value in parameter_dict.items() if isinstance(value, str | list)}
     for name, tensor in fitted.items():
         value = parameter_dict[matches[name]]
         is_same_kind = isinstance(value, mindspore.Parameter) and kind_of(value.dtype) is tensor.kind
         fits = is_same_kind and tuple(value.shape) == tensor.shape
-        own[name] = value if fits else mindspore.Parameter(as_mindspore(tensor), name=name)
-    not_loaded: list[str] = mindspore.load_param_into_net(cell, own, strict_load=True)[0]
+        parameters[name] = value if fits else mindspore.Parameter(as_mindspore(tensor), name=name)
+    not_loaded: list[str] = mindspore.load_param_into_net(cell, parameters, strict_load=True)[0]
     return not_loaded

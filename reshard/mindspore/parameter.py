@@ -1,16 +1,15 @@
 """`Tensor` and `Parameter`: numpy arrays with MindSpore's methods; and conversion from and to other libraries' tensors.
 
-A checkpoint script handles parameters by `name`, `data`, `asnumpy()` and `set_data()`; these classes have no more.
+A checkpoint script handles parameters by `name`, `data`, `asnumpy()` and `set_data()`; these classes have little more.
 They compute nothing: a script computes with `asnumpy()`.
 
 Dtypes are numpy's (bfloat16 and float8 those of ml_dtypes), also under MindSpore's names: `float32`, `bfloat16`,
-`bool_` and so on are numpy dtypes. Two things follow: a bfloat16 tensor goes to numpy and back as it is, and
-`str(tensor.dtype)` is `float32`, where MindSpore prints `Float32`.
+`bool_` and so on are numpy dtypes. So a bfloat16 tensor goes to numpy and back as it is, and `str(tensor.dtype)` is
+`float32`, where MindSpore prints `Float32`.
 
-Tensors and dtypes of MindSpore and torch become numpy's, and ours become theirs. No framework is imported: a tensor
-belongs to one that is imported already. The dtype of a framework's tensor is read from the tensor, not from its numpy
-array, since two kinds are lost there: MindSpore's `Int4` comes as int8; its bfloat16 and float8 come as dtypes of its
-own, which neither ml_dtypes nor numpy's casts know.
+No framework is imported: a framework's tensor belongs to one that is imported already. Its dtype is read from the
+tensor, not from its numpy array, since two kinds are lost there: MindSpore's `Int4` comes as int8; its bfloat16 and
+float8 come as dtypes of its own, which neither ml_dtypes nor numpy's casts know.
 
 Source: MindSpore 2.10 `common/tensor.py` (`asnumpy`), `common/parameter.py`, `common/dtype.py`.
 """
@@ -47,13 +46,9 @@ float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
 qint4x2 = np.dtype(ml_dtypes.int4)
 """MindSpore's Int4, one byte an element; `asnumpy` gives it as int8, so that all eight bits survive."""
 
-DTYPE_NAMES = (
-    "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-    "complex64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "qint4x2",
-)  # fmt: skip
-"""The dtypes above, under the names that MindSpore gives them."""
+_DTYPE_NAMES = ", ".join(name for name, value in list(globals().items()) if isinstance(value, np.dtype))
 
-_SHOWN_DTYPES = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
+_KINDS = {name.replace("_", ""): kind for name, kind in BY_NAME.items()}
 
 _unnamed = count()
 
@@ -68,7 +63,7 @@ class Tensor:
             default the array's; for plain numbers int64 for integers and float32 for floats, as in MindSpore.
 
     Attributes:
-        array: the elements, row-major in the machine's byte order; int8 where they are Int4.
+        array: the elements, row-major in the machine's byte order; Int4 as int8.
         kind: their entry in `reshard`'s dtype table, which has their name in each file format.
 
     Raises:
@@ -121,27 +116,27 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The length of each dimension."""
+        """Return the length of each dimension."""
         return tuple(self.array.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The kind of the elements, a numpy dtype."""
-        return qint4x2 if self.kind is INT4 else self.array.dtype
+        """Return the kind of the elements, a numpy dtype."""
+        return dtype_of(self.kind)
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions."""
         return self.array.ndim
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.array.size
 
     @property
     def nbytes(self) -> int:
-        """The size of the elements, in bytes."""
+        """Return the size of the elements, in bytes."""
         return self.array.nbytes
 
     def asnumpy(self) -> Array:
@@ -156,7 +151,7 @@ class Tensor:
 
     @property
     def data(self) -> Tensor:
-        """The tensor itself; for a Parameter, the tensor without its name."""
+        """Return the tensor itself; for a Parameter, the tensor without its name."""
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -176,11 +171,11 @@ class Tensor:
 
     def __eq__(self, other: object) -> Any:
         """Compare element by element, as arrays do; return a numpy array of bool."""
-        return self.array == _operand(other)
+        return self.array == (array_of(other) if is_array(other) else other)
 
     def __ne__(self, other: object) -> Any:
         """Compare element by element."""
-        return self.array != _operand(other)
+        return self.array != (array_of(other) if is_array(other) else other)
 
     def __bool__(self) -> bool:
         return bool(self.array)
@@ -203,10 +198,10 @@ class Parameter(Tensor):
 
     Args:
         default_input: the value, as for `Tensor`. An integer becomes int32 here, as in MindSpore.
-        name: `Parameter#0` and so on if it is not given, as in MindSpore.
-        requires_grad: kept and returned; nothing is trained here.
-        layerwise_parallel: kept and returned: this parameter is split by the network itself (r1.5).
-        parallel_optimizer: kept and returned.
+        name: by default `Parameter#0` and so on, as in MindSpore; without blanks around it.
+        requires_grad: kept and returned, as are `layerwise_parallel` and `parallel_optimizer`; nothing is trained here.
+        layerwise_parallel: this parameter is split by the network itself (r1.5).
+        parallel_optimizer: the optimizer may split this parameter.
         storage_format: accepted; says how a device arranges the bytes.
         device: accepted; everything is in the memory of the host.
 
@@ -221,7 +216,8 @@ class Parameter(Tensor):
     Parameter (name=weight, shape=(2, 8), dtype=Float32, requires_grad=True)
     """
 
-    __slots__ = ("_name", "layerwise_parallel", "parallel_optimizer", "requires_grad", "sliced")
+    requires_grad = parallel_optimizer = True
+    layerwise_parallel = sliced = False
 
     def __init__(
         self,
@@ -239,20 +235,17 @@ class Parameter(Tensor):
         self.requires_grad = requires_grad
         self.layerwise_parallel = layerwise_parallel
         self.parallel_optimizer = parallel_optimizer
-        self.sliced = False
 
     @classmethod
     def over(cls, tensor: Tensor, name: str) -> Parameter:
         """Return a parameter that shares the array of a tensor; `Parameter(tensor, name)` copies it."""
         parameter = cls.of_kind(tensor.array, tensor.kind)
         parameter.name = name
-        parameter.requires_grad = parameter.parallel_optimizer = True
-        parameter.layerwise_parallel = parameter.sliced = False
         return parameter
 
     @property
     def name(self) -> str:
-        """The name, without blanks around it."""
+        """Return the name."""
         return self._name
 
     @name.setter
@@ -263,7 +256,7 @@ class Parameter(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The value as a Tensor, which shares its array with this parameter."""
+        """Return the value as a Tensor, which shares its array with this parameter."""
         return Tensor.of_kind(self.array, self.kind)
 
     def value(self) -> Tensor:
@@ -273,8 +266,8 @@ class Parameter(Tensor):
     def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
         """Set another value, converted to the parameter's dtype.
 
-        The shape may change, whatever `slice_shape` is: MindSpore's page says that shapes are compared unless
-        `slice_shape` is true, but MindSpore 2.10 does not compare them, and its scripts must run here.
+        The shape may change even if `slice_shape` is false: MindSpore's page says that shapes are compared then, but
+        MindSpore 2.10 does not compare them, and its scripts must run here.
 
         Args:
             data: the value. A Tensor's array is shared if its dtype is the parameter's; MindSpore's own Tensor or
@@ -308,20 +301,13 @@ class Parameter(Tensor):
     __str__ = __repr__
 
 
-def _operand(other: object) -> Any:
-    """Return the other side of a comparison as numpy takes it."""
-    if isinstance(other, Tensor):
-        return other.array
-    return array_of(other) if is_array(other) else other
-
-
 def _converted(array: Array, dtype: np.dtype[Any]) -> tuple[Array, DType]:
     """Return an array in another dtype and the machine's byte order, and that dtype's entry in the table."""
     if dtype == qint4x2:
         return array.view(np.int8) if array.dtype == qint4x2 else array.astype(np.int8), INT4
     kind = BY_NAME.get(dtype.name)
     if kind is None or dtype.kind in "US":
-        raise TypeError(f"no checkpoint holds elements of dtype {dtype}; known are {', '.join(DTYPE_NAMES)}")
+        raise TypeError(f"no checkpoint holds elements of dtype {dtype}; known are {_DTYPE_NAMES}")
     return array.astype(dtype.newbyteorder("="), copy=False), kind
 
 
@@ -331,14 +317,14 @@ def _shown(kind: DType) -> str:
     >>> _shown(BY_NAME["bfloat16"]), _shown(BY_NAME["bool"]), _shown(BY_NAME["float8_e5m2"])
     ('BFloat16', 'Bool', 'Float8E5M2')
     """
-    return kind.mindspore or _SHOWN_DTYPES.get(kind.name, kind.name)
+    return kind.mindspore or {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}.get(kind.name, kind.name)
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """Return a Tensor or Parameter, or an array that `array_of` takes, as a Tensor, if possible without a copy.
+    """Return a Tensor, a Parameter or an array as a Tensor, if possible without a copy.
 
     Raises:
-        TypeError: it is none of these; the message begins with the name.
+        TypeError: `array_of` does not take it; the message begins with the name.
     """
     if isinstance(value, Tensor):
         return value.data
@@ -367,9 +353,6 @@ def as_parameter(value: Any, where: str) -> Parameter:
     return parameter
 
 
-_BY_PLAIN_NAME = {name.replace("_", ""): kind for name, kind in BY_NAME.items()}
-
-
 def kind_of(dtype: Any) -> DType | None:
     """Return the table's entry for a dtype of numpy, MindSpore or torch, or None.
 
@@ -377,23 +360,22 @@ def kind_of(dtype: Any) -> DType | None:
     ('float32', 'float8_e4m3fn', 'bool', None)
     """
     name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
-    return _BY_PLAIN_NAME.get(name.replace("_", "").lower())
+    return _KINDS.get(name.replace("_", "").lower())
+
+
+def dtype_of(kind: DType) -> np.dtype[Any]:
+    """Return the numpy dtype of a kind; `qint4x2` for Int4."""
+    return qint4x2 if kind is INT4 else kind.numpy()
 
 
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype of any of these libraries as numpy's; Int4 as that of ml_dtypes.
-
-    Raises:
-        TypeError: it is not a dtype, or one that a checkpoint cannot hold.
-    """
+    """Return a dtype of numpy, MindSpore or torch as numpy's; raise TypeError if it is no dtype."""
     try:
-        result: np.dtype[Any] = np.dtype(dtype)
+        return np.dtype(dtype)  # type: ignore[no-any-return]
     except TypeError:
-        kind = kind_of(dtype)
-        if kind is None:
+        if (kind := kind_of(dtype)) is None:
             raise
-        result = dtype_of(kind)
-    return result
+        return dtype_of(kind)
 
 
 def is_array(value: Any) -> bool:
@@ -407,18 +389,20 @@ def array_of(value: Any) -> Array:
     """Return the elements of an array of any library, if possible without a copy.
 
     Args:
-        value: a numpy array, a MindSpore Tensor or Parameter, a `torch.Tensor`, or anything with `__array__`.
+        value: a Tensor, a numpy array, a MindSpore Tensor or Parameter, a `torch.Tensor`, or an object with
+            `__array__`.
 
     Raises:
         TypeError: it is none of these, or a MindSpore `MapParameter`, whose values are in a table on the device.
     """
+    if isinstance(value, Tensor):
+        return value.array
     if not is_array(value):
         raise TypeError(f"expected a Parameter, a Tensor or an array; got {type(value).__name__}")
     if hasattr(value, "export_data"):
         raise TypeError("a MapParameter has no array of values; save it with mindspore.save_checkpoint")
-    if isinstance(value, np.ndarray | np.generic):
-        array = np.asarray(value)
-    elif hasattr(value, "asnumpy"):
+    array: Array
+    if hasattr(value, "asnumpy"):
         array = value.asnumpy()
     elif hasattr(value, "detach"):
         array = _of_torch(value.detach().cpu().contiguous())
@@ -432,14 +416,16 @@ def array_of(value: Any) -> Array:
     return array.view(dtype_of(kind))
 
 
-def as_mindspore(tensor: Tensor) -> Any:
-    """Return a tensor as MindSpore's own, which must have been imported."""
-    mindspore: Any = sys.modules["mindspore"]
-    if tensor.kind.name == "bfloat16":  # its own bfloat16 is another numpy dtype than ml_dtypes'
-        return mindspore.Tensor(tensor.array.view(np.uint16)).view(mindspore.bfloat16)
-    if tensor.kind is INT4:
-        return mindspore.Tensor(tensor.array, dtype=mindspore.qint4x2)
-    return mindspore.Tensor(tensor.array)
+def _of_torch(tensor: Any) -> Array:
+    """Return the elements of a torch tensor, which gives numpy no bfloat16 and no float8."""
+    array: Array
+    kind = kind_of(tensor.dtype)
+    if kind is None or not kind.name.startswith(("bfloat", "float8")):
+        array = tensor.numpy()
+        return array
+    torch: Any = sys.modules["torch"]
+    array = tensor.view(torch.int8 if kind.itemsize == 1 else torch.int16).numpy()
+    return array.view(kind.numpy())
 
 
 def as_torch(tensor: Tensor) -> Any:
@@ -452,17 +438,11 @@ def as_torch(tensor: Tensor) -> Any:
     return torch.from_numpy(array)
 
 
-def _of_torch(tensor: Any) -> Array:
-    """Return the elements of a torch tensor, which gives numpy no bfloat16 and no float8."""
-    kind = kind_of(tensor.dtype)
-    if kind is not None and kind.name.startswith(("bfloat", "float8")):
-        torch: Any = sys.modules["torch"]
-        bits: Array = tensor.view(torch.int8 if kind.itemsize == 1 else torch.int16).numpy()
-        return bits.view(kind.numpy())
-    elements: Array = tensor.numpy()
-    return elements
-
-
-def dtype_of(kind: DType) -> np.dtype[Any]:
-    """Return the numpy dtype of a kind; `qint4x2` for Int4."""
-    return qint4x2 if kind is INT4 else kind.numpy()
+def as_mindspore(tensor: Tensor) -> Any:
+    """Return a tensor as MindSpore's own, which must have been imported."""
+    mindspore: Any = sys.modules["mindspore"]
+    if tensor.kind.name == "bfloat16":  # its own bfloat16 is another numpy dtype than ml_dtypes'
+        return mindspore.Tensor(tensor.array.view(np.uint16)).view(mindspore.bfloat16)
+    if tensor.kind is INT4:
+        return mindspore.Tensor(tensor.array, dtype=mindspore.qint4x2)
+    return mindspore.Tensor(tensor.array)

@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import Entry, FileIndex, FileLayout, Runs
+    from reshard.formats.entries import FileIndex, FileLayout, Runs
     from reshard.layout.block import Shape
     from reshard.storage.base import Readable
 
+Prefixes = str | list[str] | tuple[str, ...] | None
+
 _log = logging.getLogger("reshard.mindspore")
 
-_MOST_ZEROS = 1 << 32
-
-PIECE_BYTES = 4 << 20
-"""How much of a file is in memory at once while its CRC is computed."""
+PIECE_BYTES = 4 << 20  # of a file in memory at once while its CRC is computed
+_MOST_ZEROS = 1 << 32  # in the CRC of an integer
 
 
 def load_checkpoint(
     ckpt_file_name: str | os.PathLike[str] | BytesIO,
     net: Any = None,
     strict_load: bool = False,
-    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+    filter_prefix: Prefixes = None,
     dec_key: bytes | None = None,
     dec_mode: str = "AES-GCM",
-    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
+    specify_prefix: Prefixes = None,
     choice_func: Callable[[str], bool] | None = None,
     crc_check: bool = False,
     remove_redundancy: bool = False,
@@ -65,28 +65,25 @@ def load_checkpoint(
 
     Args:
         ckpt_file_name: the file, whose name must end with the format; or a BytesIO (safetensors only).
-        net: what to load the parameters into, as `load_param_into_net` does.
+        net: a network to load the parameters into, as `load_param_into_net` does.
         strict_load: as for `load_param_into_net`.
-        filter_prefix: skip the names that begin with this. `choice_func` is not called if a prefix is given.
-        dec_key: the key of an encrypted `.ckpt` file, with the `crypto` extra.
-        dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        specify_prefix: load only the names that begin with this.
-        choice_func: called with a name; returns whether to load it.
+        filter_prefix: skip these names.
+        dec_key: the key of an encrypted `.ckpt` file.
+        dec_mode: its cipher.
+        specify_prefix: load only these names.
+        choice_func: a function of a name that returns whether to load it.
         crc_check: compare the CRC-32 that the file carries; the log reports a file without one.
-        remove_redundancy: accepted. MindSpore fetches the parameters that a de-duplicated file lacks from the other
-            devices; here they stay unloaded and are listed. Convert the whole set to complete every rank's file.
+        remove_redundancy: accepted. Convert the whole set to complete every rank's file.
         format: `ckpt` or `safetensors`.
 
     Returns:
         The parameters by name, in the file's order (safetensors: by name); text entries are `str`.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: no such file, a name that does not end with the format, nothing left to load, a file that is
-            corrupt, encrypted, or encrypted with another key, a CRC that differs.
+        ValueError: a name that does not end with the format, nothing left to load, or a CRC that differs.
     """
-    is_wanted = _choice(specify_prefix, filter_prefix, choice_func)
-    cipher = _cipher(dec_key, dec_mode, format, "dec")
+    selects = name_filter(specify_prefix, filter_prefix, choice_func)
+    cipher = cipher_of(dec_key, dec_mode, format, "dec")
     _expect("crc_check", crc_check, bool)
     _expect("remove_redundancy", remove_redundancy, bool)
     path, store = _opened(ckpt_file_name, format, cipher)
@@ -95,7 +92,7 @@ def load_checkpoint(
         _check_crc(path, index, store)
     if index.deduplicated:
         _log.warning("%s: is one of a de-duplicated set; it lacks what other ranks store for this one", path)
-    loaded = _loaded(path, index, store, is_wanted)
+    loaded = read_entries(path, index, store, selects)
     if not loaded:
         raise UsageError(
             f"nothing is left to load of the {len(index.entries)} entries of {path}",
@@ -108,63 +105,19 @@ def load_checkpoint(
     return loaded
 
 
-def load_parts(
-    paths: Iterable[str | os.PathLike[str]],
-    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
-    dec_key: bytes | None = None,
-    dec_mode: str = "AES-GCM",
-    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
-    choice_func: Callable[[str], bool] | None = None,
-) -> dict[str, Any]:
-    """Load the files that together hold a rank's parameters, of either format.
-
-    A file may hold no matching entry, or be empty. Arguments and errors are those of `load_checkpoint`.
-
-    Raises:
-        SourceError: two files have different contents under one name; they are two checkpoints, not parts of one.
-    """
-    is_wanted = _choice(specify_prefix, filter_prefix, choice_func)
-    store = _source_store(_cipher(dec_key, dec_mode, "ckpt", "dec"))
-    loaded: dict[str, Any] = {}
-    paths_by_name: dict[str, str] = {}
-    for path in [os.fspath(path) for path in paths]:
-        if Path(path).stat().st_size:
-            index = index_file(path, store=store)
-            part = _loaded(path, index, store, is_wanted)
-            for name in part:
-                if name in loaded and not _are_same(loaded[name], part[name]):
-                    raise SourceError(
-                        f"{name!r} in {path} differs from that in {paths_by_name[name]}",
-                        code="files-disagree",
-                        facts=["expected parts of one checkpoint"],
-                        hint="move away files of others, or choose with specify_prefix, filter_prefix or choice_func",
-                    )
-            loaded |= part
-            paths_by_name |= dict.fromkeys(part, path)
-    return loaded
-
-
-def _are_same(first: Any, second: Any) -> bool:
-    """Return whether two entries, text or parameters, are equal bit for bit."""
-    if isinstance(first, str) or isinstance(second, str):
-        return bool(type(first) is type(second) and first == second)
-    return (first.kind, first.shape) == (second.kind, second.shape) and first.array.tobytes() == second.array.tobytes()
-
-
 def load_checkpoint_async(
     ckpt_file_name: str | os.PathLike[str],
     net: Any = None,
     strict_load: bool = False,
-    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+    filter_prefix: Prefixes = None,
     dec_key: bytes | None = None,
     dec_mode: str = "AES-GCM",
-    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
+    specify_prefix: Prefixes = None,
     choice_func: Callable[[str], bool] | None = None,
 ) -> Future[dict[str, Any]]:
-    """Load one checkpoint file in a thread and return a future, whose `result()` is that of `load_checkpoint`.
+    """Call `load_checkpoint` in a thread and return a future; its `result()` raises the errors.
 
-    The file's extension says the format. Arguments and errors are those of `load_checkpoint`; `result()` raises the
-    errors.
+    The file's extension says the format.
     """
     format = "safetensors" if os.fspath(ckpt_file_name).endswith(".safetensors") else "ckpt"  # noqa: A001 -- as above
     executor = ThreadPoolExecutor(1, thread_name_prefix="reshard-load")
@@ -191,28 +144,28 @@ def save_checkpoint(
 ) -> None:
     """Save parameters to one file, which gets its name once it is complete and replaces an existing one.
 
-    Unlike MindSpore's: text entries can be saved to safetensors too; the CRC of an encrypted file is inside the
-    encryption, where MindSpore finds it when it loads (MindSpore writes it after the encrypted blocks, and cannot read
-    that); a tensor without elements is kept; missing directories are created.
+    Unlike MindSpore's: safetensors take text entries too; the CRC of an encrypted file is inside the encryption, where
+    MindSpore looks for it when it loads (it writes the CRC after the encrypted blocks, and cannot read that); a tensor
+    without elements is kept; missing directories are created.
 
     Args:
-        save_obj: a dict of name to Parameter, Tensor, array or text (what `load_checkpoint` returns); a list of
+        save_obj: a dict of name to Parameter, Tensor, array or text (as `load_checkpoint` returns); a list of
             Parameters or of `{"name": ..., "data": ...}`; a network: anything with `parameters_and_names()`, or a
             `torch.nn.Module`. Parameters and Tensors may be MindSpore's own.
         ckpt_file_name: the file; `.ckpt` or `.safetensors` is appended unless the name ends with the format.
         integrated_save: accepted; MindSpore gathers the slices of a parameter from the devices, here each is whole.
         async_save: accepted (a bool, `thread` or `process`); the file is written when this returns.
         append_dict: more entries: numbers, bools, text, Parameters, Tensors or arrays by name.
-        enc_key: encrypt the file with this key (`ckpt` only), with the `crypto` extra.
-        enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        choice_func: called with a name of `save_obj`; returns whether to save it.
+        enc_key: encrypt the file with this key (`ckpt` only).
+        enc_mode: its cipher.
+        choice_func: a function of a name of `save_obj` that returns whether to save it.
         crc_check: store the CRC-32 of the contents in the file.
         format: `ckpt` or `safetensors`.
         kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; `incremental` and
             `global_step_num` are accepted; they are for map parameters and a store that only devices have.
 
     Raises:
-        TypeError: an argument of the wrong type, or a value that a checkpoint cannot hold.
+        TypeError: a value that a checkpoint cannot hold.
         ValueError: an unknown format or mode, a key of the wrong length, a key for safetensors.
         IsADirectoryError: the file is a directory.
     """
@@ -223,7 +176,7 @@ def save_checkpoint(
         raise UsageError(
             f"save_checkpoint: async_save is {async_save!r}; expected a bool, 'process' or 'thread'", code="bad-value"
         )
-    cipher = _cipher(enc_key, enc_mode, format, "enc")
+    cipher = cipher_of(enc_key, enc_mode, format, "enc")
     _expect("crc_check", crc_check, bool)
     remove_redundancy = kwargs.pop("remove_redundancy", None)
     _expect("remove_redundancy", remove_redundancy, (bool, type(None)))
@@ -231,13 +184,12 @@ def save_checkpoint(
     if unknown:
         _log.warning("save_checkpoint: no argument is called %s; ignored", names(sorted(unknown)))
 
-    saved = {name: value for name, value in _named(save_obj) if choice_func is None or choice_func(name)}
+    saved = {name: value for name, value in _named(save_obj).items() if choice_func is None or choice_func(name)}
     saved.update(_appended(append_dict))
-    texts = {name: value for name, value in saved.items() if isinstance(value, str)}
-    tensors = {name: as_tensor(value, name) for name, value in saved.items() if name not in texts}
+    tensors = {name: as_tensor(value, name) for name, value in saved.items() if not isinstance(value, str)}
     contents = [
-        Content(name, STR, (), texts[name]) if name in texts else Content(name, tensors[name].kind, tensors[name].shape)
-        for name in saved
+        Content(name, tensors[name].kind, tensors[name].shape) if name in tensors else Content(name, STR, (), value)
+        for name, value in saved.items()
     ]
     metadata = {"format": "ms"} if contents else {}
     if remove_redundancy is not None:
@@ -250,18 +202,9 @@ def save_checkpoint(
 
 
 def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc: bool, cipher: Cipher | None) -> None:
-    """Write a file in the order of its bytes, as a CRC and a cipher need it; a failure leaves nothing behind.
+    """Write a file in the order of its bytes, as a CRC and a cipher need it; remove it on a failure.
 
-    Args:
-        path: the file, which gets its name when it is on the disk, and is replaced if it exists.
-        layout: the file's literal bytes and the places of the contents.
-        raw: the contents of the tensors.
-        crc: end the file with the CRC-32 of everything before it, as `.ckpt` files may (inside the encryption).
-        cipher: encrypts the file.
-
-    Raises:
-        BudgetError: the disk is full.
-        TargetError: the file cannot be written.
+    With `crc` it ends with the CRC-32 of all bytes before, as `.ckpt` files may; the CRC is encrypted with the rest.
     """
     parts: list[tuple[int, bytes | memoryview]] = list(layout.literals)
     for content in layout.contents:
@@ -297,7 +240,7 @@ def _pieces(path: str, runs: Runs, store: Readable) -> Iterator[memoryview]:
 
 
 def _crc(pieces: Iterable[bytes | memoryview], crc: int = 0) -> int:
-    """Return the CRC-32 of bytes in pieces, continuing that of the bytes before."""
+    """Return the CRC-32 of bytes in pieces, continued from that of the bytes before."""
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
     return crc
@@ -306,7 +249,7 @@ def _crc(pieces: Iterable[bytes | memoryview], crc: int = 0) -> int:
 def _named_crc(
     tensors: Iterable[tuple[str, DType, Shape, Iterable[bytes | memoryview]]], *, as_mindspore: bool = True
 ) -> int:
-    """Return the CRC-32 over names and contents in name order, which safetensors files carry in their metadata.
+    """Return the CRC-32 over names and contents in name order, as safetensors metadata have it.
 
     MindSpore has Python make bytes of every array. An integer array without dimensions becomes as many zeros as its
     value says (`bytes(np.array(5))` is five zeros), and MindSpore's CRC covers those. MindSpore compares the same
@@ -330,11 +273,6 @@ def _named_crc(
     return crc
 
 
-def _source_store(cipher: Cipher | None) -> Readable:
-    """Return a store that reads files as they are, or decrypts them."""
-    return local_store() if cipher is None else cipher.store()
-
-
 def _check_format(function: str, value: object) -> None:
     if value not in ("ckpt", "safetensors"):
         raise UsageError(f"{function}: format is {value!r}; expected 'ckpt' or 'safetensors'", code="unknown-format")
@@ -351,10 +289,7 @@ class _InMemory:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         if offset + len(buffer) > len(self._content):
-            raise SourceError(
-                f"{path} ends at byte {len(self._content)}; expected {len(buffer)} bytes from {offset}",
-                code="truncated",
-            )
+            raise SourceError(f"{path} ends before byte {offset + len(buffer)}", code="truncated")
         buffer[:] = self._content[offset : offset + len(buffer)]
 
 
@@ -376,47 +311,45 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Read
         )
     if not Path(path).exists():
         raise SourceError(f"{path} does not exist", code="not-found")
-    return os.path.realpath(path), _source_store(cipher)
+    return os.path.realpath(path), local_store() if cipher is None else cipher.store()
 
 
-def _loaded(path: str, index: FileIndex, store: Readable, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Read the matching entries: Parameters and text."""
+def read_entries(path: str, index: FileIndex, store: Readable, selects: Callable[[str], bool]) -> dict[str, Any]:
+    """Read the entries whose names are selected: Parameters and text."""
     for name, reason in index.unreadable:
         _log.warning("%s: %r %s; it is left out", path, name, reason)
     order = index.entries if index.format == "ckpt" else sorted(index.entries)
-    entries = {name: index.entries[name] for name in order if is_wanted(name)}
-    return {
-        name: Parameter.over(_tensor(path, entry, store), name) if entry.text is None else entry.text
-        for name, entry in entries.items()
-    }
-
-
-def _tensor(path: str, entry: Entry, store: Readable) -> Tensor:
-    raw = np.empty(entry.nbytes, np.uint8)
-    for want in wants(path, entry.runs, 0, raw.data):
-        store.read_into(*want)
-    return Tensor.of_kind(raw.view(entry.dtype.numpy()).reshape(entry.shape), entry.dtype)
+    values: dict[str, Any] = {}
+    for name, entry in [(name, index.entries[name]) for name in order if selects(name)]:
+        if entry.text is not None:
+            values[name] = entry.text
+            continue
+        raw = np.empty(entry.nbytes, np.uint8)
+        for want in wants(path, entry.runs, 0, raw.data):
+            store.read_into(*want)
+        array = raw.view(entry.dtype.numpy()).reshape(entry.shape)
+        values[name] = Parameter.over(Tensor.of_kind(array, entry.dtype), name)
+    return values
 
 
 def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
-    """Compare the CRC that a file carries with that of its contents."""
+    """Compare the CRC of a file's contents with the CRC in the file."""
     if index.crc is None:
         _log.warning("%s: carries no CRC to check", path)
         return
     if index.format == "ckpt":
         summed = ((0, store.size(path) - TRAILER_BYTES),)
-        is_right = _crc(_pieces(path, summed, store)) == index.crc
+        crcs = iter([_crc(_pieces(path, summed, store))])
     else:
-        tensors = [(name, entry) for name, entry in index.entries.items() if entry.text is None]
-        is_right = any(
-            index.crc
-            == _named_crc(
-                ((name, entry.dtype, entry.shape, _pieces(path, entry.runs, store)) for name, entry in tensors),
+        entries = [(name, entry) for name, entry in index.entries.items() if entry.text is None]
+        crcs = (
+            _named_crc(
+                ((name, entry.dtype, entry.shape, _pieces(path, entry.runs, store)) for name, entry in entries),
                 as_mindspore=as_mindspore,
             )
             for as_mindspore in (True, False)
         )
-    if not is_right:
+    if index.crc not in crcs:
         raise SourceError(
             f"the contents of {path} do not have the CRC that it carries ({index.crc})", code="wrong-checksum"
         )
@@ -425,21 +358,18 @@ def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
 def _prefixes(value: object, argument: str) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, str | list | tuple):
-        raise TypeError(f"load_checkpoint: {argument} is a {type(value).__name__}; expected strings")
-    prefixes = (value,) if isinstance(value, str) else tuple(value)
-    for prefix in prefixes:
-        if not isinstance(prefix, str):
-            raise TypeError(f"load_checkpoint: {argument} holds a {type(prefix).__name__}; expected strings")
+    prefixes = (value,) if isinstance(value, str) else value
+    if not isinstance(prefixes, list | tuple) or not all(isinstance(prefix, str) for prefix in prefixes):
+        raise TypeError(f"load_checkpoint: {argument} is {value!r:.60}; expected a string, or a list of strings")
     if not prefixes or "" in prefixes:
         raise UsageError(
             f"load_checkpoint: {argument} is empty or holds an empty string; expected beginnings of names",
             code="empty-value",
         )
-    return prefixes
+    return tuple(prefixes)
 
 
-def _choice(
+def name_filter(
     specify_prefix: object, filter_prefix: object, choice_func: Callable[[str], bool] | None
 ) -> Callable[[str], bool]:
     """Return a predicate on names; a prefix takes precedence over `choice_func`."""
@@ -449,7 +379,8 @@ def _choice(
     return lambda name: name.startswith(specified or "") and not name.startswith(filtered or ())
 
 
-def _cipher(key: object, mode: object, format: str, which: str) -> Cipher | None:  # noqa: A002 -- as above
+def cipher_of(key: object, mode: object, format: str, which: str) -> Cipher | None:  # noqa: A002 -- as above
+    """Return the cipher for a key, else None; `which` is `enc` or `dec`."""
     _expect(f"{which}_key", key, (bytes, type(None)))
     _expect(f"{which}_mode", mode, str)
     if format == "safetensors" and (key is not None or mode != "AES-GCM"):
@@ -471,9 +402,7 @@ def _expect(argument: str, value: object, kinds: type | tuple[type, ...], error:
 def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str:  # noqa: A002 -- as above
     _check_format("save_checkpoint", format)
     if isinstance(save_obj, str | bytes | int | float | None):
-        raise TypeError(
-            f"save_checkpoint: save_obj is a {type(save_obj).__name__}; expected a dict, a list or a network"
-        )
+        raise TypeError(f"save_checkpoint: save_obj is {type(save_obj).__name__}; expected a dict, a list or a network")
     if not isinstance(ckpt_file_name, str | os.PathLike):
         raise TypeError(f"save_checkpoint: ckpt_file_name is a {type(ckpt_file_name).__name__}; expected a path")
     path: str = os.path.realpath(ckpt_file_name)
@@ -482,36 +411,33 @@ def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str: 
     return path if path.endswith(format) else f"{path}.{format}"
 
 
-def _named(save_obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values to save."""
-    items: Iterable[tuple[Any, Any]] = (
-        [_item(number, item) for number, item in enumerate(save_obj)]
-        if isinstance(save_obj, list | tuple)
-        else parameters_of(save_obj, "save_obj").items()
-    )
-    for name, value in items:
+def _named(save_obj: Any) -> dict[str, Any]:
+    """Return the values to save by name."""
+    values: dict[Any, Any] = {}
+    if not isinstance(save_obj, list | tuple):
+        values = parameters_of(save_obj, "save_obj")
+    else:
+        for number, item in enumerate(save_obj):
+            argument = f"save_checkpoint: save_obj[{number}]"
+            if not isinstance(item, dict):
+                parameter = as_parameter(item, argument)
+                values[parameter.name] = parameter
+            elif {"name", "data"} <= set(item):
+                values[item["name"]] = item["data"]
+            else:
+                raise TypeError(f"{argument} is a dict without 'name' and 'data'; expected both")
+    for name in values:
         if not isinstance(name, str):
             raise TypeError(f"save_checkpoint: a name is a {type(name).__name__} ({name!r}); expected a string")
-        yield name, value
-
-
-def _item(number: int, item: Any) -> tuple[Any, Any]:
-    if isinstance(item, dict) and {"name", "data"} <= set(item):
-        return item["name"], item["data"]
-    if isinstance(item, dict):
-        raise TypeError(f"save_checkpoint: save_obj[{number}] is a dict without 'name' and 'data'; expected both")
-    parameter = as_parameter(item, f"save_checkpoint: save_obj[{number}]")
-    return parameter.name, parameter
+    return values
 
 
 def _appended(append_dict: Any) -> dict[str, Any]:
     """Return the entries of `append_dict` as they are saved."""
-    if append_dict is None:
-        return {}
-    if not isinstance(append_dict, dict):
+    if not isinstance(append_dict, dict | None):
         raise TypeError(f"save_checkpoint: append_dict is a {type(append_dict).__name__}; expected a dict")
     entries: dict[str, Any] = {}
-    for name, value in append_dict.items():
+    for name, value in (append_dict or {}).items():
         if not isinstance(name, str) or not (isinstance(value, int | float | str) or is_array(value)):
             raise TypeError(
                 f"save_checkpoint: append_dict[{name!r}] is a {type(value).__name__}; expected names as strings and "

@@ -1,4 +1,4 @@
-"""`merge_sliced_parameter`: join the slices of one parameter, one of each rank, by hand (the r1.5 flow).
+"""`merge_sliced_parameter`: join the slices of a parameter from all ranks, by hand (the r1.5 flow).
 
 The steps, once the slices and the layout are known to belong together:
 
@@ -52,7 +52,7 @@ def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, 
             it. None (or an empty dict) joins the slices along axis 0.
 
     Returns:
-        The whole parameter, one of ours, with the name, `requires_grad` and `layerwise_parallel` of the first slice.
+        The whole parameter (ours), with the name, `requires_grad` and `layerwise_parallel` of the first slice.
 
     Raises:
         TypeError: `sliced_parameters` is not a list of Parameters, or `strategy` is not a dict.
@@ -155,7 +155,7 @@ def _merged(slices: Sequence[Array], layout: Layout) -> Array:
 
 
 def _folded(layout: Layout, expanded: Shape | None, part: Shape) -> Layout:
-    """Return a layout with as many dimensions as the slices; JSON has nested entries expanded.
+    """Fold the nested entries of a JSON layout, so that it has as many dimensions as the slices.
 
     >>> print(_folded(Layout.of([2, 2], [1, 0]), (2, 4), (2,)))
     [2, 2] map [(1, 0)]
@@ -219,7 +219,7 @@ def _interleaved(slices: Sequence[Array], layout: Layout) -> Array:
     plain = replace(layout, field=0)
     groups = plain.grid(plain.full_shape(slices[0].shape)).ranks
     if any(not np.array_equal(_bits(slices[ranks[0]]), _bits(slices[rank])) for ranks in groups for rank in ranks):
-        # No replicas, whatever the map says: each device has rows of its own, as in MindSpore.
+        # These are no replicas, although the map says so: each device has rows of its own, as in MindSpore.
         plain = Layout.of([layout.devices], [0, *[-1] * (len(layout.tensor_map) - 1)])
     merged = _merged(slices, plain)
     devices = plain.splits[0] // plain.optimizer_shards

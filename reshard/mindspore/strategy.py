@@ -1,6 +1,6 @@
 """MindSpore's functions on strategy files: merge and read them, and list replicas by them.
 
-Differences from MindSpore 2.10, besides the errors' texts:
+Differences from MindSpore 2.10, apart from the errors' texts:
 
 * JSON files work everywhere, their nested layouts included; the content decides the format, not the name.
 * `get_parameter_redundancy` reads every entry of a nested tensor map (MindSpore reads the first and takes different
@@ -91,13 +91,13 @@ class ParallelLayouts:
 
 
 def layout_of(value: Any) -> tuple[Layout, Shape | None]:
-    """Return the core's layout for one in MindSpore's terms, and the whole shape if known.
+    """Convert a layout in MindSpore's terms to the core's, with the whole shape if known.
 
     Args:
         value: a value of `build_searched_strategy`, MindSpore's own message, or the core's `Layout`.
 
     Raises:
-        ValueError: it is none of these, or contradicts itself.
+        ValueError: it is of another type, or contradicts itself.
 
     >>> from reshard.strategy.strategy import Placed
     >>> message = ParallelLayouts.of(Placed(0, Layout.of([2, 2], [(1, 0)])))
@@ -123,15 +123,14 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike, dst_strategy_file: Pat
 
     Every stage from 0 on must be there, once or from several ranks that agree (MindSpore takes the first it finds).
     The names get their stage, `<stage>-<name>`, even if there is only one. The file is JSON if its name ends with
-    `.json`, else protobuf (MindSpore writes the format of the sources whatever the name, and does not read it back).
+    `.json`, else protobuf (MindSpore writes the format of the sources under any name, and does not read it back).
 
     Args:
         src_strategy_dirs: the directory of strategy files, at least one of each stage.
         dst_strategy_file: the file to write; its directory is created.
 
     Raises:
-        NotADirectoryError: `src_strategy_dirs` is not a directory.
-        ValueError: both formats are there, a file is empty, a stage is missing, or ranks disagree.
+        ValueError: a stage is missing, or ranks disagree.
     """
     source = Path(_path(src_strategy_dirs, "src_strategy_dirs"))
     target = _path(dst_strategy_file, "dst_strategy_file")
@@ -149,9 +148,8 @@ def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, Par
             a merged file are `<stage>-<name>`. None gives None, as in MindSpore.
 
     Raises:
-        ValueError: the file is missing, empty, not a strategy file, or names no parameter (for which MindSpore returns
-            an empty dict, and then merges slices as if they had no layout).
-        TypeError: `strategy_filename` is not a path.
+        ValueError: the file is missing, empty, not a strategy file, or names no parameter (MindSpore returns an empty
+            dict then, and merges slices as if they had no layout).
 
     >>> import reshard, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +165,7 @@ def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, Par
 
 
 def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
-    """Return the ranks whose checkpoints have the same contents as the rank's that saved a group info file.
+    """Return the ranks whose checkpoints equal those of the rank that saved a group info file.
 
     MindSpore writes such a file to the path in the environment variable GROUP_INFO_FILE.
 
@@ -176,7 +174,6 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
 
     Raises:
         ValueError: the file is missing, empty, or lists no ranks.
-        TypeError: `group_info_file_name` is not a path.
     """
     from google.protobuf.message import DecodeError
 
@@ -206,14 +203,12 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
 def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -> dict[str, tuple[Group, ...]]:
     """Return, for each parameter, the groups of ranks that hold the same block of it.
 
-    Unlike MindSpore's it reads a second nested entry of a tensor map; groups made without it would lose data.
-
     Args:
-        layout_obj: a strategy file, protobuf or JSON, or a directory of those of a pipeline's ranks; a dict by name of
-            the values of `build_searched_strategy`, of `Layout`, or of MindSpore's `parameter_layout_dict` (a parameter
-            with an optimizer group needs its slice shape and full shape there, which give the number of pieces); or
-            a network (anything with `parameters_and_names`), whose `parameter_layout_dict` is read if it was compiled
-            in parallel; every process has other parameters whole (MindSpore takes all for whole).
+        layout_obj: a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks; a dict by name
+            of the values of `build_searched_strategy`, of `Layout`, or of MindSpore's `parameter_layout_dict` (with
+            slice shape and full shape of a parameter with an optimizer group, which give the number of pieces); or a
+            network (anything with `parameters_and_names`), whose `parameter_layout_dict` is read if it was compiled in
+            parallel; every process has other parameters whole (MindSpore takes all for whole).
         initial_rank: the first rank of the stage. By default the first of this process's stage. For a merged file it is
             the first rank of stage 0, by default 0, and every stage has its own ranks (MindSpore puts all stages on the
             same).
@@ -222,8 +217,7 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
         The groups of each parameter, sorted by its name; `<stage>-<name>` of a merged file.
 
     Raises:
-        ValueError: the file cannot be read, a layout contradicts itself, or does not give the optimizer's pieces.
-        TypeError: `layout_obj` is of another kind.
+        ValueError: a layout contradicts itself, or does not give the optimizer's pieces.
 
     >>> get_parameter_redundancy({"bias": Layout.of([2, 2], [-1]), "weight": Layout.of([2, 2], [-1, 0])})
     {'bias': ((0, 1, 2, 3),), 'weight': ((0, 2), (1, 3))}
@@ -261,17 +255,16 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
 def remove_param_redundancy(
     param_redundancy_dict: Mapping[str, tuple[Group, ...]], keep_redundancy: int = 1
 ) -> dict[int, set[str]]:
-    """Choose which ranks store which parameter when each block is stored once: each group's ranks take turns.
+    """Assign each parameter's blocks to ranks so that each is stored once; replicas take turns.
 
     Args:
-        param_redundancy_dict: what `get_parameter_redundancy` returns.
-        keep_redundancy: how many replicas of each block are stored.
+        param_redundancy_dict: the groups that `get_parameter_redundancy` returns.
+        keep_redundancy: the number of replicas of each block to store.
 
     Returns:
         The parameters that each rank stores; a rank that stores none is left out.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: `keep_redundancy` is below 0, for which MindSpore stores nothing.
 
     >>> remove_param_redundancy({"a": ((0, 1),), "b": ((0, 1),), "c": ((0,), (1,))}) == {0: {"a", "c"}, 1: {"b", "c"}}
@@ -298,31 +291,28 @@ def remove_param_redundancy(
 
 
 def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: PathLike) -> str | None:
-    """Find a checkpoint file for this process's rank: its own, or that of a rank with exactly the same blocks.
+    """Find a checkpoint file for this process's rank: its own, or one of a rank with the same blocks.
 
     The numbers of other ranks replace `rank_<r>` in the path, ascending; a path without it is returned itself if it
     exists. The rank is this process's (`get_rank`).
 
     MindSpore takes any file that exists, and `rank_12` for `rank_1`. Here a truncated file, as a failed node leaves it,
     is skipped with a warning; contents are not checked. A rank counts as equal only if it has the same block of every
-    parameter but `accu_grads*` and `inputs*`, whatever the groups are; MindSpore gives up if no group is within all
-    others, and overlooks parameters whose groups it lost (`get_parameter_redundancy`).
+    parameter but `accu_grads*` and `inputs*`, for any groups; MindSpore gives up if no group is within all others, and
+    overlooks parameters whose groups it lost (`get_parameter_redundancy`).
 
     Args:
         cur_ckpt_path: the file that this rank needs.
         cur_strategy_path: the strategy file of this rank, or a merged one.
 
     Returns:
-        The path of a file, or None if there is none.
-
-    Raises:
-        ValueError: the strategy file cannot be read.
+        The path of a file, or None.
     """
     path = _path(cur_ckpt_path, "cur_ckpt_path")
     rank = get_rank()
-    own = path if re.search(rf"rank_{rank}(?!\d)", path) else None
-    if own and _is_complete(own):
-        return own
+    names_rank = re.search(rf"rank_{rank}(?!\d)", path) is not None
+    if names_rank and _is_complete(path):
+        return path
     alike = None
     for name, groups in get_parameter_redundancy(cur_strategy_path).items():
         parameter = name.partition("-")[2] if MERGED_NAME.fullmatch(name) else name
@@ -331,8 +321,8 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
         for group in groups:
             if rank in group:
                 alike = set(group) if alike is None else alike & set(group)
-    replicas = [_RANK.sub(f"rank_{other}", path) for other in sorted(alike or {rank})]
-    return next((replica for replica in replicas if replica != own and _is_complete(replica)), None)
+    replicas = [_RANK.sub(f"rank_{number}", path) for number in sorted(alike or {rank})]
+    return next((file for file in replicas if not (names_rank and file == path) and _is_complete(file)), None)
 
 
 def any_layout(value: Any) -> Layout:
@@ -351,8 +341,8 @@ def any_layout(value: Any) -> Layout:
     pieces, rest = divmod(sizes[1], sizes[0] * prod(layout.splits)) if all(sizes) else (0, 0)
     if pieces < 2 or rest:
         raise LayoutError(
-            f"its layout names the optimizer's group {group!r}, and slice shape {shape_text(value[2])} does not tell "
-            "into how many pieces that cuts it",
+            f"its layout names the optimizer's group {group!r}; the number of its pieces is unknown from slice shape "
+            f"{shape_text(value[2])}",
             code="unknown-count",
             hint="give the strategy file instead",
         )

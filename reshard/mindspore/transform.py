@@ -1,13 +1,11 @@
 """`transform_checkpoints` and related functions: transform a checkpoint from one sharding strategy to another.
 
-Differences from MindSpore 2.10, besides the errors' texts:
+Differences from MindSpore 2.10, apart from the errors' texts:
 
 * Bytes are moved a few MB at a time (`reshard.plan`); no rank's file and no tensor is in memory as a whole.
 * Every target rank gets its slices, whatever the layouts and the numbers of devices. A tensor that only the source
   strategy names is left out, and one that only the target strategy names is missing; the log `reshard.mindspore` warns
   of both. MindSpore copies the slice of some source rank.
-* Strategy arguments may be directories of the files of a pipeline's ranks, a `reshard.Strategy`, or the result of
-  `build_searched_strategy`.
 * Replicas in the strategy may be missing, as long as one of each block exists.
 
 Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/transform_safetensors.py`.
@@ -15,10 +13,12 @@ Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/transform_s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import Faults, SourceError, UsageError
+from reshard.formats import index_file
 from reshard.formats.entries import NamedFile
 from reshard.mindspore.arguments import (
     FORMATS,
@@ -30,11 +30,11 @@ from reshard.mindspore.arguments import (
     check_rank,
     check_target_stages,
     checked_format,
+    mindspore_words,
     needed_text,
     open_ranks,
     open_whole,
     own_stage,
-    own_words,
     path_of,
     strategy_of,
     target_directory,
@@ -42,10 +42,11 @@ from reshard.mindspore.arguments import (
     warn_of_others,
 )
 from reshard.mindspore.network import load_param_into_net
-from reshard.mindspore.save_load import load_parts
+from reshard.mindspore.save_load import cipher_of, name_filter, read_entries
 from reshard.plan.make import plan
 from reshard.plan.select import Selection
 from reshard.readers.open import open as open_source
+from reshard.storage.local import local_store
 from reshard.strategy.names import ranks_text
 from reshard.strategy.needed import lacking_ranks, needed_ranks
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.mindspore.arguments import PathLike, StrategyLike
+    from reshard.mindspore.save_load import Prefixes
     from reshard.strategy.strategy import Strategy
 
 
@@ -73,12 +75,11 @@ def transform_checkpoints(
 ) -> None:
     """Transform a checkpoint from a source sharding strategy to a target sharding strategy.
 
-    Target files are `rank_<r>/<ckpt_prefix><r>.<ext>`; existing ones are replaced. If the source is one stage of a
-    pipeline they are `rank_<r>/<ckpt_prefix><r>_part<stage>.<ext>`, so that all stages can go to one target, one after
-    the other, which `load_segmented_checkpoints` reads. The source is one stage if its strategy file says so (stage 1
-    and higher), if the directory has the ranks of further stages, or, by MindSpore's rule for `.ckpt` files, if both
-    strategies have one stage and the source's names (but for accu_grads, adam_m and adam_v) are only some of the
-    target's.
+    Target files are `rank_<r>/<ckpt_prefix><r>.<ext>`. If the source is one stage of a pipeline they are
+    `rank_<r>/<ckpt_prefix><r>_part<stage>.<ext>`, so that all stages can go to one target, one after the other, which
+    `load_segmented_checkpoints` reads. The source is one stage if its strategy file says so (stage 1 and higher), if
+    the directory has the ranks of further stages, or, by MindSpore's rule for `.ckpt` files, if both strategies have
+    one stage and the source's names (but for accu_grads, adam_m and adam_v) are only some of the target's.
 
     Unlike MindSpore's it also writes safetensors from ckpt, takes a unified set or a single file as the source, and
     converts sub-networks of safetensors, to whole tensors and to pipelines too. De-duplicated sources are read like
@@ -89,20 +90,15 @@ def transform_checkpoints(
             in a rank directory, those of the newest step that every rank has are read; an ambiguous choice is an error.
         dst_checkpoints_dir: the directory for the results; it is created.
         ckpt_prefix: the beginning of the target files' names.
-        src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
-        dst_strategy_file: the strategy wanted; None for one rank of whole tensors.
-        process_num: how many threads (MindSpore: processes) work, no more than there are processors. Each needs
-            about 10 MB of memory.
+        src_strategy_file: the source's strategy; None if every source rank holds whole tensors.
+        dst_strategy_file: the target's strategy; None for one rank of whole tensors.
+        process_num: the number of threads, at most one a processor. Each needs about 10 MB of memory.
         output_format: `ckpt` or `safetensors`.
         file_suffix: read the files whose names end with this, if a rank has several; not in MindSpore.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        NotADirectoryError: a directory is a file, or the source does not exist.
-        ValueError: an empty directory, both formats in it, a missing rank that is needed, files that contradict the
-            strategy, a strategy that cannot be read, is of another model, or, for the target of a whole model, of one
-            stage of a pipeline.
-        TargetError: a target file would be one of the source files, or of the strategy files.
+        ValueError: a missing rank that is needed, or, for the target of a whole model, a strategy of one stage of a
+            pipeline.
     """
     if not isinstance(ckpt_prefix, str):
         raise TypeError(f"ckpt_prefix is a {type(ckpt_prefix).__name__}; expected the beginning of a file name")
@@ -151,18 +147,16 @@ def transform_checkpoint_by_rank(
     Args:
         rank_id: the target rank.
         checkpoint_files_map: the files of the source ranks that are needed, by rank: see `rank_list_for_transform`. Of
-            a de-duplicated source give all.
+            a de-duplicated source pass all files.
         save_checkpoint_file_name: the file to write, whose directory is created. Its name says the format: `.ckpt` or
-            `.safetensors` (MindSpore writes `.ckpt` only). An existing file is replaced.
-        src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
-        dst_strategy_file: the strategy wanted; None for whole tensors, whatever the rank.
+            `.safetensors` (MindSpore writes `.ckpt` only).
+        src_strategy_file: as for `transform_checkpoints`.
+        dst_strategy_file: the target's strategy; None for whole tensors, for any rank.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a file is missing, the file name has another extension, the target has no such rank, the map lacks
-            a source rank that is needed, or has one that the strategy does not have, files whose paths are of other
-            ranks than their keys, files that contradict the strategy, a strategy of another model.
-        TargetError: the file to write is one of the source files, or of the strategy files.
+        ValueError: the file name has another extension, the target has no such rank, the map lacks a source rank that
+            is needed, or has one that the strategy does not have, or the path of a file names another rank than its
+            key.
     """
     if not isinstance(checkpoint_files_map, Mapping):
         raise TypeError(
@@ -191,9 +185,9 @@ def transform_checkpoint_by_rank(
     before = strategy_of("src_strategy_file", src_strategy_file)
     after = strategy_of("dst_strategy_file", dst_strategy_file)
     if before is not None:
-        if others := sorted(set(files) - set(before.ranks)):
+        if unknown := sorted(set(files) - set(before.ranks)):
             raise UsageError(
-                f"checkpoint_files_map has {ranks_text(others)}; src_strategy_file has ranks {before.ranks.start} to "
+                f"checkpoint_files_map has {ranks_text(unknown)}; src_strategy_file has ranks {before.ranks.start} to "
                 f"{before.ranks.stop - 1}",
                 code="no-such-rank",
                 hint="give the strategy of all stages (merge_pipeline_strategys), or the files of those ranks",
@@ -201,7 +195,7 @@ def transform_checkpoint_by_rank(
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():
             faults.add(f"source rank {rank}", f"has no file; {needed_text(needing, [rank_id])}", code="missing-ranks")
         faults.raise_if_any(SourceError)
-        with own_words():
+        with mindspore_words():
             source = open_source(files, strategy=before, stage="own", partial=True)
     else:
         source = open_whole(files)
@@ -223,20 +217,18 @@ def rank_list_for_transform(
 ) -> list[int]:
     """List the source ranks whose files `transform_checkpoint_by_rank` needs for one target rank.
 
-    They suffice for the tensors that both strategies name, and none can be left out; MindSpore's list is often longer.
+    Files of these ranks have all tensors that both strategies name; MindSpore's list is often longer.
 
     Args:
         rank_id: the target rank.
-        src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
-        dst_strategy_file: the strategy wanted; None for whole tensors.
+        src_strategy_file: as for `transform_checkpoints`.
+        dst_strategy_file: the target's strategy; None for whole tensors.
 
     Returns:
         source ranks, descending; `[0]` without a source strategy.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a strategy cannot be read, the target has no such rank, or two layouts of a tensor contradict
-            each other.
+        ValueError: the target has no such rank, or two layouts of a tensor contradict each other.
 
     >>> from reshard import Layout, Strategy
     >>> rows = Strategy.of({"w": Layout.of([4], [0, -1])})
@@ -261,26 +253,22 @@ def load_segmented_checkpoints(
     ckpt_file_dir: PathLike,
     net: Any = None,
     strict_load: bool = False,
-    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+    filter_prefix: Prefixes = None,
     dec_key: bytes | None = None,
     dec_mode: str = "AES-GCM",
-    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
+    specify_prefix: Prefixes = None,
     choice_func: Callable[[str], bool] | None = None,
 ) -> dict[str, Any]:
-    """Load all checkpoint files of a directory as one: the parts that sub-network conversion wrote.
+    """Load all checkpoint files of a directory as one: the parts that sub-network conversion writes.
 
     Unlike MindSpore's it takes safetensors too, reads the parts in the order of their names, and loads them into the
-    network together, so that the parameters of other parts are not reported as missing.
+    network together, so that the parameters of other parts are not reported as missing. A part may be an empty file.
 
-    `ckpt_file_dir` is the directory of one rank; the other arguments are those of `load_checkpoint`.
-
-    Returns:
-        The parameters by name; text entries are `str`.
+    `ckpt_file_dir` is the directory of one rank; the other arguments and the result are those of `load_checkpoint`.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: no such directory, no files in it, both formats, nothing left to load, a file that is corrupt,
-            files with different contents under one name (MindSpore takes any of them).
+        ValueError: nothing left to load, or files with different contents under one name (MindSpore takes any of
+            them).
     """
     directory = path_of("ckpt_file_dir", ckpt_file_dir)
     if not directory.is_dir():
@@ -295,7 +283,26 @@ def load_segmented_checkpoints(
         raise SourceError(
             f"{directory} holds no checkpoint file; expected names that end with .ckpt", code="no-checkpoint"
         )
-    loaded = load_parts(files, filter_prefix, dec_key, dec_mode, specify_prefix, choice_func)
+    selects = name_filter(specify_prefix, filter_prefix, choice_func)
+    cipher = cipher_of(dec_key, dec_mode, "ckpt", "dec")
+    store = local_store() if cipher is None else cipher.store()
+    loaded: dict[str, Any] = {}
+    files_by_name: dict[str, Path] = {}
+    for file in files:
+        if not file.stat().st_size:
+            continue
+        path = os.fspath(file)
+        part = read_entries(path, index_file(path, store=store), store, selects)
+        for name in part:
+            if name in loaded and not _are_same(loaded[name], part[name]):
+                raise SourceError(
+                    f"{name!r} in {path} differs from that in {files_by_name[name]}",
+                    code="files-disagree",
+                    facts=["expected parts of one checkpoint"],
+                    hint="move away files of others, or choose with specify_prefix, filter_prefix or choice_func",
+                )
+        loaded |= part
+        files_by_name |= dict.fromkeys(part, file)
     if not loaded:
         raise UsageError(
             f"nothing is left to load of the {len(files)} files of {directory}",
@@ -305,6 +312,13 @@ def load_segmented_checkpoints(
     if net is not None:
         load_param_into_net(net, loaded, strict_load)
     return loaded
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    """Return whether two entries, text or parameters, are equal bit for bit."""
+    if isinstance(first, str) or isinstance(second, str):
+        return bool(type(first) is type(second) and first == second)
+    return (first.kind, first.shape) == (second.kind, second.shape) and first.array.tobytes() == second.array.tobytes()
 
 
 def _is_sub_network(before: Strategy, after: Strategy) -> bool:

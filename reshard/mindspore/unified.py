@@ -1,12 +1,11 @@
 """`unified_safetensors` and `load_distributed_checkpoint`: write whole tensors into a few files, and slice them again.
 
-Differences from MindSpore 2.10, besides the errors' texts:
+Differences from MindSpore 2.10, apart from the errors' texts:
 
 * Whole tensors are written in streams, so a tensor may be larger than memory.
 * `hyper_param` has the tensors that no strategy names from all source ranks, while MindSpore takes those of rank 0. It
   has no slices of tensors that `choice_func` or MindSpore's own rule (`accu_grads`) leaves out; MindSpore's has.
 * Either kind of unified directory is read, MindSpore's or Hugging Face's, or one of a single file.
-* Strategy arguments may have every form that `transform_checkpoints` takes.
 
 Source: MindSpore 2.10 `parallel/transform_safetensors.py`, `parallel/checkpoint_transform.py`.
 """
@@ -33,9 +32,9 @@ from reshard.mindspore.arguments import (
     check_rank,
     check_target_stages,
     checked_format,
+    mindspore_words,
     open_ranks,
     own_stage,
-    own_words,
     path_of,
     present_ranks,
     strategy_of,
@@ -82,35 +81,31 @@ def unified_safetensors(
     choice_func: Callable[[str], bool | str] | None = None,
     split_dst_file: Sequence[int] = (),
 ) -> None:
-    """Write a sharded checkpoint as whole tensors: `part<k>.safetensors`, `hyper_param.safetensors`, and a map of them.
+    """Write a sharded checkpoint as whole tensors, in a few safetensors files and a map of them.
 
-    Tensors that the strategy names go to the parts, which are as many as MindSpore's (one for each begun 3 GiB) and
-    filled evenly; `accu_grads*` is left out, as in MindSpore. Other tensors go to `hyper_param.safetensors`.
-    `param_name_map.json`, which is written last, says which part has a tensor. Existing files are replaced.
+    Tensors that the strategy names go to `part<k>.safetensors`, which are as many as MindSpore's (one for each begun
+    3 GiB) and filled evenly; `accu_grads*` is left out, as in MindSpore. Other tensors go to `hyper_param.safetensors`.
+    `param_name_map.json`, which is written last, says which part has a tensor.
 
     Unlike MindSpore's it takes `.ckpt` files too.
 
     Args:
         src_dir: the directory of rank directories, of one format.
-        src_strategy_file: the source's strategy, of a pipeline merged or a directory; None means that every source
-            rank holds whole tensors.
+        src_strategy_file: the source's strategy, of a pipeline merged or a directory; None if every source rank holds
+            whole tensors.
         dst_dir: the directory for the results; it is created.
         merge_with_redundancy: accepted. It tells MindSpore whether every replica is stored; here the files tell.
         file_suffix: read the files whose names end with this, if a rank has several.
-        max_process_num: the most threads (MindSpore: processes) that work; at most four are used, as more would wait
-            for the same disk.
+        max_process_num: the most threads; at most four are used, as more would wait for the same disk.
         choice_func: called with every name of the strategy but `accu_grads*`: True keeps the tensor, False leaves it
             out, a string is its new name.
         split_dst_file: `(n, count)` for the n-th, from 1, of `count` processes that share the work: it writes its
             parts only, the first one also the map and `hyper_param`. The set is complete when all are done.
 
     Raises:
-        TypeError: an argument of the wrong type, or `choice_func` returns one.
-        NotADirectoryError: `dst_dir` is a file.
-        ValueError: no files or both formats, `src_dir` is a file, a rank that is needed is missing, files that
-            contradict the strategy, `choice_func` gives two tensors one name or keeps none.
-        TargetError: `dst_dir` has files of another set, which readers that do not look at the map would take too; or a
-            target file would be one of the source files, or of the strategy files.
+        TypeError: `choice_func` returns neither a bool nor a string.
+        ValueError: a rank that is needed is missing, `choice_func` gives two tensors one name or keeps none.
+        TargetError: `dst_dir` has files of another set, which readers that do not look at the map would take too.
     """
     source_dir = path_of("src_dir", src_dir)
     target_dir = target_directory("dst_dir", dst_dir)
@@ -168,12 +163,11 @@ def load_distributed_checkpoint(
     max_process_num: int = 64,
     return_param_dict: bool = False,
 ) -> bool | tuple[list[str], list[str]] | dict[str, Any]:
-    """Slice whole tensors, or those of other ranks, for the ranks of a strategy: into files or into a network.
+    """Slice the tensors of a unified directory or of other ranks for the ranks of a strategy.
 
     With `format="safetensors"` the source is a unified directory:
 
-    * without a network, files `rank_<r>/net.<output_format>` are written, for one rank or for all; existing ones are
-      replaced;
+    * without a network, files `rank_<r>/net.<output_format>` are written, for one rank or for all;
     * with a network, the slices of this process's rank (`get_rank`) are loaded into it.
 
     With `format="ckpt"` the source is the files of all ranks of `train_strategy_filename`, and a network is needed.
@@ -182,22 +176,22 @@ def load_distributed_checkpoint(
     every rank.
 
     Args:
-        network: whatever `load_param_into_net` takes, or None to write files.
+        network: a network as for `load_param_into_net`, or None to write files.
         checkpoint_filenames: the files in rank order (format `ckpt`).
-        predict_strategy: the strategy wanted; None for whole tensors. A file, or what `infer_predict_layout` returns.
+        predict_strategy: the strategy wanted; None for whole tensors.
         train_strategy_filename: the strategy of `checkpoint_filenames`. If it is None, MindSpore asks the network's
             context; here None means one file of whole tensors.
         strict_load: as for `load_param_into_net` (format `ckpt`).
-        dec_key: the key of encrypted files (format `ckpt`), with the `crypto` extra.
-        dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        format: `ckpt` or `safetensors`: which of the two sources. The content of the files decides.
+        dec_key: the key of encrypted files (format `ckpt`).
+        dec_mode: their cipher.
+        format: the kind of source, as above. The content of the files decides how they are read.
         unified_safetensors_dir: the unified directory (format `safetensors`).
         dst_safetensors_dir: the directory for the results.
         rank_id: write this rank only.
-        output_format: `ckpt` or `safetensors`, of the files that are written.
-        name_map: name in the network (and in `predict_strategy`) to name in the files: the other way round than that
+        output_format: the format of the files that are written.
+        name_map: name in the network (and in `predict_strategy`) to name in the files: the other way round than the map
             of `ckpt_to_safetensors`. All apply at once; optimizer states follow their weights.
-        max_process_num: the most threads (MindSpore: processes) that work; at most four are used.
+        max_process_num: the most threads; at most four are used.
         return_param_dict: with a network, return the parameters by name, and load nothing.
 
     Returns:
@@ -205,12 +199,10 @@ def load_distributed_checkpoint(
         `return_param_dict` is set.
 
     Raises:
-        TypeError: an argument of the wrong type; no network with format `ckpt`.
-        ValueError: arguments that do not go together, files that are missing or contradict the strategy, a number of
-            files that is not that of the strategy's ranks, files in another order than the ranks in their paths, two
-            names for one tensor, a name map none of whose names is in a file, a rank that the strategy does not have, a
-            wrong key.
-        TargetError: a target file would be one of the source files, or of the strategy files.
+        TypeError: no network with format `ckpt`.
+        ValueError: arguments that exclude each other, another number of files than of the strategy's ranks, files in
+            another order than the ranks in their paths, two names for one tensor, a name map without a name of the
+            files, a rank that the strategy does not have.
         RuntimeError: a parameter does not fit the network.
     """
     check_format("format", format)
@@ -226,7 +218,7 @@ def load_distributed_checkpoint(
     }
     if format == "ckpt":
         if network is None:
-            raise TypeError("network is None; with format='ckpt' it is needed (to write files: transform_checkpoints)")
+            raise TypeError("network is None; format='ckpt' needs it (to write files: transform_checkpoints)")
         cipher = None if dec_key is None else Cipher(dec_mode, dec_key)
         source = _opened_ranks(checkpoint_filenames, train_strategy_filename, cipher)
     elif any(only_ckpt.values()):
@@ -244,13 +236,10 @@ def load_distributed_checkpoint(
         if rank_id is not None:
             check_rank("rank_id", rank_id)
         files = NamedFile(f"rank_{'{rank}' if rank_id is None else rank_id}/net.{output_format}")
-        ranks = (
-            None if rank_id is None or after is None else [rank_id]
-        )  # whole tensors have one rank, whatever its number
+        # Whole tensors have one rank, of any number.
+        ranks = None if rank_id is None or after is None else [rank_id]
         if dst_safetensors_dir is None:
-            raise UsageError(
-                "dst_safetensors_dir is None; without a network it is where the files go", code="missing-option"
-            )
+            raise UsageError("dst_safetensors_dir is None; without a network the files go there", code="missing-option")
         target_dir = target_directory("dst_safetensors_dir", dst_safetensors_dir)
         if ranks is None:
             check_target_stages("predict_strategy", source, after)
@@ -260,8 +249,8 @@ def load_distributed_checkpoint(
             warn_of_others(target_dir, after.ranks)
         return True
     rank = get_rank() if after else 0
-    taken = new_names if return_param_dict else _with_place(new_names, network)
-    planned = _planned(source, after, taken, ranks=[rank])
+    loadable = new_names if return_param_dict else _loadable(new_names, network)
+    planned = _planned(source, after, loadable, ranks=[rank])
     warn_of(planned, after, rank)
     parameters = _parameters(planned, rank, threads)
     if return_param_dict:
@@ -269,14 +258,14 @@ def load_distributed_checkpoint(
     not_loaded, unused = load_param_into_net(network, parameters, strict_load)
     if format == "ckpt":
         return True
-    return not_loaded, unused + [new for old, new in new_names.items() if old not in taken]
+    return not_loaded, unused + [new for old, new in new_names.items() if old not in loadable]
 
 
 def _opened_set(unified_safetensors_dir: PathLike | None) -> Checkpoint:
     """Open a directory of whole tensors."""
     if unified_safetensors_dir is None:
         raise UsageError(
-            "unified_safetensors_dir is None; with format='safetensors' it is the source", code="missing-option"
+            "unified_safetensors_dir is None; it is the source with format='safetensors'", code="missing-option"
         )
     source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
     if present_ranks(source_dir) - {0} and not read_index(as_place(source_dir)):
@@ -308,27 +297,26 @@ def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None)
     """Return the tensors of a unified set, with their new names."""
     if choice_func is not None and not callable(choice_func):
         raise TypeError(f"choice_func is a {type(choice_func).__name__}; expected a function of a name")
-    kept: dict[str, str] = {}
+    new_names: dict[str, str] = {}
     accumulated = []
     for name, tensor in source.tensors.items():
         if source.strategy is not None and not tensor.listed:
-            kept[name] = name
-            continue
-        if name.startswith("accu_grads"):
+            new_names[name] = name
+        elif name.startswith("accu_grads"):
             accumulated.append(name)
-            continue
-        answer = True if choice_func is None else choice_func(name)
-        if not isinstance(answer, bool | str):
-            raise TypeError(f"choice_func({name!r}) is a {type(answer).__name__}; expected a bool or a new name")
-        if answer is not False:
-            kept[name] = answer if isinstance(answer, str) else name
+        else:
+            answer = True if choice_func is None else choice_func(name)
+            if not isinstance(answer, bool | str):
+                raise TypeError(f"choice_func({name!r}) is a {type(answer).__name__}; expected a bool or a new name")
+            if answer is not False:
+                new_names[name] = answer if isinstance(answer, str) else name
     if accumulated:
         _log.info("%s: accumulated gradients are left out: %s", source.root, names(accumulated))
-    if not kept:
+    if not new_names:
         raise UsageError(
-            f"choice_func keeps none of the {len(source.tensors)} tensors of {source.root}", code="no-tensors"
+            f"choice_func leaves out all {len(source.tensors)} tensors of {source.root}", code="no-tensors"
         )
-    return Selection(name_map=kept).renamed(list(kept))
+    return Selection(name_map=new_names).renamed(list(new_names))
 
 
 def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
@@ -358,41 +346,41 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
         )
     if unknown:
         _log.warning("name_map: no file has %s", names(map(repr, unknown)))
-    known = {old: new_names[0] for old, new_names in in_network.items() if old in source.tensors}
-    return Selection(name_map=known).renamed(list(source.tensors))
+    new_name_of = {old: new_names[0] for old, new_names in in_network.items() if old in source.tensors}
+    return Selection(name_map=new_name_of).renamed(list(source.tensors))
 
 
 def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) -> dict[str, str]:
     """Drop the weights of a unified set that a strategy does not name; for other sources the plan does so."""
-    kept = {
+    chosen = {
         name: new
         for name, new in new_names.items()
         if source.strategy is not None or new in after.tensors or _is_hyper_parameter(source, name)
     }
-    left_out = [new for old, new in new_names.items() if old not in kept]
+    left_out = [new for old, new in new_names.items() if old not in chosen]
     if left_out:
         _log.warning("%s: left out, as predict_strategy does not name it: %s", source.root, names(left_out, most=20))
     if not any(new in after.tensors for new in new_names.values()):
         raise StrategyError(
-            f"predict_strategy names none of the tensors of {source.root}",
+            f"predict_strategy names no tensor of {source.root}",
             code="other-strategy",
             facts=[f"it has {names(after.tensors)}", f"the files have {names(new_names.values())}"],
             hint="use the strategy of this model",
         )
-    return kept
+    return chosen
 
 
 def _is_hyper_parameter(source: Checkpoint, name: str) -> bool:
-    """Return whether a tensor is in the file of a unified set for hyper-parameters, which are copied, not sliced."""
+    """Return whether a unified set stores a tensor as a hyper-parameter, to be copied and not sliced."""
     replicas = source.tensors[name].sharding.replicas[0]
     return all(Path(source.files[at.file].path).stem == _HYPER_PARAMETERS for at in replicas)
 
 
-def _with_place(new_names: Mapping[str, str], network: Any) -> dict[str, str]:
-    """Return the tensors that a network may take: its names may be the ends of those in the files."""
-    places = set(parameters_of(network, "network"))
-    unfilled = tuple(places.difference(new_names.values()))
-    return {old: new for old, new in new_names.items() if new in places or (unfilled and new.endswith(unfilled))}
+def _loadable(new_names: Mapping[str, str], network: Any) -> dict[str, str]:
+    """Return the tensors that a network may load: its names may be the ends of longer ones in the files."""
+    parameters = set(parameters_of(network, "network"))
+    unfilled = tuple(parameters.difference(new_names.values()))
+    return {old: new for old, new in new_names.items() if new in parameters or (unfilled and new.endswith(unfilled))}
 
 
 def _planned(source: Checkpoint, after: Strategy | None, new_names: Mapping[str, str], **options: Any) -> Plan:
@@ -428,7 +416,7 @@ def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher
             code="wrong-count",
         )
     check_order("checkpoint_filenames", dict(enumerate(files)))
-    with own_words():
+    with mindspore_words():
         return open_source(dict(zip(ranks, files, strict=True)), strategy=before, stage="own", cipher=cipher)
 
 

@@ -33,7 +33,7 @@ from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.arrangement import Arrangement
-from reshard.layout.layout import MOST_DEVICES
+from reshard.layout.grid import MOST_DEVICES
 from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
 from reshard.plan.select import Selection, selection_data

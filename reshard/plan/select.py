@@ -195,7 +195,9 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
             twice.
     """
     if selection.lora:
-        source = selection.lora.merged(source)
+        from reshard.rules.lora.merge import merged  # not on every start
+
+        source = merged(source, selection.lora)
     if selection.rules:
         source = selection.rules.derived(source).checkpoint
     twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]

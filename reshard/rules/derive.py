@@ -2,7 +2,7 @@
 
 Its tensors are blocks of the source's files.
 
-1. Names are matched first: each tensor by one rule, by its own name or by the weight's name in an optimizer state.
+1. Names are matched first (`matching`).
 2. Each rule and its shapes make an equation; shapes that do not fit are faults, and all are reported at once.
 3. The blocks of a tensor that is split become blocks of its parts, or the other way round. Only samples are read: of
    padding that is left out, and of tensors that are merged into one.
@@ -10,29 +10,30 @@ Its tensors are blocks of the source's files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.layout.block import shape_text
-from reshard.rules.boxes import indices, pieces, placed, zeros
-from reshard.rules.equation import of_fused, of_parts
-from reshard.rules.names import SCALES, STEP, Family, families
+from reshard.rules.equation import indices, of_fused, of_parts, pieces, placed, zeros
+from reshard.rules.matching import match_names
+from reshard.rules.numbers import numbers_in, read_config
+from reshard.rules.patterns import SCALES, STEP, Family
 from reshard.rules.ranges import Ranges, layers_fault
-from reshard.rules.rules import plain, read_config
 from reshard.source.checkpoint import Checkpoint, Origin, Shard, TensorSpec
 from reshard.source.reshape import Shared, shards_in
 from reshard.storage.places import as_place
-from reshard.strategy.names import is_training_state, optimizer_states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.layout.block import Block, Shape
     from reshard.rules.equation import Equation
-    from reshard.rules.rules import Rule, Rules
+    from reshard.rules.matching import Bound, Use
+    from reshard.rules.rule import Rule
+    from reshard.rules.rules import Rules
     from reshard.source.checkpoint import Tensor
 
 _SCALE_ROWS = 128
@@ -40,23 +41,6 @@ _SCALE_ROWS = 128
 
 _MOST_PARTS = 1 << 17
 """The most tensors that one may be split into: sixty layers of two thousand experts."""
-
-
-@dataclass(slots=True)
-class Use:
-    """The application of a rule to the tensors of one family.
-
-    Attributes:
-        rule: the rule.
-        family: the family.
-        sources: the names of the source's tensors.
-        targets: the names of the resulting tensors.
-    """
-
-    rule: Rule
-    family: Family
-    sources: list[str] = field(default_factory=list)
-    targets: list[str] = field(default_factory=list)
 
 
 class Fused(NamedTuple):
@@ -126,16 +110,12 @@ def derive(source: Checkpoint, rules: Rules) -> Derived:
     return _Deriving(source, rules).result()
 
 
-_Bound = dict[str, int | str]
-_Key = tuple[tuple[str, int | str], ...]
-
-
 class _Deriving:
     """The state of applying rules to one checkpoint."""
 
     def __init__(self, source: Checkpoint, rules: Rules) -> None:
         if not rules.numbers.config and (config := as_place(source.root) / "config.json").is_file():
-            rules = replace(rules, numbers=replace(rules.numbers, config=plain(read_config(config))))
+            rules = replace(rules, numbers=replace(rules.numbers, config=numbers_in(read_config(config))))
         self.opened, self.source, self.rules = source, source.unbound(), rules
         self.side = rules.side_of(source)
         self.faults = Faults(rules.root)
@@ -147,32 +127,32 @@ class _Deriving:
         self.padding: dict[str, list[str]] = {}
         self.ties: dict[str, tuple[Tensor, ...]] = {}
         self.warnings: list[str] = []
-        self.uses: dict[tuple[int, Family], Use] = {}
         self.ranges = Ranges()
-        self.states = optimizer_states(self.source.every)
         self.scale_rows = self._scale_rows()
 
     def result(self) -> Derived:
         """Apply all rules and return the result."""
-        matches = self._matches()
-        for (number, family), groups in matches.items():
-            use = self.uses[number, family]
-            for bound, members in groups.items():
+        matches = match_names(self.source, self.rules, self.side, self.ranges, self.faults)
+        for name in matches.training_state:
+            self.tensors[name] = self.source.tensors[name]
+            self.makers[name] = "the source"
+        for use in matches.uses:
+            for bound, members in use.members.items():
                 try:
                     self._apply(use, dict(bound), members)
                 except (SourceError, UsageError) as error:
                     about = SourceError(
-                        f"{family.of(use.rule.fused.text)} {error.message}",
+                        f"{use.family.of(use.rule.fused.text)} {error.message}",
                         code=error.code, facts=error.facts, hint=error.hint,
                     )  # fmt: skip
-                    self.faults.add(use.rule.where, about)
+                    self.faults.add(use.rule.key_path, about)
         self.faults.raise_if_any(SourceError)
-        self._check_numbers()
+        self._check_numbers(matches.uses)
         for contents, padded in self.padding.items():
             self.warnings.append(f"rows of padding are left out of {names(padded)}: {contents}, as far as was looked")
         sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
-        left_out = frozenset({*self.dropped, *self.source.extras.objects})
-        if lost := [*self.dropped, *self.source.extras.objects, *self.source.extras.beside]:
+        left_out = frozenset({*matches.dropped, *self.source.extras.objects})
+        if lost := [*matches.dropped, *self.source.extras.objects, *self.source.extras.beside]:
             self.warnings.append(
                 f"left out by {self.rules.root}, as rules are of tensors that they name: {names(lost)}"
             )
@@ -187,11 +167,12 @@ class _Deriving:
             opening=replace(self.source.opening, elsewhere=frozenset()),
             extras=replace(self.source.extras, arrangement=None, objects={}, beside={}, paths={}),
         )  # fmt: skip
-        ordered = sorted(self.uses.items(), key=lambda item: (item[0][0], item[0][1]))
-        uses = tuple(use for _, use in ordered)
-        return Derived(checkpoint, self.side, sides, uses, tuple(self.dropped), tuple(self.kept), self.fused)
+        uses = tuple(sorted(matches.uses, key=lambda use: (use.number, use.family)))
+        return Derived(
+            checkpoint, self.side, sides, uses, tuple(matches.dropped), tuple(matches.training_state), self.fused
+        )
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, uses: Sequence[Use]) -> None:
         """Check that no tensor is lost, by the ranges of words and the layer count."""
         source = {*self.source.every, *self.source.left_out}
         sides = (source, self.tensors) if self.side == 0 else (self.tensors, source)
@@ -199,89 +180,20 @@ class _Deriving:
             self.faults.add(rule_path, lost)
         weights = [
             name
-            for (_, family), use in self.uses.items()
-            if family == Family()
-            for name in (use.targets if self.side == use.rule.made else use.sources)
+            for use in uses
+            if use.family == Family()
+            for name in (use.targets if self.side == use.rule.fused_side else use.sources)
         ]
         if not self.source.left_out and (fault := layers_fault(weights, self.rules.numbers.config)):
             self.faults.add(self.source.root, fault)
         self.faults.raise_if_any(SourceError)
 
-    # --- names
-
-    def _matches(self) -> dict[tuple[int, Family], dict[_Key, dict[str, tuple[int, _Bound]]]]:
-        """Return the names that each rule applies to.
-
-        They are grouped by rule and family, and by the values of all words that are not axes. Each name comes with the
-        number of its part and the values of all words.
-        """
-        matches: dict[tuple[int, Family], dict[_Key, dict[str, tuple[int, _Bound]]]] = {}
-        self.dropped: list[str] = []
-        self.kept: list[str] = []
-        matched = set[int]()
-        for name, tensor in self.source.tensors.items():
-            uses = list(self._uses_of(name))
-            if not uses:
-                if is_training_state(name, tensor):
-                    self.kept.append(name)
-                    self.tensors[name] = tensor
-                    self.makers[name] = "the source"
-                else:
-                    self.faults.add(
-                        f"tensor {name!r}", "matches no rule", code="unmatched-tensor",
-                        hint=f"add a rule, with null for {self.rules.sides[1 - self.side]} to leave a tensor out",
-                    )  # fmt: skip
-                continue
-            numbers = {number for number, _, _, _ in uses}
-            matched |= numbers
-            if len(numbers) > 1:
-                rule_paths = names(self.rules.rules[number].where for number in sorted(numbers))
-                self.faults.add(f"tensor {name!r}", f"matches several rules: {rule_paths}", code="ambiguous-rules")
-                continue
-            number, family, part, bound = uses[0]
-            rule = self.rules.rules[number]
-            if not rule.parts:
-                self.dropped.append(name)
-                continue
-            use = self.uses.setdefault((number, family), Use(rule, family))
-            use.sources.append(name)
-            if self.side != rule.made:
-                self.ranges.add(rule, family, part, bound)
-            axes = {word for word, _ in rule.by}
-            key = tuple(sorted((word, value) for word, value in bound.items() if word not in axes))
-            matches.setdefault((number, family), {}).setdefault(key, {})[name] = (part, bound)
-        for number, rule in enumerate(self.rules.rules):
-            if number not in matched and not rule.optional and rule.side(self.side):
-                patterns = names(pattern.text for pattern in rule.side(self.side))
-                self.faults.add(
-                    rule.where, f"matches no tensor: {patterns}", code="no-match",
-                    hint="correct the rule, or add optional: true to it",
-                )  # fmt: skip
-        return matches
-
-    def _uses_of(self, name: str) -> Iterator[tuple[int, Family, int, _Bound]]:
-        """Yield the rules that match a name, or else the name of its weight.
-
-        Only the most specific rules count: the ones with the fewest words.
-        """
-        for family, weight in families(name, self.states):
-            uses = [
-                (number, family, part, bound)
-                for number, rule in enumerate(self.rules.rules)
-                for part, pattern in enumerate(rule.side(self.side))
-                if (bound := pattern.match(weight)) is not None
-            ]
-            if uses:
-                fewest = min(len(bound) for *_, bound in uses)
-                yield from (use for use in uses if len(use[3]) == fewest)
-                return
-
-    # --- shapes
-
-    def _apply(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
+    def _apply(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
         """Derive the tensors of one group of names."""
         rule = use.rule
-        is_number = self._is_number_of(use, members)
+        is_number = use.family.suffix == STEP and all(  # the steps of weights
+            prod(self.source.tensors[name].spec.shape) == 1 for name in members
+        )
         for name in () if is_number or (rule.is_name_only and len(members) == 1) else members:
             tensor = self.source.tensors[name]
             if tensor.text is not None:
@@ -290,23 +202,19 @@ class _Deriving:
                 self.warnings.append(f"{name} is taken from one rank; those of others may be different")
         if rule.is_name_only or is_number:
             self._rename(use, bound, members)
-        elif self.side == rule.made:
+        elif self.side == rule.fused_side:
             for name in members:
                 self._split(use, bound, name)
         else:
             self._join(use, bound, members)
 
-    def _is_number_of(self, use: Use, members: Mapping[str, object]) -> bool:
-        """Return whether the members are the steps of weights: single numbers."""
-        return use.family.suffix == STEP and all(prod(self.source.tensors[name].spec.shape) == 1 for name in members)
-
-    def _rename(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
+    def _rename(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
         """Rename tensors; if several become one, they must be equal."""
         rule = use.rule
         first, *rest = members
         if rest:
             self._check_equal(use.family.of(rule.fused.write(bound)), first, rest)
-        if self.side != rule.made:
+        if self.side != rule.fused_side:
             self._add(use, rule.fused.write(bound), self.source.tensors[first])
             return
         counts = self._counts(rule)
@@ -363,7 +271,7 @@ class _Deriving:
     def _scale(self, use: Use) -> int:
         return self.scale_rows if use.family.suffix in SCALES else 1
 
-    def _split(self, use: Use, bound: _Bound, name: str) -> None:
+    def _split(self, use: Use, bound: Bound, name: str) -> None:
         """Split a tensor into its parts."""
         tensor, rule = self.source.tensors[name], use.rule
         counts = self._counts(rule)
@@ -374,7 +282,7 @@ class _Deriving:
         )
         _check_count(prod(equation.front) * len(equation.parts))
         if equation.padding:
-            self._look_at_padding(tensor, equation)
+            self._look_at_padding(tensor, equation, equation.padding)
         shards_of_part: dict[tuple[Shape, int], list[Shard]] = {
             (index, part): [] for index in product(*map(range, equation.front)) for part in range(len(equation.parts))
         }
@@ -389,20 +297,17 @@ class _Deriving:
             self._add_part(use, number, words, self.shared.tensor(spec, shards, space=box.space))
         self.fused[name] = Fused(name, tensor.spec.dtype.name, use, equation, tuple(use.targets[before:]))
 
-    def _look_at_padding(self, tensor: Tensor, equation: Equation) -> None:
+    def _look_at_padding(self, tensor: Tensor, equation: Equation, padding: Block) -> None:
         """Check whether the padding that is left out is zero, if it is contiguous."""
         from reshard.rules.look import is_zero  # not on every start: it brings numpy
 
-        padding = equation.padding
-        assert padding is not None  # noqa: S101 -- the caller checked it
-        together = not any(padding.start[1:]) and not equation.front
-        size = prod(tensor.spec.shape)
-        all_zeros = is_zero(self.source, tensor, size - padding.size, padding.size) if together else None
-        self.padding.setdefault({True: "zeros", False: "not zeros", None: "not looked at"}[all_zeros], []).append(
-            tensor.spec.name
-        )
+        contents = "not looked at"
+        if not any(padding.start[1:]) and not equation.front:
+            first = prod(tensor.spec.shape) - padding.size
+            contents = "zeros" if is_zero(self.source, tensor, first, padding.size) else "not zeros"
+        self.padding.setdefault(contents, []).append(tensor.spec.name)
 
-    def _join(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
+    def _join(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
         """Fuse a tensor from its parts."""
         rule = use.rule
         counts = self._counts(rule)
@@ -424,7 +329,7 @@ class _Deriving:
             expected_keys.append((index, part))
         for word, count in zip(counts, front, strict=True):
             earlier_count, name = self.extents.setdefault(
-                (rule.where, word), (count, use.family.of(rule.fused.write(bound)))
+                (rule.key_path, word), (count, use.family.of(rule.fused.write(bound)))
             )
             if count != earlier_count:
                 raise SourceError(
@@ -486,7 +391,7 @@ class _Deriving:
             shapes.append(shape)
         cut = rule.cut(self.rules.numbers)
         options = {"flat": rule.flat, "transposed": rule.transposed}
-        if self.side == rule.made:
+        if self.side == rule.fused_side:
             equation = of_fused(shapes[0], len(rule.parts), cut, front, **options)
         else:
             equation = of_parts(shapes, cut, tuple(count or 0 for count in front), **options)
@@ -499,7 +404,7 @@ class _Deriving:
                 f"is cut at row {wrong[0]} of the weights; a scale covers {block} rows", code="not-divisible"
             )
 
-    def _add_part(self, use: Use, part: int, bound: _Bound, tensor: Tensor) -> None:
+    def _add_part(self, use: Use, part: int, bound: Bound, tensor: Tensor) -> None:
         """Add a part of a rule with these values of its words."""
         self.ranges.add(use.rule, use.family, part, bound)
         self._add(use, use.rule.parts[part].write(bound), tensor)
@@ -508,10 +413,10 @@ class _Deriving:
         """Add a tensor under the name that belongs to its weight."""
         name = use.family.of(weight)
         if name in self.makers:
-            makers = f"is made by both {self.makers[name]} and {use.rule.where}"
+            makers = f"is made by both {self.makers[name]} and {use.rule.key_path}"
             self.faults.add(f"tensor {name!r}", makers, code="duplicate-name")
             return
-        self.makers[name] = use.rule.where
+        self.makers[name] = use.rule.key_path
         use.targets.append(name)
         self.tensors[name] = tensor._replace(spec=tensor.spec._replace(name=name))
 

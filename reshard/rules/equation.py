@@ -1,4 +1,4 @@
-"""Work out the shapes of a rule: the box of each part in a fused tensor.
+"""Work out the shapes of a rule: the box of each part in a fused tensor, and the blocks that files have of it.
 
 A fused tensor's axes are divided into finer ones if the rule cuts them: the rows of `linear_qkv` are groups of rows, so
 that the queries of all groups are one box of `[groups, rows of a group, columns]`. The axes in front are for numbers in
@@ -11,23 +11,28 @@ MindSpore Transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.formats.entries import Extent
+from reshard.layout.axes import position, row_major
 from reshard.layout.block import Block, shape_text
+from reshard.source.checkpoint import Shard
+from reshard.source.reshape import laid, shards_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from reshard.layout.block import Shape
+    from reshard.source.checkpoint import Tensor
 
 
 _SIZES_HINT = "say with sizes how many rows each part has"
 
 
-class Part(NamedTuple):
+class FusedPart(NamedTuple):
     """A part of a fused tensor.
 
     Attributes:
@@ -69,7 +74,7 @@ class Equation:
     space: Shape
     axes: tuple[int, ...]
     flat: bool
-    parts: tuple[Part, ...]
+    parts: tuple[FusedPart, ...]
     padding: Block | None = None
 
     @property
@@ -80,7 +85,7 @@ class Equation:
         return (prod(self.front) * body[0], *body[1:]) if self.flat else (*self.front, *body)
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """The numbers by which a rule cuts one axis of a fused tensor.
 
     Attributes:
@@ -105,7 +110,7 @@ class Cut(NamedTuple):
     multiple: int | None = None
 
 
-def of_parts(shapes: Sequence[Shape], cut: Cut, front: Shape, *, flat: bool, transposed: bool) -> Equation:
+def of_parts(shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool, transposed: bool) -> Equation:
     """Return the equation of a fused tensor, given the shapes of its parts.
 
     Args:
@@ -127,11 +132,11 @@ def of_parts(shapes: Sequence[Shape], cut: Cut, front: Shape, *, flat: bool, tra
             code="wrong-shape",
         )
     rows = tuple(body[axis] if body else 1 for body in bodies)
-    return _made(bodies[0], rows, None, cut, front, flat=flat, transposed=transposed)
+    return _equation(bodies[0], rows, None, len(rows), cut, front, flat=flat, transposed=transposed)
 
 
 def of_fused(
-    shape: Shape, count: int, cut: Cut, front: Sequence[int | None], *, flat: bool, transposed: bool
+    shape: Shape, count: int, cut: AxisCut, front: Sequence[int | None], *, flat: bool, transposed: bool
 ) -> Equation:
     """Return the equation of a fused tensor, given its own shape.
 
@@ -167,18 +172,15 @@ def of_fused(
             raise SourceError(f"is {shape_text(shape)}; expected {expected} in front", code="wrong-shape")
         body = shape[len(front) :]
     axis = _axis(cut.axis, body)
-    rows = body[axis] if body else 1
-    return _made(body, None, (rows, count), cut, tuple(extents), flat=flat, transposed=transposed)
+    total = body[axis] if body else 1
+    return _equation(body, None, total, count, cut, tuple(extents), flat=flat, transposed=transposed)
 
 
 def _turned(shape: Shape, *, transposed: bool) -> Shape:
     if not transposed:
         return shape
     if len(shape) < 2:
-        raise SourceError(
-            f"is {shape_text(shape)}; to transpose, two dimensions are needed",
-            code="wrong-dimensions",
-        )
+        raise SourceError(f"is {shape_text(shape)}; to transpose, two dimensions are needed", code="wrong-dimensions")
     return (*shape[:-2], shape[-1], shape[-2])
 
 
@@ -189,21 +191,17 @@ def _axis(axis: int, body: Shape) -> int:
     return number
 
 
-def _made(
-    body: Shape, rows: Shape | None, fused: tuple[int, int] | None, cut: Cut, front: Shape, *, flat: bool,
+def _equation(
+    body: Shape, rows: Shape | None, total: int | None, count: int, cut: AxisCut, front: Shape, *, flat: bool,
     transposed: bool,
 ) -> Equation:  # fmt: skip
-    """Return an equation, given the rows of the parts or of the fused tensor.
-
-    Rows are counted along the cut axis.
-    """
+    """Return an equation, given the rows of each part, or in total, along the cut axis."""
     if not body:
-        count = len(rows) if rows else fused[1] if fused else 1
         if count > 1 or cut.pads or cut.halves or flat:
             raise SourceError("consists of single numbers, which have no rows", code="wrong-dimensions")
-        return Equation(front, (), (), flat, (Part(Block((), ()), (), ()),))
+        return Equation(front, (), (), flat, (FusedPart(Block((), ()), (), ()),))
     axis = _axis(cut.axis, body)
-    extents, spans, padding = _of_axis(rows, fused, cut)
+    extents, spans, padding = _of_axis(rows, total, count, cut)
 
     def box(span: _Span) -> Block:
         start, stop = span
@@ -219,7 +217,7 @@ def _made(
     if transposed:
         of_dims[-2:] = of_dims[:-3:-1]
     order = tuple(n for part_axes in of_dims for n in part_axes)
-    parts = tuple(Part(box(span), order, tuple(map(len, of_dims))) for span in spans)
+    parts = tuple(FusedPart(box(span), order, tuple(map(len, of_dims))) for span in spans)
     space = (*body[:axis], *extents, *body[axis + 1 :])
     return Equation(front, space, axes, flat, parts, padding and box(padding))
 
@@ -227,16 +225,18 @@ def _made(
 _Span = tuple["Shape", "Shape"]
 
 
-def _of_axis(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tuple[Shape, list[_Span], _Span | None]:
+def _of_axis(
+    rows: Shape | None, total: int | None, count: int, cut: AxisCut
+) -> tuple[Shape, list[_Span], _Span | None]:
     """Divide the cut axis into finer axes.
 
     Returns:
         the extents of these axes, the range of each part along them, and the range of the padding.
     """
     if cut.pads:
-        return _padded(rows[0] if rows else None, fused[0] if fused else None, cut)
+        return _padded(rows[0] if rows else None, total, cut)
     if cut.halves:
-        total = rows[0] if rows else fused[0] if fused else 0
+        total = rows[0] if rows else total or 0
         if not cut.groups or total % (cut.groups * cut.halves):
             raise SourceError(
                 f"has {total} rows, which do not split into {cut.groups} groups of {cut.halves} equal pieces",
@@ -244,15 +244,15 @@ def _of_axis(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tup
             )
         extents = (cut.groups, total // cut.groups // cut.halves, cut.halves)
         return extents, [((0, 0, 0), extents)], None
-    groups, sizes = _shares(rows, fused, cut)
-    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    groups, sizes = _shares(rows, total, count, cut)
+    ends = list(accumulate(sizes))
     begins = [end - size for end, size in zip(ends, sizes, strict=True)]
     if groups == 1:
         return (ends[-1],), [((a,), (b,)) for a, b in zip(begins, ends, strict=True)], None
     return (groups, ends[-1]), [((0, a), (groups, b)) for a, b in zip(begins, ends, strict=True)], None
 
 
-def _padded(rows: int | None, total: int | None, cut: Cut) -> tuple[Shape, list[_Span], _Span | None]:
+def _padded(rows: int | None, total: int | None, cut: AxisCut) -> tuple[Shape, list[_Span], _Span | None]:
     size = cut.size if rows is None else rows
     if size is None:
         raise SourceError("is padded", code="missing-size", hint="say with size how many rows are not padding")
@@ -269,9 +269,8 @@ def _padded(rows: int | None, total: int | None, cut: Cut) -> tuple[Shape, list[
     return (total,), [((0,), (size,))], ((size,), (total,)) if size < total else None
 
 
-def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tuple[int, tuple[int, ...]]:
+def _shares(rows: Shape | None, total: int | None, count: int, cut: AxisCut) -> tuple[int, tuple[int, ...]]:
     """Return the number of groups, and the rows of each part in a group."""
-    count = len(rows) if rows else fused[1] if fused else 1
     sizes, groups = cut.sizes, cut.groups if cut.interleaved else 1
     if sizes is not None and (len(sizes) != count or min(sizes) < 1):
         raise SourceError(
@@ -288,14 +287,14 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
         if groups is None:
             groups = rows[0] // sizes[0] if sizes else 1
         if sizes is None:
-            sizes = tuple(-(-count // groups) for count in rows) if groups else ()
+            sizes = tuple(-(-part_rows // groups) for part_rows in rows) if groups else ()
         if [groups * size for size in sizes] != [*rows]:
             raise SourceError(
                 f"has parts of {shape_text(rows)} rows, which are not {groups} groups of {shape_text(sizes)}",
                 code="row-mismatch",
             )
         return groups, sizes
-    total = fused[0] if fused else 1
+    total = total or 0
     if sizes is None:
         if count > 2 and not (cut.interleaved and groups is None):
             raise SourceError(
@@ -314,3 +313,62 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
             f"has {total} rows; {groups} groups of {shape_text(sizes)} have {groups * sum(sizes)}", code="row-mismatch"
         )
     return groups, sizes
+
+
+# --- blocks of a fused tensor and of its parts
+
+
+def indices(extents: Shape) -> Iterator[Shape]:
+    """Yield all indices one by one: there may be too many for a list."""
+    if not extents:
+        yield ()
+        return
+    for first in range(extents[0]):
+        for rest in indices(extents[1:]):
+            yield (first, *rest)
+
+
+def pieces(equation: Equation, shard: Shard, itemsize: int) -> Iterator[tuple[Shape, int, Shard]]:
+    """Yield the pieces of a fused tensor's block that belong to its parts.
+
+    Each comes with its index along the axes in front and the number of the part.
+    """
+    block = shard.block
+    depth = len(equation.front)
+    for number, part in enumerate(equation.parts):
+        body = Block(block.start[depth:], block.stop[depth:]) & part.region
+        if body is None:
+            continue
+        start, stop = ([at[axis] - part.region.start[axis] for axis in part.order] for at in (body.start, body.stop))
+        box = Block(tuple(start), tuple(stop))
+        steps = row_major(block.shape)
+        for index in product(*(range(a, b) for a, b in zip(block.start[:depth], block.stop[:depth], strict=True))):
+            corner = (*index, *body.start)
+            replicas = []
+            for at in shard.replicas:
+                strides = at.strides or steps
+                begin = position(corner, block.start, strides)
+                piece_strides = tuple(strides[depth + axis] for axis in part.order)
+                replicas.append(laid(at, begin * itemsize, box.shape, piece_strides, itemsize))
+            yield index, number, Shard(box, tuple(replicas))
+
+
+def placed(tensor: Tensor, index: Shape, part: FusedPart) -> Iterator[Shard]:
+    """Yield the blocks of a part as blocks of the fused tensor."""
+    itemsize = tensor.spec.dtype.itemsize
+    for block, replicas in shards_in(tensor, part.space):
+        start, stop = list(part.region.start), list(part.region.stop)
+        for axis, a, b in zip(part.order, block.start, block.stop, strict=True):
+            start[axis], stop[axis] = part.region.start[axis] + a, part.region.start[axis] + b
+        box = Block((*index, *start), (*(n + 1 for n in index), *stop))
+        placed_replicas = []
+        for at in replicas:
+            strides = dict(zip(part.order, at.strides or row_major(block.shape), strict=True))
+            fused_strides = (*(1 for _ in index), *(strides[axis] for axis in range(len(start))))
+            placed_replicas.append(laid(at, 0, box.shape, fused_strides, itemsize))
+        yield Shard(box, tuple(placed_replicas))
+
+
+def zeros(padding: Block, index: Shape) -> Shard:
+    """Return a block of padding."""
+    return Shard(Block((*index, *padding.start), (*(n + 1 for n in index), *padding.stop)), (Extent(0, ()),))

@@ -26,9 +26,9 @@ _SAMPLES, _SAMPLE = 32, 16 << 10
 """The number of samples of larger tensors, and the bytes of each."""
 
 
-def equal(source: Checkpoint, name: str, other: str) -> bool:
+def equal(source: Checkpoint, name: str, second: str) -> bool:
     """Compare two tensors: small ones fully, others by sampling."""
-    a, b = source.tensors[name], source.tensors[other]
+    a, b = source.tensors[name], source.tensors[second]
     if (a.spec.dtype.name, a.spec.shape) != (b.spec.dtype.name, b.spec.shape):
         return False
     size = a.spec.nbytes // a.spec.dtype.itemsize

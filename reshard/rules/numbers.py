@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import add, floordiv, mul, sub
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, Text, UsageError
+from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from reshard.storage.places import Place
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: add,
@@ -85,13 +89,13 @@ class Numbers:
                 return cache[name]
             case ast.Attribute():
                 return self._of_config(node, text)
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            case ast.BinOp(left=first, op=ast.BitOr(), right=second):
                 try:
-                    return self._evaluated(left, text, depth, cache)
+                    return self._evaluated(first, text, depth, cache)
                 except UnknownError:
-                    return self._evaluated(right, text, depth, cache)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                a, b = self._evaluated(left, text, depth, cache), self._evaluated(right, text, depth, cache)
+                    return self._evaluated(second, text, depth, cache)
+            case ast.BinOp(left=first, op=op, right=second) if type(op) in _ARITHMETIC:
+                a, b = self._evaluated(first, text, depth, cache), self._evaluated(second, text, depth, cache)
                 if isinstance(op, ast.Div) and (not b or a % b):
                     raise UsageError(f"has {text!r:.60}, and {a} / {b} is not a whole number", code="not-divisible")
                 if abs(result := _ARITHMETIC[type(op)](a, b)) <= _MOST:
@@ -118,3 +122,31 @@ class Numbers:
                 hint=Text("give the model's configuration: ", Option("model_config")),
             )  # fmt: skip
         return value
+
+
+def read_config(location: Place) -> Any:
+    """Read a model's configuration.
+
+    Raises:
+        UsageError: it cannot be read, or is not JSON.
+    """
+    content = read_small(location, "model configuration", 1 << 22, UsageError)
+    try:
+        return parse_json(content, [])
+    except ValueError as error:
+        raise UsageError(f"{location} is not JSON", code="not-json", facts=[str(error)]) from None
+
+
+def numbers_in(config: object) -> dict[str, Any]:
+    """Return only the numbers of a configuration, as rules need nothing else."""
+    if not isinstance(config, Mapping):
+        raise UsageError(
+            f"the model configuration is a {type(config).__name__}; expected a JSON object", code="wrong-type"
+        )
+    numbers: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            numbers[str(key)] = value
+        elif isinstance(value, Mapping) and (below := numbers_in(value)):
+            numbers[str(key)] = below
+    return numbers

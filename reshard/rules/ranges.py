@@ -19,8 +19,8 @@ from reshard.strategy.names import ranges_text
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
-    from reshard.rules.names import Family
-    from reshard.rules.rules import Rule
+    from reshard.rules.patterns import Family
+    from reshard.rules.rule import Rule
 
 _MOST_NAMES = 3
 
@@ -47,7 +47,7 @@ class Ranges:
         """Add one name, given the values of its words and stars."""
         words = rule.parts[part].words
         stars = tuple(str(bound[word]) for word in words if word[0] == "*")
-        series = self._series.setdefault((rule.where, family, part, stars), _Series(rule, set()))
+        series = self._series.setdefault((rule.key_path, family, part, stars), _Series(rule, set()))
         series.numbers.add(tuple(int(bound[word]) for word in words if word[0] != "*"))
 
     def lost(self, present: tuple[Container[str], Container[str]], side: int) -> Iterator[tuple[str, SourceError]]:
@@ -97,14 +97,14 @@ def _absent(
 ) -> str:  # fmt: skip
     """Return a lost name, as in the source if known; "" if another rule has it."""
     name = family.of(rule.parts[part].write(bound))
-    if name in present[1 - rule.made]:
+    if name in present[1 - rule.fused_side]:
         return ""
     if rule.by:
         return name
     fused = family.of(rule.fused.write(bound))
-    if fused in present[rule.made]:
+    if fused in present[rule.fused_side]:
         return ""
-    return fused if side == rule.made else name
+    return fused if side == rule.fused_side else name
 
 
 def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> SourceError | None:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _MOST_BANDS = 24
 
 
-class Band(NamedTuple):
+class RowBand(NamedTuple):
     """Rows of a fused tensor along the axis that is cut, and their part.
 
     Attributes:
         start, stop: the rows.
         part: the number of their part; -1 for padding.
-        first: the first of these rows in the part, where they are consecutive.
+        first: the first of these rows in the part, in which they are consecutive.
         step: the step between the rows.
     """
 
@@ -66,7 +66,7 @@ class Fusion:
     shapes: tuple[tuple[int, ...], ...]
     axis: int
     rows: int
-    bands: tuple[Band, ...]
+    bands: tuple[RowBand, ...]
     transposed: bool
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Fusion:
         return str(upward("html")(self))
 
 
-def shown(derived: Derived, name: str) -> Fusion:
+def fusion_of(derived: Derived, name: str) -> Fusion:
     """Return the composition of a fused tensor.
 
     Args:
@@ -108,10 +108,6 @@ def shown(derived: Derived, name: str) -> Fusion:
             f"the rules neither fuse nor split {name!r} in {derived.checkpoint.root}", code="no-match",
             facts=[f"{name!r} {no_match(name, tensors)}"],
         )  # fmt: skip
-    return _fusion(fused)
-
-
-def _fusion(fused: Fused) -> Fusion:
     equation, rule = fused.equation, fused.use.rule
     bands = list(_bands(fused))
     axis = rule.axis if rule.axis >= 0 else rule.axis + len(equation.axes)
@@ -124,7 +120,7 @@ def _fusion(fused: Fused) -> Fusion:
     )  # fmt: skip
 
 
-def _bands(fused: Fused) -> Iterator[Band]:
+def _bands(fused: Fused) -> Iterator[RowBand]:
     """Yield the rows of a fused tensor in ascending order."""
     equation = fused.equation
     axis = fused.use.rule.axis % max(len(equation.axes), 1)
@@ -136,18 +132,20 @@ def _bands(fused: Fused) -> Iterator[Band]:
         groups, within, pieces = extents
         for number in range(groups * pieces):
             start = number // pieces * within * pieces
-            yield Band(start + number % pieces, start + within * pieces, 0, number * within, pieces)
+            yield RowBand(start + number % pieces, start + within * pieces, 0, number * within, pieces)
         return
     groups = extents[0] if count > 1 else 1
     spans = [(part.region.start[at + count - 1], part.region.stop[at + count - 1]) for part in equation.parts]
     if groups > 1 and len(spans) == extents[-1]:  # row by row
-        yield from (Band(start, groups * len(spans), number, 0, len(spans)) for number, (start, _) in enumerate(spans))
+        yield from (
+            RowBand(start, groups * len(spans), number, 0, len(spans)) for number, (start, _) in enumerate(spans)
+        )
         return
     for group in range(groups):
         for number, (start, stop) in enumerate(spans):
-            yield Band(group * extents[-1] + start, group * extents[-1] + stop, number, group * (stop - start))
+            yield RowBand(group * extents[-1] + start, group * extents[-1] + stop, number, group * (stop - start))
         if equation.padding:
-            yield Band(equation.padding.start[at], equation.padding.stop[at], -1, 0)
+            yield RowBand(equation.padding.start[at], equation.padding.stop[at], -1, 0)
 
 
 def table(derived: Derived) -> list[tuple[str, str, int, str, int, str]]:
@@ -158,7 +156,7 @@ def table(derived: Derived) -> list[tuple[str, str, int, str, int, str]]:
     """
     return [
         (
-            use.rule.where.removeprefix("$."),
+            use.rule.key_path.removeprefix("$."),
             use.rule.verb,
             len(use.sources),
             use.family.of(names((pattern.text for pattern in use.rule.side(derived.side)), most=1)),

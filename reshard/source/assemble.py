@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Entry
     from reshard.layout.block import Shape
-    from reshard.layout.layout import Grid
+    from reshard.layout.grid import Grid
     from reshard.source.checkpoint import SourceFile
     from reshard.strategy.strategy import Strategy
 

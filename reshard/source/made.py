@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.zarr_files import is_store
-from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout
 from reshard.source.headers import contents_digest
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.source.records import digest as digest_of

@@ -103,7 +103,7 @@ def strategy_by_rules(
     """Return the strategy that a rules file defines for the tensors of a checkpoint.
 
     Args:
-        rules: a YAML file; see `strategy.rules_file`.
+        rules: a YAML file; see `strategy.rules`.
         checkpoint: the source of names, shapes and dtypes. Tensors without a known layout, and training state
             (global_step and the like), are left out unless a rule matches them.
         target_names: the new name of each tensor to include, by name in the checkpoint; by default all, unchanged.
@@ -113,13 +113,13 @@ def strategy_by_rules(
         UsageError: the file cannot be read, or is not a rules file for these tensors; all faults at once.
         SourceError: the checkpoint seems to have the blocks of one rank.
     """
-    from reshard.strategy.rules_file import strategy_from_file  # lazy import: rarely needed
+    from reshard.strategy.rules import layouts_from_file  # lazy import: rarely needed
 
     checkpoint.require_whole()
     names = {name: name for name in checkpoint.tensors} if target_names is None else target_names
     tensors = {new: checkpoint.tensors[old] for old, new in names.items() if checkpoint.tensors[old].text is None}
     has_layout = checkpoint.strategy is not None or checkpoint.extras.has_layouts
-    return strategy_from_file(
+    layouts, shapes = layouts_from_file(
         rules,
         {name: tensor.spec.shape for name, tensor in tensors.items()},
         dtypes={name: tensor.spec.dtype for name, tensor in tensors.items()},
@@ -128,3 +128,4 @@ def strategy_by_rules(
         },
         predict=predict,
     )
+    return Strategy.of(layouts, shapes=shapes)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, LayoutError, StrategyError
 from reshard.layout.block import shape_text
-from reshard.layout.layout import Layout, foldings, least_shape
+from reshard.layout.layout import Layout, least_shape
 from reshard.strategy.names import is_training_state, one_stage_advice, optimizer_states
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LayoutChange:
     """The two layouts of a tensor in one stage, if two strategies disagree on it."""
 
     name: str
@@ -44,8 +45,8 @@ class Diff:
 
     only_a: tuple[tuple[str, int], ...]
     only_b: tuple[tuple[str, int], ...]
-    blocks: tuple[Change, ...]
-    fields: tuple[Change, ...]
+    blocks: tuple[LayoutChange, ...]
+    fields: tuple[LayoutChange, ...]
 
     @property
     def same(self) -> bool:
@@ -63,14 +64,16 @@ def diff(a: Strategy, b: Strategy) -> Diff:
     (['w'], ['v'])
     """
     first, second = _by_name_and_stage(a), _by_name_and_stage(b)
-    blocks: list[Change] = []
-    fields: list[Change] = []
+    blocks: list[LayoutChange] = []
+    fields: list[LayoutChange] = []
     for key, placed in first.items():
         counterpart = second.get(key)
         if counterpart is None or placed.layout == counterpart.layout:
             continue
-        same = any(_same_blocks(*pair) for pair in _readings(placed, counterpart))
-        (fields if same else blocks).append(Change(*key, placed.layout, counterpart.layout))
+        ndim = min(len(placed.layout.tensor_map), len(counterpart.layout.tensor_map))  # JSON expands nested entries
+        readings = product(placed.of_dimensions(ndim), counterpart.of_dimensions(ndim))
+        same = any(_same_blocks(first_layout, second_layout) for (first_layout, _), (second_layout, _) in readings)
+        (fields if same else blocks).append(LayoutChange(*key, placed.layout, counterpart.layout))
     return Diff(
         tuple(key for key in first if key not in second),
         tuple(key for key in second if key not in first),
@@ -81,21 +84,6 @@ def diff(a: Strategy, b: Strategy) -> Diff:
 
 def _by_name_and_stage(strategy: Strategy) -> dict[tuple[str, int], Placed]:
     return {(name, placed.stage): placed for name, places in strategy.tensors.items() for placed in places}
-
-
-def _readings(a: Placed, b: Placed) -> list[tuple[Layout, Layout]]:
-    """Return pairs of layouts with equally many dimensions that two may represent.
-
-    There may be several pairs, because JSON expands nested entries.
-    """
-    dims = len(a.layout.tensor_map), len(b.layout.tensor_map)
-    if dims[0] == dims[1]:
-        return [(a.layout, b.layout)]
-    if dims[0] > dims[1] and a.expanded and a.shape is not None:
-        return [(layout, b.layout) for layout, _ in foldings(a.layout, a.shape, dims[1])]
-    if dims[1] > dims[0] and b.expanded and b.shape is not None:
-        return [(a.layout, layout) for layout, _ in foldings(b.layout, b.shape, dims[0])]
-    return []
 
 
 @lru_cache(maxsize=4096)

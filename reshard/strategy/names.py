@@ -274,7 +274,7 @@ def group_names(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, in
 
     Returns:
         for each folded name, its kind and the number of names it stands for, in order of first appearance. A row with
-        several ranges stands for all their combinations, each of which is one of the names.
+        several ranges stands for all their combinations; each is one of the names.
 
     >>> names = [f"h.{i}.{w}" for i in range(3) for w in ("wq", "wk")] + ["h.7.wq", "ln"]
     >>> group_names((name, None) for name in names)

@@ -4,19 +4,20 @@
    the edges of equal parts are at the same fractions of every shape.
 2. Every source block that overlaps the target rank's block is needed. The ranks that hold it are a *group*: one of
    them suffices.
-3. Choose the rank that is in most groups, and repeat until each group has a chosen rank. Then drop every rank whose
-   groups all have another. Each remaining rank is necessary; a smaller set may exist, but is hard to find.
+3. `layout.replicas.covering_ranks` chooses a rank of each group.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import product
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError
 from reshard.layout.block import Block
-from reshard.layout.layout import foldings, grid, least_shape
+from reshard.layout.layout import least_shape
+from reshard.layout.mesh import Mesh
+from reshard.layout.replicas import covering_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -57,7 +58,7 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
     """
     groups = {group for _, of_stages in _needs(source, target, rank) for group in of_stages[0]}
     preferred = rank if rank in source.ranks else source.ranks.start
-    return tuple(sorted(_cover(groups, preferred))) or (preferred,)
+    return tuple(sorted(covering_ranks(groups, preferred))) or (preferred,)
 
 
 def lacking_ranks(
@@ -87,7 +88,7 @@ def lacking_ranks(
         if all(unmet):
             for group in unmet[0]:
                 needing[group].append(name)
-    missing = sorted(_cover(needing, rank))
+    missing = sorted(covering_ranks(needing, rank))
     return {
         lacking: list(dict.fromkeys(name for group, tensors in needing.items() if lacking in group for name in tensors))
         for lacking in missing
@@ -126,11 +127,8 @@ def _groups(source: Placed, target: Placed | None, first_rank: int, local: int) 
     """Return the groups of source ranks that one tensor of a target rank needs."""
     groups: set[Group] = set()
     for before, after, shape in _readings(source, target):
-        stored = grid(shape, ((before, first_rank),))
-        block = Block.whole(shape) if after is None else grid(shape, ((after, 0),)).by_rank()[local]
-        groups.update(
-            frozenset(ranks) for piece, ranks in zip(stored.blocks, stored.ranks, strict=True) if piece & block
-        )
+        block = Block.whole(shape) if after is None else after.grid(shape).by_rank()[local]
+        groups.update(map(frozenset, Mesh.of(before, first_rank).grid(shape).holders(block)))
     return frozenset(groups)
 
 
@@ -141,46 +139,17 @@ def _readings(source: Placed, target: Placed | None) -> list[tuple[Layout, Layou
     """
     if target is None:
         return [(source.layout, None, source.shape or least_shape([source.layout]))]
-    readings: list[tuple[Layout, Layout | None, Shape]] = []
-    ndims = range(1 + max(len(source.layout.tensor_map), len(target.layout.tensor_map)))
-    for ndim in ndims:
-        for (before, source_shape), (after, target_shape) in product(_folded(source, ndim), _folded(target, ndim)):
-            if source_shape is None or target_shape is None or source_shape == target_shape:
-                readings.append((before, after, source_shape or target_shape or least_shape([before, after])))
+    readings: list[tuple[Layout, Layout | None, Shape]] = [
+        (before, after, source_shape or target_shape or least_shape([before, after]))
+        for ndim in range(1 + max(len(source.layout.tensor_map), len(target.layout.tensor_map)))
+        for (before, source_shape), (after, target_shape) in product(
+            source.of_dimensions(ndim), target.of_dimensions(ndim)
+        )
+        if source_shape is None or target_shape is None or source_shape == target_shape
+    ]
     if not readings:
         raise LayoutError(
             f"source layout {source.layout} and target layout {target.layout} fit no common shape",
             code="no-common-shape",
         )
     return readings
-
-
-def _folded(placed: Placed, ndim: int) -> list[tuple[Layout, Shape | None]]:
-    """Return the possible layouts of `ndim` dimensions, each with its shape."""
-    if placed.expanded and placed.shape is not None:
-        return [*foldings(placed.layout, placed.shape, ndim)]
-    return [(placed.layout, placed.shape)] if len(placed.layout.tensor_map) == ndim else []
-
-
-def _cover(groups: Iterable[Group], preferred: int) -> set[int]:
-    """Return a minimal set of ranks with a member in every group.
-
-    Among equally good ranks `preferred` wins.
-    """
-    member_of: dict[int, list[Group]] = defaultdict(list)
-    for group in groups:
-        for rank in group:
-            member_of[rank].append(group)
-    uncovered = set(groups)
-    count = Counter({rank: len(members) for rank, members in member_of.items()})
-    chosen: set[int] = set()
-    while uncovered:
-        rank = min(count, key=lambda rank: (-count[rank], rank != preferred, rank))
-        chosen.add(rank)
-        for group in uncovered.intersection(member_of[rank]):
-            uncovered.discard(group)
-            count.subtract(group)
-    for rank in sorted(chosen, key=lambda rank: (rank == preferred, rank)):
-        if all(len(group & chosen) > 1 for group in member_of[rank]):
-            chosen.discard(rank)  # ranks chosen later cover its groups
-    return chosen

@@ -30,7 +30,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
-from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -248,8 +249,7 @@ def _operator(
         if len(parts - {1} if label in stretched else parts) > 1:
             numbers = " and ".join(map(str, sorted(parts)))
             raise LayoutError(
-                f"strategy {strategies} of {kind} cuts dimension {label} into {numbers} parts",
-                code="inputs-disagree",
+                f"strategy {strategies} of {kind} cuts dimension {label} into {numbers} parts", code="inputs-disagree"
             )
     dims = [
         order.index(label) if cut > 1 else None

@@ -20,6 +20,28 @@ Every block agrees with MindSpore's own files (`test_rules.py` counts them). Onl
 layouts that a search chose or propagated (`auto_parallel`), so give these as rules; frozen weights, which
 `only_trainable_params` leaves out of a file; and weights with `parallel_optimizer=False`, so name these in
 `optimizer_parallel_except`.
+
+A rules file is YAML, for `reshard strategy make`:
+
+    mesh: {dp: 2, mp: 4}              # the devices of a stage, outermost axis first
+    rules:                            # globs of names; the first match counts
+      "*.wq.weight": [mp]             # dimension 0 by mp, the others whole
+      "*.wo.weight": [null, [dp, mp]] # dimension 1 by both, dp major
+      "*.wk.weight": [shard(0), replicate]  # PyTorch's placements: one for each axis of the mesh
+      "*.experts.*": {mesh: {edp: 2, ep: 4}, layout: [ep]}  # over other axes of the same devices
+      "learning_rate*": null          # not in the strategy: copied as it is
+    optimizer_parallel: true
+    optimizer_weight_shard_size: -1   # these two are MindSpore's defaults
+    parallel_optimizer_threshold: 64  # KB
+    optimizer_parallel_except: ["embedding*"]
+    pipeline: {"layers.[0-3].*": 0, "layers.[4-7].*": 1, "embedding*": [0, 1]}
+
+Or, instead of mesh and rules, the strategies of the network's operators, and the number of devices in a stage:
+
+    devices: 8
+    operators:
+      "layer1.weight": {matmul: [[2, 1], [1, 2]], transpose_b: false}
+      "layer1.bias": {add: [[2, 2], [2]]}
 """
 
 from __future__ import annotations
@@ -28,64 +50,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from reshard.dtypes import DType, by_name
+from reshard.dtypes import by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
-from reshard.layout.layout import MOST_DEVICES, Layout, whole
-from reshard.layout.placements import is_placement, placed, placement
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout, whole
+from reshard.storage.places import as_place
+from reshard.storage.small import read_yaml
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
-from reshard.strategy.strategy import Strategy
+from reshard.strategy.rule_values import (
+    OPTIONS,
+    check_options,
+    exact_rule,
+    key_path_of,
+    mesh_rule,
+    named_items,
+    parse_mesh,
+    parse_operators,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
+    from reshard.dtypes import DType
     from reshard.layout.block import Shape
-    from reshard.strategy.names import State
+    from reshard.storage.places import AnyName
     from reshard.strategy.operators import OperatorStrategy
-
-    LayoutOf = Callable[[Shape], Layout]  # returns the layout of a tensor of a shape
-
-AxisEntry = str | tuple[str, ...] | None
-"""The mesh axes that split a dimension: one, several (major first), or None."""
-
-Rule = Sequence[AxisEntry] | Mapping[str, Any] | None
-"""An entry for each dimension, the rest not split; None: not in the strategy.
-
-Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`layout.placements`). For
-other axes of the same devices, as for experts: `{"mesh": {"dp": 2, "ep": 4}, "layout": ["ep"]}`.
-"""
-
-
-class Options(TypedDict, total=False):
-    """The common options of strategies from rules and from operators.
-
-    Attributes:
-        dtypes: the dtypes of the tensors, by name, for the threshold; float32 by default.
-        optimizer_parallel: cut blocks again over the devices that share them (`enable_parallel_optimizer`).
-        optimizer_weight_shard_size: the maximum number of pieces; -1 for all devices that share a block.
-        parallel_optimizer_threshold: the smallest weight that is cut again, in KB of 1024 bytes; 64 by default.
-        optimizer_parallel_except: globs of weights that are not cut again (`Parameter.parallel_optimizer = False`).
-        pipeline: globs of weights to their stage or stages; the first match counts.
-        only_by_rule: names of tensors that are left out unless a rule matches them, as `global_step` in MindSpore.
-        predict: leave out optimizer states and `accu_grads.*`, as `infer_predict_layout` does.
-    """
-
-    dtypes: Mapping[str, DType | str]
-    optimizer_parallel: bool
-    optimizer_weight_shard_size: int
-    parallel_optimizer_threshold: int
-    optimizer_parallel_except: Sequence[str]
-    pipeline: Mapping[str, int | Sequence[int]] | None
-    only_by_rule: Collection[str]
-    predict: bool
-
+    from reshard.strategy.rule_values import LayoutOf, Options, Rule
 
 _MOST_WAYS = 64  # the largest number of parts in a hint
 _MOST_STAGES = 1 << 16
 
-OPTIONS = frozenset(Options.__annotations__) - {"dtypes", "only_by_rule", "predict"}
-"""The options that a rules file may have."""
+Built = tuple[dict[str, "Layout | Mapping[int, Layout]"], dict[str, "Shape"]]
+"""The layouts of a strategy and the whole shapes, by name."""
 
 
 def from_rules(
@@ -94,30 +92,21 @@ def from_rules(
     rules: Mapping[str, Rule],
     options: Options,
     faults: Faults | None = None,
-) -> Strategy:
-    """Build a strategy from a mesh and rules; see `Strategy.from_rules`.
+) -> Built:
+    """Build layouts from a mesh and rules; see `Strategy.from_rules`.
 
-    Args:
-        shapes: the whole shape of every tensor.
-        mesh: the extents of the axes by name, outermost first: the device matrix.
-        rules: globs of tensor names to rules for their dimensions; the first match counts.
-        options: see `Options`.
-        faults: collects the faults, under the name of a file.
-
-    Raises:
-        UsageError: all faults at once, each with its place.
+    The faults of a rules file are collected in `faults`, under its name.
     """
     faults = faults or Faults("rules")
-    extents = _mesh(mesh, "mesh", faults)
+    extents = parse_mesh(mesh, "mesh", faults)
     layout_rules = {
-        glob: _mesh_rule(rule, extents, _at("rules", glob), faults) for glob, rule in _items(rules, "rules", faults)
+        glob: mesh_rule(rule, extents, key_path_of("rules", glob), faults)
+        for glob, rule in named_items(rules, "rules", faults)
     }
-    _check_options(options, faults)
+    check_options(options, faults)
     faults.raise_if_any(UsageError)
-    unsplit = Layout(tuple(extents.values()), ())
-    return _build(
-        shapes, layout_rules, lambda shape: replace(unsplit, tensor_map=((),) * len(shape)), "rules", options, faults
-    )
+    matrix = tuple(extents.values())
+    return _build(shapes, layout_rules, lambda shape: Layout(matrix, ((),) * len(shape)), "rules", options, faults)
 
 
 def from_operators(
@@ -126,150 +115,90 @@ def from_operators(
     devices: int,
     options: Options,
     faults: Faults | None = None,
-) -> Strategy:
-    """Build a strategy from operators; see `Strategy.from_operators`.
+) -> Built:
+    """Build layouts from operators; see `Strategy.from_operators`.
 
-    Args:
-        shapes: the whole shape of every tensor.
-        operators: globs of tensor names to the strategy of the operator that uses them, or to a layout.
-        devices: ranks in each stage.
-        options: see `Options`.
-        faults: collects the faults, under the name of a file.
-
-    Raises:
-        UsageError: all faults at once, each with its place.
+    The faults of a rules file are collected in `faults`, under its name.
     """
     faults = faults or Faults("operators")
-    _check_options(options, faults)
+    check_options(options, faults)
     if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
-        faults.add("$.devices", f"is {devices!r:.60}; expected a number from 1 to {MOST_DEVICES}", code="out-of-range")
+        faults.unexpected("$.devices", devices, f"a number from 1 to {MOST_DEVICES}", code="out-of-range")
         faults.raise_if_any(UsageError)
     layout_rules: dict[str, Any] = {}
-    for glob, operator in _items(operators, "operators", faults):
+    for glob, operator in named_items(operators, "operators", faults):
         try:
             layout = operator if operator is None or isinstance(operator, Layout) else operator.layout(devices)
         except LayoutError as error:
-            faults.add(_at("operators", glob), error)
+            faults.add(key_path_of("operators", glob), error)
             continue
         if layout is not None and layout.devices != devices:
             faults.add(
-                _at("operators", glob),
+                key_path_of("operators", glob),
                 f"is a layout of {layout.devices} devices; a stage has {devices}",
                 code="devices-differ",
             )
-        layout_rules[glob] = layout and _exactly(layout)
+        layout_rules[glob] = layout and exact_rule(layout)
     faults.raise_if_any(UsageError)
     return _build(shapes, layout_rules, lambda shape: whole(len(shape), devices), "operators", options, faults)
 
 
-# --- rules ------------------------------------------------------------------------------------------------------
+def layouts_from_file(
+    path: AnyName,
+    shapes: Mapping[str, Shape],
+    *,
+    dtypes: Mapping[str, DType | str] | None = None,
+    only_by_rule: Collection[str] = (),
+    predict: bool = False,
+) -> Built:
+    """Build the layouts that a rules file describes.
 
+    Args:
+        path: a YAML file.
+        shapes: the whole shape of every tensor.
+        dtypes: the dtypes of the tensors, for the threshold of optimizer parallel.
+        only_by_rule: names of tensors that are left out unless a rule matches them.
+        predict: leave out the states of the optimizer.
 
-def _at(key: str, name: str) -> str:
-    return f"$.{key}[{name!r}]"
-
-
-def _items(value: object, key: str, faults: Faults) -> list[tuple[str, Any]]:
-    """Return the items of a mapping with text keys; report a fault for anything else."""
-    if not isinstance(value, Mapping):
-        faults.add(f"$.{key}", f"is {value!r:.60}; expected a mapping", code="wrong-type")
-        return []
-    for name in value:
-        if not isinstance(name, str) or not name:
-            faults.add(f"$.{key}", f"has the key {name!r:.60}; expected text", code="bad-name")
-    return [(name, item) for name, item in value.items() if isinstance(name, str) and name]
-
-
-def _mesh(mesh: object, key: str, faults: Faults) -> dict[str, int]:
-    extents = {}
-    for axis, extent in _items(mesh, key, faults):
-        if type(extent) is not int or not 1 <= extent <= MOST_DEVICES:
-            faults.add(
-                f"$.{key}.{axis}",
-                f"is {extent!r:.60}; expected a number from 1 to {MOST_DEVICES}",
-                code="out-of-range",
-            )
-        else:
-            extents[axis] = extent
-    try:
-        Layout(tuple(extents.values()), ())
-    except LayoutError as error:
-        faults.add(f"$.{key}", error.changed(lambda text: text.replace("dev_matrix", "mesh")))
-    return extents
-
-
-def _mesh_rule(rule: object, mesh: Mapping[str, int], key_path: str, faults: Faults) -> LayoutOf | None:
-    """Return a function from shapes to the layouts of a rule; report faults."""
-    if rule is None:
-        return None
-    values = {axis: len(mesh) - 1 - number for number, axis in enumerate(mesh)}
-    tensor_map: list[tuple[int, ...]] = []
-    if isinstance(rule, Mapping) and rule.keys() == {"mesh", "layout"}:
-        rule_mesh = _mesh(rule["mesh"], f"{key_path.removeprefix('$.')}.mesh", faults)
-        if prod(rule_mesh.values()) != prod(mesh.values()):
-            devices = f"{prod(rule_mesh.values())} devices; a stage has {prod(mesh.values())}"
-            faults.add(f"{key_path}.mesh", f"has {devices}", code="devices-differ")
-        return _mesh_rule(rule["layout"], rule_mesh, f"{key_path}.layout", faults)
-    if isinstance(rule, str) or not isinstance(rule, Sequence):
-        expected = "a list with one entry per dimension, a mesh and a layout, or null"
-        faults.add(key_path, f"is {rule!r:.60}; expected {expected}", code="wrong-type")
-        return None
-    if any(is_placement(entry) and entry not in mesh for entry in rule):
-        return _placements_rule(rule, mesh, key_path, faults)
-    used: set[str] = set()
-    for dim, entry in enumerate(rule):
-        axes = () if entry in (None, "None", []) else (entry,) if isinstance(entry, str) else entry
-        if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            faults.add(
-                f"{key_path}[{dim}]", f"is {entry!r:.60}; expected an axis, a list of axes, or null", code="wrong-type"
-            )
-            continue
-        for axis in axes:
-            if axis not in mesh:
-                faults.add(
-                    f"{key_path}[{dim}]", f"names axis {axis!r}; the mesh has {names(mesh)}", code="unknown-axis"
-                )
-            elif axis in used:
-                faults.add(f"{key_path}[{dim}]", f"uses axis {axis!r} a second time", code="repeated-axis")
-            used.add(axis)
-        tensor_map.append(tuple(values.get(axis, 0) for axis in axes))
-    extents = tuple(mesh.values())
-
-    def layout(shape: Shape) -> Layout:
-        ndim = len(shape)
-        if len(tensor_map) > ndim:
-            raise LayoutError(f"has {len(tensor_map)} entries for {ndim} dimensions", code="wrong-dimensions")
-        return Layout(extents, (*tensor_map, *((),) * (ndim - len(tensor_map))))
-
-    return layout
-
-
-def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], key_path: str, faults: Faults) -> LayoutOf | None:
-    """Return a function from shapes to the layouts of placements; report faults."""
-    if len(rule) != len(mesh):
-        faults.add(
-            key_path,
-            f"has {len(rule)} placements; expected one for each axis of the mesh ({names(mesh)})",
-            code="wrong-count",
+    Raises:
+        UsageError: the file cannot be read, or is not a rules file for such tensors; all faults at once, each with its
+            place in the file.
+    """
+    faults = Faults(str(path))
+    top = read_yaml(as_place(path), "rules file", faults)
+    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
+        raise UsageError(
+            f"{path} holds a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules",
+            code="wrong-type",
         )
-    placements = []
-    for number, entry in enumerate(rule):
-        try:
-            placements.append(placement(str(entry)))
-        except LayoutError as error:
-            faults.add(f"{key_path}[{number}]", error)
-    return lambda shape: placed(tuple(mesh.values()), placements, shape)
-
-
-def _exactly(layout: Layout) -> LayoutOf:
-    def of(shape: Shape) -> Layout:
-        if len(layout.tensor_map) != len(shape):
-            raise LayoutError(
-                f"is for {len(layout.tensor_map)} dimensions; the tensor has {len(shape)}", code="wrong-dimensions"
-            )
-        return layout
-
-    return of
+    if "reshard-rules" in top:
+        raise UsageError(
+            f"{path} is a file of --rules, which rename and fuse tensors",
+            code="wrong-kind",
+            facts=["expected the keys mesh and rules, which say how tensors are cut"],
+        )
+    options = {key: top.pop(key) for key in OPTIONS & top.keys()}
+    kinds = [{"mesh", "rules"}, {"devices", "operators"}]
+    kind = next((keys for keys in kinds if keys & top.keys()), kinds[0])
+    for key in (key for key in top if key not in kind):
+        faults.add(
+            f"$.{key}",
+            f"is unknown; expected {names(sorted(kind))}, and perhaps {names(sorted(OPTIONS), most=9)}",
+            code="unknown-key",
+        )
+    for key in sorted(kind - top.keys()):
+        faults.add(
+            f"$.{key}",
+            f"is missing; expected {names(sorted(kinds[0]))}, or {names(sorted(kinds[1]))}",
+            code="missing-key",
+            hint="`reshard help strategies` has examples",
+        )
+    operators = parse_operators(top.get("operators"), faults)
+    faults.raise_if_any(UsageError)
+    arguments: Any = {**options, "dtypes": dtypes or {}, "only_by_rule": only_by_rule, "predict": predict}
+    if kind is kinds[0]:
+        return from_rules(shapes, top["mesh"], top["rules"], arguments, faults)
+    return from_operators(shapes, operators, top["devices"], arguments, faults)
 
 
 # --- from rules to layouts --------------------------------------------------------------------------------------
@@ -282,7 +211,7 @@ def _build(
     key: str,
     options: Options,
     faults: Faults,
-) -> Strategy:
+) -> Built:
     """Apply rules, pipeline and optimizer parallel to every tensor (the steps above)."""
     homes: dict[str, str] = {}  # the weight of each tensor, and itself for a weight
     owners: dict[str, str] = {}  # the tensor whose rule applies
@@ -290,17 +219,19 @@ def _build(
     for name, shape in shapes.items():
         if name in states and name not in rules and options.get("predict", False):
             continue
-        weight = None if name in rules else _weight(name, states, shapes)
-        homes[name] = weight or name
-        owners[name] = weight if weight is not None and tuple(shapes[weight]) == tuple(shape) else name
-    ruled = _first_matches(rules, dict.fromkeys(owners.values()), key, shapes, faults)
+        weight = name
+        while weight in states and name not in rules:  # a state may be of a state (`accu_grads.adam_m.w`)
+            weight = states[weight].weight
+        homes[name] = weight if weight in shapes else name
+        owners[name] = homes[name] if tuple(shapes[homes[name]]) == tuple(shape) else name
+    glob_of = _first_matches(rules, dict.fromkeys(owners.values()), key, shapes, faults)
     by_rule = frozenset(options.get("only_by_rule", ()))
     strategy_shapes = {
         name: tuple(shapes[name])
-        for name, glob in ruled.items()
+        for name, glob in glob_of.items()
         if (rules[glob] is not None if glob is not None else shapes[name] and name not in by_rule)
     }
-    layouts = _layouts(strategy_shapes, rules, ruled, unmatched, key, faults)
+    layouts = _layouts(strategy_shapes, rules, glob_of, unmatched, key, faults)
     if options.get("optimizer_parallel", False):
         layouts = _optimizer_parallel(strategy_shapes, layouts, options, faults)
     stages = _stages([homes[name] for name in strategy_shapes], shapes, options.get("pipeline"), faults)
@@ -310,18 +241,7 @@ def _build(
     }
     if not by_name:
         raise UsageError(f"{faults.subject}: no tensor is left for a strategy", code="no-tensors")
-    return Strategy.of(by_name, shapes={name: tuple(shapes[name]) for name in by_name})
-
-
-def _weight(name: str, states: Mapping[str, State], weights: Collection[str]) -> str | None:
-    """Return the weight of an optimizer state, or None.
-
-    A state may be the state of a state (`accu_grads.adam_m.w`).
-    """
-    weight = name
-    while weight in states:
-        weight = states[weight].weight
-    return weight if weight != name and weight in weights else None
+    return by_name, {name: tuple(shapes[name]) for name in by_name}
 
 
 def _first_matches(
@@ -333,19 +253,19 @@ def _first_matches(
     for glob in (glob for glob in patterns if glob not in used):
         if matched := matching(glob, tensor_names):
             faults.add(
-                _at(key, glob),
+                key_path_of(key, glob),
                 f"is never used: an earlier pattern takes {names(matched)}, or it is an optimizer state",
                 code="unused-pattern",
             )
         else:
-            faults.add(_at(key, glob), partial(no_match, glob, tensor_names), code="no-match")
+            faults.add(key_path_of(key, glob), partial(no_match, glob, tensor_names), code="no-match")
     return first
 
 
 def _layouts(
     shapes: Mapping[str, Shape],
     rules: Mapping[str, LayoutOf | None],
-    ruled: Mapping[str, str | None],
+    glob_of: Mapping[str, str | None],
     unmatched: LayoutOf,
     key: str,
     faults: Faults,
@@ -358,9 +278,9 @@ def _layouts(
     wrong: dict[tuple[str, str, str], list[str]] = {}
     hints: dict[str, str] = {}
     for name, shape in shapes.items():
-        glob = ruled[name]
+        glob = glob_of[name]
+        layout_of = (rules[glob] if glob is not None else None) or unmatched
         try:
-            layout_of = unmatched if glob is None else rules[glob] or unmatched
             layouts[name] = layout_of(shape)
             splits = layouts[name].splits
         except LayoutError as error:
@@ -373,7 +293,7 @@ def _layouts(
                 hints.setdefault(fault, f"{extent} can be cut into {ways_that_fit or 'no'} parts; null leaves it whole")
                 wrong.setdefault((glob or "", fault, "not-divisible"), []).append(name)
     for (glob, fault, code), tensors in wrong.items():
-        faults.add(_at(key, glob), f"{fault} ({names(tensors)})", code=code, hint=hints.get(fault, ""))
+        faults.add(key_path_of(key, glob), f"{fault} ({names(tensors)})", code=code, hint=hints.get(fault, ""))
     return layouts
 
 
@@ -449,18 +369,15 @@ def _stages(
     if pipeline is None:
         return {name: [0] for name in weights}
     by_glob: dict[str, list[int]] = {}
-    for glob, value in _items(pipeline, "pipeline", faults):
+    for glob, value in named_items(pipeline, "pipeline", faults):
         stages = [value] if type(value) is int else value
         if (
             not isinstance(stages, Sequence)
             or not stages
             or any(type(n) is not int or not 0 <= n < _MOST_STAGES for n in stages)
         ):
-            faults.add(
-                _at("pipeline", glob),
-                f"is {value!r:.60}; expected a stage, counted from 0, or a list of stages",
-                code="bad-stage",
-            )
+            expected = "a stage, counted from 0, or a list of stages"
+            faults.unexpected(key_path_of("pipeline", glob), value, expected, code="bad-stage")
             stages = []
         by_glob[glob] = list(stages)
     first = _first_matches(by_glob, weights, "pipeline", tensor_names, faults)
@@ -476,28 +393,3 @@ def _stages(
             code="missing-stage",
         )
     return by_name
-
-
-def _check_options(options: Options, faults: Faults) -> None:
-    for option in ("optimizer_parallel", "predict"):
-        if not isinstance(value := options.get(option, False), bool):
-            faults.add(f"$.{option}", f"is {value!r:.60}; expected true or false", code="wrong-type")
-    size = options.get("optimizer_weight_shard_size", -1)
-    if type(size) is not int or size < -1 or size == 0:
-        faults.add(
-            "$.optimizer_weight_shard_size",
-            f"is {size!r:.60}; expected -1, or a number of at least 1",
-            code="out-of-range",
-        )
-    threshold = options.get("parallel_optimizer_threshold", 64)
-    if type(threshold) is not int or threshold < 0:
-        faults.add(
-            "$.parallel_optimizer_threshold",
-            f"is {threshold!r:.60}; expected a number of KB, at least 0",
-            code="out-of-range",
-        )
-    excepted = options.get("optimizer_parallel_except", ())
-    if isinstance(excepted, str) or not isinstance(excepted, Sequence) or not all(isinstance(g, str) for g in excepted):
-        faults.add(
-            "$.optimizer_parallel_except", f"is {excepted!r:.60}; expected a list of patterns", code="wrong-type"
-        )

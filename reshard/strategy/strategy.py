@@ -13,19 +13,24 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, names
 from reshard.layout.arrangement import Arranged, Arrangement
 from reshard.layout.block import shape_text
-from reshard.layout.layout import Grid, Layout, foldings, grid
+from reshard.layout.grid import grid
+from reshard.layout.layout import Layout, foldings
 from reshard.layout.mesh import Mesh
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Unpack
 
     from reshard.layout.block import Shape
+    from reshard.layout.grid import Grid
     from reshard.strategy.operators import OperatorStrategy
-    from reshard.strategy.rules import Options, Rule
+    from reshard.strategy.rule_values import Options, Rule
     from reshard.view.svg import Picture
 
+
+MOST_STAGES = 1 << 16
+"""The most pipeline stages that are accepted."""
 
 MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 """A tensor's name in a file that has several pipeline stages: the stage, a dash, the name."""
@@ -64,6 +69,12 @@ class Placed(NamedTuple):
     shape: Shape | None = None
     unknown: bytes | tuple[tuple[str, object], ...] = b""
     expanded: bool = False
+
+    def of_dimensions(self, ndim: int) -> list[tuple[Layout, Shape | None]]:
+        """Return the layouts of `ndim` dimensions that this may be, each with its shape."""
+        if self.expanded and self.shape is not None:
+            return [*foldings(self.layout, self.shape, ndim)]
+        return [(self.layout, self.shape)] if len(self.layout.tensor_map) == ndim else []
 
 
 class Operator(NamedTuple):
@@ -110,10 +121,7 @@ class Strategy:
 
     @classmethod
     def of(
-        cls,
-        layouts: Mapping[str, Layout | Mapping[int, Layout]],
-        *,
-        shapes: Mapping[str, Shape] | None = None,
+        cls, layouts: Mapping[str, Layout | Mapping[int, Layout]], *, shapes: Mapping[str, Shape] | None = None
     ) -> Strategy:
         """Build a strategy from layouts by name, or by name and stage.
 
@@ -134,11 +142,7 @@ class Strategy:
 
     @classmethod
     def from_rules(
-        cls,
-        shapes: Mapping[str, Shape],
-        mesh: Mapping[str, int],
-        rules: Mapping[str, Rule],
-        **options: Unpack[Options],
+        cls, shapes: Mapping[str, Shape], mesh: Mapping[str, int], rules: Mapping[str, Rule], **options: Unpack[Options]
     ) -> Strategy:
         """Build the strategy of a network without compiling it, from a mesh and rules.
 
@@ -150,7 +154,7 @@ class Strategy:
                 matches. Optimizer states follow their weights. A rule of None leaves tensors out of the strategy. A
                 rule may also be PyTorch's placements, one for each axis: `["shard(0)", "replicate"]`.
             options: `dtypes`, `optimizer_parallel`, `optimizer_weight_shard_size`, `parallel_optimizer_threshold`,
-                `optimizer_parallel_except`, `pipeline`, `only_by_rule`, `predict`; see `strategy.rules.Options`.
+                `optimizer_parallel_except`, `pipeline`, `only_by_rule`, `predict`; see `strategy.rule_values.Options`.
 
         Raises:
             UsageError: a rule is never used, names an unknown axis, does not divide a tensor; all faults at once.
@@ -163,7 +167,8 @@ class Strategy:
         """
         from reshard.strategy.rules import from_rules
 
-        return from_rules(shapes, mesh, rules, options)
+        layouts, whole_shapes = from_rules(shapes, mesh, rules, options)
+        return cls.of(layouts, shapes=whole_shapes)
 
     @classmethod
     def from_operators(
@@ -194,7 +199,8 @@ class Strategy:
         """
         from reshard.strategy.rules import from_operators
 
-        return from_operators(shapes, operators, devices, options)
+        layouts, whole_shapes = from_operators(shapes, operators, devices, options)
+        return cls.of(layouts, shapes=whole_shapes)
 
     @property
     def ranks(self) -> range:
@@ -236,10 +242,10 @@ class Strategy:
             raise error.about(f"tensor {name!r}") from None
 
     def arrangement(self, shapes: Mapping[str, Shape], faults: Faults) -> Arrangement:
-        """Return the layouts and ranks of the named tensors among some.
+        """Return the layouts and ranks of the tensors that the strategy names.
 
         Args:
-            shapes: the whole shapes of tensors, as the files store them.
+            shapes: the whole shapes of tensors, as the files store them; tensors without a shape are left out.
             faults: collects the tensors whose layout is of another shape.
         """
         tensors = {}
@@ -393,66 +399,3 @@ def agreed_devices(tensors: Mapping[str, Iterable[Placed]], faults: Faults) -> i
                     code="devices-differ",
                 )
     return devices
-
-
-def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
-    """Merge the files of a pipeline's ranks, as `merge_pipeline_strategys` does.
-
-    Files of the same stage must agree; no stage from 0 to the last may be missing.
-
-    Args:
-        parts: each file's name, for messages, and its strategy.
-
-    Raises:
-        StrategyError: all faults at once.
-    """
-    faults = Faults("merging strategies")
-    by_stage: dict[int, tuple[str, Strategy]] = {}
-    for path, part in parts:
-        if not part.tensors:
-            faults.add(
-                path,
-                "names no tensor; MindSpore leaves such a file after a failed run",
-                code="no-tensors",
-            )
-        elif part.merged:
-            faults.add(path, "is already merged", code="already-merged", hint="give the files of the single ranks")
-        else:
-            first_path, first = by_stage.setdefault(part.stages.start, (path, part))
-            if first.tensors != part.tensors:
-                different = [
-                    n for n in {**first.tensors, **part.tensors} if first.tensors.get(n) != part.tensors.get(n)
-                ]
-                faults.add(
-                    path,
-                    f"disagrees with {first_path} of the same stage {part.stages.start} on {names(different)}",
-                    code="files-disagree",
-                )
-            elif first.devices != part.devices:
-                faults.add(
-                    path,
-                    f"has {part.devices} devices a stage; {first_path} has {first.devices}",
-                    code="devices-differ",
-                )
-    count = max(by_stage, default=-1) + 1
-    for stage in sorted(set(range(count)) - set(by_stage)):
-        faults.add(
-            f"stage {stage}",
-            f"has no file; {by_stage[count - 1][0]} is stage {count - 1}",
-            code="missing-stage",
-        )
-    devices = {part.devices for _, part in by_stage.values()}
-    if len(devices) > 1:
-        faults.add("stages", f"have different numbers of devices: {names(sorted(devices))}", code="devices-differ")
-    if not parts:
-        faults.add("directory", "has no strategy file", code="no-strategy-file")
-    faults.raise_if_any(StrategyError)
-    stages = [by_stage[stage][1] for stage in range(count)]
-    if count == 1:
-        return stages[0]
-    tensors: dict[str, tuple[Placed, ...]] = {}
-    for part in stages:
-        for name, places in part.tensors.items():
-            tensors[name] = tensors.get(name, ()) + places
-    operators = tuple(operator for part in stages for operator in part.operators)
-    return Strategy(tensors, range(count), devices.pop(), operators, merged=True, current_stage=1)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import SizedTensor
     from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
-    from reshard.layout.layout import Grid
+    from reshard.layout.grid import Grid
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import Assigned, TargetTensor

@@ -20,6 +20,7 @@ from reshard.plan.select import all_states
 from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
+from reshard.upward import upward
 from reshard.view.text import count_text, looked_text, plain, source_lines, table_lines
 from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
 
@@ -94,9 +95,7 @@ class Groups(Mapping[str, Checkpoint]):
         return "\n".join(table_lines((self.by, "count", "bytes", "dtype"), rows))
 
     def _repr_html_(self) -> str:
-        from reshard.view.html import groups_html
-
-        return groups_html(self)
+        return str(upward("html")(self))
 
 
 def group_rows(groups: Groups) -> list[tuple[str, str, str, str]]:

@@ -16,7 +16,7 @@ import reshard
 from reshard.errors import UsageError
 from reshard.layout.layout import Layout
 from reshard.strategy.diff import check, diff
-from reshard.strategy.rules_file import strategy_from_file
+from reshard.strategy.rules import layouts_from_file
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
 def test_rules_files_that_are_none(tmp_path: Path, text: str, codes: list[str], places: list[str]) -> None:
     rules = written(tmp_path / "rules.yaml", text)
     with refused(UsageError, codes[0], rules, *places) as caught:
-        strategy_from_file(rules, SHAPES)
+        layouts_from_file(rules, SHAPES)
     assert (caught.value.exit_code, caught.value.codes) == (2, tuple(codes))
 
 
@@ -229,14 +229,15 @@ def test_a_rules_file_that_is_not_there(real: Path, tmp_path: Path) -> None:
 
 def test_a_rule_may_leave_a_tensor_out(tmp_path: Path) -> None:
     rules = written(tmp_path / "rules.yaml", "mesh: {dp: 2}\nrules: {b: null}\n")
-    assert list(strategy_from_file(rules, SHAPES).tensors) == ["w", "moments.w"]
+    assert list(layouts_from_file(rules, SHAPES)[0]) == ["w", "moments.w"]
     operators = written(tmp_path / "operators.yaml", "devices: 2\noperators: {b: null}\n")
-    assert list(strategy_from_file(operators, SHAPES, predict=True).tensors) == ["w"]
+    assert list(layouts_from_file(operators, SHAPES, predict=True)[0]) == ["w"]
 
 
 def test_a_rule_with_a_mesh_of_its_own(tmp_path: Path) -> None:
     text = "mesh: {dp: 2, mp: 4}\nrules: {w: [mp], b: {mesh: {edp: 4, ep: 2}, layout: [ep]}}\n"
-    made = strategy_from_file(written(tmp_path / "rules.yaml", text), SHAPES)
+    layouts, shapes = layouts_from_file(written(tmp_path / "rules.yaml", text), SHAPES)
+    made = Strategy.of(layouts, shapes=shapes)
     assert [str(made.tensors[name][0].layout) for name in ("w", "b")] == ["[2, 4] map [0, -1]", "[4, 2] map [0]"]
 
 

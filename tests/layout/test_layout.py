@@ -15,7 +15,8 @@ from refusals import refused
 
 from reshard.errors import LayoutError
 from reshard.layout.block import Block
-from reshard.layout.layout import Layout, foldings, grid, map_text, whole
+from reshard.layout.grid import grid, map_text
+from reshard.layout.layout import Layout, foldings, whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.layout.block import Shape
-    from reshard.layout.layout import Grid
+    from reshard.layout.grid import Grid
 
 
 def test_ranks_of_the_same_block_are_a_group() -> None:

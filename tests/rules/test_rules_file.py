@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 import reshard
 from reshard import Rules
 from reshard.errors import SourceError, UsageError
-from reshard.rules.names import Family, Pattern, families
 from reshard.rules.numbers import Numbers, UnknownError
+from reshard.rules.patterns import Family, Pattern, families
 from reshard.rules.rules import example
 from reshard.strategy.names import optimizer_states
 

@@ -15,10 +15,10 @@ from refusals import check, refused
 
 from reshard.errors import UsageError
 from reshard.layout.layout import Layout
-from reshard.strategy.files import read_strategy, write_strategy
+from reshard.strategy.files import merge, read_strategy, write_strategy
 from reshard.strategy.names import optimizer_states
 from reshard.strategy.rules import optimizer_sharded
-from reshard.strategy.strategy import Strategy, merge
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from pathlib import Path

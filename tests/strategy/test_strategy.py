@@ -14,7 +14,8 @@ from refusals import check, refused
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
-from reshard.strategy.strategy import Placed, Strategy, merge
+from reshard.strategy.files import merge
+from reshard.strategy.strategy import Placed, Strategy
 
 ROWS = Layout.of([2], [0, -1])
 COLUMNS = Layout.of([2], [-1, 0])

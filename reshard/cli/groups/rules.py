@@ -154,14 +154,14 @@ def show(file: Place, source: Place, tensors: tuple[str, ...], **arguments: Any)
     This is what shapes alone cannot tell: whether gate and up stand one behind the other or row by row,
     how many groups there are. Compare it with what the program does.
     """
-    from reshard.rules.show import shown
+    from reshard.rules.show import fusion_of
 
     derived = _derived(file, source, **arguments)
     firsts: dict[str, str] = {}  # of each rule
     for name, fused in derived.fused.items():
-        firsts.setdefault(fused.use.rule.where, name)
+        firsts.setdefault(fused.use.rule.key_path, name)
     for name in tensors or firsts.values():
-        print_text(f"{shown(derived, name)}\n")
+        print_text(f"{fusion_of(derived, name)}\n")
 
 
 @rules.command(

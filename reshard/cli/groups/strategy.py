@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions
     from reshard.layout.layout import Layout
     from reshard.storage.places import Place
-    from reshard.strategy.diff import Change, Diff
+    from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
 
 _output = option(
@@ -312,7 +312,7 @@ def _diff_lines(a: Strategy, b: Strategy, diff: Diff, titles: tuple[str, str]) -
             yield f"only in {title} ({printable(titles[title == 'B'])}):"
             yield from (f"  {printable(name)}{_stage(b, stage)}" for name, stage, _ in group_names(only))
     for title, changes in (("other blocks", diff.blocks), ("the same blocks, written otherwise", diff.fields)):
-        groups: dict[tuple[int, str, str], list[Change]] = {}
+        groups: dict[tuple[int, str, str], list[LayoutChange]] = {}
         for change in changes:
             groups.setdefault((change.stage, words_of(change.a, change.b), words_of(change.b, change.a)), []).append(
                 change
@@ -333,7 +333,7 @@ def _stage(strategy: Strategy, stage: int) -> str:
 def _diff_data(a: Strategy, b: Strategy, diff: Diff) -> dict[str, object]:
     from reshard.view.words import layout_data
 
-    def changes(group: Iterable[Change]) -> list[dict[str, object]]:
+    def changes(group: Iterable[LayoutChange]) -> list[dict[str, object]]:
         return [{"name": c.name, "stage": c.stage, "a": layout_data(c.a), "b": layout_data(c.b)} for c in group]
 
     return {

@@ -15,6 +15,7 @@ code writes and reads, run (`tests/data/checkpoint2`).
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -308,7 +309,7 @@ class _Joined:
         mesh = list(self.metadata.meshes)[described.mesh]
         expected = [of_rank[rank] for rank in mesh.ranks] * (len(others) // len(mesh.ranks))
         fits = [number for _, number in others] == expected and not (others and contradicts)
-        return Arranged((mesh,), described.shape, others) if fits else Arranged((mesh._replace(ranks=()),))
+        return Arranged((mesh,), described.shape, others) if fits else Arranged((replace(mesh, ranks=()),))
 
     def _cut(self, blocks: Sequence[Block], replicas: Sequence[Sequence[int]], reason: str = "") -> _Cut:
         at, firsts = where(self.files, sorted({number for copies in replicas for number in copies}))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import LayoutError, SourceError
 from reshard.layout.block import MOST_DIMS, Block, is_possible, shape_text
-from reshard.layout.placements import Shard, held
+from reshard.layout.placements import DimShard, device_ranges
 from reshard.readers.dcp.torch_save import rebuilt
 from reshard.readers.pickles import Name, Record, numbers, shown
 from reshard.strategy.names import ranks_text
@@ -69,7 +69,7 @@ class Kept(NamedTuple):
             return
         shape, placements, mesh = self.spec
         try:
-            ranges = held(mesh.extents, placements, shape, _place(mesh, rank))
+            ranges = device_ranges(mesh.extents, placements, shape, _place(mesh, rank))
         except LayoutError as error:
             raise SourceError(error.message, code=error.code) from None
         extents = tuple(sum(stop - start for start, stop in some) for some in ranges)
@@ -201,11 +201,11 @@ def _placement(value: object) -> Placement:
     dim, factor = value.field("dim"), value.field("split_factor") if name == "_StridedShard" else None
     (dim,) = numbers((dim,))
     if name == "Shard":
-        return Shard(dim)
+        return DimShard(dim)
     (factor,) = numbers((factor,))
     if not factor:
         raise SourceError("has the split_factor 0", code="bad-split-factor")
-    return Shard(dim, factor)
+    return DimShard(dim, factor)
 
 
 def _mesh(value: Record, rank: int, count: int) -> Mesh:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from reshard.errors import SourceError, UsageError
+from reshard.errors import UsageError
 from reshard.storage.places import as_place
-
-if TYPE_CHECKING:
-    from reshard.source.checkpoint import Checkpoint
 
 MOST_ALPHA = 1e9
 TIED = ("both", "untie")
@@ -49,19 +45,6 @@ class LoRA:
                 f"tied of a LoRA adapter is {self.tied!r:.60}; expected {' or '.join(TIED)}", code="bad-value"
             )
         object.__setattr__(self, "root", str(as_place(self.root).absolute()))
-
-    def merged(self, source: Checkpoint) -> Checkpoint:
-        """Merge the adapter into a checkpoint's weights: see `Checkpoint.merge_lora`."""
-        from reshard.rules.lora.adapter import read_adapter  # not on every start
-        from reshard.rules.lora.merge import merge
-
-        adapter = read_adapter(self)
-        if self.digest not in {"", adapter.digest}:
-            raise SourceError(
-                f"{self.root} is not the LoRA adapter that was planned or merged", code="different-adapter",
-                hint="give that adapter",
-            )  # fmt: skip
-        return merge(source, adapter, replace(self, digest=adapter.digest))
 
 
 def is_alpha(value: object) -> bool:

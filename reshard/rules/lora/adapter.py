@@ -104,9 +104,7 @@ def _config(root: Place, alpha: float | None) -> _Config:
     path = root / CONFIG
     if not path.is_file():
         raise SourceError(
-            f"{root} has no {CONFIG}",
-            code="not-an-adapter",
-            hint="give the directory of an adapter that PEFT saved",
+            f"{root} has no {CONFIG}", code="not-an-adapter", hint="give the directory of an adapter that PEFT saved"
         )
     repeated: list[str] = []
     try:

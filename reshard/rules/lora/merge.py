@@ -1,6 +1,6 @@
 """Merge an adapter into the weights of a checkpoint: a wrapper around the store of its files adds the product.
 
-1. Each run of bytes of a changed weight is a `Span`: its position in a file, and its elements.
+1. Each run of bytes of a changed weight is a `WeightSpan`: its position in a file, and its elements.
 2. A band is read as usual; then the elements of the product are added to its elements in spans, in float32, and the
    sum is rounded once, to the dtype of the weight.
 3. The product is computed by numpy, in tiles of a fixed grid over the whole weight: an element is the same in every
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.layout.block import Block, flat_boxes, shape_text
+from reshard.rules.lora.adapter import read_adapter
 from reshard.rules.lora.parts import Copy, Pair
 from reshard.rules.lora.tied import ALIAS, resolve
 from reshard.source.checkpoint import Origin
@@ -56,7 +57,7 @@ _COPY_BYTES = 1 << 20  # the rows of a copy that are compared at once
 _SAMPLE = 4096
 
 
-class Span(NamedTuple):
+class WeightSpan(NamedTuple):
     """A run of bytes of a block of a weight.
 
     Attributes:
@@ -75,6 +76,17 @@ class Span(NamedTuple):
     dtype: DType
     of: Pair | Copy
     transposed: bool
+
+
+def merged(source: Checkpoint, lora: LoRA) -> Checkpoint:
+    """Return a checkpoint with an adapter merged into its weights: see `Checkpoint.merge_lora`."""
+    adapter = read_adapter(lora)
+    if lora.digest not in {"", adapter.digest}:
+        raise SourceError(
+            f"{lora.root} is not the LoRA adapter that was planned or merged", code="different-adapter",
+            hint="give that adapter",
+        )  # fmt: skip
+    return merge(source, adapter, replace(lora, digest=adapter.digest))
 
 
 def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
@@ -97,7 +109,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
         )  # fmt: skip
     resolved = resolve(source, adapter, lora.tied)
     faults = Faults(adapter.file.path)
-    spans: dict[str, list[Span]] = {}
+    spans: dict[str, list[WeightSpan]] = {}
     items: tuple[Pair | Copy, ...] = (*resolved.copies, *resolved.pairs)
     for item in items:
         item_text = f"tensor {item.name!r}" if isinstance(item, Copy) else f"layer {item.weight!r}"
@@ -113,7 +125,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
                     of_file = spans.setdefault(source.files[extent.file].path, [])
                     of_file += _spans(extent, block, tensor.spec.dtype, item)
     faults.raise_if_any(SourceError)
-    merging = Merging(source.coding, adapter, {path: _Spans.of(file_spans) for path, file_spans in spans.items()})
+    merging = Merging(source.coding, adapter, {path: _FileSpans.of(file_spans) for path, file_spans in spans.items()})
     merging.store().compare_samples()
     merged = frozenset(pair.weight for pair in resolved.pairs if pair.weight in resolved.source.tensors)
     return replace(resolved.source, coding=merging, origin=Origin(source, None, frozenset(), lora, (), merged))
@@ -156,12 +168,12 @@ def _are_rows(strides: Shape, shape: Shape) -> bool:
     return step == 1 and pitch >= extent
 
 
-def _spans(extent: Extent, block: Block, dtype: DType, item: Pair | Copy) -> Iterator[Span]:
+def _spans(extent: Extent, block: Block, dtype: DType, item: Pair | Copy) -> Iterator[WeightSpan]:
     """Yield the spans of a block in a file; a strided block may have one per row."""
     if not extent.strides or len(extent.strides) == 1:
         position = 0
         for offset, nbytes in extent.runs:
-            yield Span(offset, offset + nbytes, position // dtype.itemsize, block, dtype, item, item.transposed)
+            yield WeightSpan(offset, offset + nbytes, position // dtype.itemsize, block, dtype, item, item.transposed)
             position += nbytes
         return
     turned = extent.strides[0] < extent.strides[1]
@@ -172,10 +184,10 @@ def _spans(extent: Extent, block: Block, dtype: DType, item: Pair | Copy) -> Ite
     for row in range(start[0], stop[0], height):
         begin = offset + (row - start[0]) * pitch * dtype.itemsize
         part = Block((row, start[1]), (row + height, stop[1]))
-        yield Span(begin, begin + part.size * dtype.itemsize, 0, part, dtype, item, item.transposed != turned)
+        yield WeightSpan(begin, begin + part.size * dtype.itemsize, 0, part, dtype, item, item.transposed != turned)
 
 
-class _Spans(NamedTuple):
+class _FileSpans(NamedTuple):
     """The spans of a file, which may overlap.
 
     Attributes:
@@ -183,15 +195,15 @@ class _Spans(NamedTuple):
         reaches: for each span, the largest end of it and all spans before it.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[WeightSpan, ...]
     reaches: tuple[int, ...]
 
     @classmethod
-    def of(cls, spans: Iterable[Span]) -> _Spans:
+    def of(cls, spans: Iterable[WeightSpan]) -> _FileSpans:
         ordered = sorted(spans, key=lambda span: span[:2])
         return cls(tuple(ordered), tuple(accumulate((span.end for span in ordered), max)))
 
-    def within(self, begin: int, end: int) -> Iterator[Span]:
+    def within(self, begin: int, end: int) -> Iterator[WeightSpan]:
         """Yield the spans that overlap a byte range."""
         for number in range(bisect_right(self.reaches, begin), len(self.spans)):
             span = self.spans[number]
@@ -213,7 +225,7 @@ class Merging:
 
     inner: Coding | None
     adapter: Adapter
-    spans: Mapping[str, _Spans]
+    spans: Mapping[str, _FileSpans]
 
     @property
     def held_bytes(self) -> int:
@@ -273,7 +285,7 @@ class MergingStore(Around):
         Raises:
             SourceError: they differ.
         """
-        ends: dict[Copy, dict[str, list[Span]]] = {}
+        ends: dict[Copy, dict[str, list[WeightSpan]]] = {}
         for path, (spans, _) in self._merging.spans.items():
             for span in spans:
                 if isinstance(span.of, Copy):
@@ -287,7 +299,7 @@ class MergingStore(Around):
                     self.inner.read_into(path, begin % ALIAS, content)
                     self._compare(path, begin, content)
 
-    def _boxes(self, path: str, offset: int, buffer: memoryview) -> Iterator[tuple[Span, NDArray[Any], int, int]]:
+    def _boxes(self, path: str, offset: int, buffer: memoryview) -> Iterator[tuple[WeightSpan, NDArray[Any], int, int]]:
         """Yield the parts of a buffer that are in spans.
 
         Each is a span, a matrix, and the row and column of the matrix in the whole weight.

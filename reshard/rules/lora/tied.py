@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import Option, Text, UsageError, names
+from reshard.rules.numbers import read_config
 from reshard.storage.places import as_place
-from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from reshard.rules.lora.parts import Adapter, Copy, Pair
-    from reshard.source.checkpoint import Checkpoint, Extras, Tensor
+    from reshard.source.checkpoint import Checkpoint, Extras
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Resolved(NamedTuple):
     copies: tuple[Copy, ...]
 
 
-class _Group(NamedTuple):
+class _TiedWeights(NamedTuple):
     """Tied weights, and whether they have the same bytes."""
 
     names: tuple[str, ...]
@@ -71,10 +71,10 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     tensors, head, embedding = dict(source.tensors), *_head_and_embedding(source, pairs)
     absent = bool(head) and not (head in source.every or head in source.left_out)
     if absent and embedding in tensors:
-        tensors[head] = _renamed(tensors[embedding], head)
-    groups = [_Group(tied, one_storage=True) for tied in _sharing(source, pairs)]
+        tensors[head] = tensors[embedding]._replace(spec=tensors[embedding].spec._replace(name=head))
+    groups = [_TiedWeights(tied, one_storage=True) for tied in _sharing(source, pairs)]
     if head in tensors and embedding in tensors and not any(head in group.names for group in groups):
-        groups.append(_Group((embedding, head), one_storage=absent))
+        groups.append(_TiedWeights((embedding, head), one_storage=absent))
     merged, warnings, untied = list(pairs.values()), list[str](), list[str]()
     for group in groups:
         changed = [name for name in group.names if name in pairs]
@@ -104,7 +104,9 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
                 if tied_name != name
             ]
     for number, name in enumerate(untied, 1):
-        tensors[name] = _alias(tensors[name], number)
+        shift = number * ALIAS
+        runs = (tuple((begin + shift, nbytes) for begin, nbytes in extents) for extents in tensors[name].runs)
+        tensors[name] = tensors[name]._replace(runs=tuple(runs))
     copies, extras = adapter.copies, source.extras
     if absent and not {head, embedding} & set(untied):
         tensors.pop(head, None)
@@ -114,13 +116,8 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
         extras = _with_head(extras, head, embedding)
     of_heads = {pair.a for pair in adapter.pairs if _ends(pair.weight, _HEAD)}
     merged.sort(key=lambda pair: pair.a in of_heads)  # PEFT adds them last, which matters if both get both
-    changed_source = replace(
-        source,
-        tensors=tensors,
-        extras=extras,
-        warnings=(*source.warnings, *warnings),
-    )
-    return Resolved(changed_source, tuple(merged), copies)
+    warnings = [*source.warnings, *warnings]
+    return Resolved(replace(source, tensors=tensors, extras=extras, warnings=tuple(warnings)), tuple(merged), copies)
 
 
 def _with_head(extras: Extras, head: str, embedding: str) -> Extras:
@@ -161,12 +158,7 @@ def _config_ties(source: Checkpoint, *, absent: bool) -> bool:
     path = (root.parent if root.is_file() else root) / "config.json"
     if not path.is_file():
         return False
-    try:
-        config = parse_json(read_small(path, "model configuration", 1 << 22, UsageError), [])
-    except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
+    config = read_config(path)
     if not isinstance(config, Mapping):
         raise UsageError(f"{path} is a {type(config).__name__}; expected a JSON object", code="wrong-type")
     inner = config.get("text_config")
@@ -223,13 +215,3 @@ def _are_alike(adapter: Adapter, pairs: list[Pair]) -> bool:
         if not (np.array_equal(a, adapter.matrix(first.a)) and np.array_equal(b, adapter.matrix(first.b))):
             return False
     return True
-
-
-def _renamed(tensor: Tensor, name: str) -> Tensor:
-    return tensor._replace(spec=tensor.spec._replace(name=name))
-
-
-def _alias(tensor: Tensor, number: int) -> Tensor:
-    """Return a tensor with the same bytes at aliased offsets."""
-    runs = tuple(tuple((begin + number * ALIAS, nbytes) for begin, nbytes in extents) for extents in tensor.runs)
-    return tensor._replace(runs=runs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, LayoutError, StrategyError, UsageError
 from reshard.layout.block import Shape, shape_text
-from reshard.layout.layout import Axes, Layout
+from reshard.layout.layout import Layout
 from reshard.strategy.proto import message_class
 from reshard.strategy.strategy import Operator, Strategy
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from google.protobuf.message import Message
+
+    from reshard.layout.grid import Axes
 
 Unknown = bytes | tuple[tuple[str, object], ...]
 """The unknown fields of a file: protobuf bytes or JSON items."""

@@ -22,7 +22,7 @@ from reshard.formats.directories import TRACKER
 from reshard.formats.entries import Content, Crc, FileLayout
 from reshard.formats.sets import DCP_INDEX, DCP_NAME
 from reshard.layout.block import Block
-from reshard.layout.layout import Grid
+from reshard.layout.grid import Grid
 from reshard.layout.replicas import by_size
 from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
