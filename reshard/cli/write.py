@@ -16,8 +16,8 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE
 from reshard.errors import TargetError, UsageError
+from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
-from reshard.plan.select import Selection
 from reshard.readers.open import open as open_checkpoint
 from reshard.storage.small import is_within
 from reshard.view.progress import READING, phase

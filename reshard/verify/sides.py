@@ -21,7 +21,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, joined, names
-from reshard.plan.select import Selection, derived, select_listed
+from reshard.plan.inputs import Selection, derived
+from reshard.plan.select import select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target

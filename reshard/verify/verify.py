@@ -23,7 +23,7 @@ from reshard.formats.rank_dirs import leftovers, rank_of
 from reshard.formats.sets import read_index
 from reshard.plan.budget import comparison_budget
 from reshard.plan.changes import cast_advice, changes
-from reshard.plan.select import Selection
+from reshard.plan.inputs import Selection
 from reshard.readers.open import made_at
 from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
 from reshard.source.checkpoint import Checkpoint

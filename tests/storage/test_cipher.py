@@ -15,8 +15,8 @@ from refusals import refused
 import reshard.storage.cipher
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.formats import index_file
-from reshard.storage.cipher import MAGICS, Cipher
-from reshard.storage.decryption import DecryptingStore
+from reshard.storage.cipher import Cipher
+from reshard.storage.decryption import MAGICS, DecryptingStore
 
 if TYPE_CHECKING:
     from pathlib import Path
