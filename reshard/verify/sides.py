@@ -28,7 +28,7 @@ from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target
 from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.storage.places import as_place
-from reshard.verify.made import noted_source, selection_in
+from reshard.verify.recorded import noted_source, selection_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
