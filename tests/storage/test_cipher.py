@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import reshard.storage.cipher
+import reshard.storage.decryption
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.formats import index_file
 from reshard.storage.cipher import Cipher
@@ -51,7 +52,7 @@ def decrypted(path: str, cipher: Cipher) -> bytes:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of 100 bytes and pieces of 32, so that a small file has many of both."""
     monkeypatch.setattr(reshard.storage.cipher, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(reshard.storage.cipher, "_PIECE_BYTES", 32)
+    monkeypatch.setattr(reshard.storage.decryption, "_PIECE_BYTES", 32)
     return 100
 
 
