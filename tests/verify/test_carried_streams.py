@@ -16,7 +16,7 @@ from numcodecs import zstd
 import reshard
 from reshard.formats import decoding
 from reshard.readers.dcp import zstd as module
-from reshard.readers.dcp.archive import Archives, Part
+from reshard.readers.dcp.archive import Archives, ZipPart
 from reshard.readers.dcp.zstd import StreamArchives
 from reshard.storage.places import any_store
 
@@ -35,7 +35,7 @@ BEFORE = b"what lies before an item"
 def looked(path: Path, content: bytes) -> Summed:
     """What is said of a stream, behind other bytes and before others in its file."""
     path.write_bytes(BEFORE + content + b"and what lies behind")
-    part = Part("w", len(BEFORE), len(content))
+    part = ZipPart("w", len(BEFORE), len(content))
     (found,) = StreamArchives(Archives(()), ((part, W.nbytes),)).read(str(path), any_store())
     assert (found.name, found.run, found.left) == ("w", part[1:], ())
     return found
@@ -130,7 +130,7 @@ def test_large_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: i
 
     def of(content: bytes) -> Summed:
         (tmp_path / "x").write_bytes(BEFORE + content)
-        archives = StreamArchives(Archives(()), ((Part("w", len(BEFORE), len(content)), LARGE.nbytes),))
+        archives = StreamArchives(Archives(()), ((ZipPart("w", len(BEFORE), len(content)), LARGE.nbytes),))
         (found,) = archives.read(str(tmp_path / "x"), any_store())
         return found
 

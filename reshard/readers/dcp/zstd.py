@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import bytes_text
 from reshard.formats.decoding import TooLongError, zstd_content
 from reshard.formats.entries import Entry, Summed
-from reshard.readers.dcp.archive import Archives, Part, directory
-from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
+from reshard.readers.dcp.archive import Archives, ZipPart, directory
+from reshard.readers.dcp.torch_save import KnownHeads, Span, item, read_heads
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault
 from reshard.storage.places import any_store, in_batches
@@ -96,7 +96,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
         SourceError: the file ends before an item does.
     """
     room, window = _room(max((most for _, most in items if most <= _LARGEST), default=0)), 0
-    known = Known({}, {})
+    known = KnownHeads({}, {})
     entries: list[Entry | str] = []
     heads = read_heads([Span(path, *span) for span, _ in items], _HEAD)
     for number, ((span, most), (_, head)) in enumerate(zip(items, heads, strict=True)):
@@ -127,13 +127,13 @@ class StreamArchives(NamedTuple):
     """
 
     plain: Archives
-    parts: tuple[tuple[Part, int | None], ...]
+    parts: tuple[tuple[ZipPart, int | None], ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
         """Yield each zip, its records summed; an object that decodes to more than 1 GB is `unread`."""
         yield from self.plain.read(path, store)
 
-        def steps() -> Iterator[tuple[tuple[Part, int | None, bytearray], ReadStore, list[Want]]]:
+        def steps() -> Iterator[tuple[tuple[ZipPart, int | None, bytearray], ReadStore, list[Want]]]:
             for part, most in self.parts:
                 encoded = bytearray(part.nbytes if part.nbytes <= 2 * _limit(most) else 0)
                 yield (part, most, encoded), any_store(), [(path, part.begin, memoryview(encoded))]
@@ -147,7 +147,7 @@ def _limit(most: int | None) -> int:
     return _LARGEST if most is None else _room(most)
 
 
-def _checked(path: str, part: Part, most: int | None, encoded: bytearray) -> Summed:
+def _checked(path: str, part: ZipPart, most: int | None, encoded: bytearray) -> Summed:
     """Check a stream with at most `most` bytes of a tensor, or an object; `encoded` is empty if it is too long."""
     with _one_at_a_time:
         content = None
@@ -177,9 +177,9 @@ class _Decoded(Around):
         buffer[:] = self._content[offset - self._begin :][: len(buffer)]
 
 
-def _summed(path: str, part: Part, content: memoryview, *, has_sum: bool) -> Summed:
+def _summed(path: str, part: ZipPart, content: memoryview, *, has_sum: bool) -> Summed:
     """Return the result of checking the zip in a stream; `has_sum` if the frame has a checksum, too."""
-    (zipped,) = Archives((Part(part.name, part.begin, len(content)),)).read(path, _Decoded(part.begin, content))
+    (zipped,) = Archives((ZipPart(part.name, part.begin, len(content)),)).read(path, _Decoded(part.begin, content))
     wrong = [
         f"{subject} {fault}"
         for subject, ((begin, nbytes),), crc in zipped.left
@@ -198,7 +198,7 @@ def _has_names(content: memoryview) -> bool:
     return _PICKLE in names and data == {b"archive/data/%d" % number for number in range(len(data))}
 
 
-def _not_a_stream(part: Part, why: object) -> Summed:
+def _not_a_stream(part: ZipPart, why: object) -> Summed:
     return Summed(part.name, part[1:], faults=(f"{part.text} is not a zstd stream: {why}",))
 
 
