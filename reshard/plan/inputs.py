@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 from glob import escape
 from typing import TYPE_CHECKING
 
-from reshard.plan.select import Selection
-from reshard.source.provenance import (
+from reshard.formats.provenance import (
     LoraRecord,
     Provenance,
     SelectionRecord,
@@ -15,6 +14,7 @@ from reshard.source.provenance import (
     StrategyRecord,
     TargetRecord,
 )
+from reshard.plan.select import Selection
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
