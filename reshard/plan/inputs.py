@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, UsageError, names
-from reshard.source.provenance import (
+from reshard.formats.provenance import (
     LoraRecord,
     Provenance,
     SelectionRecord,

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from reshard.formats.provenance import SelectionRecord
     from reshard.source.made import Made
-    from reshard.source.provenance import SelectionRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
