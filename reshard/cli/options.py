@@ -167,7 +167,7 @@ def drop_option(text: str) -> GroupedOption:
     return option("--drop", under="Tensors", multiple=True, metavar="GLOB", help=text)
 
 
-class _Opening(NamedTuple):
+class _OpeningOption(NamedTuple):
     """An option of opening a checkpoint: for SOURCE, and for TARGET if both are opened."""
 
     source: GroupedOption
@@ -183,10 +183,10 @@ def opening_flag(name: str, side: str = "") -> str:
     return f"--{side}{name.removesuffix('s').replace('_', '-')}"
 
 
-def _opening(name: str, **attrs: Any) -> _Opening:
+def _opening(name: str, **attrs: Any) -> _OpeningOption:
     source, target = opening_flag(name), opening_flag(name, "target-")
     as_source = attrs | {"help": f"As {source}, for TARGET."}
-    return _Opening(_source(source, name, **attrs), _target(target, f"target_{name}", **as_source))
+    return _OpeningOption(_source(source, name, **attrs), _target(target, f"target_{name}", **as_source))
 
 
 _RANK_PATTERN = _opening(

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.directories import is_iteration
 from reshard.formats.entries import NamedFile, RankFiles
+from reshard.formats.provenance import FileRecord, Provenance, SourceRecord
 from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
@@ -40,7 +41,6 @@ from reshard.readers.open import files_read
 from reshard.readers.reopen import reopen
 from reshard.source.checkpoint import Looked  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.source.headers import index_digests, pages_digest
-from reshard.source.provenance import FileRecord, Provenance, SourceRecord
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
@@ -72,7 +72,7 @@ _FILES_CLASSES: dict[str, tuple[type[Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _FilesRecord:
     """How the target's files are laid out: a name in `_FILES_CLASSES`, and the fields of the class."""
 
     way: str
@@ -80,7 +80,7 @@ class _Files:
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class _PlanRecord:
     """A plan file: provenance, and the other inputs of the plan.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Content:
     warnings: tuple[Line, ...]
     looked: Looked | None
     arrangement: ArrangementRecord | None
-    files: _Files
+    files: _FilesRecord
     ranks: tuple[Count, ...] | None
     link_replicas: bool
     memory: Count | None
@@ -121,7 +121,7 @@ class PlanFile:
     path: str
     source: str
     directory: str | None
-    _content: _Content
+    _content: _PlanRecord
 
     def plan(
         self,
@@ -286,9 +286,9 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def _data(plan: Plan, request: Request, directory: str | None) -> _Content:
+def _data(plan: Plan, request: Request, directory: str | None) -> _PlanRecord:
     source = plan.source.opened
-    return _Content(
+    return _PlanRecord(
         VERSION,
         plan_digest(plan),
         provenance_of(plan, _source_record(source)),
@@ -334,7 +334,7 @@ def _source_record(source: Checkpoint) -> SourceRecord:
     return SourceRecord.of(source, named, files, list(numbers))
 
 
-def _files_data(files: AnyFiles) -> _Files:
+def _files_data(files: AnyFiles) -> _FilesRecord:
     fields: Any = files  # each of the classes in `_FILES_CLASSES` is a tuple or a dataclass
     if isinstance(files, ZarrGroup) and files.times:
         raise UsageError(
@@ -343,7 +343,7 @@ def _files_data(files: AnyFiles) -> _Files:
         )  # fmt: skip
     for name, (kind, _) in _FILES_CLASSES.items():
         if type(files) is kind:
-            return _Files(name, fields if isinstance(fields, tuple) else astuple(fields))
+            return _FilesRecord(name, fields if isinstance(fields, tuple) else astuple(fields))
     raise UsageError(f"a plan with files of {type(files).__name__} cannot be saved", code="not-savable")
 
 
@@ -355,7 +355,7 @@ def _checked(content: bytes, path: str) -> PlanFile:
     try:
         parsed = parse(content)
         _check_version(parsed)
-        result: _Content = read_record(_Content, parsed)
+        result: _PlanRecord = read_record(_PlanRecord, parsed)
         source = result.provenance.source
         _check_files(source)
         if source.strategy:
@@ -391,7 +391,7 @@ def _check_files(source: SourceRecord) -> None:
             raise ValueError(f"{path}[{number}] is of rank {file.rank} and header {file.header}, which cannot be")
 
 
-def _request(content: _Content) -> Request:
+def _request(content: _PlanRecord) -> Request:
     from reshard.plan.plan import Request
 
     target, files = content.provenance.target, content.files

@@ -25,7 +25,7 @@ from reshard.formats.directories import (
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
-from reshard.formats.zarr_files import is_of_store, is_store
+from reshard.formats.zarr.files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble

@@ -5,7 +5,7 @@ each instruction, counts what it makes, and passes the piece on with a few instr
 
 * a dict becomes `Pairs`, a list of its keys and values, and a set becomes a list. Python would hash the keys, which
   takes for ever if many hashes are equal, or if a hundred tuples each hold the previous one twice;
-* a new object becomes a call of a `Name`, which returns a `Record`: the name, arguments and state of an object;
+* a new object becomes a call of a `Name`, which returns a `PickledObject`: the name, arguments and state of an object;
 * a long text or value becomes a record of its length;
 * each piece becomes a frame; the file's own frames are dropped.
 
@@ -72,9 +72,9 @@ class Name(NamedTuple):
     module: str
     name: str
 
-    def __call__(self, *arguments: object) -> Record:
+    def __call__(self, *arguments: object) -> PickledObject:
         """Return a record of a call."""
-        return Record(self, arguments)
+        return PickledObject(self, arguments)
 
 
 class Pairs(list[Any]):
@@ -95,7 +95,7 @@ class Pairs(list[Any]):
         return zip(self[::2], self[1::2], strict=False)
 
 
-class Record:
+class PickledObject:
     """An object that is not created, or a call that is not made.
 
     Attributes:
@@ -176,7 +176,7 @@ def shown(value: object) -> str:
     >>> shown("w"), shown([1, 2]), shown([[], []]), shown(Name("os", "system"))
     ("'w'", '[1, 2]', 'a list of 2', "'system'")
     """
-    if isinstance(value, Name | Record):
+    if isinstance(value, Name | PickledObject):
         return f"{value.name!r:.60}" if value.name else "a record"
     if isinstance(value, list | tuple) and not all(isinstance(item, int | float | str) for item in value[:8]):
         return f"a {type(value).__name__.lower()} of {len(value)}"
@@ -189,7 +189,7 @@ def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
     Raises:
         SourceError: the value is not a tuple of at most `most` numbers. The message does not name the file.
     """
-    if isinstance(value, Record) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
+    if isinstance(value, PickledObject) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
         (value,) = value.arguments
     if isinstance(value, tuple | list) and len(value) <= most:
         for number in value:
@@ -231,11 +231,11 @@ class _Unpickler(pickle.Unpickler):
             raise ValueError("a name that is not text")
         return Name(module, name)
 
-    def persistent_load(self, key: Any) -> Pairs | Record:
+    def persistent_load(self, key: Any) -> Pairs | PickledObject:
         """Return a dict for None and a long value for a text, as `_Scan` writes; others are in tuples."""
         if key is None:
             return Pairs()
-        return Record(Name("", key), ()) if isinstance(key, str) else Record(None, *key)
+        return PickledObject(Name("", key), ()) if isinstance(key, str) else PickledObject(None, *key)
 
 
 class _Scan:

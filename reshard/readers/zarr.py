@@ -3,29 +3,29 @@
 1. Every `zarr.json` below the root is read. Groups within the group become part of the names, as in zarr.
 2. An uncompressed chunk is a byte range of its file. In a shard it is found by the index, which is read. At the edge
    of an array a chunk extends beyond the tensor; its part within the tensor may then be several ranges.
-3. Absent, compressed and foreign chunks get the extents of the decoded file that `zarr_chunks` presents.
+3. Absent and encoded chunks get the extents of the decoded file that `formats.decoding` presents.
 4. A store that this program wrote (it has its notes) has every chunk and all notes; any that is missing was lost. In a
-   store of another program an absent chunk is the fill value, and a warning gives their number (without those in
-   shards of codecs that only zarr knows).
+   store of another program an absent chunk is the fill value, and a warning gives their number.
 
-Nothing is trusted: extents, file sizes, shard indexes and the list of files (`zarr_files`) are all checked.
+Nothing is trusted: extents, file sizes, shard indexes, the list of files (`zarr.files`) and the metadata of arrays
+(`zarr.array`) are all checked.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.dtypes import BY_NAME, INT4, STR
+from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats import zarr
+from reshard.formats.decoding import Decoding, Fill
 from reshard.formats.entries import Entry, Extent, FileIndex
-from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, counts, follows, grid, part, parts
-from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
-from reshard.formats.zarr_files import V2, StoreFiles, check_options, option, own_notes, read_metadata, strings
+from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
+from reshard.formats.zarr.array import ArrayMetadata, clipped
+from reshard.formats.zarr.chunks import Encoded, slab_bytes
+from reshard.formats.zarr.files import V2, StoreFiles, own_notes, read_metadata, strings
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Extras, Shard, SourceFile, Tensor, TensorSpec
 from reshard.storage.crc import crc32c
@@ -34,21 +34,15 @@ from reshard.storage.places import any_store, in_batches
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from reshard.dtypes import DType
-    from reshard.formats.entries import Runs
     from reshard.layout.block import Shape
     from reshard.storage.base import ReadStore, Status, Want
     from reshard.storage.places import Place
 
-_MOST_DIMS = 32
-_MOST_CHUNKS = 1 << 20
-_MOST_RUNS = 1 << 12  # of a chunk that extends beyond the tensor; zarr decodes a chunk with more
 _DEEPEST = 32
+_MOST_HELD = 64 << 20  # bytes of decoded chunks in a thread's cache, or one chunk
 
 _CHUNKS = FileIndex(zarr.NAME, {})
 """The index of a file of chunks: it is empty, since only the array's metadata describe the chunks."""
-
-_INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: ARG001 -- it has no replicas
@@ -92,9 +86,9 @@ class _Store:
         self.numbers: dict[str, int] = {}
         self.tensors: dict[str, Tensor] = {}
         self.unreadable: dict[str, str] = {}
-        self.units: dict[str, Fill | Compressed | Foreign] = {}
-        self.slabs: list[int] = []
-        self.chunks: list[int] = []
+        self.units: dict[str, Fill | Encoded] = {}
+        self.held_bytes = 0
+        self.opening_bytes = 0
         self.absent: dict[str, int] = {}
 
     def checkpoint(self, root: str) -> Checkpoint:
@@ -122,7 +116,7 @@ class _Store:
         self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header=1))
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
-            coding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
+            coding=Decoding(self.units, self.held_bytes, self.opening_bytes) if self.units else None,
             warnings=tuple(self._warnings()), extras=Extras(METADATA),
         )  # fmt: skip
 
@@ -163,7 +157,7 @@ class _Store:
                 facts=[f"expected a dtype in {ATTRIBUTES!r} in its attributes"],
                 hint="write the store again",
             )
-        array = _Array.parse(directory, metadata, notes)
+        array = ArrayMetadata.parse(directory, metadata, notes)
         if array is None and notes:
             raise SourceError(
                 f"{directory / METADATA} has dtype {metadata.get('data_type')!r}, which reshard never writes",
@@ -189,166 +183,10 @@ class _Store:
         return self.numbers[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _Array:
-    """The metadata of an array.
-
-    Attributes:
-        directory: the directory of the array.
-        shape: the shape of the tensor.
-        dtype: the dtype of the tensor.
-        unit: the shape of a file's part of the tensor.
-        chunk: the shape of a chunk, which is encoded by itself; equal to `unit` unless files are shards.
-        sharded: whether files are shards, with an index.
-        index_at_end: whether the index is at the end of the file, not at its beginning.
-        codec: `plain`, `zstd`, or `foreign` if zarr itself decodes the chunks.
-        separator: the text between the numbers in the name of a file.
-        prefix: the beginning of file names.
-        fill: an element of an absent chunk.
-        by_reshard: whether this program wrote it, so that no chunk may be absent.
-    """
-
-    directory: Place
-    shape: Shape
-    dtype: DType
-    unit: Shape
-    chunk: Shape
-    sharded: bool
-    index_at_end: bool
-    codec: str
-    separator: str
-    prefix: str
-    fill: bytes
-    by_reshard: bool
-
-    @classmethod
-    def parse(cls, directory: Place, metadata: Mapping[str, Any], notes: Mapping[str, Any]) -> _Array | None:
-        """Check and parse the metadata of an array; None if no checkpoint has its dtype.
-
-        Raises:
-            SourceError: they are inconsistent or malicious.
-        """
-        path = f"{directory / METADATA}"
-        match metadata:
-            case {
-                "node_type": "array", "shape": [*shape], "data_type": data_type, "codecs": [*codecs],
-                "fill_value": fill, "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [*unit]}},
-                "chunk_key_encoding": {"name": ("default" | "v2") as encoding, **keys},
-            }:  # fmt: skip
-                separator = option(keys, "separator", "/" if encoding == "default" else ".")
-            case _:
-                raise SourceError(f"{path} does not describe an array of regular chunks", code="bad-metadata")
-        for section in (metadata["chunk_grid"], metadata["chunk_key_encoding"], *codecs):
-            check_options(path, section)
-        if metadata.get("storage_transformers"):
-            raise SourceError(f"{path} has storage transformers, which are not supported", code="unsupported-storage")
-        stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
-        if stored is None or stored is STR or stored is INT4:
-            return None
-        dtype = BY_NAME.get(str(notes.get("dtype", stored.name)))
-        if dtype is None or dtype is STR or dtype.itemsize != stored.itemsize:
-            raise SourceError(
-                f"{path} stores {data_type}, but its attributes say dtype {notes.get('dtype')!r}", code="wrong-dtype"
-            )
-        chunk, sharded, at_end = unit, False, True
-        match codecs:
-            case [{"name": "sharding_indexed", "configuration": {"chunk_shape": [*chunk], "codecs": inner, **rest}}]:
-                sharded = rest.get("index_codecs") == _INDEX_CODECS
-                location = rest.get("index_location", "end")
-                if location not in ("start", "end"):
-                    raise SourceError(
-                        f"{path} has index_location {location!r:.60}; expected 'start' or 'end'", code="bad-metadata"
-                    )
-                at_end = location == "end"
-                codec = _codec(inner, stored) if sharded else "foreign"
-            case _:
-                codec = _codec(codecs, stored)
-        _check_shapes(path, shape, unit, chunk, dtype.itemsize)
-        if separator not in {"/", "."}:
-            raise SourceError(f"{path} has separator {separator!r}; expected '/' or '.'", code="bad-metadata")
-        return cls(
-            directory, tuple(shape), dtype, tuple(unit), tuple(chunk), sharded, at_end, codec, separator,
-            "c" if encoding == "default" else "", _fill(path, fill, stored), bool(notes),
-        )  # fmt: skip
-
-    @property
-    def chunk_bytes(self) -> int:
-        return prod(self.chunk) * self.dtype.itemsize
-
-    @property
-    def inner(self) -> Shape:
-        """Return the number of chunks of a file along each dimension."""
-        return counts(self.unit, self.chunk)
-
-    def path(self, cell: Shape) -> Place:
-        """Return the file of a cell of the grid."""
-        numbers = [*([self.prefix] if self.prefix else []), *map(str, cell)]
-        return self.directory / (self.separator.join(numbers) or "0")
-
-
-def _codec(codecs: object, stored: DType) -> str:
-    """Return whether chunks are `plain` bytes, compressed by `zstd`, or `foreign`."""
-    match codecs:
-        case [{"name": "bytes", **rest}, *compressors]:
-            endian = option(rest, "endian", None)
-        case _:
-            return "foreign"
-    if endian != "little" and stored.itemsize > 1:
-        return "foreign"
-    names = [compressor.get("name") if isinstance(compressor, dict) else None for compressor in compressors]
-    return "plain" if not names else "zstd" if names == ["zstd"] else "foreign"
-
-
-def _check_shapes(path: str, shape: list[Any], unit: list[Any], chunk: list[Any], itemsize: int) -> None:
-    for label, extents, least in (("shape", shape, 0), ("chunk shape", unit, 1), ("shape of inner chunks", chunk, 1)):
-        if len(extents) > _MOST_DIMS or not all(
-            type(extent) is int and least <= extent < 1 << 62 for extent in extents
-        ):
-            raise SourceError(f"{path} has {label} {extents[:4]}{'…' * (len(extents) > 4)}", code="bad-shape")
-        if prod(extents) * itemsize >= 1 << 62:
-            raise SourceError(f"{path} has {label} {shape_text(extents)}, larger than any disk", code="bad-shape")
-    if not len(shape) == len(unit) == len(chunk) or any(a % b for a, b in zip(unit, chunk, strict=True)):
-        raise SourceError(
-            f"{path} has a shape and chunks that do not fit",
-            code="wrong-shape",
-            facts=[f"shape {shape_text(shape)}, chunks {shape_text(unit)}, inner chunks {shape_text(chunk)}"],
-        )
-    count = prod(counts(tuple(shape), tuple(chunk)))
-    if count > _MOST_CHUNKS:
-        raise SourceError(
-            f"{path} has {count} chunks; at most {_MOST_CHUNKS} are supported",
-            code="too-many-blocks",
-            hint="write it with larger chunks",
-        )
-
-
-def _fill(path: str, value: object, stored: DType) -> bytes:
-    """Return the bytes of a fill value."""
-    if value in (0, None) and not isinstance(value, float):  # also False
-        return bytes(stored.itemsize)
-    if isinstance(value, str) and value.startswith("0x") and len(value) == 2 + 2 * stored.itemsize:
-        try:
-            return bytes.fromhex(value[2:])[::-1]
-        except ValueError:
-            value = object()
-    import numpy as np
-
-    kind = stored.numpy()
-    number: Any = value
-    try:
-        if isinstance(value, list) and kind.kind == "c":
-            number = complex(*map(float, value))
-        elif kind.kind not in "biu":
-            number = float(number)  # also "NaN" and "-Infinity"
-        return np.asarray(number, kind).reshape(()).tobytes()
-    except (TypeError, ValueError, OverflowError):
-        raise SourceError(f"{path} has fill value {value!r}, which is not a {stored}", code="bad-value") from None
-
-
 class _Shards:
     """Finds the blocks of one array, and their extents."""
 
-    def __init__(self, store: _Store, array: _Array, name: str) -> None:
+    def __init__(self, store: _Store, array: ArrayMetadata, name: str) -> None:
         self.store, self.array, self.name = store, array, name
 
     def shards(self) -> tuple[Shard, ...]:
@@ -363,15 +201,16 @@ class _Shards:
             if status is None:
                 self._note_absent(f"{path} is missing", sum(1 for _ in self._blocks(cell)))
                 shards.append(self._filled(box))
-            elif array.codec == "foreign":
-                shards += self._foreign(cell, path, status)
             elif array.sharded:
                 shards += self._sharded(cell, path, status, index, box)
             else:
-                shards.append(self._chunk(cell, path, status, box))
-        if array.codec != "plain":
-            self.store.slabs.append(slab_bytes(array.shape, array.chunk, array.dtype.itemsize))
-            self.store.chunks.append(array.chunk_bytes)
+                shards.append(self._chunk(path, status, box))
+        if array.encoding is not None:
+            # zstd: the chunk encoded and decoded; zarr copies it once more.
+            opening = (3 if array.encoding else 2) * array.chunk_bytes
+            slab = min(slab_bytes(array.shape, array.chunk, array.dtype.itemsize), _MOST_HELD)
+            self.store.held_bytes = max(self.store.held_bytes, slab, array.chunk_bytes)
+            self.store.opening_bytes = max(self.store.opening_bytes, opening)
         shards.sort(key=lambda shard: shard.block.start)
         return tuple(shards)
 
@@ -386,14 +225,23 @@ class _Shards:
             status = self.store.disk.status(path)
             index = bytearray()
             requests: list[Want] = []
-            if status is not None and array.sharded and array.codec != "foreign":
+            if status is not None and array.sharded:
                 index = bytearray(min(16 * prod(array.inner) + 4, status.nbytes))
                 begin = status.nbytes - len(index) if array.index_at_end else 0
                 requests.append((str(path), begin, memoryview(index)))
             yield (cell, path, status, index), any_store(), requests
 
-    def _shard(self, block: Block, path: Place, status: Status, runs: Runs) -> Shard:
-        return Shard(block, (Extent(self.store.file(path, status), runs),))
+    def _shard(self, block: Block, path: Place, status: Status, offset: int, chunk: Shape) -> Shard:
+        """Return a block that is the leading part of a chunk at an offset."""
+        file = self.store.file(path, status)
+        return Shard(block, (clipped(file, offset, chunk, block.shape, self.array.dtype.itemsize),))
+
+    def _encode(self, path: Place, spans: tuple[tuple[int, int], ...]) -> None:
+        """Note that the chunks of a file are encoded."""
+        array = self.array
+        assert array.encoding is not None  # noqa: S101
+        key = "/".join(("c", *("0" for _ in array.chunk)))
+        self.store.units[str(path)] = Encoded(array.chunk_bytes, spans, array.encoding, key)
 
     def _note_absent(self, message: str, count: int) -> None:
         """Count absent chunks.
@@ -419,21 +267,18 @@ class _Shards:
         self.store.units[str(path)] = Fill(self.array.fill)
         return Shard(block, (Extent(self.store.file(path), ((0, block.size * self.array.dtype.itemsize),)),))
 
-    def _chunk(self, cell: Shape, path: Place, status: Status, box: Block) -> Shard:
+    def _chunk(self, path: Place, status: Status, box: Block) -> Shard:
         """Return the block of a file that is one chunk."""
         array = self.array
-        runs = clipped(0, array.chunk, box.shape, array.dtype.itemsize)
-        if runs is None:
-            return self._foreign(cell, path, status)[0]
-        if array.codec == "zstd":
-            self.store.units[str(path)] = Compressed(array.chunk_bytes, ((0, status.nbytes),))
+        if array.encoding is not None:
+            self._encode(path, ((0, status.nbytes),))
         elif status.nbytes != array.chunk_bytes:
             raise SourceError(
                 f"{path} has {status.nbytes} bytes; expected {array.chunk_bytes}",
                 code="wrong-size",
                 facts=[f"its chunk is {array.dtype} {shape_text(array.chunk)}"],
             )
-        return self._shard(box, path, status, runs)
+        return self._shard(box, path, status, 0, array.chunk)
 
     def _blocks(self, cell: Shape) -> Iterator[tuple[int, Block]]:
         """Yield the number and the block of each chunk of a file that overlaps the tensor."""
@@ -442,48 +287,28 @@ class _Shards:
             if block is not None:
                 yield number, block
 
-    def _foreign(self, cell: Shape, path: Place, status: Status) -> list[Shard]:
-        """Return the blocks of a file that zarr itself decodes."""
-        array = self.array
-        first = tuple(a * count for a, count in zip(cell, array.inner, strict=True))
-        itemsize = array.dtype.itemsize
-        unit = Foreign(str(array.directory), array.shape, array.chunk, first, array.inner, itemsize)
-        self.store.units[str(path)] = unit
-        self.store.chunks.append(array.chunk_bytes)
-        return [
-            self._shard(block, path, status, ((number * array.chunk_bytes, block.size * itemsize),))
-            for number, block in self._blocks(cell)
-        ]
-
     def _sharded(self, cell: Shape, path: Place, status: Status, index: bytearray, box: Block) -> list[Shard]:
         """Return the blocks of a shard, found by its index."""
         array = self.array
         spans = self._spans(path, status, index)
-        itemsize = array.dtype.itemsize
         blocks = list(self._blocks(cell))
         block_spans = [spans[number] for number, _ in blocks]
         for number, _ in blocks:
             if spans[number][0] == ABSENT:
                 self._note_absent(f"{path} has no chunk {number} in its index", 1)
-        in_line = all(
+        if array.encoding is not None:
+            self._encode(path, spans)
+        elif follows(array.unit, array.chunk) and all(
             span == (block_spans[0][0] + i * array.chunk_bytes, array.chunk_bytes) for i, span in enumerate(block_spans)
-        )
-        if array.codec == "plain" and in_line and block_spans[0][0] != ABSENT and follows(array.unit, array.chunk):
-            runs = clipped(block_spans[0][0], array.unit, box.shape, itemsize)
-            if runs is not None:
-                return [self._shard(box, path, status, runs)]
-        if array.codec == "zstd":
-            self.store.units[str(path)] = Compressed(array.chunk_bytes, spans)
+        ):
+            return [self._shard(box, path, status, block_spans[0][0], array.unit)]
         shards = []
         for number, block in blocks:
-            offset = spans[number][0] if array.codec == "plain" else number * array.chunk_bytes
-            runs = clipped(offset, array.chunk, block.shape, itemsize)
-            if runs is None:
-                return self._foreign(cell, path, status)
+            offset = spans[number][0] if array.encoding is None else number * array.chunk_bytes
             if spans[number][0] == ABSENT:
                 shards.append(self._filled(block))
             else:
-                shards.append(self._shard(block, path, status, runs))
+                shards.append(self._shard(block, path, status, offset, array.chunk))
         return shards
 
     def _spans(self, path: Place, status: Status, content: bytearray) -> tuple[tuple[int, int], ...]:
@@ -504,35 +329,13 @@ class _Shards:
             if (offset, length) == (ABSENT, ABSENT):
                 continue
             valid = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.nbytes - length
-            if not valid or (array.codec == "plain" and length != array.chunk_bytes):
+            if not valid or (array.encoding is None and length != array.chunk_bytes):
                 raise SourceError(
                     f"{path} has chunk {number} at bytes {offset} to {offset + length} by its index",
                     code="out-of-range",
                     facts=[
                         f"the file has {status.nbytes} bytes, {nbytes} of them the index",
-                        *([f"a chunk has {array.chunk_bytes} bytes"] if array.codec == "plain" else []),
+                        *([f"a chunk has {array.chunk_bytes} bytes"] if array.encoding is None else []),
                     ],
                 )
         return spans
-
-
-def clipped(offset: int, chunk: Shape, shape: Shape, itemsize: int) -> Runs | None:
-    """Return the byte ranges of a chunk's leading part; None if they are too many.
-
-    Args:
-        offset: the offset of the chunk in bytes.
-        chunk: the shape of the chunk.
-        shape: the shape of the part, which begins where the chunk does.
-        itemsize: bytes per element.
-
-    >>> clipped(0, (4, 3), (2, 3), 2), clipped(100, (4, 3), (2, 2), 2)
-    (((0, 12),), ((100, 4), (106, 4)))
-    """
-    axis = max((axis for axis, extent in enumerate(chunk) if shape[axis] < extent), default=0)
-    if prod(shape[:axis]) > _MOST_RUNS:
-        return None
-    pitches = [itemsize * prod(chunk[dim + 1 :]) for dim in range(axis)]
-    nbytes = itemsize * prod(shape[axis:])
-    return tuple(
-        (offset + sum(map(int.__mul__, position, pitches)), nbytes) for position in product(*map(range, shape[:axis]))
-    )

@@ -123,7 +123,7 @@ def digest(content: object) -> str:
     return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
-class Known(NamedTuple):
+class Logs(NamedTuple):
     """The contents of the logs of a target.
 
     Attributes:
@@ -137,7 +137,7 @@ class Known(NamedTuple):
     made: dict[str, str]
 
 
-def known(root: str, files: Collection[str] | None = None, *, directory: str = "", with_ranges: bool = True) -> Known:
+def known(root: str, files: Collection[str] | None = None, *, directory: str = "", with_ranges: bool = True) -> Logs:
     """Read the logs of a target; records of files that were begun last come last.
 
     Args:
@@ -150,7 +150,7 @@ def known(root: str, files: Collection[str] | None = None, *, directory: str = "
         SourceError: the storage of the target cannot be reached.
     """
     requested = None if files is None else frozenset(files)
-    result = Known({}, {}, {})
+    result = Logs({}, {}, {})
     most = _MOST_BYTES + _BYTES_A_FILE * len(files or ())
     for name, parts in parts_of(directory or f"{root}/{DIRECTORY}").items():
         lines = lines_of(parts, most)
@@ -197,7 +197,7 @@ def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
                     yield line
 
 
-def _read_log(lines: Iterable[bytes], result: Known, name: str, requested: frozenset[str] | None) -> None:
+def _read_log(lines: Iterable[bytes], result: Logs, name: str, requested: frozenset[str] | None) -> None:
     """Add the contents of a log to `found`."""
     names, records = result.logs.setdefault(name, set()), result.records
     head: dict[str, Any] = {}

@@ -211,7 +211,7 @@ class TargetCoding(Protocol):
     """A codec of target files: compression."""
 
     def of(self, path: str) -> str | None:
-        """Return a description of a file's encoding, by its path below the target; None if plain."""
+        """Return a description of the encoding of a file below the target; None if plain."""
 
     def sink(self, path: str, into: Sink) -> Sink:
         """Return a sink that encodes a file's contents; the size is known only at the end."""

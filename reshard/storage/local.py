@@ -171,8 +171,8 @@ class LocalStore:
 
         Args:
             path: the file.
-            first: where the range begins, in bytes.
-            last: where it ends, in bytes; None for the end of the file.
+            first: the begin of the range, in bytes.
+            last: its end, in bytes; None for the end of the file.
             written: it is an unfinished file; sync its data to disk first.
             wait: wait for the sync; if not, only start it, and evict the pages that are on disk already.
         """
@@ -359,6 +359,15 @@ def free_bytes(path: str) -> int:
         path = os.path.dirname(path)
     status = os.statvfs(path or ".")
     return status.f_bavail * status.f_frsize
+
+
+def allocated(path: str) -> int:
+    """Return the number of bytes that removing an unfinished file would free."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return 0
+    return status.st_blocks * 512 if status.st_nlink == 1 else 0
 
 
 def write_error(path: str, error: OSError, nbytes: int, action: str = "write") -> BudgetError | TargetError:

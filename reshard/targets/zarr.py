@@ -11,8 +11,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
+from reshard.formats.provenance import FileRecord, SourceRecord
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
-from reshard.source.provenance import FileRecord, SourceRecord
 from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.formats.entries import FileLayout
     from reshard.formats.zarr import Array
-    from reshard.formats.zarr_chunks import Encoding
+    from reshard.formats.zarr.chunks import Encoding
     from reshard.layout.block import Block, Shape
     from reshard.plan.budget import Share
     from reshard.plan.plan import Request
@@ -111,18 +111,13 @@ class ZarrStore(Destination):
         """Return the encoding of chunks, or None if they are not compressed."""
         if self._group.level is None:
             return None
-        from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes  # imported only if needed
+        from reshard.formats.zarr.chunks import Encoding, ToCompress, slab_bytes  # imported only if needed
 
-        by_key: dict[tuple[Array, Shape], ToCompress] = {}
-        units = {}
-        for name, array in self._arrays.items():
-            for unit in array.units:
-                key = (array, unit.valid)
-                if key not in by_key:
-                    positions = tuple(position for position, valid in enumerate(unit.valid) if valid)
-                    valid = tuple(unit.valid[position] for position in positions)
-                    by_key[key] = ToCompress(array.chunk_bytes, valid, positions, len(unit.valid) if array.shard else 0)
-                units[f"{self._directories[name]}/{unit.path}"] = by_key[key]
+        units = {
+            f"{self._directories[name]}/{unit.path}": ToCompress(array.chunk_bytes, unit.valid, array.shard is not None)
+            for name, array in self._arrays.items()
+            for unit in array.units
+        }
         arrays = set(self._arrays.values())
         buffered = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in arrays if prod(a.shape)), default=0)
         return Encoding(units, self._group.level, buffered, max((a.chunk_bytes for a in arrays), default=0))

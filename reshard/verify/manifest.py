@@ -60,7 +60,7 @@ _DType = Annotated[
 ]
 
 
-class Part(NamedTuple):
+class PartSum(NamedTuple):
     """The part of a tensor in a file: dtype, shape and the CRC-32C of the bytes."""
 
     dtype: _DType
@@ -80,7 +80,7 @@ class FileSums:
 
     nbytes: _Size
     crc32c: _Sum
-    tensors: dict[str, Part] = field(default_factory=dict)
+    tensors: dict[str, PartSum] = field(default_factory=dict)
 
     @property
     def checksums(self) -> int:
@@ -121,7 +121,7 @@ class Manifest:
         (7, FileSums(nbytes=3, crc32c=9, tensors={}))
         """
         files = {
-            path: FileSums(size, crc32c[path], {name: Part(*part) for name, part in tensors.get(path, {}).items()})
+            path: FileSums(size, crc32c[path], {name: PartSum(*part) for name, part in tensors.get(path, {}).items()})
             for path, size in nbytes.items()
         }
         return cls(dict(sorted(files.items())))

@@ -25,7 +25,7 @@ from reshard.storage.places import as_place, workers_at
 from reshard.storage.small import refuse_inputs
 from reshard.storage.threads import map_ordered
 from reshard.verify.difference import Difference
-from reshard.verify.manifest import FileSums, Manifest, Part, read_manifest, write_manifest
+from reshard.verify.manifest import FileSums, Manifest, PartSum, read_manifest, write_manifest
 from reshard.verify.sums import progress_callback, sum_contents, thread_count
 from reshard.verify.verification import Comparison, Counts, Verification
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Entry, FileLayout, Runs
-    from reshard.run.run import Report
-    from reshard.run.settings import Progress
+    from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import TargetFile
@@ -302,7 +301,7 @@ def sums_of_files(
         ]
         read, _ = sum_contents(unknown, threads=thread_count(None)) if unknown else ({}, 0)
         parts = {
-            content.name: Part(
+            content.name: PartSum(
                 content.dtype,
                 content.shape,
                 crc32c(content.text.encode())

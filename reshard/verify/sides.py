@@ -21,20 +21,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, joined, names
-from reshard.plan.select import Selection, derived, select_listed
+from reshard.plan.inputs import Selection, derived
+from reshard.plan.select import select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target
 from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.storage.places import as_place
-from reshard.verify.made import noted_source, selection_in
+from reshard.verify.recorded import noted_source, selection_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from reshard.formats.provenance import SelectionRecord
     from reshard.source.made import Made
-    from reshard.source.provenance import SelectionRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
@@ -67,7 +68,7 @@ class _Lineage(NamedTuple):
     steps: list[Made]
 
 
-class _Change(NamedTuple):
+class _ConversionChange(NamedTuple):
     """The changes of a conversion, with a key that is equal for equal changes."""
 
     key: tuple[SelectionRecord, frozenset[str]]
@@ -183,7 +184,7 @@ def sides_of(
 
 
 def _way(
-    changed: Sequence[_Change], changed_too: Sequence[_Change], up: int, down: int
+    changed: Sequence[_ConversionChange], changed_too: Sequence[_ConversionChange], up: int, down: int
 ) -> Literal["plain", "forward", "reverse"] | None:
     """Return the direction of a comparison; None if neither was made from the other.
 
@@ -277,7 +278,7 @@ def _meeting(first: _Lineage, second: _Lineage) -> tuple[int, int, bool]:
     return min(1, len(first.steps)), min(1, len(second.steps)), False
 
 
-def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_Change], list[_Change]]:
+def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_ConversionChange], list[_ConversionChange]]:
     """Return the changes of two lineages, without equal first changes."""
     both = [[change for step in steps if (change := _change(step))] for steps in (mine, theirs)]
     while both[0] and both[1] and both[0][-1].key == both[1][-1].key:
@@ -285,7 +286,7 @@ def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_Chang
     return both[0], both[1]
 
 
-def _change(step: Made) -> _Change | None:
+def _change(step: Made) -> _ConversionChange | None:
     """Return the changes of names and values in a conversion, or None."""
     left_out = frozenset(step.provenance.source.left_out)
     selection = _changed_by(selection_in(step))
@@ -294,7 +295,7 @@ def _change(step: Made) -> _Change | None:
     record = replace(step.provenance.selection, drop=(), allow_missing=())
     if record.lora and record.lora.digest:  # the adapter may have been moved
         record = replace(record, lora=replace(record.lora, root=""))
-    return _Change((record, left_out), selection, left_out)
+    return _ConversionChange((record, left_out), selection, left_out)
 
 
 def _changed_by(selection: Selection) -> Selection:

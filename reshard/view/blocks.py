@@ -56,7 +56,7 @@ _Colours = Mapping[int, tuple[str, str]]  # by rank, the fill of its blocks, and
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class DrawnSide:
     """One tensor's blocks under one layout.
 
     Attributes:
@@ -91,7 +91,9 @@ def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | 
     if shape is None:
         shape = least_shape(list(layouts.values()))
     grids = {title: each.grid(tuple(shape)) for title, each in layouts.items()}
-    sides = [Side(title, grid.shape, grid.blocks, grid.ranks, str(layouts[title])) for title, grid in grids.items()]
+    sides = [
+        DrawnSide(title, grid.shape, grid.blocks, grid.ranks, str(layouts[title])) for title, grid in grids.items()
+    ]
     return draw(sides, f"{shape_text(shape)} under {' and '.join(map(str, layouts.values()))}")
 
 
@@ -126,7 +128,7 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
     places = places_of(checkpoint, tensor)
     rule = str(places[0].layout) if places else ""
     title = "" if target is None else "source"
-    sides = [Side(title, tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor), rule)]
+    sides = [DrawnSide(title, tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor), rule)]
     if target is not None:
         sides += _strategy_sides(target, name, tensor.spec.shape, "target")
     return draw(sides, f"{name} {tensor.spec.dtype} {shape_text(tensor.spec.shape)}")
@@ -144,12 +146,14 @@ def _places(strategy: Strategy, name: str) -> tuple[Placed, ...]:
     return strategy.tensors[name]
 
 
-def _strategy_sides(strategy: Strategy, name: str, shape: Shape, title: str) -> list[Side]:
+def _strategy_sides(strategy: Strategy, name: str, shape: Shape, title: str) -> list[DrawnSide]:
     sides = []
     for placed in _places(strategy, name):
         grid = strategy.grid(name, shape, stage=placed.stage)
         stage = f"stage {placed.stage}" if len(strategy.stages) > 1 else ""
-        sides.append(Side(" · ".join(filter(None, [title, stage])), shape, grid.blocks, grid.ranks, str(placed.layout)))
+        sides.append(
+            DrawnSide(" · ".join(filter(None, [title, stage])), shape, grid.blocks, grid.ranks, str(placed.layout))
+        )
     return sides
 
 
@@ -165,20 +169,20 @@ def tiny(layout: Layout | None, checkpoint: Checkpoint, tensor: Tensor) -> Marku
     """
     if layout is not None:
         return _small(_layout_side(layout, ""), 34.0, 22.0, 10.0)
-    side = Side("", tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))
+    side = DrawnSide("", tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))
     return _small(side, 34.0, 22.0, 10.0)
 
 
-def _layout_side(layout: Layout, title: str) -> Side | None:
+def _layout_side(layout: Layout, title: str) -> DrawnSide | None:
     try:
         grid = layout.grid(least_shape([layout]))
     except LayoutError:
         return None
-    return Side(title, grid.shape, grid.blocks, grid.ranks)
+    return DrawnSide(title, grid.shape, grid.blocks, grid.ranks)
 
 
 @lru_cache(maxsize=1024)
-def _small(side: Side | None, width: float, height: float, low: float) -> Markup:
+def _small(side: DrawnSide | None, width: float, height: float, low: float) -> Markup:
     """Draw blocks without labels; `low` is the height for a single dimension."""
     if side is None:
         return Markup("")
@@ -193,7 +197,7 @@ def _small(side: Side | None, width: float, height: float, low: float) -> Markup
 # --- drawing ----------------------------------------------------------------------------------------------------
 
 
-def draw(sides: Sequence[Side], title: str) -> Picture:
+def draw(sides: Sequence[DrawnSide], title: str) -> Picture:
     """Draw layouts of one tensor side by side; the first is the source of the others."""
     frame = _Frame.of(sides)
     colours: dict[str, _Colours] = {}
@@ -237,7 +241,7 @@ class _Frame:
     height: float
 
     @classmethod
-    def of(cls, sides: Sequence[Side]) -> _Frame:
+    def of(cls, sides: Sequence[DrawnSide]) -> _Frame:
         """Choose the drawn axes: the last ones that are cut, then the largest ones."""
         shape = sides[0].shape
         blocks = [block for side in sides for block in side.blocks]
@@ -277,7 +281,7 @@ class _Cell:
     replicated: bool
 
 
-def _side(side: Side, frame: _Frame, colours: _Colours, cuts: _Cuts) -> Drawn:
+def _side(side: DrawnSide, frame: _Frame, colours: _Colours, cuts: _Cuts) -> Drawn:
     panels: dict[tuple[tuple[int, int], ...], list[_Cell]] = {}
     cells = _cells(side, frame)
     for cell in cells:
@@ -304,7 +308,7 @@ def _side(side: Side, frame: _Frame, colours: _Colours, cuts: _Cuts) -> Drawn:
     return join([*titles, *notes, moved(0, top, drawing)]), width, below + 16.0 * len(remarks)
 
 
-def _summary(side: Side) -> str:
+def _summary(side: DrawnSide) -> str:
     copies = sorted({len(ranks) for ranks in side.ranks})
     each = count_text(copies[-1], "rank") if len(copies) == 1 else f"{copies[0]} to {copies[-1]} ranks"
     if len(side.blocks) == 1:
@@ -315,7 +319,7 @@ def _summary(side: Side) -> str:
     return f"{' x '.join(map(str, ways))} blocks, each on {each}"
 
 
-def _cells(side: Side, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
+def _cells(side: DrawnSide, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
     """Return a rectangle for each block, or for several neighbours of a fine grid."""
     cells = [_Cell(block, ranks, 1, len(ranks) > 1) for block, ranks in zip(side.blocks, side.ranks, strict=True)]
     panels = min(_MOST_PANELS, len({tuple(b.start[axis] for axis in frame.others) for b in side.blocks}))
@@ -437,7 +441,7 @@ def _ticks(cells: Sequence[_Cell], frame: _Frame, axis: int, pixels: float, apar
     return [*ticks, (pixels, str(extent))]
 
 
-def _cuts(side: Side, frame: _Frame) -> _Cuts:
+def _cuts(side: DrawnSide, frame: _Frame) -> _Cuts:
     """Return the cuts of a side along rows and columns; none if they are too close to be drawn."""
     cuts: list[Sequence[float]] = []
     for n, (_, pixels) in enumerate(frame.drawn):

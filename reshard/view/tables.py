@@ -291,10 +291,7 @@ def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None
 
 
 def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:
-    """Write the tensors of `rank_parts`, one table for each set of equal ranks.
-
-    The options are the same as for `checkpoint_text`.
-    """
+    """Write a table for each of `rank_parts`, with the options of `checkpoint_text`."""
     files = [file for part in parts for file in part.files]
     lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].opening.step)
     for part in parts:
@@ -382,9 +379,9 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a checkpoint as plain data."""
-    ranks = checkpoint.ranks
     facts, objects = objects_of(checkpoint)
-    replicas: dict[Sharding, list[dict[str, object]]] = {}
+    distinct = {tensor.sharding for tensor in checkpoint.tensors.values()}
+    shards = {sharding: _shards_data(sharding, checkpoint.ranks) for sharding in distinct}
     return {
         **_files_data([checkpoint]),
         "nbytes": checkpoint.nbytes,
@@ -402,7 +399,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
                 "layouts": [
                     {"stage": stage, **layout_data(layout)} for stage, layout in layouts_of(checkpoint, tensor)
                 ],
-                "shards": _shards_data(tensor.sharding, ranks, replicas),
+                "shards": shards[tensor.sharding],
             }
             for tensor in checkpoint.tensors.values()
         ],
@@ -414,15 +411,11 @@ def _tensor_data(tensor: Tensor) -> dict[str, object]:
     return {"name": name, "dtype": dtype.name, "shape": list(shape), "nbytes": tensor.spec.nbytes}
 
 
-def _shards_data(
-    sharding: Sharding, ranks: Sequence[int], known: dict[Sharding, list[dict[str, object]]]
-) -> list[dict[str, object]]:
-    if sharding not in known:
-        known[sharding] = [
-            {**plain(block), "ranks": [ranks[at.file] for at in replicas]}
-            for block, replicas in zip(sharding.blocks, sharding.replicas, strict=True)
-        ]
-    return known[sharding]
+def _shards_data(sharding: Sharding, ranks: Sequence[int]) -> list[dict[str, object]]:
+    return [
+        {**plain(block), "ranks": [ranks[at.file] for at in replicas]}
+        for block, replicas in zip(sharding.blocks, sharding.replicas, strict=True)
+    ]
 
 
 def _files_data(parts: Sequence[Checkpoint]) -> dict[str, object]:

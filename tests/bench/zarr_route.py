@@ -9,6 +9,7 @@ As in `bench.py`: arms in random order, memory touched before each, the first ro
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -27,11 +28,14 @@ def as_weights(root: Path) -> None:
     values = np.random.default_rng(1).normal(0, 0.02, 32 << 20).astype(ml_dtypes.bfloat16).tobytes()
     for number, path in enumerate(sorted(root.rglob("*.safetensors"))):
         with path.open("r+b") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            shift = number << 20  # ranks whose bytes are equal would be taken for replicas
-            for offset in range(start, size, len(values) - shift):
-                os.pwrite(file.fileno(), values[shift : shift + size - offset], offset)
+            nbytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(nbytes))
+            for tensor in (tensor for name, tensor in header.items() if name != "__metadata__"):
+                shift = number << 20 if len(tensor["shape"]) > 1 else 0  # blocks differ, but norms are replicas
+                begin, end = tensor["data_offsets"]
+                for offset in range(begin, end, len(values) - shift):
+                    piece = values[shift : shift + end - offset]
+                    os.pwrite(file.fileno(), piece, 8 + nbytes + offset)
 
 
 def arms(root: Path) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numcodecs.zstd
 import numpy as np
 import pytest
 import zarr
@@ -15,6 +16,7 @@ from zarr_stores import OPTIONS, assert_same, tasks
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError
+from reshard.formats.zarr import array as zarr_array
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +52,49 @@ def test_stores_that_zarr_wrote(tmp_path: Path, options: dict[str, Any], dtype: 
         found = reshard.open(tmp_path / "out" / f"rank_{rank}")
         for name, content in expected.items():
             assert_same(found[name].compute(), content[2 * rank : 2 * rank + 2])
+
+
+@pytest.mark.parametrize("options", ["plain", "whole", "shards", "zstd", "gzip"])
+def test_edges_of_more_rows_than_are_listed(tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of a chunk within the tensor is strided then."""
+    monkeypatch.setattr(zarr_array, "_MOST_RUNS", 1)
+    value = np.arange(160, dtype=np.int16).reshape(20, 8)
+    array = zarr.open_group(tmp_path / "z", mode="w").create_array(
+        "w", shape=(20, 8), dtype="int16", **OPTIONS[options]
+    )
+    array[...] = value
+    own = reshard.open(tmp_path / "z")
+    assert_same(own["w"].compute(), value)
+    assert_same(own["w"][1:9:3, 2:6].compute(), value[1:9:3, 2:6])
+    reshard.plan(own).run(tmp_path / "out", threads=2)
+    assert_same(reshard.open(tmp_path / "out")["w"].compute(), value)
+
+
+@pytest.mark.parametrize("index_codecs", [[zarr.codecs.BytesCodec()], [zarr.codecs.BytesCodec(endian="big")]])
+def test_shards_whose_index_only_zarr_reads(tmp_path: Path, index_codecs: list[Any]) -> None:
+    value = np.arange(70, dtype=np.int32).reshape(10, 7)
+    codec = zarr.codecs.ShardingCodec(
+        chunk_shape=(2, 3), codecs=[zarr.codecs.BytesCodec(), zarr.codecs.ZstdCodec()], index_codecs=index_codecs
+    )
+    array = zarr.open_group(tmp_path / "z", mode="w").create_array(
+        "w", shape=(10, 7), dtype="int32", chunks=(4, 6), serializer=codec, compressors=None
+    )
+    array[...] = value
+    assert_same(reshard.open(tmp_path / "z")["w"].compute(), value)
+
+
+def test_chunks_of_several_frames(tmp_path: Path) -> None:
+    value = np.arange(64, dtype=np.int32)
+    array = zarr.open_group(tmp_path / "z", mode="w").create_array(
+        "w", shape=(64,), dtype="int32", compressors=zarr.codecs.ZstdCodec()
+    )
+    array[...] = value
+    frames = [bytes(numcodecs.zstd.compress(value[half].tobytes(), 1)) for half in (slice(0, 9), slice(9, 64))]
+    (tmp_path / "z" / "w" / "c" / "0").write_bytes(b"".join(frames))
+    assert_same(reshard.open(tmp_path / "z")["w"].compute(), value)
+    (tmp_path / "z" / "w" / "c" / "0").write_bytes(b"".join(frames) + b"more")
+    with refused(SourceError, "bad-chunk", "chunk 0"):
+        reshard.open(tmp_path / "z")["w"].compute()
 
 
 @pytest.mark.parametrize("location", ["start", "end"])
@@ -100,7 +145,8 @@ def test_absent_chunks_are_the_fill_value(tmp_path: Path, fill: Any, dtype: str)
 
 
 @pytest.mark.parametrize(
-    ("options", "absent"), [("plain", 5), ("shards", 10), ("zstd", 5), ("zstd shards", 10), ("gzip", 5)]
+    ("options", "absent"),
+    [("plain", 5), ("shards", 10), ("zstd", 5), ("zstd shards", 10), ("gzip", 5), ("blosc shards", 10)],
 )
 def test_how_many_chunks_are_absent_is_said(tmp_path: Path, options: str, absent: int) -> None:
     """Of rows 0 to 7 nothing is written, but columns 3 to 5 of rows 4 to 7."""

@@ -22,10 +22,10 @@ from refusals import refused
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.readers.dcp import archive
-from reshard.readers.dcp.archive import Archives, Part
+from reshard.readers.dcp.archive import Archives, ZipPart
 from reshard.storage.base import Around
 from reshard.storage.places import any_store
-from reshard.targets.torch_save import saved_tensor, saved_text
+from reshard.targets.saved_tensors import saved_tensor, saved_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ BEFORE = b"what lies before an item"
 def looked(path: Path, content: bytes) -> Summed:
     """What is said of an item, behind other bytes and before others in its file."""
     path.write_bytes(BEFORE + content + b"PK\5\6 and what lies behind")
-    (found,) = Archives((Part("w", len(BEFORE), len(content)),)).read(str(path), any_store())
+    (found,) = Archives((ZipPart("w", len(BEFORE), len(content)),)).read(str(path), any_store())
     assert found.run == (len(BEFORE), len(content))
     for what, ((begin, nbytes),), crc in found.left:
         if zlib.crc32(path.read_bytes()[begin : begin + nbytes]) != crc:
@@ -189,7 +189,7 @@ def test_what_cannot_be_read_is_not_said_to_be_wrong(tmp_path: Path) -> None:
             opened.writestr(f"archive/data/{number}", bytes(5000 if number == 7 else 400))
     path, content = tmp_path / "x", made.getvalue()
     path.write_bytes(content)
-    part = Archives((Part("w", 0, len(content)),))
+    part = Archives((ZipPart("w", 0, len(content)),))
     for number in (1, 2, 3, 4):
         with refused(SourceError, "bad-source", path):
             list(part.read(str(path), Failing(number)))
@@ -216,7 +216,7 @@ def test_an_item_beyond_4_gb(tmp_path: Path, early: bool) -> None:
         if early:
             file.seek(sizes + 12)
             file.write(bytes(8))
-    whole = Archives((Part("w", 0, saved.nbytes),))
+    whole = Archives((ZipPart("w", 0, saved.nbytes),))
     (found,) = whole.read(str(tmp_path / "x"), any_store())
     assert (found.faults, found.left[0][1:]) == ((), ((saved.data,), 0x04030201))
     behind = saved.data[0] + saved.data[1]

@@ -20,7 +20,7 @@ from reshard import read_object
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.readers.dcp import objects as module
-from reshard.readers.pickles import Name, Record
+from reshard.readers.pickles import Name, PickledObject
 from reshard.source.checkpoint import TensorSpec
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     source = of(tmp_path, o=saved({"a": [Called()]}))
     found = read_object(source, "o")["a"][0]
-    assert isinstance(found, Record)
+    assert isinstance(found, PickledObject)
     assert (found.name, found.arguments) == ("open", ("called", "w"))
     assert "not a tensor: o: {'a': [<" in done("inspect", source.root).stdout
     assert not (tmp_path / "called").exists()
@@ -167,7 +167,7 @@ def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_tensors_in_objects_are_described(tmp_path: Path) -> None:
     source = of(tmp_path, o=item(FULL["w"], wrapped="_rebuild_parameter"), bad=item(FULL["w"], first=9))
     assert read_object(source, "o") == TensorSpec("", BY_NAME["float32"], (6, 4))
-    assert isinstance(read_object(source, "bad"), Record)
+    assert isinstance(read_object(source, "bad"), PickledObject)
     assert "not a tensor: o: tensor float32 [6, 4]" in done("inspect", source.root).stdout
 
 

@@ -20,7 +20,7 @@ from refusals import refused
 from reshard.errors import SourceError
 from reshard.formats.entries import RangeReader
 from reshard.readers import pickles
-from reshard.readers.pickles import Name, Pairs, Record, unpickled
+from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -234,7 +234,7 @@ def test_what_is_deep_by_references_does_no_harm(path: Path) -> None:
 
 def test_a_record_is_itself_alone(path: Path) -> None:
     one, other = read(path, HEAD + b"ca\nb\n)R\x94ca\nb\n)R\x86.")
-    assert isinstance(one, Record)
+    assert isinstance(one, PickledObject)
     assert one != other
 
 
@@ -267,12 +267,12 @@ def described(value: Any) -> Any:
     seen: dict[int, int] = {}
 
     def one(value: Any) -> Any:
-        if not isinstance(value, Record | Name | list | tuple) or value == ():
+        if not isinstance(value, PickledObject | Name | list | tuple) or value == ():
             return value
         if id(value) in seen:
             return "again", seen[id(value)]
         seen[id(value)] = len(seen)
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             return "record", one(value.made_by), one(value.arguments), one(value.state), one(value.items)
         return type(value).__name__, *map(one, value)
 

@@ -1,9 +1,9 @@
-"""Reading items that are zstd streams, short ones and those that are too long to be held decoded."""
+"""Reading items that are zstd streams; longer ones are refused."""
 
 from __future__ import annotations
 
 import resource
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,12 +14,10 @@ from refusals import refused
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import BudgetError, SourceError
-from reshard.formats.zarr_chunks import IMPORTED_BYTES
+from reshard.formats.decoding import IMPORTED_BYTES
 from reshard.readers import dcp
 from reshard.readers.dcp import zstd
 from reshard.readers.dcp.metadata import Stated
-from reshard.storage.base import Around
-from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,17 +31,8 @@ LARGE = np.random.default_rng(0).integers(0, 50, (1200, 700)).astype(np.float32)
 LARGE_BOX: Box = (0, 0), LARGE.shape
 
 
-@pytest.fixture(params=["short", "long"])
-def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Streams of both kinds: those that are decoded into memory, and those that are too long for it."""
-    if request.param == "long":
-        for name, value in (("_LONGEST_HELD", 1 << 19), ("_READ", 100_000), ("_PIECE", 70_000)):
-            monkeypatch.setattr(zstd, name, value)
-    return str(request.param)
-
-
 @pytest.mark.parametrize("checksum", [False, True])
-def test_items_that_are_zstd_streams(tmp_path: Path, length: str, checksum: bool) -> None:
+def test_items_that_are_zstd_streams(tmp_path: Path, checksum: bool) -> None:
     """Of many blocks, several in a file, read in bands by several threads."""
     full = {"w": LARGE, "v": LARGE.T.copy(), "b": FULL["b"]}
     boxes = {"w": LARGE_BOX, "v": ((0, 0), LARGE.T.shape), "b": ((0,), (5,))}
@@ -58,30 +47,8 @@ def test_items_that_are_zstd_streams(tmp_path: Path, length: str, checksum: bool
     columns = Strategy.of({name: Layout.of([4], [-1, 0]) for name in ("w", "v")})
     reshard.plan(source, columns, format="safetensors").run(tmp_path / "columns", fsync=False)
     assert_equal(reshard.open(tmp_path / "columns", strategy=columns), full)
-    if length == "short":
-        with refused(BudgetError, "not-enough-memory", "'w'", "memory="):
-            reshard.plan(source, rows, memory=85_000_000)
-
-
-def test_long_streams_beside_each_other_are_decoded_once_by_each_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zstd, "_LONGEST_HELD", 1 << 17)
-    monkeypatch.setattr(zstd, "_PIECE", 10_000)
-    started = []
-    start = zstd.Stream._start
-    monkeypatch.setattr(zstd.Stream, "_start", lambda self: (started.append(self), start(self)))
-    array = np.tile(LARGE, (4, 1))
-    items = {
-        rank: [
-            ("w", ((0, begin), (len(array), 100)), stream(item(np.ascontiguousarray(array[:, begin : begin + 100]))))
-        ]
-        for rank, begin in enumerate(range(0, 700, 100))
-    }
-    source = reshard.open(write_torch(tmp_path / "src", {"w": array}, items, transform_descriptors=ZSTD))
-    reshard.plan(source, format="safetensors", threads=2).run(tmp_path / "whole", fsync=False)
-    assert_equal(reshard.open(tmp_path / "whole"), {"w": array})
-    assert 7 <= len(started) <= 14
+    with refused(BudgetError, "not-enough-memory", "'w'", "memory="):
+        reshard.plan(source, rows, memory=85_000_000)
 
 
 @pytest.mark.parametrize(
@@ -113,24 +80,19 @@ def test_what_is_held_of_streams_follows_from_each_tensor(tmp_path: Path, monkey
     assert reshard.open(root)._record.coding.nbytes(1) - IMPORTED_BYTES < 8 * LARGE.nbytes
 
 
-def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_LONGEST_HELD", 1 << 19), ("_READ", 10_000), ("_PIECE", 70_000)):
-        monkeypatch.setattr(zstd, name, value)
-    content = stream(item(LARGE))
-    seen = []
-
-    class Counted(Around):
-        def read(self, wants: Any) -> None:
-            seen.extend(len(buffer) for _, _, buffer in wants)
-            for _, offset, buffer in wants:
-                buffer[:] = content[offset : offset + len(buffer)]
-
-    found = bytearray(LARGE.nbytes)
-    for path, most in (("memory://a", 1), ("a", len(content) // 10_000 + 1)):
-        seen.clear()
-        unit = zstd.LongStreams(1 << 22, ((0, len(content)),), 1 << 21)
-        unit.opened(Counted(any_store()), path, 0).fill(0, memoryview(found))
-        assert 0 < len(seen) <= most
+def test_longer_items_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of the file are read."""
+    monkeypatch.setattr(zstd, "_LARGEST", 1 << 20)
+    items = {0: [("w", LARGE_BOX, stream(item(LARGE))), ("b", ((0,), (5,)), stream(item(FULL["b"])))]}
+    root = write_torch(tmp_path / "src", {"w": LARGE, "b": FULL["b"]}, items, transform_descriptors=ZSTD)
+    source = reshard.open(root)
+    assert_equal(source, {"b": FULL["b"]})
+    with refused(SourceError, "unreadable-tensor", "tensor 'w'", "zstd stream", "3.4 MB", "1.0 MB"):
+        reshard.plan(source)
+    reshard.plan(source, drop=["w"]).run(tmp_path / "out", fsync=False)
+    assert_equal(reshard.open(tmp_path / "out"), {"b": FULL["b"]})
+    with refused(SourceError, "unreadable-tensor", "tensor 'w'", "zstd stream"):
+        reshard.verify(root)
 
 
 def test_replicas_that_are_zstd_streams(tmp_path: Path) -> None:
@@ -158,7 +120,6 @@ ZEROS = (1 << 17 << 3 | 2).to_bytes(3, "little") + b"\0"  # a block of 128 KiB, 
         (lambda _: stream(bytes(1 << 20)), ("no-tensors", "'w'", "torch.save")),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("length")
 def test_streams_that_cannot_be_read(tmp_path: Path, spoilt: Callable[[bytes], bytes], said: tuple[str, ...]) -> None:
     bad = spoilt(stream(item(LARGE)))
     root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bad)]}, transform_descriptors=ZSTD)
@@ -166,7 +127,6 @@ def test_streams_that_cannot_be_read(tmp_path: Path, spoilt: Callable[[bytes], b
         reshard.open(root)["w"].compute()
 
 
-@pytest.mark.usefixtures("length")
 def test_a_sum_at_the_end_of_a_stream_is_compared(tmp_path: Path) -> None:
     """Wherever in what is read at once it lies; zstd itself finds nothing wrong in blocks that are not compressed."""
     noise = np.random.default_rng(0).integers(0, 1 << 62, 90_000)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.run.preflight import Do, Fate, Planned, Policy, Seen, fate, fates, of
+from reshard.run.preflight import Do, Fate, FileState, Planned, Policy, fate, fates, of
 from reshard.source.records import Record
 from reshard.storage.page_cache import boot_id
 
@@ -70,7 +70,9 @@ KEEP, RESUME, MAKE, CHANGED, UNMANAGED = Do
 def test_what_to_do(
     record: Record, state: tuple[int, int] | None, is_begun: bool, options: dict[str, Any], expected: Do
 ) -> None:
-    found = fate(WANTED, Seen(record, state, ["a.partial"] if is_begun else []), Policy(**{"sources": "s", **options}))
+    found = fate(
+        WANTED, FileState(record, state, ["a.partial"] if is_begun else []), Policy(**{"sources": "s", **options})
+    )
     assert found.do is expected
     if found.do is not UNMANAGED and state in {record.ready, record.replaces}:
         assert found.ours == state
@@ -78,13 +80,13 @@ def test_what_to_do(
 
 def test_a_link_may_be_there_before_it_is_noted() -> None:
     for is_link, expected in ((True, RESUME), (False, UNMANAGED)):
-        assert fate(Planned("9f", 10, is_link=is_link), Seen(BEGUN, NOW), Policy()).do is expected
+        assert fate(Planned("9f", 10, is_link=is_link), FileState(BEGUN, NOW), Policy()).do is expected
 
 
 @pytest.mark.parametrize("lacking", [False, True])
 def test_an_index_is_kept_with_all_that_it_is_of(lacking: bool) -> None:
     wanted = {"a": WANTED, "index": Planned("9f", 10, is_last=True)}
-    seen = {"index": Seen(DONE, NOW), **({} if lacking else {"a": Seen(DONE, NOW)})}
+    seen = {"index": FileState(DONE, NOW), **({} if lacking else {"a": FileState(DONE, NOW)})}
     found = fates(wanted, seen, Policy())
     assert found == ({"a": Fate(MAKE), "index": Fate(MAKE, NOW)} if lacking else dict.fromkeys(wanted, Fate(KEEP, NOW)))
 
@@ -92,7 +94,7 @@ def test_an_index_is_kept_with_all_that_it_is_of(lacking: bool) -> None:
 @pytest.mark.parametrize("pointed", [DONE, OLD, NOTHING])
 def test_an_index_is_kept_where_another_is_pointed_at(pointed: Record) -> None:
     wanted = {"index": Planned("9f", 10, is_last=True), "pointer": Planned("9f", 10, is_last=True, is_pointer=True)}
-    found = fates(wanted, {"index": Seen(DONE, NOW), "pointer": Seen(pointed, NOW)}, Policy())
+    found = fates(wanted, {"index": FileState(DONE, NOW), "pointer": FileState(pointed, NOW)}, Policy())
     assert found["index"].do is KEEP
     assert found["pointer"].do is (KEEP if pointed is DONE else MAKE)
 
@@ -107,12 +109,14 @@ records = st.builds(
     boot=st.sampled_from(["", "another"]),
     sources=st.sampled_from(["", "s", "t"]),
 )
-seens = st.builds(Seen, records, states, st.booleans())
+seens = st.builds(FileState, records, states, st.booleans())
 hows = st.builds(Policy, st.sampled_from(["", "s"]), st.booleans(), st.booleans(), st.booleans())
 
 
 @given(st.builds(Planned, st.just("9f"), st.just(10), st.booleans()), seens, hows)
-def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(wanted: Planned, seen: Seen, policy: Policy) -> None:
+def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(
+    wanted: Planned, seen: FileState, policy: Policy
+) -> None:
     found = fate(wanted, seen, policy)
     record, state = seen.record, seen.state
     if found.do is KEEP:  # as this run would make it, and it is there as it was noted
@@ -139,10 +143,10 @@ def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(wanted: Planned,
 
 
 @given(st.dictionaries(st.sampled_from("abc"), seens, min_size=3), hows)
-def test_all_is_done_again_or_nothing_is_left_to_do(seen: dict[str, Seen], policy: Policy) -> None:
+def test_all_is_done_again_or_nothing_is_left_to_do(seen: dict[str, FileState], policy: Policy) -> None:
     """What a run has finished the next one keeps, whatever was there before."""
     wanted = {file: Planned("9f", 10, is_last=file == "c") for file in "abc"}
     found = fates(wanted, seen, policy)
     assert sorted(file for do in Do for file in of(found, do)) == sorted(wanted)
-    after = {file: Seen(Record("9f", 10, ready=(10, 5)), (10, 5)) for file in wanted}
+    after = {file: FileState(Record("9f", 10, ready=(10, 5)), (10, 5)) for file in wanted}
     assert of(fates(wanted, after, policy._replace(restart=False)), KEEP) == list(wanted)

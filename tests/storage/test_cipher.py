@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import reshard.storage.cipher
+import reshard.storage.decryption
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.formats import index_file
-from reshard.storage.cipher import MAGICS, Cipher
-from reshard.storage.decryption import DecryptingStore
+from reshard.storage.cipher import Cipher
+from reshard.storage.decryption import MAGICS, DecryptingStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +52,7 @@ def decrypted(path: str, cipher: Cipher) -> bytes:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of 100 bytes and pieces of 32, so that a small file has many of both."""
     monkeypatch.setattr(reshard.storage.cipher, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(reshard.storage.cipher, "_PIECE_BYTES", 32)
+    monkeypatch.setattr(reshard.storage.decryption, "_PIECE_BYTES", 32)
     return 100
 
 

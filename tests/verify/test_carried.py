@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dcp_files import Box
     from remotes import Requests
 
-    from reshard.readers.dcp.archive import Part
+    from reshard.readers.dcp.archive import ZipPart
 
 CASES = [
     "files", "fsdp2_bf16", "fsdp2_tp2d", "fsdp2_uneven", "hsdp", "kinds", "mcore_flat", "mcore_layers_apart",
@@ -51,7 +51,7 @@ def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: shutil.copytree(mindspore_data / "dcp" / name / "checkpoint", tmp_path / name)
 
 
-def items_of(root: Path) -> list[tuple[Path, Part]]:
+def items_of(root: Path) -> list[tuple[Path, ZipPart]]:
     """Every item of a checkpoint, and its file."""
     return [
         (root / file.path, part)

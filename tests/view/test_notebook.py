@@ -26,14 +26,14 @@ from reshard.dtypes import BY_NAME
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
-from reshard.run.run import Report
+from reshard.run.settings import Report
 from reshard.run.tasks import Receipt
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
 from reshard.verify.difference import Difference
 from reshard.verify.verification import Comparison, Counts, Verification
 from reshard.view import flow
-from reshard.view.blocks import Side, draw
+from reshard.view.blocks import DrawnSide, draw
 from reshard.view.svg import Markup, tag, text_width
 
 if TYPE_CHECKING:
@@ -454,14 +454,14 @@ def test_replicas_are_hatched_and_others_are_not() -> None:
 
 def test_blocks_that_no_file_has_are_empty() -> None:
     blocks = (Block((0,), (2,)), Block((2,), (4,)))
-    root = parsed(draw([Side("", (4,), blocks, ((0,), ()))], "w"))
+    root = parsed(draw([DrawnSide("", (4,), blocks, ((0,), ()))], "w"))
     assert [part.get("fill") for part in root.iter("rect")] == ["#77aadd", "none"]
     assert "empty: in no file" in texts(root)
 
 
 def test_boxes_that_are_no_grid_are_drawn_as_they_are() -> None:
     blocks = (Block((0, 0), (4, 2)), Block((0, 2), (1, 4)), Block((1, 2), (4, 4)))
-    (panel,) = rectangles(parsed(draw([Side("", (4, 4), blocks, ((0,), (1,), (2,)))], "w")))
+    (panel,) = rectangles(parsed(draw([DrawnSide("", (4, 4), blocks, ((0,), (1,), (2,)))], "w")))
     assert_tiles(panel, *(max(rect[k] + rect[k + 2] for rect, _ in panel) for k in (0, 1)))
     assert [box(tip) for _, tip in panel] == [tuple(zip(b.start, b.stop, strict=True)) for b in blocks]
 

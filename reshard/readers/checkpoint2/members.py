@@ -37,7 +37,7 @@ def members(path: str) -> Iterator[tuple[str, str, Any]]:
     >>> list(members(str(path)))
     [('a', 'b', [1]), ('a', 'c', 2), ('d', '', None)]
     """
-    text = _Text(RangeReader(path, window=_PIECE))
+    text = _TextParser(RangeReader(path, window=_PIECE))
     for key in text.names():
         if text.next() != "{":
             yield key, "", text.value()
@@ -48,7 +48,7 @@ def members(path: str) -> Iterator[tuple[str, str, Any]]:
         raise ValueError("something follows the object")
 
 
-class _Text:
+class _TextParser:
     """A parser of the text of a file, which buffers a piece of it."""
 
     def __init__(self, reader: RangeReader) -> None:

@@ -34,8 +34,8 @@ from reshard.formats.entries import Extent, FileIndex, RangeReader
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
 from reshard.layout.axes import row_major
 from reshard.layout.block import Block, flat_boxes, shape_text
-from reshard.readers.dcp.archive import Archives, Part
-from reshard.readers.dcp.metadata import BUCKET, BUCKETS, STREAM, Metadata
+from reshard.readers.dcp.archive import Archives, ZipPart
+from reshard.readers.dcp.metadata import BUCKET, BUCKETS, STREAM, DCPMetadata
 from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
 from reshard.readers.listed import BlockList, nothing_readable
@@ -50,11 +50,11 @@ from reshard.storage.threads import map_ordered
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from reshard.formats.decoding import Decoding
     from reshard.formats.entries import Entry, Sums
-    from reshard.formats.zarr_chunks import Decoding
     from reshard.layout.block import Shape
     from reshard.readers.dcp.metadata import Item, Stated
-    from reshard.readers.dcp.zstd import LongStreams, Streams
+    from reshard.readers.dcp.zstd import Streams
     from reshard.source.checkpoint import Tensor
     from reshard.storage.base import Status
     from reshard.storage.places import Place
@@ -80,13 +80,13 @@ def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["bl
     Raises:
         SourceError: the checkpoint is incomplete, or the metadata contradict themselves or the files; lists all faults.
     """
-    said = Metadata(place, there)
+    said = DCPMetadata(place, there)
     return compare_contents(_checkpoint(place, there, said), {}, contents=contents)
 
 
-def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoint:
+def _checkpoint(place: Place, there: Sequence[str], said: DCPMetadata) -> Checkpoint:
     """Return the checkpoint that metadata and files describe."""
-    held = _Files(place, there, said)
+    held = _DCPFiles(place, there, said)
     listed = BlockList()
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
@@ -134,7 +134,7 @@ def _beside(place: Place, there: Sequence[str]) -> dict[str, Object]:
     return found
 
 
-class _Files:
+class _DCPFiles:
     """The files of tensors, and the entry of each box in them.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Files:
         streams: files whose items are all zstd streams, by path.
     """
 
-    def __init__(self, place: Place, there: Sequence[str], said: Metadata) -> None:
+    def __init__(self, place: Place, there: Sequence[str], said: DCPMetadata) -> None:
         self._said = said
         items: dict[str, list[tuple[str, Item]]] = {}
         for name, some in said.items.items():
@@ -162,7 +162,7 @@ class _Files:
         self.numbers = {name: number for number, name in enumerate(ordered)}
         self.entries: dict[Item, Entry | str] = {}
         self.unlisted: dict[str, list[str]] = {}
-        self.streams: dict[str, Streams | LongStreams] = {}
+        self.streams: dict[str, Streams] = {}
         headed = [name for name in ordered if _has_header(place / name, [item for _, item in items[name]])]
         indexes, _ = read_indexes({0: [place / name for name in headed]}, None)
         known = dict(zip(headed, map(without_notes, indexes), strict=True))
@@ -236,7 +236,7 @@ class _Files:
 
     def _sums(self, items: Sequence[tuple[str, Item]]) -> Sums:
         """Return the checksums that the items of a file carry; other encodings than zstd have none that are known."""
-        parts = {Part(name, item.begin, item.nbytes): item.encoding for name, item in items}
+        parts = {ZipPart(name, item.begin, item.nbytes): item.encoding for name, item in items}
         plain = Archives(tuple(part for part, encoding in parts.items() if not encoding))
         streams = [part for part, encoding in parts.items() if encoding == STREAM]
         if not streams:
@@ -251,16 +251,15 @@ class _Files:
         """Read the heads of the items of a file of zstd streams, and record how to decode them."""
         from reshard.readers.dcp.zstd import read_streams  # not on every start
 
-        most = max(self._said.nbytes(name) for name, _ in items)
-        spans = [(item.begin, item.nbytes) for _, item in items]
-        self.streams[path], found = read_streams(path, spans, most)
-        return found
+        sized = [((item.begin, item.nbytes), self._said.nbytes(name)) for name, item in items]
+        self.streams[path], entries = read_streams(path, sized)
+        return entries
 
     def decoding(self) -> Decoding | None:
         """Return how to decode the files; None if all are plain."""
         if not self.streams:
             return None
-        from reshard.formats.zarr_chunks import Decoding  # not on every start
+        from reshard.formats.decoding import Decoding  # not on every start
 
         held = 0
         for name, one in self._said.tensors.items():
@@ -321,7 +320,7 @@ def _has_header(path: Place, items: Sequence[Item]) -> bool:
     return safetensors.recognizes(reader.upto(0, 16), reader.size)
 
 
-def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: BlockList) -> Tensor:
+def _tensor(name: str, one: Stated, said: DCPMetadata, files: _DCPFiles, listed: BlockList) -> Tensor:
     """Return a tensor; raise `SourceError` if it cannot be read."""
     held = []
     dtypes = {one.dtype: BY_NAME[one.dtype]} if one.dtype else {}
@@ -399,7 +398,7 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
     ]
 
 
-def _warnings(place: Place, there: Sequence[str], said: Metadata, files: _Files) -> Iterator[str]:
+def _warnings(place: Place, there: Sequence[str], said: DCPMetadata, files: _DCPFiles) -> Iterator[str]:
     if DCP_INDEX in there:  # which comes last, but may be copied first
         saved = (place / DCP_INDEX).status().mtime_ns + _WHILE_NS
         if newer := [path for path, number in files.numbers.items() if files.files[number].mtime_ns > saved]:

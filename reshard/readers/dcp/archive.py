@@ -321,7 +321,7 @@ class Archive:
 # --- verifying checksums ---
 
 
-class Part(NamedTuple):
+class ZipPart(NamedTuple):
     """The range of an archive in a file, and the name of its tensor or object; empty if the archive is the file."""
 
     name: str
@@ -337,7 +337,7 @@ class Part(NamedTuple):
 class Archives(NamedTuple):
     """The archives of a file that are not encoded, to verify their checksums."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ZipPart, ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
         """Yield each archive after verifying its headers and short records, not the long ones."""
@@ -355,7 +355,7 @@ class _Indexed(NamedTuple):
         fault: why the directory is not valid.
     """
 
-    part: Part
+    part: ZipPart
     records: Sequence[ZipRecord] = ()
     short: int = 0
     fault: str = ""
@@ -386,8 +386,8 @@ class _Indexed(NamedTuple):
 
 
 def _tails(
-    path: str, store: ReadStore, parts: Sequence[Part]
-) -> Iterator[tuple[tuple[Part, memoryview], ReadStore, list[Want]]]:
+    path: str, store: ReadStore, parts: Sequence[ZipPart]
+) -> Iterator[tuple[tuple[ZipPart, memoryview], ReadStore, list[Want]]]:
     """Yield the first read of each archive: all of a short one, the end of a longer one."""
     for part in parts:
         nbytes = part.nbytes if part.nbytes <= _WHOLE else _TAIL
@@ -396,7 +396,7 @@ def _tails(
 
 
 def _headers(
-    path: str, store: ReadStore, tails: Iterator[tuple[Part, memoryview]]
+    path: str, store: ReadStore, tails: Iterator[tuple[ZipPart, memoryview]]
 ) -> Iterator[tuple[tuple[_Indexed, memoryview], ReadStore, list[Want]]]:
     """Yield the second read of each archive: the headers of records and short contents, joined."""
     for part, tail in tails:
@@ -431,7 +431,7 @@ def _gaps(records: Sequence[ZipRecord], short: int) -> list[tuple[int, int]]:
     return gaps
 
 
-def _over_tail(path: str, store: ReadStore, part: Part, tail: memoryview) -> Callable[[int, int], bytes]:
+def _over_tail(path: str, store: ReadStore, part: ZipPart, tail: memoryview) -> Callable[[int, int], bytes]:
     """Return a function that reads an archive, from its last bytes if they suffice."""
 
     def read(begin: int, nbytes: int) -> bytes:

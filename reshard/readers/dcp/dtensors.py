@@ -22,7 +22,7 @@ from reshard.errors import LayoutError, SourceError
 from reshard.layout.block import MOST_DIMS, Block, is_possible, shape_text
 from reshard.layout.placements import DimShard, device_ranges
 from reshard.readers.dcp.torch_save import rebuilt
-from reshard.readers.pickles import Name, Record, numbers, shown
+from reshard.readers.pickles import Name, PickledObject, numbers, shown
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _MOST_MESHES = 1 << 8
 _SUBCLASS = ("_rebuild_from_type_v2", "_rebuild_wrapper_subclass")
 
 
-class Mesh(NamedTuple):
+class DeviceMesh(NamedTuple):
     """The ranks of a layout: the extents of the axes, outermost first, and the ranks row by row."""
 
     extents: Shape
@@ -49,7 +49,7 @@ class Spec(NamedTuple):
 
     shape: Shape
     placements: tuple[Placement, ...]
-    mesh: Mesh
+    mesh: DeviceMesh
 
 
 class Kept(NamedTuple):
@@ -104,7 +104,7 @@ class Kept(NamedTuple):
 
 def is_tensor(value: object) -> bool:
     """Return whether a pickled value is a tensor, also of a kind that is not read."""
-    return isinstance(value, Record) and (value.name.startswith("_rebuild_") or value.name == "ShardedTensor")
+    return isinstance(value, PickledObject) and (value.name.startswith("_rebuild_") or value.name == "ShardedTensor")
 
 
 class Tensors:
@@ -117,21 +117,21 @@ class Tensors:
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
-        self._meshes: dict[Record, Mesh] = {}
+        self._meshes: dict[PickledObject, DeviceMesh] = {}
 
     def kept(self, value: object) -> Kept:
         """Return the part of a tensor in the file; raise `SourceError` if it cannot be read."""
-        while isinstance(value, Record) and value.name.startswith("_rebuild_parameter") and _arguments(value):
+        while isinstance(value, PickledObject) and value.name.startswith("_rebuild_parameter") and _arguments(value):
             value = _arguments(value)[0]
         made = _arguments(value)
-        if not (isinstance(value, Record) and value.name == _SUBCLASS[0] and len(made) == 4):
+        if not (isinstance(value, PickledObject) and value.name == _SUBCLASS[0] and len(made) == 4):
             return Kept(rebuilt(value), None)
         kind = made[1].name if isinstance(made[1], Name) else ""
         if not isinstance(made[0], Name) or made[0].name != _SUBCLASS[1]:
             return Kept(rebuilt(value), None)
         if kind != "DTensor":
             raise SourceError(f"is a tensor of the unsupported class {shown(kind)}", code="unsupported-class")
-        state = Record(None, None)
+        state = PickledObject(None, None)
         state.state = made[3]
         local, spec = rebuilt(state.field("_local_tensor")), state.field("_spec")
         sizes = made[2][2] if isinstance(made[2], tuple) and len(made[2]) > 2 else None
@@ -139,7 +139,7 @@ class Tensors:
 
     def _spec(self, value: object, shape: Shape) -> Spec:
         """Return the layout of a DTensor of a shape, from its other arguments."""
-        if not isinstance(value, Record):
+        if not isinstance(value, PickledObject):
             raise SourceError("has no spec, so which part a rank has is unknown", code="bad-dtensor")
         meta = _arguments(value.field("tensor_meta"))
         if meta and numbers(meta[0]) != shape:
@@ -160,8 +160,8 @@ class Tensors:
                 )
         return Spec(shape, tuple(map(_placement, placements)), mesh)
 
-    def _mesh(self, value: object) -> Mesh:
-        if not isinstance(value, Record):
+    def _mesh(self, value: object) -> DeviceMesh:
+        if not isinstance(value, PickledObject):
             raise SourceError("has no mesh", code="bad-dtensor")
         if value not in self._meshes:
             if len(self._meshes) == _MOST_MESHES:
@@ -179,10 +179,10 @@ class Tensors:
 
 def _arguments(value: object) -> tuple[Any, ...]:
     """Return the constructor arguments of a pickled object; empty for other values."""
-    return value.arguments if isinstance(value, Record) and isinstance(value.arguments, tuple) else ()
+    return value.arguments if isinstance(value, PickledObject) and isinstance(value.arguments, tuple) else ()
 
 
-def _place(mesh: Mesh, rank: int) -> Shape:
+def _place(mesh: DeviceMesh, rank: int) -> Shape:
     """Return the coordinates of a rank in a mesh."""
     number, place = mesh.ranks.index(rank), list[int]()
     for extent in reversed(mesh.extents):
@@ -192,10 +192,10 @@ def _place(mesh: Mesh, rank: int) -> Shape:
 
 
 def _placement(value: object) -> Placement:
-    name = value.name if isinstance(value, Record) else ""
+    name = value.name if isinstance(value, PickledObject) else ""
     if name == "Replicate":
         return None
-    if not isinstance(value, Record) or name not in {"Shard", "_StridedShard"}:
+    if not isinstance(value, PickledObject) or name not in {"Shard", "_StridedShard"}:
         why = ": each rank has a part of a sum" if name.lstrip("_").endswith("Partial") else ""
         raise SourceError(f"has the unsupported placement {shown(name)}{why}", code="unsupported-placement")
     dim, factor = value.field("dim"), value.field("split_factor") if name == "_StridedShard" else None
@@ -208,10 +208,10 @@ def _placement(value: object) -> Placement:
     return DimShard(dim, factor)
 
 
-def _mesh(value: Record, rank: int, count: int) -> Mesh:
+def _mesh(value: PickledObject, rank: int, count: int) -> DeviceMesh:
     """Return the mesh of at most `count` ranks that contains a rank; a layout may describe several."""
     layout = value.field("_layout")
-    if not isinstance(layout, Record):
+    if not isinstance(layout, PickledObject):
         of_tensor = _arguments(value.field("mesh"))
         shape = numbers(of_tensor[2] if len(of_tensor) > 2 else None)
         axes: Any = [(extent, prod(shape[axis + 1 :])) for axis, extent in enumerate(shape)]
@@ -222,7 +222,7 @@ def _mesh(value: Record, rank: int, count: int) -> Mesh:
             axes = zip(_several(layout.field("shape")), _several(layout.field("stride")), strict=False)
         else:
             some = axes[: MOST_DIMS + 1] if isinstance(axes, tuple | list) else ()
-            axes = [(axis.field("shape"), axis.field("stride")) for axis in some if isinstance(axis, Record)]
+            axes = [(axis.field("shape"), axis.field("stride")) for axis in some if isinstance(axis, PickledObject)]
     if rank not in known:
         raise SourceError(f"has a mesh of {ranks_text(known)}, but is in the file of rank {rank}", code="wrong-rank")
     begin = place = known.index(rank)
@@ -242,7 +242,7 @@ def _mesh(value: Record, rank: int, count: int) -> Mesh:
         raise SourceError(
             f"has a mesh of {ranks_text(ranks)}, some twice or without a file; {count} have files", code="bad-mesh"
         )
-    return Mesh(extents, ranks)
+    return DeviceMesh(extents, ranks)
 
 
 def _several(value: object) -> tuple[object, ...]:

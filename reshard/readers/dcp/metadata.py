@@ -12,7 +12,7 @@ from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
 from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
-from reshard.readers.pickles import Name, Pairs, Record, numbers, shown, unpickled
+from reshard.readers.pickles import Name, Pairs, PickledObject, numbers, shown, unpickled
 from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Item(NamedTuple):
     encoding: tuple[str, ...]
 
 
-class Metadata:
+class DCPMetadata:
     """The metadata, checked; those of all ranks, and of several directories, are joined.
 
     Attributes:
@@ -96,7 +96,7 @@ class Metadata:
         self.items: dict[str, list[Item]] = {}
         self.paths: dict[str, KeyPath] = {}
         self.flat: dict[str, Shape] = {}
-        self._known: dict[Record, tuple[Shape, Shape]] = {}
+        self._known: dict[PickledObject, tuple[Shape, Shape]] = {}
         self._count = 0
         for name in files:
             content = unpickled(RangeReader(str(place / name), window=0), _WHAT)
@@ -112,11 +112,11 @@ class Metadata:
         return itemsize * min(prod(one.shape), max((prod(extents) for _, extents in one.boxes), default=0))
 
     def _add(self, content: object, directory: str) -> None:
-        if not (isinstance(content, Record) and content.name.endswith("Metadata")):
+        if not (isinstance(content, PickledObject) and content.name.endswith("DCPMetadata")):
             raise SourceError(f"is not {_WHAT}", code="bad-metadata")
         for name, one in _pairs(content, "state_dict_metadata"):
             self._add_name(name, directory)
-            kind = one.name if isinstance(one, Record) else ""
+            kind = one.name if isinstance(one, PickledObject) else ""
             if kind == "BytesStorageMetadata":
                 self.objects[name] = None
             elif kind == "TensorStorageMetadata":
@@ -155,7 +155,7 @@ class Metadata:
                 hint="open one of the directories",
             )
 
-    def _add_tensor(self, name: str, one: Record) -> None:
+    def _add_tensor(self, name: str, one: PickledObject) -> None:
         shape = numbers(one.field("size"))
         if not is_possible(shape):
             raise SourceError(f"tensor {shown(name)} has the impossible shape {shape_text(shape)}", code="bad-shape")
@@ -165,7 +165,7 @@ class Metadata:
             ranks = f"{known.dtype} {shape_text(known.shape)} and {found.dtype} {shape_text(found.shape)}"
             raise SourceError(f"tensor {shown(name)} is {ranks} by different ranks", code="ranks-disagree")
         chunks = one.field("chunks")
-        if not isinstance(chunks, list) or not all(isinstance(chunk, Record) for chunk in chunks):
+        if not isinstance(chunks, list) or not all(isinstance(chunk, PickledObject) for chunk in chunks):
             raise SourceError(f"tensor {shown(name)} has no list of boxes", code="bad-metadata")
         self._count += len(chunks)
         if self._count > _MOST_BOXES:  # which a file can repeat without being large
@@ -178,7 +178,7 @@ class Metadata:
             )
         known.boxes.update(boxes)
 
-    def _box(self, chunk: Record) -> tuple[Shape, Shape]:
+    def _box(self, chunk: PickledObject) -> tuple[Shape, Shape]:
         """Return the offsets and extents of a box."""
         if chunk not in self._known:
             offsets, extents = chunk.fields("offsets", "sizes")
@@ -186,7 +186,7 @@ class Metadata:
         return self._known[chunk]
 
     def _add_item(self, index: object, info: object, directory: str) -> None:
-        if not (isinstance(index, Record) and isinstance(info, Record)):
+        if not (isinstance(index, PickledObject) and isinstance(info, PickledObject)):
             raise SourceError("has an entry in storage_data that is not a box", code="bad-metadata")
         name, _, offset = index.fields("fqn", "index", "offset")
         file, begin, nbytes, encoding, key = info.fields(
@@ -274,7 +274,7 @@ def _is_path(path: object) -> bool:
     )
 
 
-def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:
+def _pairs(content: PickledObject, name: str) -> Iterator[tuple[Any, Any]]:
     found = content.field(name)
     if not isinstance(found, Pairs):
         raise SourceError(f"has no {name}; expected {_WHAT}", code="bad-metadata")
@@ -283,8 +283,8 @@ def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:
 
 def _dtype(properties: object) -> str:
     """Return the name of a dtype from the properties of a tensor; empty if it is not known."""
-    found = properties.field("dtype") if isinstance(properties, Record) else None
-    if isinstance(properties, Record) and isinstance(properties.state, tuple) and properties.state:
+    found = properties.field("dtype") if isinstance(properties, PickledObject) else None
+    if isinstance(properties, PickledObject) and isinstance(properties.state, tuple) and properties.state:
         found = properties.state[0]  # as PyTorch's own reduction has them
     text = found.name if isinstance(found, Name) else str(found)
     known = BY_NAME.get(text.removeprefix("torch.").lower())

@@ -19,7 +19,7 @@ from reshard.layout.block import shape_text
 from reshard.readers.dcp import BACKEND, COMMON
 from reshard.readers.dcp.archive import Damaged, checked_records
 from reshard.readers.dcp.torch_save import Held, rebuilt
-from reshard.readers.pickles import Name, Pairs, Record, unpickled
+from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.source.checkpoint import TensorSpec
 from reshard.storage.places import any_store, in_batches
 from reshard.storage.small import parse_json
@@ -70,8 +70,8 @@ def problems(objects: Mapping[str, Object]) -> dict[str, str]:
 def read_object(checkpoint: Checkpoint, name: str) -> Any:
     """Return an object of a checkpoint, or a file next to its tensors, as plain data.
 
-    Nothing is imported or called. A class or function is a `Name`, and another call or object a `Record`. A tensor is a
-    `TensorSpec`, and a `Namespace` a dict of its attributes.
+    Nothing is imported or called. A class or function is a `Name`, and another call or object a `PickledObject`. A
+    tensor is a `TensorSpec`, and a `Namespace` a dict of its attributes.
 
     Args:
         checkpoint: the checkpoint.
@@ -208,7 +208,7 @@ class _Plain:
             raise SourceError("is nested too deeply, or has too many values", code="too-large")
         if isinstance(value, Pairs):
             return self._dict(value, depth)
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             return self._made(value, depth)
         if isinstance(value, list | tuple) and not isinstance(value, Name):
             return type(value)(self.of(one, depth + 1) for one in value)
@@ -223,11 +223,11 @@ class _Plain:
             found[plain] = self.of(one, depth + 1)
         return found
 
-    def _made(self, record: Record, depth: int) -> Any:
+    def _made(self, record: PickledObject, depth: int) -> Any:
         """Return the plain value that a call would create; the record of the call if there is none."""
         made: object = record
         for one in (record, *(record.arguments if isinstance(record.arguments, tuple) else ())):
-            if isinstance(one, Record) and isinstance(one.made_by, Name) and not one.made_by.module:
+            if isinstance(one, PickledObject) and isinstance(one.made_by, Name) and not one.made_by.module:
                 raise SourceError(f"has a value of the unsupported kind {one.name}", code="unsupported-object")
         match record.name, record.arguments:
             case "Namespace", _ if isinstance(record.state, Pairs):
@@ -262,7 +262,7 @@ def _is_key(value: object) -> bool:
 
 def _written(value: object) -> Iterator[str]:
     """Yield a value as Python writes it, piece by piece; long texts are cut."""
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         value = value.made_by if isinstance(value.made_by, Name) else Name("", "record")
     if isinstance(value, Name):
         yield f"<{value.module}.{value.name}>".replace("<.", "<")

@@ -20,10 +20,10 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
 from reshard.formats.entries import Entry, FileIndex, RangeReader
 from reshard.layout.block import LONGEST_NAME, shape_text
-from reshard.readers.dcp.archive import Archive, Archives, Part
+from reshard.readers.dcp.archive import Archive, Archives, ZipPart
 from reshard.readers.dcp.dtensors import Tensors, is_tensor
 from reshard.readers.listed import BlockList, nothing_readable
-from reshard.readers.pickles import Name, Pairs, Record, shown, unpickled
+from reshard.readers.pickles import Name, Pairs, PickledObject, shown, unpickled
 from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
 from reshard.source.probe import compare_contents
 from reshard.storage.places import workers_at
@@ -34,7 +34,7 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.readers.dcp.dtensors import Kept, Mesh
+    from reshard.readers.dcp.dtensors import DeviceMesh, Kept
     from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
 
@@ -154,7 +154,7 @@ def _tensor(name: str, some: Sequence[tuple[int, Kept, int]], ranks: Sequence[in
         raise SourceError(f"is {names(sorted(dtypes))} in different files", code="mixed-dtypes")
     specs = {ranks[number]: kept.spec for number, kept, _ in some}
     first = next(iter(specs.values()))
-    meshes: dict[Mesh, set[int]] = {}
+    meshes: dict[DeviceMesh, set[int]] = {}
     for rank, spec in specs.items():
         if (spec and spec[:2]) != (first and first[:2]):
             raise SourceError(
@@ -223,14 +223,14 @@ def _read(number: int, file: _File, count: int) -> _Read:
             entries[name] = one.local.entry(record.begin, record.begin + record.size)
         except SourceError as error:
             refused[name] = error.message
-    sums = Archives((Part("", 0, archive.reader.size),))
+    sums = Archives((ZipPart("", 0, archive.reader.size),))
     index = FileIndex(NAME, entries, header=number, sums=sums)
     found = {name: (kept[name], records[kept[name].local.record].begin) for name in entries}
     return _Read(SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change), found, refused, objects)
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, Name | Record):
+    if isinstance(value, Name | PickledObject):
         return value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
     return "dict" if isinstance(value, Pairs) else type(value).__name__
 
@@ -282,7 +282,7 @@ def _inside(value: object, holding: _Holding) -> tuple[Sequence[object], Sequenc
         items = _items(value)
         keys = items[::2]
         plain = 0 < len(items) <= 2 * _MOST_VALUES and not len(items) % 2 and all(map(_is_plain, keys))
-        more = isinstance(value, Record) and (holding.tensor(value.arguments) or holding.tensor(value.state))
+        more = isinstance(value, PickledObject) and (holding.tensor(value.arguments) or holding.tensor(value.state))
         return (keys, items[1::2]) if plain and not more else None
     if isinstance(value, list | tuple) and len(value) <= _MOST_VALUES:
         has_dicts = any(isinstance(one, Pairs) for one in value[:_MOST_LOOKED])
@@ -301,7 +301,7 @@ def _is_plain(key: object) -> bool:
 
 def _items(value: object) -> Pairs:
     """Return the keys and values of a dict in turn."""
-    found = value.items if isinstance(value, Record) else value
+    found = value.items if isinstance(value, PickledObject) else value
     return found if isinstance(found, Pairs) else Pairs()
 
 
@@ -313,7 +313,7 @@ class _Holding:
 
     def tensor(self, value: object) -> bool:
         """Return whether a value is a tensor or a storage, or contains one at any depth."""
-        if not isinstance(value, list | tuple | Record):
+        if not isinstance(value, list | tuple | PickledObject):
             return False
         if id(value) not in self._known:
             self._look(value)
@@ -328,13 +328,13 @@ class _Holding:
         while waiting:
             one = waiting.pop()
             number, parts = id(one), one
-            if isinstance(one, Record):
+            if isinstance(one, PickledObject):
                 if is_tensor(one) or one.made_by is None:  # a reference outside of the pickle is a storage
                     has.append(number)
                     continue
                 parts = one.arguments, one.state, one.items
             for part in parts:
-                if isinstance(part, list | tuple | Record):
+                if isinstance(part, list | tuple | PickledObject):
                     known = self._known.get(id(part))
                     if known:
                         has.append(number)

@@ -25,7 +25,7 @@ from reshard.formats.entries import Entry, Extent
 from reshard.layout.axes import row_major
 from reshard.layout.block import is_possible, shape_text
 from reshard.readers.dcp.archive import Damaged, first_records
-from reshard.readers.pickles import Name, Record, numbers, shown, unpickled
+from reshard.readers.pickles import Name, PickledObject, numbers, shown, unpickled
 from reshard.source.reshape import laid
 from reshard.storage.page_cache import GLANCE_BYTES
 from reshard.storage.places import any_store, in_batches
@@ -63,7 +63,7 @@ def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
     Raises:
         SourceError: a file ends before an item does.
     """
-    known = Known({}, {})
+    known = KnownHeads({}, {})
     for span, head in read_heads(spans, _HEAD):
         found = item(span, head, known)
         if found is None:
@@ -100,7 +100,7 @@ def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
         yield near
 
 
-def item(span: Span, head: bytes, known: Known) -> Entry | str | None:
+def item(span: Span, head: bytes, known: KnownHeads) -> Entry | str | None:
     """Return the entry of the tensor in an item, or why it cannot be read; None if the head is too short.
 
     Args:
@@ -158,7 +158,7 @@ def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] |
     return None
 
 
-class Known(NamedTuple):
+class KnownHeads(NamedTuple):
     """The results for other items; many items are alike.
 
     Attributes:
@@ -236,10 +236,10 @@ class Held:
 def rebuilt(made: object) -> Rebuilt:
     """Return the tensor that a pickled call rebuilds; raise `SourceError` if it is not a supported tensor."""
     name, arguments = "", tuple[Any, ...]()
-    while isinstance(made, Record) and isinstance(made.arguments, tuple):
+    while isinstance(made, PickledObject) and isinstance(made.arguments, tuple):
         name, arguments = made.name, made.arguments
         if name == "_rebuild_from_type_v2" and len(arguments) == 4 and isinstance(arguments[0], Name):
-            inner = Record(arguments[0], arguments[2])
+            inner = PickledObject(arguments[0], arguments[2])
         elif name.startswith("_rebuild_parameter") and arguments:
             inner = arguments[0]
         else:
@@ -252,7 +252,7 @@ def rebuilt(made: object) -> Rebuilt:
         )
     if len(arguments) > version and not (isinstance(arguments[-1], list) and not arguments[-1]):
         raise SourceError("is conjugated or negated on loading, which is not supported", code="unsupported-tensor")
-    outside = arguments[0].arguments if isinstance(arguments[0], Record) and not arguments[0].name else ()
+    outside = arguments[0].arguments if isinstance(arguments[0], PickledObject) and not arguments[0].name else ()
     if not (isinstance(outside, tuple) and len(outside) == 5 and outside[0] == "storage"):
         raise SourceError("has no storage", code="bad-tensor")
     _, kind, key, _, elements = outside

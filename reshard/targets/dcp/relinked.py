@@ -26,7 +26,7 @@ from reshard.formats.entries import FileLayout
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS, DCP_NAME
 from reshard.layout.block import Block, cover_fault, shape_text
 from reshard.readers.dcp import rank_of
-from reshard.readers.dcp.metadata import WHOLE_SHAPE, Metadata
+from reshard.readers.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.readers.dcp.objects import problems
 from reshard.storage.places import as_place, can
 from reshard.strategy.names import matches, optimizer_states
@@ -35,7 +35,7 @@ from reshard.targets.dcp.carried import old_names, read_carried
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
 from reshard.targets.destination import Destination, TargetFile, literal
-from reshard.targets.torch_save import torch_dtype
+from reshard.targets.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -137,7 +137,7 @@ class Relinked(Destination):
         return self._warnings
 
 
-def _metadata_of(source: Checkpoint) -> tuple[Place, Metadata]:
+def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
     """Return a source's directory and metadata; raise `UsageError` if not linkable."""
     directory = as_place(source.root)
     if not can(source.root).positioned:
@@ -153,7 +153,7 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, Metadata]:
     entries = directory.names()
     if not DCP.shown_by(directory, entries):
         entries = parts_below(directory, entries)
-    return directory, Metadata(directory, entries)
+    return directory, DCPMetadata(directory, entries)
 
 
 def _hint(option: str) -> str:
@@ -223,7 +223,7 @@ class _Links:
         )
 
 
-def _fault(name: str, source_metadata: Metadata, reason: str | None) -> SourceError | None:
+def _fault(name: str, source_metadata: DCPMetadata, reason: str | None) -> SourceError | None:
     """Return an error if a tensor or object cannot be carried, or None.
 
     Args:
@@ -276,7 +276,7 @@ def _ambiguous_offsets(tensor: Stated, items: Sequence[Item]) -> set[Shape]:
     return {offsets for offsets, n in Counter(item.offsets for item in items).items() if n > 1 and counts[offsets] > 1}
 
 
-def _listed(new: str, old: str, source_metadata: Metadata, path: KeyPath | None, files: _Links) -> ListedTensor:
+def _listed(new: str, old: str, source_metadata: DCPMetadata, path: KeyPath | None, files: _Links) -> ListedTensor:
     """Return the new metadata of a tensor or an object."""
     items = source_metadata.items[old]
     if old in source_metadata.objects:

@@ -26,7 +26,7 @@ from reshard.plan.bands import Recipe
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Piece, Route, Transfer
 from reshard.run.executor import map_tasks
-from reshard.source.replicas import in_every_stage, in_several_stages
+from reshard.source.holdings import in_every_stage, in_several_stages
 from reshard.source.reshape import Shared
 from reshard.storage.cipher import store_of
 from reshard.verify.compare.comparer import Compared, Comparer, Mismatch, joined
@@ -67,7 +67,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
+class ComparisonPlan:
     """The comparison of two checkpoints; small enough to send to workers.
 
     Attributes:
@@ -85,7 +85,7 @@ class Comparison:
     band_bytes: int
 
     @classmethod
-    def of(cls, source: Checkpoint, target: Checkpoint, checks: Iterable[Check], band_bytes: int) -> Comparison:
+    def of(cls, source: Checkpoint, target: Checkpoint, checks: Iterable[Check], band_bytes: int) -> ComparisonPlan:
         """Build the comparison of two checkpoints."""
         paths = tuple(file.path for side in (source, target) for file in side.files)
         return cls(tuple(checks), paths, len(source.files), (source.coding, target.coding), band_bytes)
@@ -281,13 +281,13 @@ def compare(
         limits: threads, and bytes in a band.
         client: a `distributed.Client`, whose workers compare in place of the threads; or None.
         on_progress: called with the bytes read and the bytes to be read.
-        sample: as for `Comparison.tasks`.
-        seed: as for `Comparison.tasks`.
+        sample: as for `ComparisonPlan.tasks`.
+        seed: as for `ComparisonPlan.tasks`.
 
     Raises:
         SourceError: a file cannot be read, or is shorter than its header says.
     """
-    comparison = Comparison.of(source, target, every, limits.band_bytes)
+    comparison = ComparisonPlan.of(source, target, every, limits.band_bytes)
     tasks = comparison.tasks(sample=sample, seed=seed or 0)
     nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)
     results: list[Compared] = []
@@ -297,7 +297,7 @@ def compare(
         on_progress(min(sum(item.read for item in results), nbytes), nbytes)
 
     try:
-        map_tasks(Comparison.run, comparison, tasks, threads=limits.threads, client=client, on_result=add)
+        map_tasks(ComparisonPlan.run, comparison, tasks, threads=limits.threads, client=client, on_result=add)
     finally:
         for side in (source, target):
             store_of(side.coding).close()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
     from reshard.storage.base import ReadStore, Want
-    from reshard.verify.compare import Check, Comparison
+    from reshard.verify.compare import Check, ComparisonPlan
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -71,7 +71,7 @@ class Compared(NamedTuple):
     varying: list[str]
 
 
-class _Side(NamedTuple):
+class _SideBySide(NamedTuple):
     """A strided copy in a group that is read side by side.
 
     Attributes:
@@ -92,23 +92,23 @@ class _References(NamedTuple):
     band: Band
 
 
-class _Part(NamedTuple):
+class _CopyPart(NamedTuple):
     """A part of a copy and its buffer; without a copy, references to be cast."""
 
     number: int
     write: BandWrite
     copy: Extent | None
     content: memoryview
-    side: _Side | None = None
+    side: _SideBySide | None = None
 
 
-_Turn = tuple[_References | _Part, "ReadStore", list["Want"]]
+_Turn = tuple[_References | _CopyPart, "ReadStore", list["Want"]]
 
 
 class Comparer:
     """Compares the copies of one task with their references."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: ComparisonPlan) -> None:
         self._comparison = comparison
         self._stores = [store_of(coding) for coding in comparison.codings]
         self._token = object()  # data that is read ahead belongs to this comparer alone
@@ -160,7 +160,7 @@ class Comparer:
         for (number, band), store, requests in reader.bands(pieces):
             yield _References(number, band), store, requests
             transfer = checks[number].transfer
-            writes, sides = band.writes, iter(tuple[_Side, ...]())
+            writes, sides = band.writes, iter(tuple[_SideBySide, ...]())
             if any(copy.is_apart for copies in transfer.writes for copy in copies):
                 writes = list(writes)
                 sides = _sides(number, [(write.target, transfer.writes[write.target]) for write in writes])
@@ -170,11 +170,11 @@ class Comparer:
                 for copy in transfer.writes[write.target]:
                     before, dtype = dtype, self._comparison.copy_dtype(checks[number], copy.file)
                     if dtype is not before:
-                        yield _Part(number, write, None, write.content), store, []
+                        yield _CopyPart(number, write, None, write.content), store, []
                     itemsize = dtype.itemsize
                     content, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
                     side = next(sides) if copy.is_apart else None
-                    yield _Part(number, write, copy, content, side), of_copy, reading
+                    yield _CopyPart(number, write, copy, content, side), of_copy, reading
 
     def _mismatch(
         self, check: Check, target: int, file: int, first: int, unequal: Array, actual: Array, expected: Array
@@ -231,7 +231,7 @@ class Comparer:
         hashes = [blake2b(digest_size=32) for _ in copies]
         for number, extent, begin, content in in_batches(self._contents(check, copies)):
             dtype = self._comparison.copy_dtype(check, extent.file)
-            side = _Side((check.source_name, number), 1, 0) if extent.is_apart else None
+            side = _SideBySide((check.source_name, number), 1, 0) if extent.is_apart else None
             self._gather(extent, check.shape, dtype, begin, content, side)
             hashes[number].update(cast(content, dtype, check.transfer.target_dtype))
         return [digest.digest() for digest in hashes]
@@ -257,7 +257,7 @@ class Comparer:
         return view, self._store(extent), [] if extent.is_apart else wants(path, extent.runs, begin, view)
 
     def _gather(
-        self, extent: Extent, shape: Shape, dtype: DType, begin: int, view: memoryview, side: _Side | None
+        self, extent: Extent, shape: Shape, dtype: DType, begin: int, view: memoryview, side: _SideBySide | None
     ) -> None:
         """Gather a strided copy into its buffer; contiguous ones are already filled."""
         if side:
@@ -269,11 +269,11 @@ class Comparer:
         return self._stores[extent.file >= self._comparison.sources]
 
 
-def _sides(number: int, copies: Sequence[tuple[int, Sequence[Extent]]]) -> Iterator[_Side]:
-    """Return the `_Side` of each strided copy of the target blocks of a band."""
+def _sides(number: int, copies: Sequence[tuple[int, Sequence[Extent]]]) -> Iterator[_SideBySide]:
+    """Return the `_SideBySide` of each strided copy of the target blocks of a band."""
     of = number, tuple(target for target, _ in copies)
     count = sum(copy.is_apart for _, extents in copies for copy in extents)
-    return (_Side(of, count, index) for index in range(count))
+    return (_SideBySide(of, count, index) for index in range(count))
 
 
 def _unravelled(index: Shape, space: Shape, shape: Shape) -> Shape:

@@ -36,17 +36,6 @@ _NOTED = {
     "array": {"dtype", "listed", "layout", "name"},
 }
 
-_OPTIONS = {
-    "regular": {"chunk_shape"},
-    "default": {"separator"},
-    "v2": {"separator"},
-    "bytes": {"endian"},
-    "zstd": {"level", "checksum"},
-    "crc32c": set(),
-    "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
-}
-"""The options of each chunk grid, chunk key encoding and codec supported here; zarr checks its other codecs."""
-
 V2 = (".zgroup", ".zarray", ".zmetadata")
 """The files that mark a store of zarr v2."""
 
@@ -205,33 +194,6 @@ def refuse_unknown(path: object, where: str, keys: Iterable[str], known: Collect
             code="unknown-key",
             facts=[f"known keys: {names(sorted(known), most=20)}"],
         )
-
-
-def option(metadata: Mapping[Any, Any], key: str, default: object) -> Any:
-    """Return an option of a chunk grid, a chunk key encoding or a codec."""
-    options = metadata.get("configuration")
-    return options.get(key, default) if isinstance(options, dict) else default
-
-
-def check_options(where: str, metadata: object) -> None:
-    """Raise `SourceError` if a chunk grid, chunk key encoding or codec has unknown options.
-
-    Nested codecs are checked, too.
-    """
-    if not isinstance(metadata, dict):
-        return
-    name = metadata.get("name")
-    refuse_unknown(where, "", metadata, {"name", "configuration", "must_understand"})
-    options = metadata.get("configuration", {})
-    if not isinstance(name, str) or not isinstance(options, dict):
-        raise SourceError(
-            f"{where} has {metadata!r:.60}; expected a name and an object of options", code="bad-metadata"
-        )
-    if name in _OPTIONS:
-        refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
-    for inner in ("codecs", "index_codecs"):
-        for codec in options[inner] if isinstance(options.get(inner), list) else ():
-            check_options(where, codec)
 
 
 def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:

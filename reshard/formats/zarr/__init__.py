@@ -6,7 +6,7 @@ A store is one group with one array per tensor; each chunk is a file of row-majo
    fit a size limit (`cut`). If the shape does not divide, the last chunk is stored whole, padded with zeros.
 2. Small chunks are combined into shards: files of consecutive chunks with an index at the end.
 3. Each file, a chunk or a shard, is a `Unit`. Uncompressed files are ordinary target files with known offsets;
-   compressed ones are assembled in memory (`zarr_chunks`).
+   compressed ones are assembled in memory (`zarr.chunks`).
 4. Each array has a `zarr.json` next to its chunks, and the group has one at the root, which gets its name last.
 
 Only the first axis along which an array is cut can have a partial last chunk, so the tensor's bytes in a chunk are

@@ -1,0 +1,255 @@
+"""Files that are decoded in chunks: zarr's chunks, and zstd streams in distributed checkpoints.
+
+Transfers handle files and offsets only. So a file of encoded chunks is presented as a virtual file of decoded chunks of
+equal size, one after the other. A chunk is decoded in memory when a thread first reads from it, and cached while the
+thread reads on in the same rows.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reshard.errors import SourceError
+from reshard.storage.base import Around
+from reshard.storage.places import any_store
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.storage.base import Want
+
+IMPORTED_BYTES = 24 << 20
+"""Additional resident memory of zarr and numcodecs; measured."""
+
+_PIECE_BYTES = 1 << 19
+_LONGEST_FETCHED = 16 << 20  # longer chunks are not fetched together with others
+
+
+class TooLongError(ValueError):
+    """Chunks have more contents than they may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"it has more than {most:,} bytes")
+
+
+def zstd_content(encoded: bytes | bytearray, most: int, *, one_frame: bool = False) -> memoryview:
+    """Return what zstd frames decode to.
+
+    Args:
+        encoded: the frames.
+        most: the most bytes that they may decode to; no more are decoded.
+        one_frame: there is exactly one frame.
+
+    Raises:
+        ValueError: they are truncated or damaged; a `TooLongError` if they have more bytes.
+    """
+    import numpy as np
+
+    view = memoryview(encoded)
+    content = np.empty(most, np.uint8).data  # untouched pages take no memory
+    if not one_frame and _declared_bytes(encoded) == most:
+        from numcodecs import zstd as numcodecs_zstd
+
+        try:
+            numcodecs_zstd.decompress(encoded, content)  # at once, which takes a quarter less time
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        return content
+    begin = done = 0
+    while True:
+        decoder = zstd.ZstdDecompressor()
+        while not decoder.eof:
+            fed = view[begin : begin + _PIECE_BYTES] if decoder.needs_input else view[:0]
+            if decoder.needs_input and not fed:
+                raise ValueError("it is not one frame of zstd")
+            begin += len(fed)
+            try:
+                piece = decoder.decompress(fed, min(_PIECE_BYTES, most - done + 1))
+            except zstd.ZstdError as error:
+                raise ValueError(str(error)) from None
+            if len(piece) > most - done:
+                raise TooLongError(most)
+            content[done : done + len(piece)] = piece
+            done += len(piece)
+        begin -= len(decoder.unused_data)
+        if begin == len(view):
+            return content[:done]
+        if one_frame:
+            raise ValueError("it is not one frame of zstd")
+
+
+def _declared_bytes(encoded: bytes | bytearray) -> int | None:
+    """Return the size of the contents in a frame's header; None if there is none."""
+    try:
+        return zstd.get_frame_info(encoded).decompressed_size
+    except zstd.ZstdError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Missing chunks: the repeated fill value."""
+
+    value: bytes
+
+
+class Chunks(Protocol):
+    """A file of encoded chunks."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The distance between chunks in the virtual file, in bytes; none is longer."""
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The offset and length of each encoded chunk."""
+
+    def decoded(self, encoded: bytearray) -> memoryview:
+        """Return a decoded chunk; raise `ValueError` if it is damaged."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoding:
+    """The coding of files of encoded chunks.
+
+    Attributes:
+        units: the virtual files, by path.
+        held_bytes: the size of each thread's cache of decoded chunks.
+        opening_bytes: the additional memory to decode a chunk.
+    """
+
+    units: Mapping[str, Fill | Chunks]
+    held_bytes: int
+    opening_bytes: int
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory of the threads' caches, and of one chunk that each decodes."""
+        return threads * (self.held_bytes + self.opening_bytes) + (IMPORTED_BYTES if self.opening_bytes else 0)
+
+    def store(self) -> DecodingStore:
+        """Return a store that reads the files decoded."""
+        return DecodingStore(self)
+
+
+class DecodingStore(Around):
+    """A store of decoded chunks. Safe to use from several threads."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        super().__init__(any_store())
+        self._decoding = decoding
+        self._cache = _ChunkCache()
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers with contents, reading all chunks for them at once.
+
+        Raises:
+            SourceError: a chunk cannot be decoded, or its size contradicts the metadata.
+        """
+        plain: list[Want] = []
+        encoded: dict[tuple[str, int], bytearray] = {}
+        for path, offset, buffer in wants:
+            unit = self._decoding.units.get(path)
+            if unit is None:
+                plain.append((path, offset, buffer))
+            elif not isinstance(unit, Fill):
+                for number in range(offset // unit.chunk_bytes, -(-(offset + len(buffer)) // unit.chunk_bytes)):
+                    begin, nbytes = unit.spans[number]
+                    key = path, number
+                    if nbytes <= _LONGEST_FETCHED and key not in self._cache.chunks and key not in encoded:
+                        encoded[key] = bytearray(nbytes)
+                        plain.append((path, begin, memoryview(encoded[key])))
+        self.inner.read(plain)
+        for path, offset, buffer in wants:
+            if path in self._decoding.units:
+                self._fill(path, offset, buffer, encoded)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
+        if path in self._decoding.units:
+            self._fill(path, offset, buffer, {})
+        else:
+            self.inner.read_into(path, offset, buffer)
+
+    def _fill(self, path: str, offset: int, buffer: memoryview, fetched: Mapping[tuple[str, int], bytearray]) -> None:
+        unit = self._decoding.units[path]
+        if isinstance(unit, Fill):
+            _repeat(unit.value, buffer)
+            return
+        number, begin = divmod(offset, unit.chunk_bytes)
+        key = path, number
+        chunk = self._cache.take(key)
+        if chunk is None:
+            chunk = self._decoded(path, number, unit, fetched.get(key))
+        if begin + len(buffer) > len(chunk):
+            raise _not_decoded(path, number, f"it ends at byte {len(chunk):,}")
+        buffer[:] = chunk[begin : begin + len(buffer)]
+        self._cache.add(key, chunk, self._decoding.held_bytes)
+
+    def _decoded(self, path: str, number: int, unit: Chunks, encoded: bytearray | None) -> memoryview:
+        if encoded is None:
+            offset, length = unit.spans[number]
+            encoded = bytearray(length)
+            self.inner.read_into(path, offset, memoryview(encoded))
+        try:
+            return unit.decoded(encoded)
+        except (ValueError, MemoryError) as error:
+            raise _not_decoded(path, number, error) from None
+
+    def close(self) -> None:
+        """Close all files that are not in use, and empty the cache."""
+        self._cache = _ChunkCache()
+        super().close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as a fresh store."""
+        return DecodingStore, (self._decoding,)
+
+
+class _ChunkCache(threading.local):
+    """A thread's decoded chunks, least recently used first."""
+
+    def __init__(self) -> None:
+        self.chunks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self.nbytes = 0
+
+    def take(self, key: tuple[str, int]) -> memoryview | None:
+        """Remove and return a chunk; it is added again after a successful read."""
+        chunk = self.chunks.pop(key, None)
+        self.nbytes -= 0 if chunk is None else len(chunk)
+        return chunk
+
+    def add(self, key: tuple[str, int], chunk: memoryview, most: int) -> None:
+        while self.chunks and self.nbytes + len(chunk) > most:
+            self.nbytes -= len(self.chunks.popitem(last=False)[1])
+        self.chunks[key] = chunk
+        self.nbytes += len(chunk)
+
+
+def _repeat(value: bytes, buffer: memoryview) -> None:
+    """Fill a buffer with a repeated value, doubling the filled part."""
+    done = min(len(value), len(buffer))
+    buffer[:done] = value[:done]
+    while done < len(buffer):
+        count = min(done, len(buffer) - done)
+        buffer[done : done + count] = buffer[:count]
+        done += count
+
+
+def _not_decoded(path: str, number: int, why: object) -> SourceError:
+    reason = str(why)
+    if not reason:  # Python's own MemoryError has no text
+        reason = "there is too little memory" if isinstance(why, MemoryError) else type(why).__name__
+    return SourceError(
+        f"cannot decode chunk {number} of {path}",
+        code="bad-chunk",
+        facts=[reason, "the chunk is damaged, or its metadata is wrong"],
+    )
