@@ -90,7 +90,7 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
-def test_no_cycle_has_more_than_two_modules() -> None:
+def test_no_module_imports_in_a_circle() -> None:
     """Imports that happen later count, too."""
     edges = {name: imported_modules(path) - {name} for name, path in MODULES.items()}
 
@@ -105,7 +105,7 @@ def test_no_cycle_has_more_than_two_modules() -> None:
 
     below = {name: reached(name) for name in edges}
     cycles = {name: {other for other in below[name] if name in below[other]} for name in edges}
-    assert max(map(len, cycles.values())) <= 2
+    assert not any(cycles.values())
 
 
 def test_a_shelf_has_few_rooms() -> None:
@@ -119,7 +119,7 @@ def test_few_conveniences_look_upward() -> None:
         assert home in MODULES
     users = {name for name, path in MODULES.items() if "reshard.upward.upward" in imports(path)}
     assert users == {
-        "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.run", "verify.verification",
+        "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.settings", "verify.verification",
         "view.tables",
     }  # fmt: skip
     text = "".join(MODULES[name].read_text() for name in users)

@@ -261,7 +261,9 @@ def _against_checksums(provenance: Made, source_root: str, error: SourceError, o
     from reshard.verify.recorded import check_sums
 
     differences, count, read = check_sums(provenance, threads=options.threads, on_progress=options.on_progress)
-    warning = Text(f"compared with the sizes and checksums that its ledger has, not with {source_root}: ", error.text)
+    extent = "in full " if options.sample is not None else ""
+    ledger = f"compared {extent}with the sizes and checksums that its ledger has, not with {source_root}: "
+    warning = Text(ledger, error.text)
     return Verification(
         provenance.target,
         tuple(provenance.ranks),

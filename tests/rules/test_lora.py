@@ -367,6 +367,10 @@ def test_verify_without_the_adapter(tmp_path: Path, base: reshard.Checkpoint, lo
     (tmp_path / "lora" / "adapter_model.safetensors").unlink()
     found = reshard.verify(tmp_path / "out")
     assert (found.equal, found.by_checksums) == (True, True)
+    assert "in full" not in found.warnings[0]
+    found = reshard.verify(tmp_path / "out", sample=0.5)
+    assert found.by_checksums
+    assert "compared in full" in found.warnings[0]
     assert "adapter_model.safetensors" in found.warnings[0]
 
 

@@ -112,7 +112,7 @@ class DCPMetadata:
         return itemsize * min(prod(one.shape), max((prod(extents) for _, extents in one.boxes), default=0))
 
     def _add(self, content: object, directory: str) -> None:
-        if not (isinstance(content, PickledObject) and content.name.endswith("DCPMetadata")):
+        if not (isinstance(content, PickledObject) and content.name.endswith("Metadata")):
             raise SourceError(f"is not {_WHAT}", code="bad-metadata")
         for name, one in _pairs(content, "state_dict_metadata"):
             self._add_name(name, directory)
