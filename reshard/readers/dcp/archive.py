@@ -109,16 +109,17 @@ def directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipRecord]:
     if is_wide:
         count, nbytes, begin = _END64.unpack_from(tail)
     width = _ENDING if is_wide else _END.size
-    tail, expected = tail[-width:], ending(count, begin, nbytes)[-width:]
     if begin + nbytes != size - width:
         raise Damaged("has a directory that goes beyond its end, or does not reach it")
     if count > _MOST_RECORDS or nbytes > _LARGEST_DIRECTORY:
         raise Damaged(f"has {count:,} records in a directory of {nbytes:,} bytes; at most {_MOST_RECORDS:,} are read")
     if not 0 < count * _ENTRY.size <= nbytes:
         raise Damaged(f"has a directory of {nbytes:,} bytes for {count:,} records")
+    records = list(_entries(read(begin, nbytes), count, begin))
+    tail, expected = tail[-width:], ending(count, begin, nbytes)[-width:]
     if tail[:12] + tail[16:] != expected[:12] + expected[16:]:  # between them: the versions in zip64 ends
         raise Damaged("does not end as a zip archive does")
-    return list(_entries(read(begin, nbytes), count, begin))
+    return records
 
 
 def ending(count: int, begin: int, nbytes: int) -> bytes:
