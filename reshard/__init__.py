@@ -46,10 +46,10 @@ _HOMES = {
     "read_object": "api.checkpoints",
     "read_plan": "api.plans",
     "read_strategy": "strategy.files",
-    "Report": "run.run",
+    "Report": "run.settings",
     "ReshardError": "errors",
     "Rules": "rules.rules",
-    "Selection": "plan.select",
+    "Selection": "plan.inputs",
     "SourceError": "errors",
     "Strategy": "strategy.strategy",
     "strategy_of": "api.checkpoints",
@@ -143,11 +143,10 @@ if TYPE_CHECKING:
     from reshard.formats.zarr import ZarrGroup
     from reshard.layout.block import Block
     from reshard.layout.layout import Layout
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Report
-    from reshard.run.settings import Progress
+    from reshard.run.settings import Progress, Report
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy

@@ -14,16 +14,15 @@ from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
 from reshard.sizes import size_of
-from reshard.source.strategies import strategy_of as strategy_of_record
+from reshard.source.holdings import strategy_of as strategy_of_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from dask.array import Array
 
-    from reshard.plan.select import Selection
-    from reshard.run.run import Report
-    from reshard.run.settings import Progress
+    from reshard.plan.inputs import Selection
+    from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.source.checkpoint import Tensor
     from reshard.storage.cipher import Cipher

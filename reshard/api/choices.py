@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
 from reshard.layout.arrangement import Arrangement
-from reshard.plan.select import Selection, derived, select
+from reshard.plan.inputs import Selection, derived
+from reshard.plan.select import select
 from reshard.rules.lora import LoRA
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
     from reshard.plan.plan import Plan
     from reshard.rules.rules import Rules
-    from reshard.run.run import Report
-    from reshard.run.settings import Progress, RunOptions
+    from reshard.run.settings import Progress, Report, RunOptions
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.storage.places import AnyName
 
@@ -88,7 +88,7 @@ def target_of(
         raise UsageError(f"target is a {kind}; expected a strategy or its file", code="not-a-strategy") from None
     if path.suffix not in {".yaml", ".yml"}:
         return read_strategy(path)
-    from reshard.source.strategies import strategy_by_rules  # seldom
+    from reshard.source.holdings import strategy_by_rules  # seldom
 
     selection = selection or Selection()
     source = derived(source, selection)

@@ -8,7 +8,7 @@ from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import run_plan, selection_of
 from reshard.api.jobs import job
-from reshard.plan.select import Selection
+from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from reshard.api.choices import Globs
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.run import Report
-    from reshard.run.settings import Progress
+    from reshard.run.settings import Progress, Report
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
@@ -137,7 +136,7 @@ def convert(
     )  # fmt: skip
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:
-        from reshard.run.session import with_neighbours  # it imports the modules that run a plan
+        from reshard.run.beside import with_neighbours  # it imports the modules that run a plan
 
         plan = with_neighbours(plan, path, starts_over=overwrite or restart)
     running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)

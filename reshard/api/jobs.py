@@ -21,9 +21,9 @@ from reshard.errors import Option, ReshardError, SourceError, TargetError, Text,
 from reshard.formats import check_name
 from reshard.formats.sets import DCP_NAME, LinkedDCP
 from reshard.layout.arrangement import Arrangement
+from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
 from reshard.plan.make import plan_convert
-from reshard.plan.select import Selection
 from reshard.readers.open import has_several_ranks, ledger_layout, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.checkpoint import Checkpoint

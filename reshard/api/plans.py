@@ -11,9 +11,9 @@ from reshard.api.checkpoints import record_of
 from reshard.api.choices import run_plan, selection_of
 from reshard.api.jobs import planned
 from reshard.errors import UsageError, names
+from reshard.plan.inputs import Selection, globs
 from reshard.plan.planfile import read as read_record
 from reshard.plan.planfile import save as save_record
-from reshard.plan.select import Selection, globs
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.graph import Graph
-    from reshard.run.run import Report
-    from reshard.run.settings import Progress
+    from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import Checkpoint as SourceRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reshard.api.choices import Globs
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.settings import Progress

@@ -29,7 +29,7 @@ from reshard.view.progress import progress
 if TYPE_CHECKING:
     from reshard.cli.options import Running
     from reshard.plan.plan import Plan
-    from reshard.run.run import Report
+    from reshard.run.settings import Report
     from reshard.storage.places import Place
 
 
@@ -61,7 +61,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: the target that the user named, if it is a file in the target directory.
     """
     from reshard.plan.partition import partitioned
-    from reshard.run.session import with_neighbours
+    from reshard.run.beside import with_neighbours
     from reshard.view.text import plan_data, report_text
 
     check_manifest_place(running.write_manifest, overwrite=running.overwrite)
@@ -171,12 +171,11 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     """Return messages on existing target files and the options that they require."""
-    from reshard.run.beside import refuse_other_ranks
+    from reshard.run.beside import older_files, refuse_other_ranks
     from reshard.run.preflight import Do, of, preflight
-    from reshard.run.session import older_at
     from reshard.view.text import count_text
 
-    older = older_at(plan, str(target.real())) if running.starts_over else {}
+    older = older_files(plan, str(target.real())) if running.starts_over else {}
     state = preflight(plan, str(target), running, older)
     if running.starts_over:
         refuse_other_ranks(plan, str(target.real()), older)

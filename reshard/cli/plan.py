@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.api.asked import OpenOptions, TargetOptions
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 

@@ -11,7 +11,7 @@ from reshard.cli.commands import option, record
 from reshard.cli.options import drop_option
 from reshard.cli.values import READ, READ_PLACE, dtype_casts, numbers, read_name_map
 from reshard.errors import UsageError
-from reshard.plan.select import Selection
+from reshard.plan.inputs import Selection
 from reshard.rules.lora import TIED, LoRA
 
 if TYPE_CHECKING:

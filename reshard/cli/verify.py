@@ -25,7 +25,7 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import OPTIONS, REPORTED, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, share
 from reshard.errors import UsageError, VerifyError
-from reshard.plan.select import Selection
+from reshard.plan.inputs import Selection
 from reshard.storage.cipher import required
 from reshard.view.progress import progress
 

@@ -16,8 +16,8 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE
 from reshard.errors import TargetError, UsageError
+from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
-from reshard.plan.select import Selection
 from reshard.readers.open import open as open_checkpoint
 from reshard.storage.small import is_within
 from reshard.view.progress import READING, phase
@@ -203,8 +203,8 @@ def _make_store(
     Raises:
         TargetError: the store is finished, and was made from another source, or from this one before it changed.
     """
+    from reshard.formats.provenance import SourceRecord
     from reshard.readers.zarr import store_notes
-    from reshard.source.provenance import SourceRecord
     from reshard.targets.zarr import source_record
 
     store_content = store_notes(store)
@@ -240,8 +240,8 @@ def _make_store(
 
 def _format_before(store: Place) -> str | None:
     """Return `ckpt` if a store was made from `.ckpt` files only, else None."""
+    from reshard.formats.provenance import SourceRecord
     from reshard.readers.zarr import store_notes
-    from reshard.source.provenance import SourceRecord
 
     recorded = SourceRecord.noted(store_notes(store) or {})
     paths = [file.path for file in recorded.files] if recorded else []

@@ -22,7 +22,7 @@ from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import EncryptedError, Option, SourceError, Text, UsageError
 from reshard.formats.entries import Entry, FileIndex, FileLayout, Summed
 from reshard.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
-from reshard.storage.cipher import MAGICS
+from reshard.storage.decryption import MAGICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

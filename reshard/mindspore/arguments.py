@@ -23,7 +23,7 @@ from reshard.readers.open import open as open_source
 from reshard.readers.open import read_headers
 from reshard.run.run import run
 from reshard.run.settings import RunOptions
-from reshard.source.replicas import is_deduplicated
+from reshard.source.holdings import is_deduplicated
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError, names
+from reshard.plan.inputs import Selection
 from reshard.plan.make import plan_files
-from reshard.plan.select import Selection
 from reshard.run.run import run
 from reshard.run.settings import RunOptions
 from reshard.source.checkpoint import Checkpoint, Opening

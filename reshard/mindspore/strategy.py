@@ -30,7 +30,7 @@ from reshard.layout.block import Shape, shape_text
 from reshard.layout.layout import Layout
 from reshard.layout.replicas import Group, by_turns, replica_groups
 from reshard.mindspore.launch import get_group_size, get_rank
-from reshard.storage.cipher import MAGICS
+from reshard.storage.decryption import MAGICS
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files, write_strategy

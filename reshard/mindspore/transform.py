@@ -43,8 +43,8 @@ from reshard.mindspore.arguments import (
 )
 from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import cipher_of, name_filter, read_entries
+from reshard.plan.inputs import Selection
 from reshard.plan.make import plan
-from reshard.plan.select import Selection
 from reshard.readers.open import open as open_source
 from reshard.storage.local import local_store
 from reshard.strategy.names import ranks_text

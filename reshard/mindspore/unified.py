@@ -48,8 +48,8 @@ from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor
 from reshard.plan.budget import THREADS
+from reshard.plan.inputs import Selection
 from reshard.plan.make import plan
-from reshard.plan.select import Selection
 from reshard.readers.open import open as open_source
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.dtypes import by_name
 from reshard.errors import Option, Text, UsageError
-from reshard.plan.select import cast_fault
+from reshard.plan.inputs import cast_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from reshard.plan.inputs import Selection
     from reshard.plan.plan import Plan
-    from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
 
 

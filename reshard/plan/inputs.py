@@ -1,13 +1,22 @@
-"""The inputs of a plan as provenance, and a selection from its record."""
+"""The inputs of a plan: the user's selection, and the provenance that records all of them.
+
+A `Selection` has the user's options: fewer tensors, other names, other dtypes. The target strategy refers to the new
+names.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from glob import escape
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from reshard.plan.select import Selection
-from reshard.source.provenance import (
+from reshard.dtypes import INT4, DType, by_name
+from reshard.errors import Faults, UsageError, names
+from reshard.formats.provenance import (
     LoraRecord,
     Provenance,
     SelectionRecord,
@@ -15,12 +24,225 @@ from reshard.source.provenance import (
     StrategyRecord,
     TargetRecord,
 )
+from reshard.strategy.names import matching, no_match, optimizer_states
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from reshard.plan.plan import Plan
+    from reshard.rules.lora import LoRA
+    from reshard.rules.rules import Rules
+    from reshard.source.checkpoint import Checkpoint
 
 _MOST_STARS = 8
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Selection:
+    """Which tensors are selected, under which names, as which dtypes.
+
+    A pattern is a glob of source names, or of the names that `rules` make of these; `layers.*.wq.weight@32` must match
+    exactly 32 tensors. Every pattern must match at least one.
+
+    Attributes:
+        include: only tensors that match one of these patterns; all tensors if it is empty.
+        exclude: no tensors that match one of these patterns.
+        weights_only: no optimizer states or other training state (`global_step`, `learning_rate`, text).
+        name_map: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
+            stars appear in the new name too, in order; the first match counts, exact names before globs.
+            Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
+        cast: source dtype to target dtype, as names (`bfloat16` or `bf16`). Rounds like numpy's and ml_dtypes'
+            `astype`: to nearest, ties to even.
+        drop: globs of weights that the target strategy may lack.
+        allow_missing: globs of weights that the source may lack.
+        rules: map the source's names and shapes to another program's; applied first, so that the names above are the
+            new ones. Also the result of `Rules.data`.
+        lora: an adapter that is merged into the source's weights, before the rules. Also its fields as a mapping.
+            Weights of 16 bits cannot be cast then, because that would round them twice.
+
+    Raises:
+        UsageError: an unknown dtype, a cast or a name map that contradicts itself; all at once.
+
+    >>> Selection(name_map={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
+    {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}
+    >>> Selection(name_map={"model.wq": "model.q_proj"}).renamed(["model.wq", "optim.state.wq.exp_avg"])
+    {'model.wq': 'model.q_proj', 'optim.state.wq.exp_avg': 'optim.state.q_proj.exp_avg'}
+    """
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    weights_only: bool
+    name_map: Mapping[str, str]
+    cast: Mapping[str, str]
+    drop: tuple[str, ...]
+    allow_missing: tuple[str, ...]
+    rules: Rules | None
+    lora: LoRA | None
+
+    def __init__(
+        self,
+        include: str | Iterable[str] = (),
+        exclude: str | Iterable[str] = (),
+        weights_only: bool = False,
+        name_map: Mapping[str, str] = MappingProxyType({}),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        drop: str | Iterable[str] = (),
+        allow_missing: str | Iterable[str] = (),
+        rules: Rules | Mapping[str, Any] | None = None,
+        lora: LoRA | Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(rules, Mapping):
+            from reshard.rules.rules import Rules  # rarely needed
+
+            rules = Rules.of(rules)
+        if isinstance(lora, Mapping):
+            from reshard.rules.lora import LoRA  # rarely needed
+
+            lora = LoRA(**lora)
+        values = {
+            "include": globs(include), "exclude": globs(exclude), "weights_only": weights_only,
+            "name_map": dict(name_map), "drop": globs(drop), "allow_missing": globs(allow_missing), "rules": rules,
+            "lora": lora,
+        }  # fmt: skip
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        faults = Faults("selection")
+        casts: dict[str, str] = {}
+        for old, new in cast.items():
+            before, after = by_name(old, UsageError), by_name(new, UsageError)
+            if fault := cast_fault(before, after):
+                faults.add(f"cast {old}={new}", fault, code="unsupported-cast")
+            if (first := casts.setdefault(before.name, after.name)) != after.name:
+                both = f"{before} cannot become both {first} and {after}"
+                faults.add(f"cast {old}={new}", both, code="conflicting-options")
+        object.__setattr__(self, "cast", casts)
+        for old, new in self.name_map.items():
+            if new.count("*") > old.count("*"):
+                problem = f"becomes {new!r}, which has more stars than the old name"
+                faults.add(f"name {old!r}", problem, code="bad-pattern")
+            if not old or not new:
+                faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty", code="bad-name")
+        faults.raise_if_any(UsageError)
+
+    def target_dtype(self, source: Checkpoint, name: str) -> DType:
+        """Return the target dtype of a tensor; tensors bound to their format are not cast."""
+        dtype = source.tensors[name].spec.dtype
+        cast = dtype.name in self.cast and name not in source.extras.bound
+        return by_name(self.cast[dtype.name], UsageError) if cast else dtype
+
+    def renamed(
+        self, chosen: Collection[str], known: Collection[str] | None = None, before: Collection[str] = ()
+    ) -> dict[str, str]:
+        """Return the new name of every chosen tensor or object.
+
+        Args:
+            chosen: their names; a name of both a tensor and an object occurs twice.
+            known: names of all tensors of the source, if only a part of them is chosen.
+            before: the names before rules, for messages.
+
+        Raises:
+            UsageError: two tensors would have the same name, or an old name does not exist; all at once.
+        """
+        rename = Renaming(self.name_map, set(known or chosen))
+        pairs = [(name, rename(name)) for name in chosen]
+        faults = Faults("name map")
+        for old in rename.unused():
+            faults.add(f"name {old!r}", partial(unmatched, old, rename.known, before), code="no-match")
+        by_new: dict[str, list[str]] = {}
+        for old, new in pairs:
+            by_new.setdefault(new, []).append(old)
+        for new, olds in by_new.items():
+            if len(olds) > 1 or not new:
+                shared = f"is given to {names(olds)}; every tensor needs its own name"
+                faults.add(f"name {new!r}", shared, code="duplicate-name")
+        faults.raise_if_any(UsageError)
+        return dict(pairs)
+
+
+def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
+    """Return a source with the selection's adapter merged, and then its rules applied.
+
+    Raises:
+        SourceError, UsageError: as `reshard.Checkpoint.merge_lora` and `derive`, or merged weights would be rounded
+            twice.
+    """
+    if selection.lora:
+        from reshard.rules.lora.merge import merged  # not on every start
+
+        source = merged(source, selection.lora)
+    if selection.rules:
+        source = selection.rules.derived(source).checkpoint
+    twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]
+    if source.lora and twice:
+        raise UsageError(
+            f"cast {names(twice)} would round merged weights twice", code="rounds-twice",
+            facts=["merged weights are rounded to their own dtype"], hint="cast in a run of its own, before or after",
+        )  # fmt: skip
+    return source
+
+
+def globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """Return globs as a tuple; a string is a single glob."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+class Renaming:
+    """Renames by exact names and globs; optimizer states follow their weights."""
+
+    def __init__(self, new_names: Mapping[str, str], known: set[str]) -> None:
+        self.new_names, self.known = new_names, known
+        self.states = optimizer_states(known) if new_names else {}
+        self.globs = {
+            old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
+        }
+
+    def __call__(self, name: str) -> str:
+        """Return the new name of a tensor."""
+        if name in self.new_names:
+            return self.new_names[name]
+        state = self.states.get(name)
+        if state is not None:
+            direct = self._by_glob(name, state.before)  # `adam_m.*` is about states, `*.wq` is not
+            followed = self(state.weight)
+            if direct is not None or followed != state.weight:
+                return direct or state.of(followed)
+        return self._by_glob(name) or name
+
+    def _by_glob(self, name: str, beginning: str = "") -> str | None:
+        """Rename by the first matching glob that starts with `beginning`, or return None."""
+        for old, regex in self.globs.items():
+            if old.startswith(beginning) and (match := regex.fullmatch(name)):
+                pieces = self.new_names[old].split("*")
+                return pieces[0] + "".join(a + b for a, b in zip(match.groups(), pieces[1:], strict=False))
+        return None
+
+    def unused(self) -> list[str]:
+        """Return the old names that no tensor has."""
+        return [
+            old
+            for old in self.new_names
+            if old not in self.known and not (old in self.globs and any(map(self.globs[old].fullmatch, self.known)))
+        ]
+
+
+def cast_fault(old: DType, new: DType) -> str | None:
+    """Return why a dtype cannot be cast to another, or None."""
+    if "str" in {old.name, new.name}:
+        return "text is not a number"
+    if new is INT4:
+        return "int4 is four bits of a byte, of which nobody says how they would be rounded"
+    kinds = ("bool", "int", "float", "complex")
+    ranks = [next((rank for rank, kind in enumerate(kinds) if kind in d.name), 1) for d in (old, new)]
+    if ranks[0] > ranks[1]:
+        return f"{kinds[ranks[1]]} cannot hold what {kinds[ranks[0]]} can; only the other way round is cast"
+    return None
+
+
+def unmatched(pattern: str, source_names: Collection[str], before: Collection[str]) -> str:
+    """Return the message for a pattern without matches, or with matches before rules."""
+    hint = "; it is of names before the rules: give names that the rules make" if matching(pattern, before) else ""
+    return f"{no_match(pattern, source_names)}{hint}"
 
 
 def provenance_of(plan: Plan, source: SourceRecord) -> Provenance:

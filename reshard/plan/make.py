@@ -15,14 +15,15 @@ from reshard.formats.zarr.files import is_store
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.budget import IMPORTED_BYTES, budget
 from reshard.plan.build import build
+from reshard.plan.inputs import Selection, derived, globs
 from reshard.plan.plan import Plan, Request, Stats
-from reshard.plan.select import Selection, derived, globs, select, select_listed
+from reshard.plan.select import select, select_listed
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers, self_described
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint, Opening
+from reshard.source.holdings import strategy_of
 from reshard.source.reshape import with_shapes
-from reshard.source.strategies import strategy_of
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text

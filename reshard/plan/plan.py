@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.layout.arrangement import Arrangement
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher

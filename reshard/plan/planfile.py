@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.directories import is_iteration
 from reshard.formats.entries import NamedFile, RankFiles
+from reshard.formats.provenance import FileRecord, Provenance, SourceRecord
 from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
@@ -40,7 +41,6 @@ from reshard.readers.open import files_read
 from reshard.readers.reopen import reopen
 from reshard.source.checkpoint import Looked  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.source.headers import index_digests, pages_digest
-from reshard.source.provenance import FileRecord, Provenance, SourceRecord
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import Count, InnerPath, Line, is_inner_path, parse, to_json

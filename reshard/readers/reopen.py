@@ -16,8 +16,8 @@ from reshard.storage.places import as_place
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.formats.provenance import SourceRecord
     from reshard.source.made import Made
-    from reshard.source.provenance import SourceRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy

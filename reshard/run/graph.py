@@ -29,6 +29,7 @@ from dask.threaded import get as threaded_get
 from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.run.preflight import check_sources
+from reshard.run.settings import Report, report_of
 from reshard.run.tasks import (
     TaskOptions,
     close_files,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.run import Report
     from reshard.run.tasks import Receipt
     from reshard.targets.destination import TargetFile
 
@@ -245,8 +245,6 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def __dask_postcompute__(self) -> tuple[Callable[..., Report], tuple[Report, float]]:
         """Return the function and arguments that turn results into a report."""
-        from reshard.run.run import report_of  # it imports this module
-
         return _reported, (report_of(self.plan, self.directory, (), 0.0), time.time())
 
     def __dask_postpersist__(self) -> tuple[Callable[..., Graph], tuple[()]]:

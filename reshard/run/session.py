@@ -20,7 +20,7 @@ from reshard.errors import BudgetError, ChangedError, Option, ReshardError, Targ
 from reshard.plan.inputs import ledger_provenance
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
-from reshard.run.beside import neighbours, older_files, remove_older
+from reshard.run.beside import remove_older
 from reshard.run.ledger import Ledger, in_files, refuse_foreign
 from reshard.run.preflight import (
     Do,
@@ -37,7 +37,7 @@ from reshard.source.headers import contents_digest
 from reshard.source.made import provenance_file
 from reshard.source.records import Record, digest
 from reshard.storage.crc import crc32, crc_of_range
-from reshard.storage.local import free_bytes, local_store
+from reshard.storage.local import allocated, free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
 from reshard.storage.threads import map_ordered
@@ -45,7 +45,7 @@ from reshard.storage.urls.remote import REQUESTS, remote_store
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.formats.entries import FileLayout
     from reshard.plan.partition import Spans
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from reshard.run.tasks import Receipt
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
-    from reshard.storage.places import Place
 
 FLUSH_SECONDS = 1.0
 """Interval in which receipts are recorded; if the process dies, unrecorded ranges are written again."""
@@ -118,7 +117,7 @@ class Session:
         if ledger and plan.exclusive:
             refuse_foreign(f"{root}.reshard")
         sources = changes_digest(plan)
-        provenance = made_data(plan) if ledger else b""
+        provenance = provenance_file(ledger_provenance(plan)) if ledger else b""
         self._provenance_digest = digest(provenance)
         self.ledger = Ledger(root, keeps=ledger, provenance=provenance, sources=sources)
         self._paths = [file.path for file in plan.files]
@@ -221,7 +220,8 @@ class Session:
                 error.add_note(advice if is_spoiled else "what is finished is kept; the same command resumes")
             return
         numbers = range(len(self._paths))
-        remains = self._each(lambda n: self._leave(n, states.get(self._paths[n]), is_spoiled=is_spoiled), numbers)
+        leave = lambda n: self._leave(n, states.get(self._paths[n]), is_spoiled=is_spoiled)  # noqa: E731
+        remains = list(map_ordered(leave, numbers, REQUESTS if self._early else 0))
         usable = sum(item.nbytes for item in remains)
         known_paths = {path for path, item in zip(self._paths, remains, strict=True) if item.is_known}
         with suppress(ReshardError):
@@ -397,7 +397,7 @@ class Session:
             file = self.plan.files[number]
             if file.link is None and not self.plan.encoded(file):  # the size of encoded files is unknown
                 # Space of its unfinished files becomes free.
-                needed += self.plan.size_of(file) - sum(map(_allocated, self._existing[file.path].unfinished))
+                needed += self.plan.size_of(file) - sum(map(allocated, self._existing[file.path].unfinished))
         free = free_bytes(self._root)
         if needed > free:
             raise BudgetError(
@@ -407,10 +407,6 @@ class Session:
                 hint=f"free {bytes_text(needed - free)}, or choose another target",
             )
 
-    def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
-        """Apply a function to each number, concurrently at URLs."""
-        return list(map_ordered(function, numbers, REQUESTS if self._early else 0))
-
     def _numbers(self, do: Do) -> list[int]:
         return [number for number, path in enumerate(self._paths) if self._fates[path].do is do]
 
@@ -419,31 +415,6 @@ class Session:
 
     def _record(self, number: int) -> Record:
         return self._existing[self._paths[number]].record
-
-
-def older_at(plan: Plan, root: str) -> dict[str, Older]:
-    """Return the files of earlier runs to be removed (`beside.older_files`)."""
-    return older_files(plan, root, digest(made_data(plan)))
-
-
-def with_neighbours(plan: Plan, target: Place, *, starts_over: bool) -> Plan:
-    """Return a plan with warnings about other files in its target directory.
-
-    Args:
-        plan: the plan to be run.
-        target: the target directory.
-        starts_over: whether the run has `overwrite` or `restart`, and removes files of earlier runs.
-
-    Raises:
-        TargetError: the directory has another checkpoint (`beside.neighbours`).
-    """
-    older = older_at(plan, str(target.real())) if starts_over else {}
-    return replace(plan, warnings=(*plan.warnings, *neighbours(plan, target, older)))
-
-
-def made_data(plan: Plan) -> bytes:
-    """Return the provenance of the files of a plan, for the ledger."""
-    return provenance_file(ledger_provenance(plan))
 
 
 def _headers(plan: Plan) -> dict[FileLayout, str]:
@@ -476,12 +447,3 @@ def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
 
 def _spans(good: Iterable[Range]) -> Spans:
     return merged((begin, begin + nbytes) for begin, nbytes, _ in good)
-
-
-def _allocated(path: str) -> int:
-    """Return the number of bytes that removing an unfinished file would free."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return 0
-    return status.st_blocks * 512 if status.st_nlink == 1 else 0

@@ -1,14 +1,23 @@
-"""The options of a run, and its progress. It imports little, since the help of the command line needs it."""
+"""The options of a run, its progress and its report. It imports little, since the help of the command line needs it."""
 
 from __future__ import annotations
 
+import resource
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError
+from reshard.errors import UsageError, names
+from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+    from reshard.plan.plan import Plan
+    from reshard.run.tasks import Receipt
+    from reshard.storage.places import AnyName
+    from reshard.verify.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +76,121 @@ class Progress(NamedTuple):
     total: int
     seconds: float
     resumed: int = 0
+
+
+class Report(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+        directory: the target directory.
+        files: paths of the target files below it.
+        bytes_read: bytes of contents read.
+        bytes_written: bytes of contents written, replicas included.
+        seconds: duration of the run, from the first check until the last file has its name.
+        receipts: the receipts of all tasks.
+        tensors: number of distinct tensors moved.
+        source_files: number of files read.
+        target_bytes: size of all files written, headers included.
+        replicas: number of blocks written again for further ranks.
+        links: number of files that are links to another file.
+        dropped: names in the source that the target does not have.
+        missing: names in the target that the source does not have.
+        peak_memory: peak resident memory of this process since its start, in bytes; excludes workers of a cluster.
+        resumed: bytes of contents that an earlier run had written; not included in `bytes_written`.
+        finished: number of files that an earlier run had finished; they were not read again, and have the size and time
+            in its records.
+        touched: number of finished files for which the source files had the same size and time but otherwise another
+            state than now: they may have been changed since, or copied, linked, or given to another user.
+        checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
+        removed: files of earlier runs that `overwrite` or `restart` removed.
+        warnings: warnings of the plan, and of `convert` about other files in the target directory.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    receipts: tuple[Receipt, ...]
+    tensors: int
+    source_files: int
+    target_bytes: int
+    replicas: int
+    links: int
+    dropped: tuple[str, ...]
+    missing: tuple[str, ...]
+    peak_memory: int
+    resumed: int = 0
+    finished: int = 0
+    touched: int = 0
+    checksums: Mapping[str, Mapping[str, int]] | None = None
+    removed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the target files, without reading them if possible.
+
+        It equals the result of `reshard.make_manifest`. Checksums are from the ledger, including the records of earlier
+        runs; a block without a checksum is read.
+
+        Raises:
+            UsageError: there are no checksums: the run had them or the ledger disabled, wrote a zarr store, or encoded
+                or encrypted the files.
+            SourceError: a block without a checksum cannot be read.
+        """
+        manifest: Manifest = upward("manifest_of")(self)
+        return manifest
+
+    def write_manifest(self, path: AnyName, *, overwrite: bool = False) -> int:
+        """Write the manifest file by file, like `reshard.write_manifest`.
+
+        Returns:
+            the number of checksums in it.
+
+        Raises:
+            TargetError: the path exists, cannot be written, or is a target file or a source file.
+            UsageError, SourceError: as for `manifest`.
+        """
+        written: int = upward("manifest_of")(self, path, overwrite=overwrite)
+        return written
+
+    def __repr__(self) -> str:
+        return (
+            f"<Report: {len(self.files)} files in {names([self.directory])}, {self.bytes_read} bytes read, "
+            f"{self.bytes_written} written, {self.seconds:.2f} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
+
+
+def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float) -> Report:
+    """Return the report of a run that resumed nothing."""
+    return Report(
+        root,
+        tuple(file.path for file in plan.files),
+        sum(receipt.read for receipt in receipts),
+        sum(receipt.written for receipt in receipts),
+        seconds,
+        tuple(receipts),
+        plan.stats.tensors,
+        plan.stats.source_files,
+        plan.stats.target_bytes,
+        plan.replicas,
+        sum(file.link is not None for file in plan.files),
+        plan.dropped,
+        plan.missing,
+        _peak_memory(),
+    )
+
+
+def _peak_memory() -> int:
+    """Return the peak resident memory of this process, in bytes.
+
+    This is VmHWM on Linux, else `ru_maxrss`, which starts at the peak of the parent process.
+    """
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

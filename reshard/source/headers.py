@@ -21,7 +21,8 @@ from reshard.formats.directories import refuse_blocks
 from reshard.formats.entries import FileIndex, RangeReader
 from reshard.source.checkpoint import SourceFile
 from reshard.source.records import digest
-from reshard.storage.cipher import MAGICS, required, store_of
+from reshard.storage.cipher import required, store_of
+from reshard.storage.decryption import MAGICS
 from reshard.storage.local import local_store
 from reshard.storage.places import workers_at
 from reshard.storage.threads import map_ordered

@@ -32,8 +32,8 @@ from reshard.strategy.schema import is_inner_path, parse, read, to_json
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.formats.provenance import Provenance
     from reshard.source.checkpoint import SourceFile
-    from reshard.source.provenance import Provenance
     from reshard.source.records import Range
     from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
@@ -213,7 +213,7 @@ def provenance_file(provenance: Provenance) -> bytes:
 
 def read_provenance(content: bytes) -> Provenance:
     """Return the provenance in a file; raise `ValueError` if it is invalid, or of another version."""
-    from reshard.source.provenance import Provenance  # lazy import: not every source has a ledger
+    from reshard.formats.provenance import Provenance  # lazy import: not every source has a ledger
 
     parsed = parse(content)
     if not isinstance(parsed, dict) or parsed.get("reshard_made") != VERSION:

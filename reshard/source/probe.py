@@ -36,7 +36,7 @@ from reshard.layout.axes import row_major
 from reshard.layout.block import flat_boxes
 from reshard.source.assemble import unlisted
 from reshard.source.checkpoint import Looked
-from reshard.source.replicas import in_every_stage
+from reshard.source.holdings import in_every_stage
 from reshard.storage.cipher import store_of
 from reshard.storage.places import can, in_batches
 

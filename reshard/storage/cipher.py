@@ -19,20 +19,16 @@ import re
 import struct
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import UsageError
+from reshard.storage.decryption import MAGICS, UNIT, DecryptingStore, library
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from reshard.storage.base import Coding, ReadStore, Sink
-    from reshard.storage.decryption import DecryptingStore
-
-MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
-"""The modes by the first four bytes of a block."""
 
 MODE = "AES-GCM"
 """The default mode for writing: MindSpore's default, and the only one that detects changes."""
@@ -40,9 +36,6 @@ MODE = "AES-GCM"
 BLOCK_BYTES = 4 << 20
 """The maximum plaintext of a written block; MindSpore writes 64 MiB and reads any size. Smaller blocks make range reads
 cheaper, because the tag covers a whole block."""
-
-UNIT = 16
-"""The bytes of a block of AES and of SM4; also the size of an IV and of a tag."""
 
 MODES = tuple(MAGICS.values())
 
@@ -176,8 +169,6 @@ class Cipher:
 
     def store(self) -> DecryptingStore:
         """Return a store that reads the decrypted files."""
-        from reshard.storage.decryption import DecryptingStore  # it imports this module
-
         return DecryptingStore(self)
 
     def nbytes(self, threads: int) -> int:
@@ -285,20 +276,6 @@ class _EncryptingSink:
     def abort(self) -> None:
         """Abort the file."""
         self._into.abort()
-
-
-def library() -> Any:
-    """Import the needed names of the library `cryptography`, an extra; takes 50 ms."""
-    try:
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-    except ImportError as error:
-        raise ReshardError(
-            "encrypted checkpoints need the library cryptography",
-            code="library-missing",
-            hint="pip install 'reshard[crypto]'",
-        ) from error
-    return SimpleNamespace(InvalidTag=InvalidTag, Cipher=Cipher, algorithms=algorithms, modes=modes)
 
 
 @lru_cache(maxsize=8)

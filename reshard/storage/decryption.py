@@ -14,17 +14,23 @@ import threading
 from bisect import bisect_right
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import Option, SourceError, Text, UsageError
+from reshard.errors import Option, ReshardError, SourceError, Text, UsageError
 from reshard.storage.base import Around
-from reshard.storage.cipher import MAGICS, UNIT, library
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.storage.cipher import Cipher
+
+MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
+"""The modes by the first four bytes of a block."""
+
+UNIT = 16
+"""The bytes of a block of AES and of SM4; also the size of an IV and of a tag."""
 
 _PIECE_BYTES = 4 << 20
 # If both encryption and CRC are requested, MindSpore 2.10 appends a CRC trailer of zeros, which it cannot read itself.
@@ -201,3 +207,17 @@ def _wrong_key(path: str) -> SourceError:
         code="wrong-key",
         facts=["the key is wrong, or the file was changed"],
     )
+
+
+def library() -> Any:
+    """Import the needed names of the library `cryptography`, an extra; takes 50 ms."""
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    except ImportError as error:
+        raise ReshardError(
+            "encrypted checkpoints need the library cryptography",
+            code="library-missing",
+            hint="pip install 'reshard[crypto]'",
+        ) from error
+    return SimpleNamespace(InvalidTag=InvalidTag, Cipher=Cipher, algorithms=algorithms, modes=modes)

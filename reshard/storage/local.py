@@ -361,6 +361,15 @@ def free_bytes(path: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def allocated(path: str) -> int:
+    """Return the number of bytes that removing an unfinished file would free."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return 0
+    return status.st_blocks * 512 if status.st_nlink == 1 else 0
+
+
 def write_error(path: str, error: OSError, nbytes: int, action: str = "write") -> BudgetError | TargetError:
     """Return an error for a failed action on a file, such as a write of `nbytes` bytes."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:

@@ -37,7 +37,7 @@ from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 from reshard.targets.destination import TargetFile, literal
-from reshard.targets.ranks import Ranks, copied_whole
+from reshard.targets.rank_files import Ranks, copied_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -78,7 +78,7 @@ _DESTINATIONS: dict[type, str] = {
 def destination_of(files: AnyFiles) -> type[Destination]:
     """Return the destination class for a file layout; `Ranks` by default."""
     names = (_DESTINATIONS[base] for base in type(files).__mro__ if base in _DESTINATIONS)
-    module, _, name = next(names, "ranks.Ranks").rpartition(".")
+    module, _, name = next(names, "rank_files.Ranks").rpartition(".")
     # Import the module only if needed.
     destination: type[Destination] = getattr(import_module(f"reshard.targets.{module}"), name)
     return destination

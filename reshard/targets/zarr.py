@@ -11,8 +11,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
+from reshard.formats.provenance import FileRecord, SourceRecord
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
-from reshard.source.provenance import FileRecord, SourceRecord
 from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Entry, FileLayout, Runs
-    from reshard.run.run import Report
-    from reshard.run.settings import Progress
+    from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import TargetFile

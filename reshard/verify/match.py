@@ -15,14 +15,14 @@ from reshard.formats.sets import DCP_ITEMS
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
 from reshard.source.assemble import assemble_whole
-from reshard.source.replicas import MissingBlocks, is_deduplicated
+from reshard.source.holdings import MissingBlocks, is_deduplicated
 from reshard.strategy.names import matches
 from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.verify.difference import Kind
 

@@ -21,20 +21,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, joined, names
-from reshard.plan.select import Selection, derived, select_listed
+from reshard.plan.inputs import Selection, derived
+from reshard.plan.select import select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target
 from reshard.source.checkpoint import Checkpoint, Opening
 from reshard.storage.places import as_place
-from reshard.verify.made import noted_source, selection_in
+from reshard.verify.recorded import noted_source, selection_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from reshard.formats.provenance import SelectionRecord
     from reshard.source.made import Made
-    from reshard.source.provenance import SelectionRecord
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.layout.block import cover_fault
-from reshard.source.replicas import MissingBlocks, in_every_stage, in_several_stages, is_deduplicated
+from reshard.source.holdings import MissingBlocks, in_every_stage, in_several_stages, is_deduplicated
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.source.checkpoint import Checkpoint, Sharding
     from reshard.strategy.strategy import Strategy
 

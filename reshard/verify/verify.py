@@ -23,7 +23,7 @@ from reshard.formats.rank_dirs import leftovers, rank_of
 from reshard.formats.sets import read_index
 from reshard.plan.budget import comparison_budget
 from reshard.plan.changes import cast_advice, changes
-from reshard.plan.select import Selection
+from reshard.plan.inputs import Selection
 from reshard.readers.open import made_at
 from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
 from reshard.source.checkpoint import Checkpoint
@@ -236,7 +236,7 @@ def _made(
 def _against_made(provenance: Made, cipher: Cipher | None, source_cipher: Cipher | None, options: _How) -> Verification:
     """Compare a target with the source in its ledger, or with the checksums in it."""
     from reshard.readers.reopen import reopen_target
-    from reshard.verify.made import keys_of, source_of  # lazy import: rarely needed
+    from reshard.verify.recorded import keys_of, source_of  # lazy import: rarely needed
     from reshard.verify.sides import Sides
 
     key_given = required(source_cipher)
@@ -258,7 +258,7 @@ def _against_made(provenance: Made, cipher: Cipher | None, source_cipher: Cipher
 
 def _against_checksums(provenance: Made, source_root: str, error: SourceError, options: _How) -> Verification:
     """Compare a target with the checksums in its ledger, as its source cannot be opened."""
-    from reshard.verify.made import check_sums
+    from reshard.verify.recorded import check_sums
 
     differences, count, read = check_sums(provenance, threads=options.threads, on_progress=options.on_progress)
     warning = Text(f"compared with the sizes and checksums that its ledger has, not with {source_root}: ", error.text)
@@ -282,7 +282,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
     ]
     if several and target.extras.described_by and (nbytes or target.extras.arrangement is None):
-        from reshard.verify.compare.replicas import compare_replicas  # lazy import: needs numpy
+        from reshard.verify.compare.replica_samples import compare_replicas  # lazy import: needs numpy
 
         compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)
         differences += compared.differences

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Transfer
     from reshard.rules.show import Fusion
     from reshard.run.graph import Graph
-    from reshard.run.run import Report
+    from reshard.run.settings import Report
     from reshard.run.tasks import Receipt
     from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.rank_dirs import Step
     from reshard.plan.plan import Plan
-    from reshard.run.run import Report
+    from reshard.run.settings import Report
     from reshard.source.checkpoint import Looked, SourceFile
 
 _MOST_NAMES = 10

@@ -21,7 +21,8 @@ import reshard
 from reshard.errors import SourceError, UsageError
 from reshard.source.headers import key_of
 from reshard.storage import cipher as cipher_module
-from reshard.storage.cipher import MAGICS, Cipher, read_key
+from reshard.storage.cipher import Cipher, read_key
+from reshard.storage.decryption import MAGICS
 from reshard.storage.places import LocalPath
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from reshard.readers.dcp import archive
 from reshard.readers.dcp.archive import Archives, ZipPart
 from reshard.storage.base import Around
 from reshard.storage.places import any_store
-from reshard.targets.torch_save import saved_tensor, saved_text
+from reshard.targets.saved_tensors import saved_tensor, saved_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from reshard.errors import SourceError
 from reshard.readers import dcp
 from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
-from reshard.targets.torch_save import torch_dtype
+from reshard.targets.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,8 @@ import reshard.storage.cipher
 import reshard.storage.decryption
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.formats import index_file
-from reshard.storage.cipher import MAGICS, Cipher
-from reshard.storage.decryption import DecryptingStore
+from reshard.storage.cipher import Cipher
+from reshard.storage.decryption import MAGICS, DecryptingStore
 
 if TYPE_CHECKING:
     from pathlib import Path

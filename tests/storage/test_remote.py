@@ -27,7 +27,7 @@ from reshard.storage.places import RemotePath, any_store, as_place, can
 from reshard.storage.urls import remote
 from reshard.storage.urls.remote import joined
 from reshard.storage.urls.requests import translating
-from reshard.storage.urls.s3 import options
+from reshard.storage.urls.s3_clients import options
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ import reshard
 from reshard import LinkedDCP, Selection
 from reshard.dtypes import BY_NAME
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
-from reshard.targets.torch_save import torch_dtype
+from reshard.targets.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

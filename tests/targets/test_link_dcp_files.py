@@ -25,7 +25,7 @@ from reshard.storage import local
 from reshard.storage.local import LocalStore
 from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
-from reshard.targets.torch_save import saved_tensor, torch_dtype
+from reshard.targets.saved_tensors import saved_tensor, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from reshard.storage.crc import crc32c
 from reshard.view.text import plan_data, plan_text, report_text
 
 if TYPE_CHECKING:
-    from reshard.run.run import Report
+    from reshard.run.settings import Report
 
 SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "adam_m.w": Layout.of([4], [0, -1])})
 TARGET = Strategy.of({"w": Layout.of([2, 2], [0, -1]), "adam_v.w": Layout.of([2, 2], [0, -1])})

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from reshard.run.run import Report
+    from reshard.run.settings import Report
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Stored = tuple[str, tuple[int, ...], bytes]  # the type's MindSpore name, the shape, the contents

@@ -124,7 +124,7 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **arg
 
 def _differences(result: Checkpoint, target: Checkpoint) -> list[str]:
     """Return the differences between headers."""
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.verify.match import match
 
     return [

@@ -21,7 +21,7 @@ from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrot
 from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
 from reshard.errors import SourceError, UsageError, VerifyError, printable
 from reshard.readers.open import open as open_checkpoint
-from reshard.source.strategies import strategy_of
+from reshard.source.holdings import strategy_of
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -198,7 +198,7 @@ def make_strategy(
     gives it a layout.
     """
     from reshard.readers.open import files_read
-    from reshard.source.strategies import strategy_by_rules
+    from reshard.source.holdings import strategy_by_rules
 
     refuse_existing(output, overwrite=overwrite)
     checkpoint = open_checkpoint(like, **vars(opening))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,9 +23,11 @@ from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.sets import DCP_INDEX, SET_INDEXES
 from reshard.formats.zarr.files import is_store
+from reshard.plan.inputs import ledger_provenance
 from reshard.run.locks import refuse_link
 from reshard.run.preflight import states_of
-from reshard.source.records import known
+from reshard.source.made import provenance_file
+from reshard.source.records import digest, known
 from reshard.storage.base import unfinished_path
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.small import is_within
@@ -46,13 +49,12 @@ class Older(NamedTuple):
     state: State
 
 
-def older_files(plan: Plan, root: str, provenance: str) -> dict[str, Older]:
+def older_files(plan: Plan, root: str) -> dict[str, Older]:
     """Return the files of earlier runs to be removed when starting over, by path.
 
     Args:
         plan: the plan of the run.
         root: the target, a URL or a local path without links in it.
-        provenance: the digest of the provenance of the run's files.
 
     Raises:
         TargetError: the ledger is behind a link.
@@ -67,7 +69,7 @@ def older_files(plan: Plan, root: str, provenance: str) -> dict[str, Older]:
         records = known(root, directory=f"{root}.reshard", with_ranges=False).records | records
     written = {file.path for file in plan.files}
     read = {str(as_place(file.path).real()) for file in source.files}
-    of_target = _Retention(plan, provenance)
+    of_target = _Retention(plan, digest(provenance_file(ledger_provenance(plan))))
     files = [
         file
         for file, record in records.items()
@@ -172,6 +174,21 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
             )  # fmt: skip
         return (f"{message}; readers may take either or both",)
     return (f"{target} has {names(ranks, most=3)}, of ranks that are not this target's",) if ranks else ()
+
+
+def with_neighbours(plan: Plan, target: Place, *, starts_over: bool) -> Plan:
+    """Return a plan with warnings about other files in its target directory.
+
+    Args:
+        plan: the plan to be run.
+        target: the target directory.
+        starts_over: whether the run has `overwrite` or `restart`, and removes files of earlier runs.
+
+    Raises:
+        TargetError: the directory has another checkpoint (`neighbours`).
+    """
+    older = older_files(plan, str(target.real())) if starts_over else {}
+    return replace(plan, warnings=(*plan.warnings, *neighbours(plan, target, older)))
 
 
 def _checkpoint_files(target: Place) -> list[str]:

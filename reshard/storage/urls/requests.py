@@ -156,7 +156,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     scheme = url.partition("://")[0]
     try:
         if scheme in {"s3", "s3a"}:
-            from reshard.storage.urls.s3 import options
+            from reshard.storage.urls.s3_clients import options
 
             fs, name = url_to_fs(url, **options(stall_seconds()))
             fs.retries = 1

@@ -28,8 +28,8 @@ from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
-from reshard.targets.ranks import fitted
-from reshard.targets.torch_save import Saved, saved_tensor, saved_text, torch_dtype
+from reshard.targets.rank_files import fitted
+from reshard.targets.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

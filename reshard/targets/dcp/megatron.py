@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Option, Text
 from reshard.readers.dcp import BACKEND, COMMON
-from reshard.targets.torch_save import saved_object
+from reshard.targets.saved_tensors import saved_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -35,7 +35,7 @@ from reshard.targets.dcp.carried import old_names, read_carried
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
 from reshard.targets.destination import Destination, TargetFile, literal
-from reshard.targets.torch_save import torch_dtype
+from reshard.targets.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

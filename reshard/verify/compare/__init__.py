@@ -26,7 +26,7 @@ from reshard.plan.bands import Recipe
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Piece, Route, Transfer
 from reshard.run.executor import map_tasks
-from reshard.source.replicas import in_every_stage, in_several_stages
+from reshard.source.holdings import in_every_stage, in_several_stages
 from reshard.source.reshape import Shared
 from reshard.storage.cipher import store_of
 from reshard.verify.compare.comparer import Compared, Comparer, Mismatch, joined

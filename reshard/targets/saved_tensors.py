@@ -22,7 +22,7 @@ from reshard.layout.axes import row_major
 from reshard.readers.dcp.archive import LARGE, ending
 from reshard.readers.dcp.torch_save import STORAGES
 from reshard.readers.pickles import Name
-from reshard.targets.pickles import Call, Persistent, pickled
+from reshard.targets.pickling import Call, Persistent, pickled
 
 if TYPE_CHECKING:
     from reshard.dtypes import DType

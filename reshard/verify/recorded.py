@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
-from reshard.plan.inputs import selection_of
-from reshard.plan.select import derived
+from reshard.plan.inputs import derived, selection_of
 from reshard.readers.reopen import reopen
 from reshard.source.records import known
 from reshard.storage.places import any_store, as_place, workers_at
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.formats.entries import Runs
-    from reshard.plan.select import Selection
+    from reshard.plan.inputs import Selection
     from reshard.source.checkpoint import Checkpoint
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
