@@ -117,8 +117,8 @@ def test_structure(folder: Path) -> None:
     assert result.stdout == "verified: dst is complete and valid in structure; contents were not read\n"
     assert call(*TARGET, "-v").stdout == (
         result.stdout + "  3 tensors, 18 blocks of them; 6 files of 6 ranks (0-5)\n"
-        "  not compared: contents, but for samples of 4 of 4 replicas (its ledger names a source: verified by its path "
-        "alone, every bit is compared with that); notes (__metadata__); checksums that files carry (crc_num), and how "
+        "  not compared: contents, but for samples of 4 of 4 replicas (its ledger names a source: run `verify` with "
+        "the path alone to compare every bit with it); notes (__metadata__); checksums that files carry (crc_num), and how "
         "text entries are stored\n"
     )
     Path("dst/rank_3/checkpoint_3.ckpt").rename("dst/rank_3/checkpoint_3.ckpt.partial")

@@ -54,7 +54,7 @@ def test_help_all_has_every_option(path: tuple[str, ...], monkeypatch: pytest.Mo
         if isinstance(param, GroupedOption):
             shown = re.compile(rf"^  (?:-\w, )?{re.escape(param.opts[0])}\b(?!-)", re.MULTILINE)
             assert bool(shown.search(every)) != param.hidden, param.opts
-            assert bool(shown.search(some)) == param.first
+            assert bool(shown.search(some)) == param.in_short_help
     assert all(len(line) <= 80 for line in every.splitlines())
     headings = re.findall(r"^(\w+):$", every, flags=re.MULTILINE)
     assert headings == [*dict.fromkeys(headings)]

@@ -405,6 +405,12 @@ def test_source_and_target_stand_side_by_side(source: reshard.Checkpoint, target
     assert [part.get("d") for part in root.iter("path") if part.get("class") == "cut"] == ["M110.00 0V110"]
 
 
+def test_stages_without_a_target_have_no_dashes() -> None:
+    strategy = Strategy.of({"w": {0: Layout.of([2], [0, -1]), 1: Layout.of([2], [-1, 0])}})
+    assert "dashed" not in strategy.picture("w", (4, 4)).svg()
+    assert "dashed" in strategy.picture("w", (4, 4), strategy).svg()
+
+
 def test_source_and_target_have_colours_of_their_own(
     source: reshard.Checkpoint, target: Strategy, plan: reshard.Plan
 ) -> None:
