@@ -316,7 +316,7 @@ def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None)
         raise UsageError(
             f"no tensor of {source.root} is left to write",
             code="no-tensors",
-            facts=[f"accu_grads and choice_func leave out all {len(source.tensors)}"],
+            facts=[f"accu_grads and choice_func leave out all {len(source.tensors)} tensors"],
         )
     return Selection(name_map=new_names).renamed(list(new_names))
 

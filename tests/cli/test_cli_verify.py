@@ -118,8 +118,8 @@ def test_structure(folder: Path) -> None:
     assert call(*TARGET, "-v").stdout == (
         result.stdout + "  3 tensors, 18 blocks of them; 6 files of 6 ranks (0-5)\n"
         "  not compared: contents, but for samples of 4 of 4 replicas (its ledger names a source: run `verify` with "
-        "the path alone to compare every bit with it); notes (__metadata__); checksums that files carry (crc_num), and how "
-        "text entries are stored\n"
+        "the path alone to compare every bit with it); notes (__metadata__); checksums that files carry (crc_num), and "
+        "how text entries are stored\n"
     )
     Path("dst/rank_3/checkpoint_3.ckpt").rename("dst/rank_3/checkpoint_3.ckpt.partial")
     failed(4, "missing-ranks", *TARGET, places=("rank 3", "(rank_3/checkpoint_3.ckpt.partial)"))
