@@ -172,10 +172,10 @@ def is_unnoted(planned: Planned, record: Record, state: State | None, *, early: 
     return planned.is_link or (early and state != record.replaces and state[0] == record.size)
 
 
-def of(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
+def files_with(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
     """Return the files that have one of the given actions.
 
-    >>> of({"a": Fate(Do.KEEP), "b": Fate(Do.MAKE)}, Do.MAKE)
+    >>> files_with({"a": Fate(Do.KEEP), "b": Fate(Do.MAKE)}, Do.MAKE)
     ['b']
     """
     return [file for file, decision in fates.items() if decision.do in actions]
@@ -396,7 +396,7 @@ def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str]
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
     policy = Policy(changes_digest(plan), not can(root).positioned, options.overwrite, options.restart)
     decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
-    return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in of(decisions, Do.RESUME)))
+    return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in files_with(decisions, Do.RESUME)))
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:

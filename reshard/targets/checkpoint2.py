@@ -210,7 +210,7 @@ class Checkpoint2Target(Ranks):
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
         """Return the request, with the files completed from the source."""
-        if request.of_some:
+        if request.is_partial:
             raise UsageError("a Checkpoint 2.0 has all ranks", code="needs-all-ranks", hint="leave ranks and stage out")
         return replace(request, files=request.files.of(source))
 

@@ -131,12 +131,12 @@ class Comparer:
         converted = memoryview(b"")
         for turn in in_batches(self._turns(reader, checks, pieces)):
             if isinstance(turn, _References):
-                reader.gather(*turn)
+                reader.read_strided_blocks(*turn)
                 continue
             number, write, copy, content, side = turn
             check = checks[number]
             if copy is None:
-                converted = cast(write.gathered(), check.transfer.dtype, check.transfer.target_dtype)
+                converted = cast(write.gather_columns(), check.transfer.dtype, check.transfer.target_dtype)
                 continue
             dtype = self._comparison.copy_dtype(check, copy.file)
             shape = check.transfer.recipe.targets[write.target].shape
@@ -147,7 +147,7 @@ class Comparer:
                 if all(np.array_equal(*columns) for columns in write.copies):
                     continue
                 content = memoryview(bytes(content))
-                write.gathered()
+                write.gather_columns()
             copy_bits, reference_bits = (np.frombuffer(buffer, dtype.carrier()) for buffer in (content, expected))
             unequal = copy_bits != reference_bits
             if unequal.any():
