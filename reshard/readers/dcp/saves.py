@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NAME = "torch.save"
 _EXPECTED = "a state dict that torch.save stored"
 _MODEL = "model"
-_RANK_STATE = "extra_state"  # of each rank: random numbers
+_RANK_STATE = "extra_state"  # per-rank RNG state
 _DICTS = {"dict", "OrderedDict", "defaultdict"}
 _DEEPEST = 32
 _MOST_VALUES = 1 << 19
