@@ -191,7 +191,7 @@ def _read(number: int, file: _File, count: int) -> _Read:
     """Read a file of one of `count` ranks; entries refer to it by its number."""
     path = file.place.absolute()
     status = path.status()
-    archive = Archive(RangeReader(str(path), window=_REMOTE_WINDOW if path.can.waits else 0))
+    archive = Archive(RangeReader(str(path), window=_REMOTE_WINDOW if path.can.has_latency else 0))
     order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
     if order.strip() != b"little":
         raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
@@ -224,7 +224,7 @@ def _read(number: int, file: _File, count: int) -> _Read:
         except SourceError as error:
             refused[name] = error.message
     sums = Archives((ZipPart("", 0, archive.reader.size),))
-    index = FileIndex(NAME, entries, header=number, sums=sums)
+    index = FileIndex(NAME, entries, header_id=number, sums=sums)
     found = {name: (kept[name], records[kept[name].local.record].begin) for name in entries}
     return _Read(SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change), found, refused, objects)
 
