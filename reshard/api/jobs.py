@@ -2,11 +2,11 @@
 
 Steps of `job`:
 
-1. Choose the format: `to`; else by the name of the target; else the source's. A note reports a format that was not
-   given.
+1. Choose the format: `to`; else by the name of the target; else the default of the verb. A note reports a format that
+   was not given.
 2. Refuse options that the format does not take, by name.
-3. Convert files of ranks with an unknown sharding one by one: each rank keeps its tensors as they are.
-4. Open everything else as whole tensors, and plan it.
+3. Plan ranks with an unknown sharding file by file: each rank keeps its tensors as they are.
+4. Open any other source, and plan it.
 """
 
 from __future__ import annotations
@@ -215,15 +215,16 @@ def _refuse_foreign_name(target: Place) -> None:
 def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[str | None, str]:
     """Return the format by the options or the target's name, with a reason if implied."""
     if options.to and (options.format or options.style):
-        conflicting = "--format" if options.format else "--style"
+        conflicting = Option("format" if options.format else "style")
         raise UsageError(
-            f"--to and {conflicting} both say the format", code="conflicting-options", hint=f"leave {conflicting} out"
-        )
+            Text(Option("to"), " and ", conflicting, " both say the format"), code="conflicting-options",
+            hint=Text("leave ", conflicting, " out"),
+        )  # fmt: skip
     if options.style and options.format not in {None, "safetensors"}:
         raise UsageError(
-            f"--style {options.style} is of safetensors files, not {options.format}",
+            Text(Option("style", options.style), f" is of safetensors files, not {options.format}"),
             code="option-of-another-format",
-            hint="leave --format out, or --style",
+            hint=Text("leave ", Option("format"), " out, or ", Option("style")),
         )
     if options.style:
         return word_of(options.style), ""
@@ -330,11 +331,10 @@ def _kept_ranks(
     selection: Selection,
     verb: Verb,
 ) -> str | None:
-    """Return why each rank's file is converted as it is cut, or None.
+    """Return the note for a file-by-file conversion ("": none needed), or None if the source must be opened.
 
-    The reason is "" if the user needs no note.
-
-    It is if `same_ranks` is given, if the source is one file, or if it has several ranks with an unknown sharding.
+    Files are converted one by one if `same_ranks` is given, if the source is one file, or if it has several ranks with
+    an unknown sharding. Any other source is opened as one checkpoint.
     """
     if options.same_ranks:
         return ""
@@ -365,10 +365,10 @@ def _of_same_ranks(
     note: str,
     reason: str,
 ) -> Job:
-    """Plan a conversion that keeps each rank's file as it is cut."""
+    """Plan a conversion file by file: blocks stay as they are; only format, `drop` and `rules` apply."""
     if to is None:
         raise UsageError(
-            Text(Option("same_ranks"), " changes the format alone, and none is given"), code="needs-format",
+            Text(Option("same_ranks"), " changes the format, and none is given"), code="needs-format",
             hint=Text("add ", Option("to", "ckpt"), " or safetensors"),
         )  # fmt: skip
     conflicting = options.given([*CUT, "prefix", "memory"])

@@ -75,8 +75,8 @@ def plan(
         target: which rank is to hold which block: a strategy, a strategy file, or rules (`.yaml`); None for whole
             tensors. For a Checkpoint 2.0 and a DCP also the result of `reshard.read_layouts`.
         format: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
-            `checkpoint2`, of MindSpore Transformers; `zarr`, a store. By default the format of the source's files, and
-            safetensors if that is mixed or zarr.
+            `checkpoint2`, of MindSpore Transformers; `zarr`, a store. By default ckpt if all files of the source
+            are .ckpt, else safetensors.
         prefix: files of ranks are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank if the source
             is one stage of a pipeline; by default `checkpoint_`. For a Checkpoint 2.0 the beginning of file names.
         step: `checkpoint2` and `dcp`: the number of training steps done.
@@ -129,11 +129,11 @@ def plan(
     if files is None:
         format = _word(record, format)  # noqa: A001 -- as above
         check_options(format, options.given(TAKEN_BY))
-    elif ignored := options.given(["max_shard_size", "target_step"]):
-        names = " and ".join(name.removeprefix("target_") for name in ignored)
+    elif refused := options.given(["max_shard_size", "target_step"]):
+        listed = " and ".join(name.removeprefix("target_") for name in refused)
         raise UsageError(
-            f"files says how the target is laid out; {names} is ignored", code="option-of-another-format",
-            hint=f"give {names} to {type(files).__name__}",
+            f"files= does not go with {listed}", code="option-of-another-format",
+            hint=f"give {listed} to {type(files).__name__}",
         )  # fmt: skip
     return Plan(planned(record, options, format, selection or Selection(), threads, files=files))
 
@@ -141,7 +141,7 @@ def plan(
 def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as above
     """Return the word for the format of a plan.
 
-    By default it is the source's if that has files of ranks, else safetensors.
+    By default it is ckpt if all files of the source are .ckpt, else safetensors.
     """
     if format is not None:
         return word_of(format)

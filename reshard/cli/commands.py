@@ -80,7 +80,7 @@ _UNIT = re.compile(r"[kMGTP]i?B?", re.IGNORECASE)
 _NOT_ONE = re.compile(r"'([^']+)' is not one of")
 
 
-class Slip(click.UsageError):
+class UsageErrorWithHint(click.UsageError):
     """Wrong usage, with a hint for the right one."""
 
     def __init__(self, message: str, hint: str, ctx: click.Context) -> None:
@@ -93,12 +93,12 @@ class GroupedOption(click.Option):
 
     Args:
         under: its group.
-        first: whether `--help` shows it, with its first sentence; `--help-all` shows every option in full.
+        in_short_help: whether `--help` shows it, with its first sentence; `--help-all` shows every option in full.
     """
 
-    def __init__(self, *args: Any, under: Heading, first: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, under: Heading, in_short_help: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.under, self.first = under, first
+        self.under, self.in_short_help = under, in_short_help
 
     def __call__(self, command: Any) -> Any:
         """Add the option to a command, as a decorator."""
@@ -106,9 +106,9 @@ class GroupedOption(click.Option):
         return add(command)
 
 
-def option(*names: str, under: Heading, first: bool = False, **attrs: Any) -> GroupedOption:
+def option(*names: str, under: Heading, in_short_help: bool = False, **attrs: Any) -> GroupedOption:
     """Return an option, to be added to commands as a decorator."""
-    return GroupedOption(names, under=under, first=first, **attrs)
+    return GroupedOption(names, under=under, in_short_help=in_short_help, **attrs)
 
 
 def record(argument: str, make: Callable[..., Any], *options: GroupedOption) -> Callable[[Any], Any]:
@@ -116,7 +116,7 @@ def record(argument: str, make: Callable[..., Any], *options: GroupedOption) -> 
 
     Args:
         argument: the argument.
-        make: makes its value of those of the options.
+        make: called with the options' values; returns the argument.
         options: the options, in the order of the help.
     """
     names = [str(option.name) for option in options]
@@ -173,7 +173,7 @@ class Command(click.Command):
             ctx.meta[JSON] = True  # also if an option before it is refused
         extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
-            raise Slip(*_too_many(ctx, arguments, extra[0]), ctx)
+            raise UsageErrorWithHint(*_too_many(ctx, arguments, extra[0]), ctx)
         return extra
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -184,11 +184,11 @@ class Command(click.Command):
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in their groups: the `first` ones, or all."""
+        """Write the options in their groups: those of the short help, or all."""
         groups: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in get_args(Heading)}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record and (_ALL in ctx.meta or getattr(param, "first", True)):  # click's own is -h
+            if record and (_ALL in ctx.meta or getattr(param, "in_short_help", True)):  # click's own is -h
                 text = record[1] if _ALL in ctx.meta else _MORE.sub("", record[1])
                 groups[getattr(param, "under", "Output")].append((record[0], text))
         for heading, rows in groups.items():
@@ -212,7 +212,9 @@ class Group(click.Group):
         """Return the requested command; the error for an unknown one has a hint."""
         if not ctx.resilient_parsing and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
             meant = _meant(args[0], self.list_commands(ctx), ctx)
-            raise Slip(f"no such command: {' '.join([*ctx.command_path.split()[1:], args[0]])}", meant, ctx)
+            raise UsageErrorWithHint(
+                f"no such command: {' '.join([*ctx.command_path.split()[1:], args[0]])}", meant, ctx
+            )
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -268,7 +270,7 @@ def _help_all_option() -> GroupedOption:
     return GroupedOption(
         ["--help-all"],
         under="Output",
-        first=True,
+        in_short_help=True,
         is_flag=True,
         is_eager=True,
         expose_value=False,
@@ -295,7 +297,7 @@ def _color_option() -> GroupedOption:
     )
 
 
-class Border(Group):
+class RootGroup(Group):
     """The outermost group, which turns exceptions into messages and exit codes.
 
     Attributes:
@@ -359,7 +361,7 @@ def _usage_reported() -> Iterator[None]:
 def _usage_message(error: click.UsageError) -> tuple[str, str]:
     """Return the message and the hint for wrong usage."""
     ctx = error.ctx
-    if isinstance(error, Slip) or ctx is None:
+    if isinstance(error, UsageErrorWithHint) or ctx is None:
         return error.format_message(), getattr(error, "hint", "")
     if isinstance(error, click.BadOptionUsage):
         needs = "takes no value" if "not take" in error.message else "needs a value"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from reshard.cli.commands import Border, option
+from reshard.cli.commands import RootGroup, option
 from reshard.cli.options import json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
 from reshard.cli.terminal import OWN_PROCESS, called_as, print_csv, print_json, print_text, say_warnings, width, wrote
@@ -61,7 +61,7 @@ def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> N
 
 @click.group(
     name="reshard",
-    cls=Border,
+    cls=RootGroup,
     epilog="""
 To see it work on real MindSpore files, and what to type next:
 
@@ -121,7 +121,7 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
 @option(
     "--match",
     under="Tensors",
-    first=True,
+    in_short_help=True,
     multiple=True,
     metavar="GLOB",
     help="Only tensors of these names, such as 'layers.0.*'. May be repeated.",
@@ -129,20 +129,27 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
 @option(
     "--sort",
     under="Output",
-    first=True,
+    in_short_help=True,
     type=click.Choice(["bytes", "name"]),
     help="Largest first, or by name.  [default: the order of the files]",
 )
 @option(
     "--picture",
     under="Output",
-    first=True,
+    in_short_help=True,
     metavar="NAME",
     help="Draw which ranks hold which block of this tensor.",
 )
 @raw_option
 @json_option
-@option("--csv", "as_csv", under="Output", first=True, is_flag=True, help="Print a row for each tensor, as RFC 4180.")
+@option(
+    "--csv",
+    "as_csv",
+    under="Output",
+    in_short_help=True,
+    is_flag=True,
+    help="Print a row for each tensor, as RFC 4180.",
+)
 def inspect(
     source: Place,
     opening: OpenOptions,

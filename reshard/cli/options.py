@@ -58,19 +58,19 @@ def remember_json(ctx: click.Context, _param: click.Parameter, value: bool) -> b
 
 
 json_option = _output(
-    "--json", "as_json", first=True, is_flag=True, is_eager=True, callback=remember_json,
+    "--json", "as_json", in_short_help=True, is_flag=True, is_eager=True, callback=remember_json,
     help="Print one JSON object; its keys: --help-all.",
 )  # fmt: skip
 raw_option = _output("--raw", is_flag=True, help="Show device matrices and tensor maps, as strategy files have them.")
-quiet_option = _output("-q", "--quiet", first=True, is_flag=True, help="Print nothing but errors.")
-verbose_option = _output("-v", "--verbose", first=True, is_flag=True, help="Print everything there is to say of it.")
-overwrite_file_option = _output("--overwrite", first=True, is_flag=True, help="Replace FILE if it exists.")
+quiet_option = _output("-q", "--quiet", in_short_help=True, is_flag=True, help="Print nothing but errors.")
+verbose_option = _output("-v", "--verbose", in_short_help=True, is_flag=True, help="Print all details.")
+overwrite_file_option = _output("--overwrite", in_short_help=True, is_flag=True, help="Replace FILE if it exists.")
 
 
 # --- running ----------------------------------------------------------------------------------------------------
 
 
-memory_option = _running("--memory", first=True, **_SIZE, help="Most memory to use, such as 8GB.")
+memory_option = _running("--memory", in_short_help=True, **_SIZE, help="Most memory to use, such as 8GB.")
 threads_option = _running(
     "--threads", type=click.IntRange(min=1), metavar="N",
     help="Number of threads; of a local cluster, in each worker.  [default: one per processor, at most 4]",
@@ -107,20 +107,20 @@ class Running(RunOptions):
 run_options = record(
     "running",
     Running,
-    _running("--dry-run", first=True, is_flag=True, help="Only print what would be read and written."),
+    _running("--dry-run", in_short_help=True, is_flag=True, help="Only print what would be read and written."),
     _running(
-        "--restart", first=True, is_flag=True,
+        "--restart", in_short_help=True, is_flag=True,
         help="Start over: replace what an earlier run left. Without it, such a run is resumed.",
     ),
     _running(
-        "--overwrite", first=True, is_flag=True,
+        "--overwrite", in_short_help=True, is_flag=True,
         help="Replace files that are in TARGET. Others that earlier runs wrote there are removed at the end. "
         "The FILE of --write-manifest is replaced, too.",
     ),
     _output(
         "--write-manifest", type=WRITE_PLACE, metavar="FILE",
-        help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written now "
-        "is not read again for it.",
+        help="Write checksums of the target files into FILE, for `reshard verify --manifest`; files "
+        "written by this run are not read again.",
     ),
     _running(
         "--drop-cache/--no-drop-cache", default=None,
@@ -129,7 +129,8 @@ run_options = record(
     ),
     _running(
         "--fsync/--no-fsync", default=True,
-        help="Sync each file to disk before it gets its name; without it, there are no checksums.  [default: yes]",
+        help="Sync each file to disk before it gets its name; without it, there are no checksums, and a "
+        "resumed run writes unfinished files again.  [default: yes]",
     ),
     threads_option,
     _running(
@@ -154,8 +155,8 @@ key_option = _source(
 target_key_option = _target(
     "--target-key-file", "target_cipher", type=READ, callback=read_cipher, envvar="RESHARD_TARGET_KEY_FILE",
     metavar="FILE",
-    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. With any of them nothing is "
-    "written that cannot be encrypted. If a run is stopped, its encrypted files start over.",
+    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. A key is for .ckpt "
+    "files only; a resumed run writes unfinished encrypted files again.",
 )  # fmt: skip
 
 
@@ -219,11 +220,11 @@ _OPENING = (
 suffix_option, rank_pattern_option, iteration_option = _SUFFIX.source, _RANK_PATTERN.source, _ITERATION.source
 
 source_strategy_option = _source(
-    "--source-strategy", first=True, type=STRATEGY_PLACE, metavar="STRATEGY",
-    help="Strategy file of the source, or a directory of them. What reshard wrote, and copies of that, need none.",
+    "--source-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
+    help="Strategy file of the source, or a directory of them. Not needed for what reshard wrote, or copies of it.",
 )  # fmt: skip
 target_strategy_option = _target(
-    "--target-strategy", first=True, type=STRATEGY_PLACE, metavar="STRATEGY",
+    "--target-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
     help="Strategy file or rules (.yaml) of the target. Without it, there is one rank of whole tensors.",
 )  # fmt: skip
 
@@ -258,11 +259,11 @@ def _target_of(*, target_cipher: Cipher | None, encryption: str | None, **values
 
 
 def _format_options(verb: str) -> tuple[GroupedOption, ...]:
-    """Return the format options: `--to`, or `--format` and `--style` for old commands."""
+    """Return `--to`, `--format` and `--style`; `transform` and `unify` hide the first, others the last two."""
     old = verb in {"transform", "unify"}
     default = "by --style" if verb == "unify" else "the source's"
     to = _target(
-        "--to", first=not old, hidden=old, type=ToType(), metavar="FORMAT",
+        "--to", in_short_help=not old, hidden=old, type=ToType(), metavar="FORMAT",
         help="ckpt or safetensors (files of ranks, or one file), hf or mindspore (a set of whole tensors), dcp, "
         "checkpoint2, or zarr. A DCP is of PyTorch, a Checkpoint 2.0 of MindSpore Transformers. The files of hf are "
         "model-00001-of-00002.safetensors and so on with model.safetensors.index.json; those of mindspore "
@@ -272,11 +273,11 @@ def _format_options(verb: str) -> tuple[GroupedOption, ...]:
         "[default: as TARGET is named, else as SOURCE]",
     )  # fmt: skip
     words = _target(
-        "--format", first=old, hidden=not old, type=ToType(), metavar="FORMAT",
+        "--format", in_short_help=old, hidden=not old, type=ToType(), metavar="FORMAT",
         help=f"Format of the files, in the words of `convert`.  [default: {default}]",
     )  # fmt: skip
     style = _target(
-        "--style", first=old, hidden=not old, type=StyleType(), metavar="STYLE",
+        "--style", in_short_help=old, hidden=not old, type=StyleType(), metavar="STYLE",
         help="Names of the files of a set: huggingface, mindspore or checkpoint2.",
     )  # fmt: skip
     return to, words, style
@@ -296,12 +297,12 @@ _TARGET = (
     _target(
         "--prefix", metavar="PREFIX",
         help="What names of files begin with: rank_0/PREFIX0.ckpt and so on, or PREFIX-model-… of checkpoint2.  "
-        "[default: checkpoint_, or the source's or checkpoint]",
+        "[default: checkpoint_; for checkpoint2 the source's prefix, else checkpoint]",
     ),
     _target(
         "--target-step", **_NUMBER,
         help="checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker names "
-        "it.  [default: what the source says]  dcp: TARGET/iter_N, as Megatron has it.  [default: TARGET "
+        "it.  [default: what the source says]  dcp: write to TARGET/iter_N, as Megatron does.  [default: TARGET "
         "itself]",
     ),
     _target(
@@ -311,8 +312,8 @@ _TARGET = (
     ),
     _target(
         "--same-ranks", is_flag=True,
-        help="ckpt, safetensors: keep each rank's file as it is cut; only the format changes. No strategy is needed.  "
-        "[default: if nothing says how SOURCE was sharded, and --to is given]",
+        help="ckpt, safetensors: keep each rank's blocks as they are; only format, --drop and --rules apply. No "
+        "strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is given]",
     ),
     _target("--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5."),
     _target(

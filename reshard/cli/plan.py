@@ -54,7 +54,7 @@ Example:
     "-o",
     "--output",
     under="Output",
-    first=True,
+    in_short_help=True,
     type=WRITE,
     metavar="FILE",
     help="Write the plan to FILE, for `reshard run`.",
@@ -127,7 +127,7 @@ Example:
 @option(
     "--source",
     under="Source",
-    first=True,
+    in_short_help=True,
     type=READ,
     metavar="SOURCE",
     help="Where the source is, if not where it was planned: a directory with the same files below it.",

@@ -30,7 +30,7 @@ let_option = _tensors(
 )  # fmt: skip
 _RULES = (
     _tensors(
-        "--rules", first=True, type=READ_PLACE, metavar="FILE",
+        "--rules", in_short_help=True, type=READ_PLACE, metavar="FILE",
         help="Rules of other names and shapes: a file, or a name of `reshard rules list`. Other options of this group "
         "take the names that the rules make.",
     ),
@@ -92,9 +92,9 @@ def _selection_of(
 selection_options = record(
     "selection",
     _selection_of,
-    _tensors("--weights-only", first=True, is_flag=True, help="No optimizer states, global_step and the like."),
+    _tensors("--weights-only", in_short_help=True, is_flag=True, help="No optimizer states, global_step and the like."),
     _tensors(
-        "--include", first=True, multiple=True, metavar="GLOB[@COUNT]",
+        "--include", in_short_help=True, multiple=True, metavar="GLOB[@COUNT]",
         help="Only tensors of these names. With @COUNT, exactly that many. With --rules, names that the rules "
         "make. May be repeated.",
     ),
@@ -103,12 +103,12 @@ selection_options = record(
         help="No tensors of these names. With --rules, names that the rules make. May be repeated.",
     ),
     _tensors(
-        "--name-map", first=True, type=READ, callback=read_name_map, metavar="FILE",
+        "--name-map", in_short_help=True, type=READ, callback=read_name_map, metavar="FILE",
         help='JSON object of old to new names. As {"layers.*.wq": "model.*.q_proj"}; optimizer states follow. '
         "With --rules, old names are those that the rules make.",
     ),
     _tensors(
-        "--cast", "casts", first=True, multiple=True, callback=dtype_casts, metavar="OLD=NEW",
+        "--cast", "casts", in_short_help=True, multiple=True, callback=dtype_casts, metavar="OLD=NEW",
         help="Convert a dtype, such as float32=bfloat16. Values are rounded to nearest. May be repeated.",
     ),
     _tensors(

@@ -1,9 +1,8 @@
 """Connect a command to the terminal: errors, signals, messages and progress.
 
-Only here do option names in texts of the core get the spelling of the command line (`OPTIONS`), and errors become one
-sentence and an exit code: 0 done, 1 failure, 2 usage, 3 verify mismatch,
-4 source or strategy incomplete or corrupt, 5 memory or disk, 6 target exists or source changed, 130 interrupted,
-143 terminated.
+Only here do option names in texts of the core get the spelling of the command line (`OPTIONS`). Errors become a
+message, facts, a hint and an exit code: 0 done, 1 failure, 2 usage, 3 verify mismatch, 4 source or strategy incomplete
+or corrupt, 5 memory or disk, 6 target exists or source changed, 129 hangup, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ JSON, ANSWERED = "reshard.json", "reshard.answered"
 """Whether a JSON object was requested, and whether it was printed."""
 REPORTED = "reshard.told"
 """Whether a command already printed its error on stdout."""
-SCHEMA = 1  # of the objects of --json; it grows when a key goes or changes its meaning
+SCHEMA = 1  # of the objects of --json; raised when a key is removed or changes meaning
 _LABEL = re.compile(r"^(error|warning|hint):", re.MULTILINE)
 _COLORS = {"error": "red", "warning": "yellow", "hint": "cyan"}
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
@@ -179,8 +178,8 @@ def error_report(error: BaseException) -> ErrorReport:
     if isinstance(error, OSError) and error.strerror:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         prefix = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        kind, code = (BudgetError.code, BudgetError.exit_code) if full else (ReshardError.code, 1)
-        return ErrorReport(f"{prefix}{error.strerror}", (), "", kind, code)
+        code, exit_code = (BudgetError.code, BudgetError.exit_code) if full else (ReshardError.code, 1)
+        return ErrorReport(f"{prefix}{error.strerror}", (), "", code, exit_code)
     text = f"unexpected {type(error).__name__}: {error}".splitlines()[0]
     advice = "internal error; please report it with `reshard version --verbose`; --debug shows where it is"
     return ErrorReport(text, (), advice, "internal", 1)
@@ -240,7 +239,7 @@ def report_error(error: ErrorReport, ctx: click.Context | None) -> None:
 
 
 def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
-    """Yield JSON with an item per line in the first levels; all would be slow."""
+    """Yield JSON with an item per line in the first levels; deeper levels stay on one line, for speed."""
     import json
 
     if not (levels and value and isinstance(value, dict | list)):
@@ -276,7 +275,7 @@ def print_csv(rows: Iterable[Sequence[str | int]]) -> None:
 
 
 def width() -> int | None:
-    """Return the width of stdout: the terminal's, else COLUMNS; None if unlimited."""
+    """Return COLUMNS if set, else the terminal's width; None (unlimited) in a pipe without COLUMNS."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     columns = os.environ.get("COLUMNS", "")

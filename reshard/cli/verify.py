@@ -65,26 +65,26 @@ _checking_options = record(
     Checking,
     _target(
         "--deduplicated", is_flag=True,
-        help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
+        help="TARGET stores each block on only one of the ranks that share it; safetensors files say so themselves.",
     ),
     _target(
         "--independent", is_flag=True,
         help="Read the safetensors files of TARGET with Hugging Face's library, in place of reshard's own reader.",
     ),
     _running(
-        "--sample", first=True, callback=share, metavar="SHARE",
+        "--sample", in_short_help=True, callback=share, metavar="SHARE",
         help="Compare only a share of the rows, such as 5%. They are chosen at random, some of every tensor.",
     ),
     _running(
         "--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the random choice.  [default: a new one]"
     ),
     _target(
-        "--manifest", first=True, type=READ_PLACE, metavar="FILE",
+        "--manifest", in_short_help=True, type=READ_PLACE, metavar="FILE",
         help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed. "
         "With --target-partial TARGET may lack some of them.",
     ),
     option(
-        "--write-manifest", under="Output", first=True, type=WRITE_PLACE, metavar="FILE",
+        "--write-manifest", under="Output", in_short_help=True, type=WRITE_PLACE, metavar="FILE",
         help="Write checksums of the files of TARGET into FILE. Every file is read for them.",
     ),
     overwrite_file_option,
@@ -110,28 +110,33 @@ Examples:
   reshard verify dst_checkpoints --manifest dst.json
 """,
     details="""
-Without a ledger, --against or --manifest headers are read: every rank is there
-and has what the strategy gives it, every block is there and covers its tensor
-once, names and shapes are those of the strategy. Contents are read where files
-carry checksums of them: the items of PyTorch's distributed checkpoints, objects
-too, and .ckpt files with a CRC. Of the former replicas are compared with each
-other. Files that no metadata name are warned of. With --against SOURCE
-every rank of TARGET is compared with what a conversion with the same options
-would make, whatever the two layouts and formats, and replicas with each other.
-Ledgers of TARGET and SOURCE, if there are any, say which strategies they have
-and how they were made, and none of that need be given. What changed on the way
-(names, casts, rules, an adapter, tensors left out) is named, and applied before
-comparing:
-- TARGET was made from SOURCE: to SOURCE.
-- SOURCE was made from TARGET: to TARGET, and SOURCE is what is verified.
-- Both were made from a third, and one of them was changed: to the other one.
-  If each was changed in another way, they are compared as they are.
-- Nothing connects them: to SOURCE, as if it were the source that the ledger of
-  TARGET names, unless it has more of TARGET's names as it is.
---cast, --name-map, --rules, --lora, --include, --exclude and --weights-only say
-instead how TARGET is made from SOURCE; --as-is, that nothing was changed.
+If there is no ledger, and neither --against nor --manifest, headers are
+checked: every rank exists and has the tensors that the strategy assigns to it,
+every block exists and covers its tensor once, names and shapes are those of the
+strategy. Contents are read only where files contain checksums of them: the
+items of PyTorch's distributed checkpoints, objects too, and .ckpt files with a
+CRC. Replicas in PyTorch checkpoints are compared with each other. A warning
+names files that are in no metadata.
+With --against SOURCE every rank of TARGET is compared with the result of a
+conversion of SOURCE with the same options, whatever the two layouts and
+formats, and replicas are compared with each other.
+If TARGET and SOURCE have ledgers, these say which strategies the two have and
+how they were made; no options are needed for that. Changes (names, casts,
+rules, an adapter, tensors left out) are listed, and applied before comparing:
+- TARGET was made from SOURCE: they are applied to SOURCE.
+- SOURCE was made from TARGET: they are applied to TARGET, and SOURCE is
+  verified.
+- Both were made from a third, and one of them was changed: they are applied to
+  the other one. If both were changed, differently, the two are compared as they
+  are.
+- Unrelated: the changes in TARGET's ledger are applied to SOURCE, or, if only
+  SOURCE's ledger has changes, those to TARGET; but not if the names of the two
+  match better without them.
+Instead, --cast, --name-map, --rules, --lora, --include, --exclude and
+--weights-only say how TARGET is made from SOURCE, and --as-is that nothing was
+changed.
 The metadata of a Checkpoint 2.0 are compared with the headers: that no block is
-lost, that its numbers are those of the layout, and that nothing is not listed.
+lost, that its numbers are those of the layout, and that every block is listed.
 Samples of replicas are compared with each other, as when a source is opened;
 all of their bits if SOURCE is TARGET itself.
 Two directories of the same ranks need no strategies.
@@ -141,30 +146,30 @@ if TARGET or SOURCE is incomplete or corrupt.
 
 The object of --json has the keys schema (of the meaning of these keys, 1),
 target, against, step and against_step (which of several checkpoints was read:
-name, and which are older), equal, changes (in what the target is not its
-source: kind, which is lora, rules, names, cast or selection; text, tensors: how
-many, detail: such as the adapter), note (why the two are compared so), absent
-(blocks that no file has), ranks, files, tensors, copies, bytes_read,
-total_bytes, sample, seed, seconds, dropped, left_out, warnings, unchecked (what
-was not looked at), independent (how many files of TARGET the safetensors
-library read), and differences: kind (values, missing, extra, dtype, shape,
-text, note; file, size, checksum), text, tensor, side, rank, path, block (start,
-stop), index (in the whole tensor), index_in_block, count, found, expected,
-reference, dtype, largest (absolute difference; null if not finite), nans (how
-many of count). If it fails, it has error: code, exit_code, message, facts,
-hint.
+name, and which are older), equal, changes (from the source to the target: kind,
+which is lora, rules, names, cast or selection; text, tensors: how many, detail:
+such as the adapter), note (a remark on the comparison), absent (blocks that no
+file has), ranks, files, tensors, copies, bytes_read, total_bytes, sample, seed,
+seconds, dropped, left_out, warnings, unchecked (what was not checked),
+independent (how many files of TARGET the safetensors library read), and
+differences: kind (values, missing, extra, dtype, shape, text, note, object;
+file, size, checksum), text, tensor, side, rank, path, block (start, stop),
+index (in the whole tensor), index_in_block, count, found, expected, reference,
+dtype, largest (absolute difference; null if not finite), nans (how many of
+count). If it fails, it has error: code, exit_code, message, facts, hint.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
 @click.argument("target", type=READ_PLACE)
 @_source(
-    "--against", "source", first=True, type=READ_PLACE, metavar="SOURCE",
+    "--against", "source", in_short_help=True, type=READ_PLACE, metavar="SOURCE",
     help="The checkpoint that TARGET was made from, or one that TARGET should be equal to. Ledgers of both say how one "
     "was made from the other.",
 )  # fmt: skip
 @_source(
-    "--as-is", first=True, is_flag=True, help="Compare the two as they are, without the changes that ledgers tell."
-)
+    "--as-is", in_short_help=True, is_flag=True,
+    help="Compare the two as they are, without the changes recorded in ledgers.",
+)  # fmt: skip
 @opened_target_options
 @source_options
 @selection_options
@@ -202,7 +207,9 @@ def verify(
     )
     if checking.cluster is not None and (manifest or (has_options and source is None)):
         raise UsageError(
-            "the workers of a cluster compare with a source", code="needs-source", hint="add --against SOURCE"
+            "--cluster is for a comparison with a source, or for TARGET without other options",
+            code="needs-source",
+            hint="add --against SOURCE",
         )
     with (
         cluster_client(checking.cluster, checking.threads, quiet=quiet) as client,

@@ -40,8 +40,8 @@ Prefixes = str | list[str] | tuple[str, ...] | None
 
 _log = logging.getLogger("reshard.mindspore")
 
-PIECE_BYTES = 4 << 20  # of a file in memory at once while its CRC is computed
-_MOST_ZEROS = 1 << 32  # in the CRC of an integer
+PIECE_BYTES = 4 << 20  # most bytes read at once for a CRC
+_MOST_ZEROS = 1 << 32  # above this MindSpore cannot make the zeros
 
 
 def load_checkpoint(
@@ -67,13 +67,13 @@ def load_checkpoint(
         ckpt_file_name: the file, whose name must end with the format; or a BytesIO (safetensors only).
         net: a network to load the parameters into, as `load_param_into_net` does.
         strict_load: as for `load_param_into_net`.
-        filter_prefix: skip these names.
+        filter_prefix: skip names that begin with these.
         dec_key: the key of an encrypted `.ckpt` file.
         dec_mode: its cipher.
-        specify_prefix: load only these names.
-        choice_func: a function of a name that returns whether to load it.
+        specify_prefix: load only names that begin with these.
+        choice_func: a function of a name that returns whether to load it; ignored if there are prefixes.
         crc_check: compare the CRC-32 that the file carries; the log reports a file without one.
-        remove_redundancy: accepted. Convert the whole set to complete every rank's file.
+        remove_redundancy: accepted and ignored; to fill in de-duplicated ranks, convert the set.
         format: `ckpt` or `safetensors`.
 
     Returns:
@@ -184,7 +184,8 @@ def save_checkpoint(
     if unknown:
         _log.warning("save_checkpoint: no argument is called %s; ignored", names(sorted(unknown)))
 
-    saved = {name: value for name, value in _named(save_obj).items() if choice_func is None or choice_func(name)}
+    values = _values_by_name(save_obj)
+    saved = {name: value for name, value in values.items() if choice_func is None or choice_func(name)}
     saved.update(_appended(append_dict))
     tensors = {name: as_tensor(value, name) for name, value in saved.items() if not isinstance(value, str)}
     contents = [
@@ -215,7 +216,8 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
         parts.append((layout.size, TRAILER + _crc(part for _, part in parts).to_bytes(10, "big")))
     size = layout.size + crc * TRAILER_BYTES
     store = local_store()
-    unfinished = store.unfinished(path, sha256(path.encode(errors="surrogateescape")).hexdigest())  # no other program's
+    digest = sha256(path.encode(errors="surrogateescape")).hexdigest()
+    unfinished = store.unfinished(path, digest)  # a name that no other program uses
     sink = store.create(unfinished, size if cipher is None else cipher.encrypted_size(size))
     try:
         if cipher is not None:
@@ -411,7 +413,7 @@ def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str: 
     return path if path.endswith(format) else f"{path}.{format}"
 
 
-def _named(save_obj: Any) -> dict[str, Any]:
+def _values_by_name(save_obj: Any) -> dict[str, Any]:
     """Return the values to save by name."""
     values: dict[Any, Any] = {}
     if not isinstance(save_obj, list | tuple):

@@ -281,7 +281,8 @@ def load_segmented_checkpoints(
     files = parts["ckpt"] or parts["safetensors"]
     if not files:
         raise SourceError(
-            f"{directory} holds no checkpoint file; expected names that end with .ckpt", code="no-checkpoint"
+            f"{directory} holds no checkpoint file; expected files that end with .ckpt or .safetensors",
+            code="no-checkpoint",
         )
     selects = name_filter(specify_prefix, filter_prefix, choice_func)
     cipher = cipher_of(dec_key, dec_mode, "ckpt", "dec")

@@ -3,7 +3,7 @@
 Differences from MindSpore 2.10, apart from the errors' texts:
 
 * Whole tensors are written in streams, so a tensor may be larger than memory.
-* `hyper_param` has the tensors that no strategy names from all source ranks, while MindSpore takes those of rank 0. It
+* `hyper_param` collects, from all source ranks, the tensors that no strategy names; MindSpore takes those of rank 0. It
   has no slices of tensors that `choice_func` or MindSpore's own rule (`accu_grads`) leaves out; MindSpore's has.
 * Either kind of unified directory is read, MindSpore's or Hugging Face's, or one of a single file.
 
@@ -83,9 +83,9 @@ def unified_safetensors(
 ) -> None:
     """Write a sharded checkpoint as whole tensors, in a few safetensors files and a map of them.
 
-    Tensors that the strategy names go to `part<k>.safetensors`, which are as many as MindSpore's (one for each begun
-    3 GiB) and filled evenly; `accu_grads*` is left out, as in MindSpore. Other tensors go to `hyper_param.safetensors`.
-    `param_name_map.json`, which is written last, says which part has a tensor.
+    Tensors that the strategy names go to `part<k>.safetensors`, which are as many as MindSpore's (the total size
+    divided by 3 GiB, rounded up) and filled evenly; `accu_grads*` is left out, as in MindSpore. Other tensors go to
+    `hyper_param.safetensors`. `param_name_map.json`, which is written last, says which part has a tensor.
 
     Unlike MindSpore's it takes `.ckpt` files too.
 
@@ -231,7 +231,7 @@ def load_distributed_checkpoint(
         source = _opened_set(unified_safetensors_dir)
     new_names = _renamed(source, name_map)
     if after is not None:
-        new_names = _named(source, after, new_names)
+        new_names = _without_unnamed(source, after, new_names)
     if network is None:
         if rank_id is not None:
             check_rank("rank_id", rank_id)
@@ -314,7 +314,9 @@ def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None)
         _log.info("%s: accumulated gradients are left out: %s", source.root, names(accumulated))
     if not new_names:
         raise UsageError(
-            f"choice_func leaves out all {len(source.tensors)} tensors of {source.root}", code="no-tensors"
+            f"no tensor of {source.root} is left to write",
+            code="no-tensors",
+            facts=[f"accu_grads and choice_func leave out all {len(source.tensors)}"],
         )
     return Selection(name_map=new_names).renamed(list(new_names))
 
@@ -350,7 +352,7 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
     return Selection(name_map=new_name_of).renamed(list(source.tensors))
 
 
-def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) -> dict[str, str]:
+def _without_unnamed(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) -> dict[str, str]:
     """Drop the weights of a unified set that a strategy does not name; for other sources the plan does so."""
     chosen = {
         name: new

@@ -101,8 +101,8 @@ class PickledObject:
     Attributes:
         made_by: the class or function.
         arguments: the arguments of the call.
-        state: the state of the object; None if there is none.
-        items: items of the object, as of a list, or keys and values in turn; None if there are none.
+        state: the state of the object, or None.
+        items: items of the object, as of a list, or keys and values in turn; None without items.
     """
 
     __slots__ = ("arguments", "items", "made_by", "state")
@@ -134,7 +134,7 @@ class PickledObject:
 
     @property
     def name(self) -> str:
-        """Return the name of the class or function, without its module; empty if there is none."""
+        """Return the name of the class or function without its module, or an empty string."""
         return self.made_by.name if isinstance(self.made_by, Name) else ""
 
     def field(self, name: str) -> Any:
@@ -170,10 +170,10 @@ class Readable(Protocol):
         """Return at most `nbytes` bytes from `offset`."""
 
 
-def shown(value: object) -> str:
+def describe(value: object) -> str:
     """Describe a value in a message, in bounded time: it may contain the same value many times.
 
-    >>> shown("w"), shown([1, 2]), shown([[], []]), shown(Name("os", "system"))
+    >>> describe("w"), describe([1, 2]), describe([[], []]), describe(Name("os", "system"))
     ("'w'", '[1, 2]', 'a list of 2', "'system'")
     """
     if isinstance(value, Name | PickledObject):
@@ -184,7 +184,7 @@ def shown(value: object) -> str:
 
 
 def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
-    """Return a shape, offsets or strides: a tuple of numbers, or what `torch.Size` is called with.
+    """Return a shape, offsets or strides: a tuple of numbers, or the argument of `torch.Size`.
 
     Raises:
         SourceError: the value is not a tuple of at most `most` numbers. The message does not name the file.
@@ -197,21 +197,21 @@ def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
                 break
         else:
             return tuple(value)
-    raise SourceError(f"has {shown(value)} for a shape or offsets; expected whole numbers", code="bad-shape")
+    raise SourceError(f"has {describe(value)} for a shape or offsets; expected whole numbers", code="bad-shape")
 
 
-def unpickled(reader: Readable, what: str, *, outside: bool = False) -> Any:
+def unpickled(reader: Readable, expected: str, *, outside: bool = False) -> Any:
     """Return the value of a pickle as plain data and records.
 
     Args:
         reader: the file.
-        what: the expected content, for messages.
+        expected: the expected content, for messages.
         outside: allow references to data outside of the pickle (persistent ids), which become records without a name.
 
     Raises:
         SourceError: it is not a pickle, has an instruction that Python's pickler does not write, or exceeds a limit.
     """
-    scan = _Scan(reader, what, outside=outside)
+    scan = _Scan(reader, expected, outside=outside)
     try:
         first, values = _Unpickler(scan).load()
     except SourceError:
@@ -241,8 +241,8 @@ class _Unpickler(pickle.Unpickler):
 class _Scan:
     """A pickle as `pickle.Unpickler` reads it: in pieces, checked and with some instructions replaced."""
 
-    def __init__(self, reader: Readable, what: str, *, outside: bool) -> None:
-        self._reader, self._what, self._outside = reader, what, outside
+    def __init__(self, reader: Readable, expected: str, *, outside: bool) -> None:
+        self._reader, self._expected, self._outside = reader, expected, outside
         self._at = self._skipped = 0  # the next byte to be checked; bytes of long texts
         self._objects = self._pushed = self._instances = 0
         self._pieces = self._checked()
@@ -261,8 +261,8 @@ class _Scan:
         return b""
 
     def refuse(self, why: str) -> NoReturn:
-        where = f"byte {self._at:,} of a pickle"
-        raise SourceError(f"{self._reader.path} {why} ({where}); expected {self._what}", code="bad-pickle")
+        position = f"byte {self._at:,} of a pickle"
+        raise SourceError(f"{self._reader.path} {why} ({position}); expected {self._expected}", code="bad-pickle")
 
     def _checked(self) -> Iterator[bytes]:
         """Yield the pickle, frame by frame.
@@ -321,7 +321,7 @@ class _Scan:
         return b"".join(parts), is_last
 
     def _instruction(self, buffer: bytes, at: int) -> tuple[bytes, int] | None:
-        """Return the instruction to pass on, and where the next begins; None if the buffer ends before."""
+        """Return the instruction to pass on, and the offset of the next; None if the buffer ends before."""
         code = buffer[at]
         if code in _WIDTHS:
             return self._content(buffer, at, at + 1 + _WIDTHS[code])
@@ -347,7 +347,7 @@ class _Scan:
         return (part, end) if end <= len(buffer) else None
 
     def _content(self, buffer: bytes, at: int, begin: int) -> tuple[bytes, int] | None:
-        """Return a text or value whose content starts at `begin`; see `_instruction`."""
+        """Return an instruction with a text or value whose content starts at `begin`; see `_instruction`."""
         code, length = buffer[at], int.from_bytes(buffer[at + 1 : begin], "little")
         end = begin + length
         if begin > len(buffer):
@@ -388,5 +388,5 @@ class _Scan:
     def _refuse_instruction(self, code: int) -> NoReturn:
         from pickletools import opcodes  # not on every start
 
-        name = next((known.name for known in opcodes if known.code == chr(code)), f"0x{code:02x}")
+        name = next((opcode.name for opcode in opcodes if opcode.code == chr(code)), f"0x{code:02x}")
         self.refuse(f"has the unsupported instruction {name}")

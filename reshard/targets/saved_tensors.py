@@ -1,9 +1,9 @@
-"""The files of `torch.save`, of one tensor or of an object without any: a zip of stored records.
+"""The files of `torch.save`, with one tensor or an object without tensors: a zip of stored records.
 
-A record begins at a multiple of 64 bytes of the zip; its checksum and size stand behind it and in the central
-directory. The checksum of the tensor's bytes is known only when they were written, so its places are left open. All
-else depends on dtype and shape alone: tensors alike share these bytes. There is no `.data/serialization_id`, which
-tells files apart by their checksums, and which PyTorch does not ask for.
+The contents of a record begin at a multiple of 64 bytes of the zip; its checksum and size are in a descriptor behind
+them and in the central directory. The checksum of the tensor's bytes is known only after they are written, so it is
+filled in last. All other bytes depend on dtype and shape alone, and are shared by similar tensors. There is no
+`.data/serialization_id`, which identifies files by their checksums, and which PyTorch does not need.
 
 Source: PyTorch 2.13 `caffe2/serialize/inline_container.cc` and its miniz, `torch/serialization.py`, `torch/_utils.py`;
 the bytes before the contents are those of real files.
@@ -35,7 +35,7 @@ _UNTYPED = {
 }  # fmt: skip
 
 _ALIGNMENT = 64
-_UTF8, _DESCRIBED = 0x800, 8  # flags: names are UTF-8; checksum and sizes stand behind the record
+_UTF8, _DESCRIBED = 0x800, 8  # flags: names are UTF-8; a descriptor follows the contents
 
 
 class Saved(NamedTuple):
@@ -43,9 +43,9 @@ class Saved(NamedTuple):
 
     Attributes:
         nbytes: the size of the zip.
-        literals: its own bytes, with their offsets.
-        data: where the tensor's bytes go: offset and how many; none of a text.
-        crcs: where the CRC-32 of these goes, four bytes each, little-endian; nowhere without bytes.
+        literals: all bytes but the tensor's and their checksums, with their offsets.
+        data: the offset and number of the tensor's bytes; (0, 0) for a text.
+        crcs: the offsets of the CRC-32 of the tensor's bytes, four bytes each, little-endian; empty if it has none.
     """
 
     nbytes: int
@@ -55,7 +55,7 @@ class Saved(NamedTuple):
 
 
 def torch_dtype(name: str, dtype: DType) -> Name:
-    """Return what PyTorch calls a dtype.
+    """Return PyTorch's name of a dtype.
 
     Raises:
         UsageError: PyTorch has no such dtype; the message names the tensor.
@@ -77,9 +77,9 @@ def saved_tensor(dtype: DType, shape: Shape) -> Saved:
     kind = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", f"{_STORAGES[dtype.name]}Storage")
     storage = Persistent(("storage", kind, "0", "cpu", numel * dtype.itemsize if is_untyped else numel))
     hooks = Call(Name("collections", "OrderedDict"), ())
-    more = (Name("torch", dtype.name),) if is_untyped else ()
+    dtype_arguments = (Name("torch", dtype.name),) if is_untyped else ()
     function = Name("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
-    arguments = (storage, 0, shape, strides, False, hooks, *more)
+    arguments = (storage, 0, shape, strides, False, hooks, *dtype_arguments)
     return _zip(pickled(Call(function, arguments), 2), numel * dtype.itemsize)
 
 
@@ -96,11 +96,11 @@ def saved_object(value: object) -> bytes:
 
 
 Parts = list[bytes | int | None]
-"""Of a zip, one behind the other: its own bytes; how many of the tensor's; None for the CRC-32 of these."""
+"""The parts of a zip in order: literal bytes, a number of the tensor's bytes, or None for the CRC-32 of these."""
 
 
 def _zip(content: bytes, data: int | None) -> Saved:
-    """Return a zip of a pickle, and of so many bytes of a tensor if there is one."""
+    """Return a zip of a pickle, and of `data` bytes of a tensor unless `data` is None."""
     records: list[tuple[str, bytes | int]] = [
         ("data.pkl", content),
         (".format_version", b"1"),
@@ -111,20 +111,20 @@ def _zip(content: bytes, data: int | None) -> Saved:
     ]
     parts: Parts = []
     directory: Parts = []
-    for name, some in records:
-        record, entry = _record(name, some, _size(parts))
+    for name, record_content in records:
+        record, entry = _record(name, record_content, _size(parts))
         parts += record
         directory += entry
     return _saved([*parts, *directory, ending(len(records), _size(parts), _size(directory))])
 
 
 def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
-    """Return a record that begins at a byte of the zip, and its entry in the central directory.
+    """Return the parts of a record, and of its entry in the central directory.
 
     Args:
-        name: of the record.
-        content: its contents, or how many bytes of the tensor it has.
-        begin: where it begins.
+        name: the name of the record.
+        content: its contents, or the number of the tensor's bytes in it.
+        begin: its offset in the zip.
     """
     nbytes = len(content) if isinstance(content, bytes) else content
     crc = pack("<I", zlib.crc32(content)) if isinstance(content, bytes) else None if content else bytes(4)
@@ -137,8 +137,8 @@ def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
     parts: Parts = [header + path + zip64 + pack("<2sH", b"FB", padding) + b"Z" * padding]
     if nbytes:
         parts += [content, b"PK\7\10", crc, pack("<2Q" if large else "<2I", nbytes, nbytes)]
-    small, place = min(nbytes, LARGE), min(begin, LARGE)
-    rest = pack("<2I5H2I", small, small, len(path), len(zip64), 0, 0, 0, 0, place)
+    small, offset = min(nbytes, LARGE), min(begin, LARGE)
+    rest = pack("<2I5H2I", small, small, len(path), len(zip64), 0, 0, 0, 0, offset)
     return parts, [pack("<4s6H", b"PK\1\2", 0, 0, flags, 0, 0, 0), crc, rest + path + zip64]
 
 
@@ -147,7 +147,7 @@ def _size(parts: Parts) -> int:
 
 
 def _saved(parts: Parts) -> Saved:
-    """Return where the parts of a zip are; its own bytes that follow each other are joined."""
+    """Return the zip with the offsets of its parts; adjacent literals are joined."""
     literals: list[tuple[int, bytes]] = []
     data, crcs, position = (0, 0), [], 0
     for part in parts:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _ABSENT = "is in the source, not in the target"
 _LACKS = Text(
-    "is not in the file of this rank, which shall have it; if each replica is stored once, give ",
+    "is not in the file of this rank, which should have it; if each block is stored on one rank only, give ",
     Option("deduplicated"),
 )
 
@@ -105,7 +105,7 @@ def match(
         target: the checkpoint to compare with the output of the conversion.
         selection: the options of the conversion.
         rank: the rank whose tensors the two have (`pairs_of_ranks`); None if they are whole checkpoints.
-        deduplicated: the target stores replicas once, even if no header says so.
+        deduplicated: the target stores each block on one rank only, even if no header says so.
     """
     lenient = replace(selection, drop=("*",), allow_missing=("*",))
     carries = target.format == DCP_ITEMS
@@ -197,7 +197,7 @@ def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int | None, 
 
 
 def compares_notes(source: Checkpoint, target: Checkpoint) -> bool:
-    """Return whether both have files with notes, which a conversion copies."""
+    """Return whether both have files with notes, metadata (`__metadata__`) that a conversion copies."""
     return all(any(file.index.format == SAFETENSORS for file in side.files) for side in (source, target))
 
 

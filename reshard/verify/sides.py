@@ -50,8 +50,8 @@ class Sides(NamedTuple):
         target: the side that was made.
         source: the side that it was made from, with adapter and rules applied.
         selection: further changes of the conversion.
-        deduplicated: the target stores replicas once.
-        note: the reason for this comparison, if it differs from the order of the arguments.
+        deduplicated: the target stores each block on one rank only.
+        note: a remark for the user: which side was derived, and whose changes apply; may be empty.
     """
 
     target: Checkpoint
@@ -89,9 +89,7 @@ def opened(
     what: str = "target",
     **reading: Any,
 ) -> Checkpoint:
-    """Open a checkpoint for verification; allow several ranks without a strategy.
-
-    These become a checkpoint without tensors.
+    """Open a checkpoint for verification; several ranks without a strategy become one without tensors.
 
     Args:
         path: as for `reshard.open`.
@@ -134,8 +132,8 @@ def sides_of(
         against: a path or checkpoint, like `target`.
         selection: the changes from `against` to `target`; None to read them from ledgers. A selection with only `drop`
             and `allow_missing` is added to the ledgers.
-        deduplicated: `target` stores replicas once, even if its ledger does not say so; the ledger of an open
-            checkpoint is not used for this.
+        deduplicated: `target` stores each block on one rank only, even if its ledger does not say so; the ledger of an
+            open checkpoint is not used for this.
         cipher: decrypts `target`.
         against_cipher: decrypts `against`.
 
@@ -144,10 +142,12 @@ def sides_of(
         UsageError: the selection matches nothing.
     """
     target_lineage, source_lineage = _lineage(target), _lineage(against)
-    up, down, related = _meeting(target_lineage, source_lineage)
-    mine, theirs = target_lineage.steps[:up], source_lineage.steps[:down]
-    first = _open(target, "target", target_lineage, theirs if related and not up else [], cipher)
-    second = _open(against, "source", source_lineage, mine if related and not down else [], against_cipher)
+    target_steps, source_steps, related = _meeting(target_lineage, source_lineage)
+    target_conversions, source_conversions = target_lineage.steps[:target_steps], source_lineage.steps[:source_steps]
+    first = _open(target, "target", target_lineage, source_conversions if related and not target_steps else [], cipher)
+    second = _open(
+        against, "source", source_lineage, target_conversions if related and not source_steps else [], against_cipher
+    )
     if first.tensors and not second.tensors:
         second = _open_copy(against, target_lineage, against_cipher) or second
     once = deduplicated or (not isinstance(target, Checkpoint) and _is_deduplicated(target_lineage))
@@ -155,18 +155,23 @@ def sides_of(
     is_said = selection is not None and (selection == Selection() or _changed_by(selection) != Selection())
     if is_said or first.origin is not None or second.origin is not None:
         return Sides(first, derived(second, given_selection), given_selection, once)
-    plain = Sides(first, second, replace(given_selection, drop=_drops(mine) + given_selection.drop), once)
-    changed, changed_too = _unshared(mine, theirs)
-    way = _way(changed, changed_too, up if related else 1, down if related else 1)
+    plain = Sides(first, second, replace(given_selection, drop=_drops(target_conversions) + given_selection.drop), once)
+    target_changes, source_changes = _unshared(target_conversions, source_conversions)
+    way = _way(target_changes, source_changes, target_steps if related else 1, source_steps if related else 1)
     if way is None:
-        note = f"{names([first.root, second.root])} were changed in different ways since {target_lineage.places[up]}"
+        origin = target_lineage.places[target_steps]
+        note = f"{names([first.root, second.root])} were changed in different ways since {origin}"
         return plain._replace(note=f"{note}; verify each by its path alone") if related else plain
     if way == "plain":
         return plain
     is_forward = way == "forward"
-    derived_side, source, steps, distance = (first, second, mine, down) if is_forward else (second, first, theirs, up)
+    derived_side, source, steps, distance = (
+        (first, second, target_conversions, source_steps)
+        if is_forward
+        else (second, first, source_conversions, target_steps)
+    )
     exact = related and distance == 0 and len(steps) == 1
-    change = next(iter(changed if is_forward else changed_too), None)
+    change = next(iter(target_changes if is_forward else source_changes), None)
     combined = replace(
         change.selection if change else Selection(),
         drop=_drops(steps) + given_selection.drop,
@@ -184,21 +189,32 @@ def sides_of(
 
 
 def _way(
-    changed: Sequence[_ConversionChange], changed_too: Sequence[_ConversionChange], up: int, down: int
+    target_changes: Sequence[_ConversionChange],
+    source_changes: Sequence[_ConversionChange],
+    target_steps: int,
+    source_steps: int,
 ) -> Literal["plain", "forward", "reverse"] | None:
-    """Return the direction of a comparison; None if neither was made from the other.
+    """Return the direction of a comparison.
+
+    `plain`: compare unchanged; None: they were changed differently, or by several conversions.
 
     Args:
-        changed: the changes of the target since the common checkpoint.
-        changed_too: the changes of the source since the common checkpoint.
-        up: number of conversions from the common checkpoint to the target.
-        down: number of conversions from the common checkpoint to the source.
+        target_changes: the changes of the target since the common checkpoint.
+        source_changes: the changes of the source since the common checkpoint.
+        target_steps: number of conversions from the common checkpoint to the target.
+        source_steps: number of conversions from the common checkpoint to the source.
     """
-    if not changed and not changed_too:
-        return "forward" if up and not down else "reverse" if down and not up else "plain"
-    if len(changed) == 1 and all(change.only_leaves_out for change in changed_too):
+    if not target_changes and not source_changes:
+        return (
+            "forward"
+            if target_steps and not source_steps
+            else "reverse"
+            if source_steps and not target_steps
+            else "plain"
+        )
+    if len(target_changes) == 1 and all(change.only_leaves_out for change in source_changes):
         return "forward"
-    if len(changed_too) == 1 and all(change.only_leaves_out for change in changed):
+    if len(source_changes) == 1 and all(change.only_leaves_out for change in target_changes):
         return "reverse"
     return None
 
@@ -238,7 +254,7 @@ def _open(
 
 
 def _open_copy(side: AnyName | Checkpoint, lineage: _Lineage, cipher: Cipher | None) -> Checkpoint | None:
-    """Open a side with the strategy of a source; None if it does not fit."""
+    """Open a side with the strategy that the target's ledger has for its source; None if it does not fit."""
     if isinstance(side, Checkpoint) or not lineage.steps:
         return None
     source = lineage.steps[0].provenance.source
@@ -253,12 +269,12 @@ def _lineage(side: AnyName | Checkpoint) -> _Lineage:
     """Return the lineage of a checkpoint, as recorded in ledgers."""
     path = side.root if isinstance(side, Checkpoint) else side
     lineage = _Lineage([_key(path)], [])
-    while len(lineage.steps) < _LONGEST_LINEAGE and (provenance := made_at(path)):
-        path = provenance.provenance.source.root
+    while len(lineage.steps) < _LONGEST_LINEAGE and (made := made_at(path)):
+        path = made.provenance.source.root
         if (key := _key(path)) in lineage.places:
             break
         lineage.places.append(key)
-        lineage.steps.append(provenance)
+        lineage.steps.append(made)
     return lineage
 
 
@@ -272,15 +288,19 @@ def _key(path: AnyName) -> str:
 
 def _meeting(first: _Lineage, second: _Lineage) -> tuple[int, int, bool]:
     """Return the steps to the common checkpoint, and whether there is one."""
-    for up, path in enumerate(first.places):
+    for steps, path in enumerate(first.places):
         if path in second.places:
-            return up, second.places.index(path), True
+            return steps, second.places.index(path), True
     return min(1, len(first.steps)), min(1, len(second.steps)), False
 
 
-def _unshared(mine: Sequence[Made], theirs: Sequence[Made]) -> tuple[list[_ConversionChange], list[_ConversionChange]]:
+def _unshared(
+    target_conversions: Sequence[Made], source_conversions: Sequence[Made]
+) -> tuple[list[_ConversionChange], list[_ConversionChange]]:
     """Return the changes of two lineages, without equal first changes."""
-    both = [[change for step in steps if (change := _change(step))] for steps in (mine, theirs)]
+    both = [
+        [change for step in steps if (change := _change(step))] for steps in (target_conversions, source_conversions)
+    ]
     while both[0] and both[1] and both[0][-1].key == both[1][-1].key:
         del both[0][-1], both[1][-1]
     return both[0], both[1]

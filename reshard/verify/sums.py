@@ -51,7 +51,7 @@ def progress_callback(progress: Callable[[Progress], None] | None, began: float)
     """Return a function that reports progress to the callback of a user."""
     if progress is None:
         return lambda _done, _total: None
-    from reshard.run.settings import Progress  # lazy import: only this needs dask
+    from reshard.run.settings import Progress  # lazy import: only with a callback
 
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
@@ -133,8 +133,8 @@ class SumsChecked(NamedTuple):
 
     Attributes:
         differences: contents with a wrong checksum, and contradictions within a file.
-        nbytes: number of bytes of the files that have checksums, including headers.
-        rest: number of bytes without checksums.
+        nbytes: number of bytes that checksums cover, including headers.
+        rest: number of bytes neither covered nor unread.
         bare: names of contents that could have checksums, but have none.
         unread: names of contents that may have checksums, but were not read to the end.
     """

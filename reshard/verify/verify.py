@@ -2,7 +2,7 @@
 
 * Alone: every rank exists and has the tensors that the strategy assigns to it, headers are valid, blocks exist and
   cover each tensor once, names and shapes match the strategy. Headers are read, and contents if files contain checksums
-  of them (`sums`), like distributed checkpoints of PyTorch; then replicas are compared, too.
+  of them (`sums`). Replicas are compared in full in distributed checkpoints of PyTorch, else in samples.
 * Against a source: every rank has exactly the bits that a conversion with the same options would have written, and
   replicas agree on both sides (`compare`).
 * Against a manifest: sizes and checksums match (`manifest_files`); checksums cover every bit of a file.
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int, int], None]
     """Called with the bytes done and the bytes to be done."""
 
-_NEVER = "checksums that files carry (crc_num), and how text entries are stored"
+_ALWAYS_UNCHECKED = "checksums that files carry (crc_num), and how text entries are stored"
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class _Options:
     """Options of `verify` for reading contents, and the progress callback."""
 
     memory: int | None
@@ -107,13 +107,15 @@ def verify(
             code="conflicting-options",
             hint="leave one out",
         )
-    _refuse_idle_selection(selection, against)
-    options = _How(memory, thread_count(threads), client, progress_callback(progress, began), sample, seed, independent)
-    provenance = (
+    _refuse_unused_selection(selection, against)
+    options = _Options(
+        memory, thread_count(threads), client, progress_callback(progress, began), sample, seed, independent
+    )
+    made = (
         None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
     )
-    _check_sample(sample, against if provenance is None else provenance)
-    _refuse_idle_library(independent=independent, is_compared=against is not None or provenance is not None)
+    _check_sample(sample, against if made is None else made)
+    _refuse_unused_library(independent=independent, is_compared=against is not None or made is not None)
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError(
@@ -127,12 +129,12 @@ def verify(
                 code="conflicting-options",
                 hint=Text("leave out ", Option("target_key")),
             )
-        _refuse_idle(target, memory, client, source_cipher)
+        _refuse_unused(target, memory, client, source_cipher)
         result = verify_files(
             as_place(target), manifest, partial=partial, threads=options.threads, progress=options.on_progress
         )
-    elif provenance is not None:
-        result = _against_made(provenance, cipher, source_cipher, options)
+    elif made is not None:
+        result = _against_made(made, cipher, source_cipher, options)
     else:
         from reshard.verify.sides import opened, sides_of
 
@@ -151,7 +153,7 @@ def verify(
                 result = replace(result, compared=replace(result.compared, note=note))
         elif isinstance(target, Checkpoint):
             reads = any(file.index.sums is not None for file in target.files)
-            _refuse_idle(target.root, memory, None if reads else client, source_cipher)
+            _refuse_unused(target.root, memory, None if reads else client, source_cipher)
             result = _alone(target, selection or Selection(), deduplicated, options)
     return replace(result, seconds=time.perf_counter() - began)
 
@@ -187,24 +189,24 @@ def _check_sample(sample: float | None, source: object) -> None:
         )
 
 
-def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
+def _refuse_unused(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
     """Reject options that need a comparison with a source."""
     arguments = (
-        (Option("memory"), memory),
-        (Option("client"), client),
-        (Option("source_key"), required(source_cipher)),
+        (Option("memory"), memory, ""),
+        (Option("client"), client, ", or for checking checksums in files"),
+        (Option("source_key"), required(source_cipher), ""),
     )
-    for option, value in arguments:
+    for option, value, also in arguments:
         if value is not None:
             raise UsageError(
-                Text(option, " is only for a comparison with a source"),
+                Text(option, " is only for a comparison with a source", also),
                 code="needs-source",
                 facts=[f"{target} is compared with none"],
                 hint="name a source, or leave the option out",
             )
 
 
-def _refuse_idle_library(*, independent: bool, is_compared: bool) -> None:
+def _refuse_unused_library(*, independent: bool, is_compared: bool) -> None:
     """Reject the option `independent` without a source."""
     if independent and not is_compared:
         raise UsageError(
@@ -213,14 +215,14 @@ def _refuse_idle_library(*, independent: bool, is_compared: bool) -> None:
         )  # fmt: skip
 
 
-def _refuse_idle_selection(selection: Selection | None, against: object) -> None:
+def _refuse_unused_selection(selection: Selection | None, against: object) -> None:
     """Reject a selection with names, casts or rules without a source."""
     changes_only = replace(selection or Selection(), drop=(), allow_missing=())
     if against is None and changes_only != Selection():
         raise UsageError(
             "names, casts and rules are only for a comparison with a source",
             code="needs-source",
-            hint=Text("name one with ", Option("against"), ", or leave them out: a ledger knows its own"),
+            hint=Text("name one with ", Option("against"), ", or leave them out: a ledger already records them"),
         )
 
 
@@ -233,50 +235,50 @@ def _made(
     return None if partial else made_at(target)
 
 
-def _against_made(provenance: Made, cipher: Cipher | None, source_cipher: Cipher | None, options: _How) -> Verification:
+def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | None, options: _Options) -> Verification:
     """Compare a target with the source in its ledger, or with the checksums in it."""
     from reshard.readers.reopen import reopen_target
     from reshard.verify.recorded import keys_of, source_of  # lazy import: rarely needed
     from reshard.verify.sides import Sides
 
     key_given = required(source_cipher)
-    cipher, source_cipher = keys_of(provenance, cipher, source_cipher)
-    record = provenance.provenance
+    cipher, source_cipher = keys_of(made, cipher, source_cipher)
+    record = made.provenance
     try:
-        source, selection = source_of(provenance, source_cipher)
+        source, selection = source_of(made, source_cipher)
     except SourceError as error:
         may_be_gone = key_given is None and isinstance(error, GoneError)
         if options.independent or record.target.encryption or (required(source_cipher) and not may_be_gone):
             raise
-        return _against_checksums(provenance, record.source.root, error, options)
+        return _against_checksums(made, record.source.root, error, options)
     try:
-        target = reopen_target(provenance, cipher)
+        target = reopen_target(made, cipher)
     except SourceError as error:
         raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
     return _against_source(Sides(target, source, selection, record.target.remove_redundancy), options)
 
 
-def _against_checksums(provenance: Made, source_root: str, error: SourceError, options: _How) -> Verification:
+def _against_checksums(made: Made, source_root: str, error: SourceError, options: _Options) -> Verification:
     """Compare a target with the checksums in its ledger, as its source cannot be opened."""
     from reshard.verify.recorded import check_sums
 
-    differences, count, read = check_sums(provenance, threads=options.threads, on_progress=options.on_progress)
+    differences, count, read = check_sums(made, threads=options.threads, on_progress=options.on_progress)
     extent = "in full " if options.sample is not None else ""
     ledger = f"compared {extent}with the sizes and checksums that its ledger has, not with {source_root}: "
     warning = Text(ledger, error.text)
     return Verification(
-        provenance.target,
-        tuple(provenance.ranks),
-        Counts(len(provenance.records), 0, count, read, read),
+        made.target,
+        tuple(made.ranks),
+        Counts(len(made.records), 0, count, read, read),
         Comparison("its ledger", by_checksums=True),
         differences,
-        warnings=(warning, *leftovers(as_place(provenance.target))),
-        unchecked=("headers, and what has no checksum", _NEVER),
+        warnings=(warning, *leftovers(as_place(made.target))),
+        unchecked=("headers, and what has no checksum", _ALWAYS_UNCHECKED),
     )
 
 
-def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options: _How) -> Verification:
-    """Check headers, raising an error for faults; then checksums or replicas."""
+def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options: _Options) -> Verification:
+    """Check headers (faults raise), then checksums in the files, then replicas (all or samples)."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
     carried = check_carried(target, threads=options.threads, on_progress=options.on_progress, client=options.client)
     differences, nbytes, statistics = list(carried.differences), carried.nbytes, None
@@ -294,7 +296,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
 
         torn, statistics = sample_replicas(target)
         differences += torn
-    unnamed = () if target.strategy or target.extras.described_by else ("names and shapes, which no strategy tells",)
+    unnamed = () if target.strategy or target.extras.described_by else ("names and shapes, as there is no strategy",)
     tensors = len(target.tensors) or len({name for file in target.files for name in file.index.entries})
     copies = sum(len(file.index.entries) for file in target.files)
     return Verification(
@@ -324,24 +326,24 @@ def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | 
         sampled = (
             f", but for samples of {statistics.copies:,} of {statistics.of_copies:,} replicas" if statistics else ""
         )
-        advice = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
+        advice = " (its ledger names a source: run `verify` with the path alone to compare every bit with it)"
         yield f"contents{sampled}{advice if made_at(target.root) is not None else ''}"
     elif carried.rest > 0:
-        yield f"{bytes_text(carried.rest)} of the files, which carry no checksums of them"
+        yield f"{bytes_text(carried.rest)} of the files, which have no checksums"
     if carried.unread:
         yield f"contents of {names(carried.unread, most=3)}: objects in zstd streams that decode to more than 1 GB"
     if carried.bare:
-        yield f"contents of {names(carried.bare, most=3)}, of which PyTorch was told to make no checksums"
+        yield f"contents of {names(carried.bare, most=3)}, which were saved without checksums"
     if target.extras.beside:
         yield f"{names(target.extras.beside)} beside the tensors"
     if any(file.index.sums is None for file in target.files):
         yield "notes (__metadata__)"
-        yield _NEVER
+        yield _ALWAYS_UNCHECKED
     if carried.nbytes and target.extras.described_by and target.extras.described_by != target.format:
         yield f"{target.extras.described_by}, which carries no checksum of itself"
 
 
-def _against_source(sides: Sides, options: _How) -> Verification:
+def _against_source(sides: Sides, options: _Options) -> Verification:
     """Compare the target with the result of converting the source."""
     from reshard.verify.compare import checks, compare  # lazy import: needs numpy
     from reshard.verify.compare.ties import compare_ties
@@ -420,7 +422,7 @@ def _against_source(sides: Sides, options: _How) -> Verification:
         (*dict.fromkeys(warnings), *leftovers(as_place(target.root))),
         (
             "the note `format`" if compares_notes(source, target) else "notes (__metadata__)",
-            _NEVER,
+            _ALWAYS_UNCHECKED,
             *_unread_by_library(target),
         ),
         step=target.opening.step,

@@ -37,7 +37,7 @@ from reshard.view.svg import (
     wrapped,
 )
 from reshard.view.text import count_text
-from reshard.view.words import places_of, ranks_of
+from reshard.view.words import placements_of, ranks_of
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
@@ -76,7 +76,7 @@ class DrawnSide:
     @property
     def kind(self) -> str:
         """Return `source` or `target` in a picture of both, else ""."""
-        return self.title.partition(" ")[0]
+        return next((kind for kind in ("source", "target") if self.title.startswith(kind)), "")
 
 
 def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | None = None) -> Picture:
@@ -125,7 +125,7 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
         LayoutError: the target does not fit its shape.
     """
     tensor = checkpoint.tensors[name]
-    places = places_of(checkpoint, tensor)
+    places = placements_of(checkpoint, tensor)
     rule = str(places[0].layout) if places else ""
     title = "" if target is None else "source"
     sides = [DrawnSide(title, tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor), rule)]
@@ -198,13 +198,13 @@ def _small(side: DrawnSide | None, width: float, height: float, low: float) -> M
 
 
 def draw(sides: Sequence[DrawnSide], title: str) -> Picture:
-    """Draw layouts of one tensor side by side; the first is the source of the others."""
+    """Draw the sides next to each other; cuts of the first side are dashed on target sides."""
     frame = _Frame.of(sides)
     colours: dict[str, _Colours] = {}
     for kind in {side.kind for side in sides}:
         firsts = sorted({ranks[0] for side in sides if side.kind == kind for ranks in side.ranks if ranks})
         colours[kind] = {rank: colour(number, len(firsts), kind) for number, rank in enumerate(firsts)}
-    cuts = _cuts(sides[0], frame) if len(sides) > 1 else ((), ())
+    cuts = _cuts(sides[0], frame) if any(side.kind == "target" for side in sides) else ((), ())
     drawings = [
         _side(side, frame, colours[side.kind], cuts if side.kind == "target" else ((), ()))
         for side in sides[:_MOST_SIDES]

@@ -2,7 +2,8 @@
 
 1. The columns of a plan are its source files, its tensors (repeated layers folded) and its target files. The columns of
    one tensor are its source blocks, its runs of rows that are moved alike, and its target blocks.
-2. The width of a ribbon is proportional to its bytes. Transfers with the same route are counted once.
+2. The width of a ribbon is proportional to its bytes. Elements are counted once for each
+   route, times the number of transfers that share it.
 3. Neighbours share a box if a column would have too many boxes.
 """
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Route, Transfer
     from reshard.rules.show import Fusion
 
-_MOST_ENDS = 16
+_MAX_END_BOXES = 16
 _MOST_MIDDLES = 14
-_MOST_MEETINGS = 200_000
+_MAX_RUN_BLOCK_PAIRS = 200_000
 """The most pairs of a run of rows and a block; only the first rows of a larger grid are drawn."""
 
 _HEIGHT, _GAP, _LEAST = 340.0, 4.0, 29.0
-_WIDTH, _BAR, _REACH, _MOST_END, _LEAST_MIDDLE = 960.0, 14.0, 140.0, 210.0, 180.0
+_WIDTH, _BAR, _RIBBON_PX, _MAX_END_LABEL_PX, _LEAST_MIDDLE = 960.0, 14.0, 140.0, 210.0, 180.0
 """Widths in pixels: the widest page, a file's bar, ribbons, the widest label at the ends, the narrowest middle box."""
 
 _NAME, _REMARK = 10.5, 9.0
@@ -176,7 +177,7 @@ def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
         for number, transfer in enumerate(transfers)
         for run in transfer.recipe.segments(transfer.axis, 0, transfer.rows)
     )
-    most = max(_MOST_MEETINGS // (len(sources) + len(targets)), _MOST_MIDDLES)
+    most = max(_MAX_RUN_BLOCK_PAIRS // (len(sources) + len(targets)), _MOST_MIDDLES)
     runs = list(islice(all_runs, most))
     title = "row bands" if next(all_runs, None) is None else f"row bands, the first {most:,} runs"
     first_source = [0, *accumulate(len(transfer.recipe.sources) for transfer in transfers)]
@@ -208,7 +209,7 @@ def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
     )
 
 
-def _shared(count: int, most: int = _MOST_ENDS) -> list[int]:
+def _shared(count: int, most: int = _MAX_END_BOXES) -> list[int]:
     """Return the box of each of `count` items; neighbours share one if there are more than `most`.
 
     >>> _shared(3, 4), _shared(5, 3)
@@ -276,15 +277,15 @@ def _bands(
 def draw(flow: Flow, title: str) -> Picture:
     """Draw three columns and the ribbons between them."""
     left, right = (
-        ceil(max(text_width(title, 12) - _BAR, 8 + min(_wide(nodes), _MOST_END)))
+        ceil(max(text_width(title, 12) - _BAR, 8 + min(_wide(nodes), _MAX_END_LABEL_PX)))
         for title, nodes in ((flow.titles[0], flow.sources), (flow.titles[2], flow.targets))
     )
-    spare = _WIDTH - left - right - 2 * (_BAR + _REACH)
+    spare = _WIDTH - left - right - 2 * (_BAR + _RIBBON_PX)
     middle = ceil(max(_LEAST_MIDDLE, text_width(flow.titles[1], 12), min(spare, 16 + _wide(flow.middles))))
     columns = [_placed(nodes) for nodes in (flow.sources, flow.middles, flow.targets)]
     height = max(at + tall for column in columns for at, tall in column or [(0.0, 0.0)])
     columns = [_centred(column, height) for column in columns]
-    x = [left, left + _BAR + _REACH, left + _BAR + 2 * _REACH + middle]
+    x = [left, left + _BAR + _RIBBON_PX, left + _BAR + 2 * _RIBBON_PX + middle]
     fills = [_fills(flow.sources, "source"), _fills(flow.targets, "target")]
     ribbons = [
         *_ribbons(flow.read, columns[0], columns[1], x[0] + _BAR, x[1], fills[0], by_source=True),
@@ -368,7 +369,7 @@ def _bars(
         parts += [
             tag("rect", tag("title", node.tip or node.name), x=x, y=at, width=_BAR, height=tall, rx=2,
                 fill=fill if node.nbytes else "none", stroke="currentColor", stroke_opacity=0.4),
-            *_two_lines(node, text_x, at + tall / 2, anchor, _MOST_END, faint),
+            *_two_lines(node, text_x, at + tall / 2, anchor, _MAX_END_LABEL_PX, faint),
         ]  # fmt: skip
     return parts
 

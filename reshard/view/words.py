@@ -140,7 +140,7 @@ def extents_text(tensor: Tensor) -> str:
     return f"[{counted}{', ' if rest != '[]' else ''}{rest[1:]}" if words else rest
 
 
-def places_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Placed, ...]:
+def placements_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Placed, ...]:
     """Return the stages and layouts of a tensor in the strategy."""
     if checkpoint.strategy is None or not tensor.listed:
         return ()
@@ -149,7 +149,7 @@ def places_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Placed, ...]:
 
 def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
     """Return the stages and layouts of a tensor, from the strategy or from metadata."""
-    if places := places_of(checkpoint, tensor):
+    if places := placements_of(checkpoint, tensor):
         return [(placed.stage, placed.layout) for placed in places]
     layout = checkpoint.extras.layout_of(tensor.spec.name)
     return [] if layout is None else [(0, layout)]
@@ -254,7 +254,7 @@ def picture_text(checkpoint: Checkpoint, name: str) -> str:
     """
     checkpoint.require(name)
     tensor = checkpoint.tensors[name]
-    places = places_of(checkpoint, tensor)
+    places = placements_of(checkpoint, tensor)
     if places and checkpoint.strategy:
         grids = [checkpoint.strategy.grid(name, tensor.spec.shape, stage=placed.stage) for placed in places]
         pictures = [block_picture(grid.shape, grid.blocks, grid.ranks) for grid in grids]
@@ -271,7 +271,7 @@ def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequenc
 
     Args:
         shape: the shape of the whole tensor.
-        blocks: distinct blocks, a grid.
+        blocks: distinct blocks; no picture if they are not a grid.
         ranks: the ranks that hold each block.
 
     >>> from reshard.layout.layout import Layout
@@ -286,7 +286,7 @@ def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequenc
           └───┴───┘
     """
     if not blocks or not is_grid(shape, blocks):
-        return [f"{len(blocks):,} blocks, which are no grid"]
+        return [f"{len(blocks):,} blocks, which do not form a grid"]
     cut = [axis for axis in range(len(shape)) if any(block.start[axis] for block in blocks)]
     down, right = ([*cut, None, None])[:2]
     if len(cut) == 1 and (cut[0] or len(shape) == 1):

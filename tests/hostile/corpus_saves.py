@@ -46,8 +46,10 @@ def a_mesh(sizes: Any, strides: Any = (1,), ranks: Any = (0,), axes: int = 1) ->
 def directory(count: int, nbytes: int, begin: int, entries: bytes = b"") -> bytes:
     """A zip with nothing in it but a directory that says so much of itself."""
     head = b"PK\3\4" + bytes(min(begin, 1 << 24) - 4) + entries
-    end = struct.pack("<4s28xQQQ", b"PK\6\6", count, nbytes, begin) + struct.pack("<4s4xQ4x", b"PK\6\7", len(head))
-    return head + end + b"PK\5\6" + bytes(18)
+    end = struct.pack("<4sQ12x4Q", b"PK\6\6", 44, count, count, nbytes, begin)
+    locator = struct.pack("<4s4xQI", b"PK\6\7", len(head), 1)
+    few, small, near = min(count, 0xFFFF), min(nbytes, 0xFFFFFFFF), min(begin, 0xFFFFFFFF)
+    return head + end + locator + struct.pack("<4s4x2H2I2x", b"PK\5\6", few, few, small, near)
 
 
 def entry(name: bytes, header: int, nbytes: int, method: int = 0) -> bytes:

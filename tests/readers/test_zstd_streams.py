@@ -17,7 +17,7 @@ from reshard.errors import BudgetError, SourceError
 from reshard.formats.decoding import IMPORTED_BYTES
 from reshard.readers import dcp
 from reshard.readers.dcp import zstd
-from reshard.readers.dcp.metadata import Stated
+from reshard.readers.dcp.metadata import DeclaredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,9 +62,9 @@ def test_items_that_are_zstd_streams(tmp_path: Path, checksum: bool) -> None:
     ],
 )
 def test_how_many_boxes_are_read_in_turn(boxes: list[Box], expected: int) -> None:
-    assert dcp._side_by_side(Stated("float32", (4, 6), set(boxes))) == expected
+    assert dcp._side_by_side(DeclaredTensor("float32", (4, 6), set(boxes))) == expected
     one = {((0, *starts), (1, *extents)) for starts, extents in boxes}
-    assert dcp._side_by_side(Stated("float32", (1, 4, 6), one)) == expected
+    assert dcp._side_by_side(DeclaredTensor("float32", (1, 4, 6), one)) == expected
 
 
 def test_what_is_held_of_streams_follows_from_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_every_range_is_decrypted_by_itself(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard.storage.cipher, "BLOCK_BYTES", 100)
-        patch.setattr(reshard.storage.cipher, "_PIECE_BYTES", 32)
+        patch.setattr(reshard.storage.decryption, "_PIECE_BYTES", 32)
         plain = data.draw(st.binary(min_size=1, max_size=400))
         begin = data.draw(st.integers(0, len(plain)))
         end = data.draw(st.integers(begin, len(plain)))

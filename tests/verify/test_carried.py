@@ -164,7 +164,7 @@ def test_what_nothing_names_is_said(case: Callable[[str], Path]) -> None:
     assert json.loads(done("verify", root, "--json").stdout)["warnings"]
     with (root / "__1_0.distcp").open("ab") as file:
         file.write(bytes(77))
-    assert "not compared: 77 B of the files, which carry no checksums of them" in done("verify", root, "-v").stdout
+    assert "not compared: 77 B of the files, which have no checksums" in done("verify", root, "-v").stdout
 
 
 def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_items_without_sums_are_not_others(tmp_path: Path) -> None:
     assert found.bytes_read == 0
     assert found.unchecked[:2] == (
         "contents",
-        "contents of w, b, large, of which PyTorch was told to make no checksums",
+        "contents of w, b, large, which were saved without checksums",
     )
     assert "contents were not read" in done("verify", tmp_path / "bare").stdout
     made[0] = ("w", WHOLE["w"], item(FULL["w"]))
@@ -237,7 +237,7 @@ def test_items_without_sums_are_not_others(tmp_path: Path) -> None:
     found = reshard.verify(root)
     assert found.bytes_read == len(made[0][2])
     rest = sum(len(one) for _, _, one in made[1:])
-    assert found.unchecked[0] == f"{rest / 1000:.1f} kB of the files, which carry no checksums of them"
+    assert found.unchecked[0] == f"{rest / 1000:.1f} kB of the files, which have no checksums"
     path, part = items_of(root)[0]
     flip(path, part.begin + part.nbytes // 2)
     assert not reshard.verify(root).equal
@@ -277,7 +277,7 @@ def test_files_of_state_dicts_without_checksums(tmp_path: Path) -> None:
     path.write_bytes(without_sums(path.read_bytes()))
     found = reshard.verify(path)
     assert (found.equal, found.bytes_read) == (True, 0)
-    assert found.unchecked[1] == "contents of model.pt, of which PyTorch was told to make no checksums"
+    assert found.unchecked[1] == "contents of model.pt, which were saved without checksums"
 
 
 def test_files_without_checksums_are_not_read(mindspore_data: Path) -> None:
@@ -310,7 +310,7 @@ def test_ckpt_files_with_a_crc(tmp_path: Path) -> None:
         path.write_bytes(content + b"crc_num" + zlib.crc32(content).to_bytes(10, "big"))
     found = reshard.verify(root, strategy)
     assert (found.equal, found.bytes_read) == (True, paths[0].stat().st_size)
-    assert "of the files, which carry no checksums of them" in found.unchecked[0]
+    assert "of the files, which have no checksums" in found.unchecked[0]
     flip(paths[0], paths[0].stat().st_size // 2)
     result = call("verify", root, "--target-layout", "*=whole")
     assert result.exit_code == 3

@@ -71,7 +71,7 @@ def test_an_empty_file_of_a_rank_is_not_equal(plain: tuple[Path, Path]) -> None:
     assert lacking(found) == {("missing", 1, "w")}
     (one,) = found.differences
     assert (one.path, one.block) == (str(path), reshard.Block((0, 18), (48, 36)))
-    assert one.text.endswith("if each replica is stored once, give deduplicated=True")
+    assert one.text.endswith("if each block is stored on one rank only, give deduplicated=True")
     assert compared(source, target, deduplicated=True).equal
     only_w = Strategy.of({"w": AFTER.tensors["w"][0].layout})
     with refused(SourceError, "missing-replicas", "rank 1: w", "deduplicated=True") as caught:

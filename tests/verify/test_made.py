@@ -309,7 +309,7 @@ def test_checksums_alone_are_not_called_equal_bit_for_bit(plan: Plan, tmp_path: 
 def test_less_than_the_ledger_allows_is_said(plan: Plan, tmp_path: Path) -> None:
     plan.run(tmp_path / "out")
     found = reshard.verify(tmp_path / "out", TARGET)
-    assert "verified by its path alone, every bit is compared" in found.unchecked[0]
+    assert "run `verify` with the path alone to compare every bit" in found.unchecked[0]
 
 
 def test_a_cast_of_what_is_not_there_is_said(source: reshard.Checkpoint) -> None:

@@ -76,7 +76,7 @@ def test_memory_is_measured(report: Report) -> None:
     assert 20e6 < report.peak_memory < 2e9
     held = b"\1" * (report.peak_memory + (64 << 20))
     assert len(held) > report.peak_memory
-    from reshard.run.run import _peak_memory
+    from reshard.run.settings import _peak_memory
 
     assert _peak_memory() >= len(held)
 

@@ -121,7 +121,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     "-v",
     "--verbose",
     under="Output",
-    first=True,
+    in_short_help=True,
     is_flag=True,
     help="Of Python and the libraries too, for bug reports.",
 )

@@ -175,7 +175,14 @@ Example:
 )
 @click.argument("file", type=READ_PLACE)
 @option(
-    "-o", "--output", under="Output", first=True, type=WRITE, required=True, metavar="FILE", help="The file to write."
+    "-o",
+    "--output",
+    under="Output",
+    in_short_help=True,
+    type=WRITE,
+    required=True,
+    metavar="FILE",
+    help="The file to write.",
 )
 @overwrite_file_option
 def invert(file: Place, output: Path, overwrite: bool) -> None:

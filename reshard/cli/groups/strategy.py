@@ -39,7 +39,7 @@ _output = option(
     "-o",
     "--output",
     under="Output",
-    first=True,
+    in_short_help=True,
     type=WRITE,
     required=True,
     metavar="FILE",
@@ -167,7 +167,7 @@ Without arguments it prints rules with comments, to begin with:
 @option(
     "--like",
     under="Source",
-    first=True,
+    in_short_help=True,
     type=READ,
     required=True,
     metavar="CHECKPOINT",
@@ -179,7 +179,7 @@ Without arguments it prints rules with comments, to begin with:
 @option(
     "--predict",
     under="Tensors",
-    first=True,
+    in_short_help=True,
     is_flag=True,
     help="Leave out optimizer states, which a network for prediction lacks.",
 )

@@ -39,7 +39,7 @@ from reshard.readers.dcp.metadata import BUCKET, BUCKETS, STREAM, DCPMetadata
 from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
 from reshard.readers.listed import BlockList, nothing_readable
-from reshard.readers.pickles import shown
+from reshard.readers.pickles import describe
 from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from reshard.formats.decoding import Decoding
     from reshard.formats.entries import Entry, Sums
     from reshard.layout.block import Shape
-    from reshard.readers.dcp.metadata import Item, Stated
+    from reshard.readers.dcp.metadata import DeclaredTensor, Item
     from reshard.readers.dcp.zstd import Streams
     from reshard.source.checkpoint import Tensor
     from reshard.storage.base import Status
@@ -64,74 +64,75 @@ _WHILE_NS = 2_000_000_000  # of time stamps
 
 
 COMMON, BACKEND = "common.pt", "metadata.json"
-"""Files that Megatron-Core keeps beside: what is no tensor, where that is not an object; and how it is kept."""
+"""The sidecar files of Megatron-Core: its state without tensors, unless it is an object; and the format."""
 
 
-def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+def open_dcp(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
     """Open a distributed checkpoint, reading its metadata and the headers of its files.
 
     A tensor with missing blocks is unreadable, with the reason; a plan must drop it by name. Objects need not be named.
 
     Args:
-        place: the directory of the checkpoint, or the common parent of several that make one checkpoint.
-        there: the names of the files in it; paths if there are several directories.
+        directory: the directory of the checkpoint, or the common parent of several that make one checkpoint.
+        listing: the names of the files in it; paths if there are several directories.
         contents: compare samples of replicas.
 
     Raises:
         SourceError: the checkpoint is incomplete, or the metadata contradict themselves or the files; lists all faults.
     """
-    said = DCPMetadata(place, there)
-    return compare_contents(_checkpoint(place, there, said), {}, contents=contents)
+    metadata = DCPMetadata(directory, listing)
+    return compare_contents(_checkpoint(directory, listing, metadata), {}, contents=contents)
 
 
-def _checkpoint(place: Place, there: Sequence[str], said: DCPMetadata) -> Checkpoint:
+def _checkpoint(directory: Place, listing: Sequence[str], metadata: DCPMetadata) -> Checkpoint:
     """Return the checkpoint that metadata and files describe."""
-    held = _DCPFiles(place, there, said)
-    listed = BlockList()
+    files = _DCPFiles(directory, listing, metadata)
+    block_list = BlockList()
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
-    for name, one in said.tensors.items():
+    for name, declared in metadata.tensors.items():
         try:
-            tensors[name] = _tensor(name, one, said, held, listed)
+            tensors[name] = _tensor(name, declared, metadata, files, block_list)
         except SourceError as error:
             unreadable[name] = error.message
     if not tensors:
-        raise SourceError(f"{place}: {nothing_readable(unreadable)}", code="no-tensors")
-    objects = {name: _object(place, said.items.get(name)) for name in said.objects}
-    beside = {} if said.paths else _beside(place, there)
+        raise SourceError(f"{directory}: {nothing_readable(unreadable)}", code="no-tensors")
+    objects = {name: _object(directory, metadata.items.get(name)) for name in metadata.objects}
+    sidecar_files = {} if metadata.paths else _find_sidecar_files(directory, listing)
     bound = {name: BUCKET for name in tensors if name.startswith(BUCKETS)}
     return Checkpoint(
-        str(place), tensors, held.files, held.ranks, warnings=tuple(_warnings(place, there, said, held)),
-        unreadable=unreadable, coding=held.decoding(),
+        str(directory), tensors, files.files, files.ranks,
+        warnings=tuple(_warnings(directory, listing, metadata, files)), unreadable=unreadable, coding=files.decoding(),
         extras=Extras(
-            said.described_by, objects=objects, beside=beside, bound=bound, paths=None if beside else said.paths
+            metadata.described_by, objects=objects, beside=sidecar_files, bound=bound,
+            paths=None if sidecar_files else metadata.paths,
         ),
     )  # fmt: skip
 
 
-def _object(place: Place, items: Sequence[Item] | None) -> Object:
-    """Return an object from its storage entries; if several ranks have one, that of the first."""
+def _object(directory: Place, items: Sequence[Item] | None) -> Object:
+    """Return an object from its storage entries; if several ranks have one, the object of the first rank."""
     if not items:
         return Object(problem="is an object that is not read")
     first = items[0]
-    problem = f"is encoded ({names(map(shown, first.encoding))}), which is not read" if first.encoding else ""
-    return Object(str(place.absolute() / first.file), first.begin, first.nbytes, problem)
+    problem = f"is encoded ({names(map(describe, first.encoding))}), which is not read" if first.encoding else ""
+    return Object(str(directory.absolute() / first.file), first.begin, first.nbytes, problem)
 
 
-def _beside(place: Place, there: Sequence[str]) -> dict[str, Object]:
+def _find_sidecar_files(directory: Place, listing: Sequence[str]) -> dict[str, Object]:
     """Return the files that Megatron-Core writes next to the tensors; none if another program saved them."""
-    held = {name: [path for path in there if path.rpartition("/")[2] == name] for name in (COMMON, BACKEND)}
-    found = {}
-    for name, some in held.items() if held[BACKEND] else ():
+    paths_by_name = {name: [path for path in listing if path.rpartition("/")[2] == name] for name in (COMMON, BACKEND)}
+    sidecar_files = {}
+    for name, paths in paths_by_name.items() if paths_by_name[BACKEND] else ():
         try:
-            if len(some) == 1:
-                path = place.absolute() / some[0]
-                found[name] = Object(str(path), 0, _status(path).nbytes)
-            elif some:
-                found[name] = Object(problem=f"is not read: {names(some)} are two of a kind")
+            if len(paths) == 1:
+                path = directory.absolute() / paths[0]
+                sidecar_files[name] = Object(str(path), 0, _status(path).nbytes)
+            elif paths:
+                sidecar_files[name] = Object(problem=f"is not read: {names(paths)} are two of a kind")
         except SourceError as error:
-            found[name] = Object(problem=f"is not read: {error.message}")
-    return found
+            sidecar_files[name] = Object(problem=f"is not read: {error.message}")
+    return sidecar_files
 
 
 class _DCPFiles:
@@ -144,98 +145,100 @@ class _DCPFiles:
         streams: files whose items are all zstd streams, by path.
     """
 
-    def __init__(self, place: Place, there: Sequence[str], said: DCPMetadata) -> None:
-        self._said = said
+    def __init__(self, directory: Place, listing: Sequence[str], metadata: DCPMetadata) -> None:
+        self._metadata = metadata
         items: dict[str, list[tuple[str, Item]]] = {}
-        for name, some in said.items.items():
-            for item in some:
+        for name, tensor_items in metadata.items.items():
+            for item in tensor_items:
                 items.setdefault(item.file, []).append((name, item))
-        faults = Faults(str(place))
-        for name in sorted(items.keys() - set(there)):
-            faults.add(name, f"is missing; {said.described_by} names it", code="missing-file")
+        faults = Faults(str(directory))
+        for name in sorted(items.keys() - set(listing)):
+            faults.add(name, f"is missing; {metadata.described_by} names it", code="missing-file")
         faults.raise_if_any(SourceError)
         by_rank: dict[int, list[str]] = {}
         for name in sorted(items):
             by_rank.setdefault(rank_of(name), []).append(name)
-        ordered = [name for _, some in sorted(by_rank.items()) for name in some]
-        self.ranks = tuple(rank for rank, some in sorted(by_rank.items()) for _ in some)
+        ordered = [name for _, file_names in sorted(by_rank.items()) for name in file_names]
+        self.ranks = tuple(rank for rank, file_names in sorted(by_rank.items()) for _ in file_names)
         self.numbers = {name: number for number, name in enumerate(ordered)}
         self.entries: dict[Item, Entry | str] = {}
         self.unlisted: dict[str, list[str]] = {}
         self.streams: dict[str, Streams] = {}
-        headed = [name for name in ordered if _has_header(place / name, [item for _, item in items[name]])]
-        indexes, _ = read_indexes({0: [place / name for name in headed]}, None)
-        known = dict(zip(headed, map(without_notes, indexes), strict=True))
-        for name, file in known.items():
+        headed = [name for name in ordered if _has_header(directory / name, [item for _, item in items[name]])]
+        indexes, _ = read_indexes({0: [directory / name for name in headed]}, None)
+        files_by_name = dict(zip(headed, map(without_notes, indexes), strict=True))
+        for name, file in files_by_name.items():
             for _, item in items[name]:
-                lacks = f"is not in {name}, where {said.described_by} says it is"
+                lacks = f"is not in {name}, where {metadata.described_by} says it is"
                 self.entries[item] = file.index.entries.get(item.key, lacks)
             keys = {item.key for _, item in items[name]}
             self.unlisted[name] = sorted(key for key in file.index.entries if key not in keys)
-        others = [name for name in ordered if name not in known]
-        known |= self._read(place, [(name, items[name]) for name in others], len(headed), said.tensors)
-        self.files = tuple(known[name] for name in ordered)
+        without_header = [name for name in ordered if name not in files_by_name]
+        files_by_name |= self._read(
+            directory, [(name, items[name]) for name in without_header], len(headed), metadata.tensors
+        )
+        self.files = tuple(files_by_name[name] for name in ordered)
 
     def _read(
         self,
-        place: Place,
-        some: Sequence[tuple[str, Sequence[tuple[str, Item]]]],
+        directory: Place,
+        file_items: Sequence[tuple[str, Sequence[tuple[str, Item]]]],
         first: int,
         tensors: Collection[str],
     ) -> dict[str, SourceFile]:
         """Read the heads of the tensors in files; return the files, with headers numbered from 1."""
-        paths = [place.absolute() / file for file, _ in some]
+        paths = [directory.absolute() / file for file, _ in file_items]
         states = list(map_ordered(_status, paths, workers_at(paths)))
-        faults = Faults(str(place))
-        for (file, items), status in zip(some, states, strict=True):
-            places = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})
-            end = max(end for _, end in places)
+        faults = Faults(str(directory))
+        for (file, items), status in zip(file_items, states, strict=True):
+            ranges = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})
+            end = max(end for _, end in ranges)
             if end > status.nbytes:
                 faults.add(file, f"is truncated: it has {status.nbytes} bytes of {end}", code="truncated")
-            for (begin, end), (other, _) in pairwise(places):  # each would be read, of bytes that are there once
-                if end > other:
+            for (begin, end), (next_begin, _) in pairwise(ranges):  # otherwise a small file could be read many times
+                if end > next_begin:
                     faults.add(
                         file,
-                        f"has an item at bytes {begin} to {end} and another from {other} on, by "
-                        f"{self._said.described_by}, which may be of another checkpoint",
+                        f"has an item at bytes {begin} to {end} and another from {next_begin} on, by "
+                        f"{self._metadata.described_by}, which may be of another checkpoint",
                         code="overlapping-items",
                     )
                     break
         faults.raise_if_any(SourceError)
         plain = [
             (number, name, item)
-            for number, (_, items) in enumerate(some)
+            for number, (_, items) in enumerate(file_items)
             for name, item in items
             if not item.encoding and name in tensors
         ]
         texts = list(map(str, paths))
         spans = [Span(texts[number], item.begin, item.nbytes) for number, _, item in plain]
-        apart = list(dict.fromkeys(spans))  # any number of boxes may be said to be in one
-        heads = dict(zip(apart, read_items(apart), strict=True))
-        read = [(one, heads[span]) for one, span in zip(plain, spans, strict=True)]
-        for number, (_, items) in enumerate(some):
+        unique_spans = list(dict.fromkeys(spans))  # any number of boxes may be in one item
+        heads = dict(zip(unique_spans, read_items(unique_spans), strict=True))
+        read = [(box, heads[span]) for box, span in zip(plain, spans, strict=True)]
+        for number, (_, items) in enumerate(file_items):
             streams = [(name, item) for name, item in items if name in tensors]
             if streams and all(item.encoding == STREAM for _, item in items):
-                found = self._read_streams(texts[number], streams)
-                read += zip([(number, *one) for one in streams], found, strict=True)
-        indexes: list[dict[str, Entry]] = [{} for _ in some]
+                stream_entries = self._read_streams(texts[number], streams)
+                read += zip([(number, *stream) for stream in streams], stream_entries, strict=True)
+        indexes: list[dict[str, Entry]] = [{} for _ in file_items]
         for (number, name, item), entry in read:
             self.entries[item] = entry
             if not isinstance(entry, str):  # under its own name if a file has several boxes of a tensor
                 indexes[number][f"{name} {item.offsets}" if name in indexes[number] else name] = entry
-        sums = [self._sums(items) for _, items in some]
+        sums = [self._sums(items) for _, items in file_items]
         return {
             file: SourceFile(
                 str(path), status.nbytes, status.mtime_ns, FileIndex(DCP_ITEMS, index, header_id=number, sums=carried),
                 status.change,
             )
             for number, ((file, _), path, status, index, carried) in enumerate(
-                zip(some, paths, states, indexes, sums, strict=True), first
+                zip(file_items, paths, states, indexes, sums, strict=True), first
             )
         }  # fmt: skip
 
     def _sums(self, items: Sequence[tuple[str, Item]]) -> Sums:
-        """Return the checksums that the items of a file carry; other encodings than zstd have none that are known."""
+        """Return the checksums in the items of a file; for encodings other than zstd, none are known."""
         parts = {ZipPart(name, item.begin, item.nbytes): item.encoding for name, item in items}
         plain = Archives(tuple(part for part, encoding in parts.items() if not encoding))
         streams = [part for part, encoding in parts.items() if encoding == STREAM]
@@ -243,15 +246,15 @@ class _DCPFiles:
             return plain
         from reshard.readers.dcp.zstd import StreamArchives  # not on every start
 
-        said = self._said
-        most = ((part, said.nbytes(part.name) if part.name in said.tensors else None) for part in streams)
+        metadata = self._metadata
+        most = ((part, metadata.nbytes(part.name) if part.name in metadata.tensors else None) for part in streams)
         return StreamArchives(plain, tuple(most))
 
     def _read_streams(self, path: str, items: Sequence[tuple[str, Item]]) -> list[Entry | str]:
         """Read the heads of the items of a file of zstd streams, and record how to decode them."""
         from reshard.readers.dcp.zstd import read_streams  # not on every start
 
-        sized = [((item.begin, item.nbytes), self._said.nbytes(name)) for name, item in items]
+        sized = [((item.begin, item.nbytes), self._metadata.nbytes(name)) for name, item in items]
         self.streams[path], entries = read_streams(path, sized)
         return entries
 
@@ -261,36 +264,36 @@ class _DCPFiles:
             return None
         from reshard.formats.decoding import Decoding  # not on every start
 
-        held = 0
-        for name, one in self._said.tensors.items():
-            paths = {self.files[self.numbers[item.file]].path for item in self._said.items.get(name, ())}
+        cache_bytes = 0
+        for name, declared in self._metadata.tensors.items():
+            paths = {self.files[self.numbers[item.file]].path for item in self._metadata.items.get(name, ())}
             units = [self.streams[path] for path in paths if path in self.streams]
             if units:
-                largest = max(unit.opened_bytes(self._said.nbytes(name)) for unit in units)
-                held = max(held, min(_side_by_side(one) * largest, max(_MOST_HELD, largest)))
+                largest = max(unit.opened_bytes(self._metadata.nbytes(name)) for unit in units)
+                cache_bytes = max(cache_bytes, min(_side_by_side(declared) * largest, max(_MOST_HELD, largest)))
         opening = max(unit.opening_bytes for unit in self.streams.values())
-        return Decoding(self.streams, held, opening)
+        return Decoding(self.streams, cache_bytes, opening)
 
     def entry(self, item: Item) -> Entry:
         """Return the entry of a box in a file; raise `SourceError` if it cannot be read."""
-        encodings = ", ".join(map(shown, item.encoding[:3]))
-        found = self.entries.get(item, f"is encoded ({encodings}), which is not read")
-        if isinstance(found, str):
-            raise SourceError(found, code="unreadable-item")
-        return found
+        encodings = ", ".join(map(describe, item.encoding[:3]))
+        entry = self.entries.get(item, f"is encoded ({encodings}), which is not read")
+        if isinstance(entry, str):
+            raise SourceError(entry, code="unreadable-item")
+        return entry
 
 
-def _side_by_side(one: Stated) -> int:
+def _side_by_side(declared: DeclaredTensor) -> int:
     """Return the most boxes of a tensor that share a row along its first dimension longer than 1.
 
     A band of rows is read from all of them in turn. Replicas count once.
     """
-    axis = next((axis for axis, extent in enumerate(one.shape) if extent > 1), None)
+    axis = next((axis for axis, extent in enumerate(declared.shape) if extent > 1), None)
     if axis is None:
         return 1
     ends = sorted(
         end
-        for start, extents in one.boxes
+        for start, extents in declared.boxes
         for end in ((start[axis], 1), (start[axis] + extents[axis], -1))
         if extents[axis]
     )
@@ -306,7 +309,7 @@ def _status(path: Place) -> Status:
 def rank_of(path: str) -> int:
     """Return the rank that wrote a file, from its name; 0 if the name has no rank."""
     name = path.rpartition("/")[2]
-    match = next(filter(None, (known.fullmatch(name) for known in DCP_FILES.values())), None)
+    match = next(filter(None, (pattern.fullmatch(name) for pattern in DCP_FILES.values())), None)
     return int(match[1]) if match and match[1] else 0
 
 
@@ -320,46 +323,48 @@ def _has_header(path: Place, items: Sequence[Item]) -> bool:
     return safetensors.recognizes(reader.upto(0, 16), reader.size)
 
 
-def _tensor(name: str, one: Stated, said: DCPMetadata, files: _DCPFiles, listed: BlockList) -> Tensor:
+def _tensor(
+    name: str, declared: DeclaredTensor, metadata: DCPMetadata, files: _DCPFiles, block_list: BlockList
+) -> Tensor:
     """Return a tensor; raise `SourceError` if it cannot be read."""
-    held = []
-    dtypes = {one.dtype: BY_NAME[one.dtype]} if one.dtype else {}
-    places: dict[tuple[str, str, int], Shape] = {}
-    for item in said.items.get(name, ()):
+    blocks = []
+    dtypes = {declared.dtype: BY_NAME[declared.dtype]} if declared.dtype else {}
+    offsets_by_location: dict[tuple[str, str, int], Shape] = {}
+    for item in metadata.items.get(name, ()):
         entry = files.entry(item)
-        other = places.setdefault((item.file, item.key, item.begin), item.offsets)
-        if other != item.offsets and entry.nbytes:
-            both = f"{shape_text(other)} and {shape_text(item.offsets)}"
+        first_offsets = offsets_by_location.setdefault((item.file, item.key, item.begin), item.offsets)
+        if first_offsets != item.offsets and entry.nbytes:
+            both = f"{shape_text(first_offsets)} and {shape_text(item.offsets)}"
             raise SourceError(f"has its boxes at {both} in one place of {item.file}", code="overlapping-items")
-        shape = () if not one.shape and entry.shape == (1,) else entry.shape
-        if (item.offsets, shape) not in one.boxes:
-            expected = [shape_text(extents) for offsets, extents in sorted(one.boxes) if offsets == item.offsets]
-            where = f"at {shape_text(item.offsets)} in {item.file}"
+        shape = () if not declared.shape and entry.shape == (1,) else entry.shape
+        if (item.offsets, shape) not in declared.boxes:
+            expected = [shape_text(extents) for offsets, extents in sorted(declared.boxes) if offsets == item.offsets]
+            location = f"at {shape_text(item.offsets)} in {item.file}"
             raise SourceError(
-                f"has shape {shape_text(shape)} {where}; expected {names(expected) or 'no box'}", code="wrong-shape"
+                f"has shape {shape_text(shape)} {location}; expected {names(expected) or 'no box'}", code="wrong-shape"
             )
         block, number = _block(item.offsets, shape), files.numbers[item.file]
         dtypes[entry.dtype.name] = entry.dtype
-        at = Extent(number, entry.runs, entry.strides)
-        if name not in said.flat:
-            held.append((block, at))
+        extent = Extent(number, entry.runs, entry.strides)
+        if name not in metadata.flat:
+            blocks.append((block, extent))
             continue
-        begin, width, step = 0, entry.dtype.itemsize, (at.strides or (1,))[-1]
-        for part in _unflattened(one.shape, said.flat[name], block):
-            strides = tuple(step * each for each in row_major(part.shape))
-            held.append((part, laid(at, begin * step * width, part.shape, strides, width)))
+        begin, width, step = 0, entry.dtype.itemsize, (extent.strides or (1,))[-1]
+        for part in _unflattened(declared.shape, metadata.flat[name], block):
+            strides = tuple(step * stride for stride in row_major(part.shape))
+            blocks.append((part, laid(extent, begin * step * width, part.shape, strides, width)))
             begin += part.size
     if not dtypes:
-        raise SourceError(f"is in no file by {said.described_by}", code="missing-blocks")
+        raise SourceError(f"is in no file by {metadata.described_by}", code="missing-blocks")
     if len(dtypes) > 1:
         raise SourceError(
-            f"is {' and '.join(sorted(dtypes))} by {said.described_by} and the files", code="mixed-dtypes"
+            f"is {' and '.join(sorted(dtypes))} by {metadata.described_by} and the files", code="mixed-dtypes"
         )
     (dtype,) = dtypes.values()
-    found = listed.tensor(TensorSpec(name, dtype, said.flat.get(name, one.shape)), held)
-    if isinstance(found, str):
-        raise SourceError(found, code="missing-blocks")
-    return found
+    tensor = block_list.tensor(TensorSpec(name, dtype, metadata.flat.get(name, declared.shape)), blocks)
+    if isinstance(tensor, str):
+        raise SourceError(tensor, code="missing-blocks")
+    return tensor
 
 
 @lru_cache(maxsize=1 << 16)  # tensors are cut alike
@@ -398,21 +403,23 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
     ]
 
 
-def _warnings(place: Place, there: Sequence[str], said: DCPMetadata, files: _DCPFiles) -> Iterator[str]:
-    if DCP_INDEX in there:  # which comes last, but may be copied first
-        saved = (place / DCP_INDEX).status().mtime_ns + _WHILE_NS
+def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, files: _DCPFiles) -> Iterator[str]:
+    if DCP_INDEX in listing:  # it is written last, but may be copied first
+        saved = (directory / DCP_INDEX).status().mtime_ns + _WHILE_NS
         if newer := [path for path, number in files.numbers.items() if files.files[number].mtime_ns > saved]:
             yield (
                 f"{names(newer, most=3)} changed after {DCP_INDEX}, which comes last: copied in that order, or saving "
                 "another checkpoint here was interrupted"
             )
-    own = [path for path in there if any(known.fullmatch(path.rpartition("/")[2]) for known in DCP_FILES.values())]
-    if others := sorted(path for path in own if path not in files.numbers):
-        yield f"{said.described_by} does not name {names(others, most=3)}, which is not read"
-    if unfinished := sorted(name for name in there if name.endswith(".metadata.tmp")):
+    data_paths = [
+        path for path in listing if any(pattern.fullmatch(path.rpartition("/")[2]) for pattern in DCP_FILES.values())
+    ]
+    if unnamed_paths := sorted(path for path in data_paths if path not in files.numbers):
+        yield f"{metadata.described_by} does not name {names(unnamed_paths, most=3)}, which is not read"
+    if unfinished := sorted(name for name in listing if name.endswith(".metadata.tmp")):
         yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
-    for name, some in files.unlisted.items():
-        if some:
-            yield f"{name} has {names(some, most=3)}, which {said.described_by} does not list"
-    if several := [name for name in said.objects if len(said.items.get(name, ())) > 1]:
+    for name, tensor_names in files.unlisted.items():
+        if tensor_names:
+            yield f"{name} has {names(tensor_names, most=3)}, which {metadata.described_by} does not list"
+    if several := [name for name in metadata.objects if len(metadata.items.get(name, ())) > 1]:
         yield f"several ranks have an object {names(several, most=3)} each; that of the first rank is taken"

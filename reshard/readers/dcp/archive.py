@@ -109,16 +109,17 @@ def directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipRecord]:
     if is_wide:
         count, nbytes, begin = _END64.unpack_from(tail)
     width = _ENDING if is_wide else _END.size
-    tail, expected = tail[-width:], ending(count, begin, nbytes)[-width:]
     if begin + nbytes != size - width:
         raise Damaged("has a directory that goes beyond its end, or does not reach it")
     if count > _MOST_RECORDS or nbytes > _LARGEST_DIRECTORY:
         raise Damaged(f"has {count:,} records in a directory of {nbytes:,} bytes; at most {_MOST_RECORDS:,} are read")
     if not 0 < count * _ENTRY.size <= nbytes:
         raise Damaged(f"has a directory of {nbytes:,} bytes for {count:,} records")
+    records = list(_entries(read(begin, nbytes), count, begin))
+    tail, expected = tail[-width:], ending(count, begin, nbytes)[-width:]
     if tail[:12] + tail[16:] != expected[:12] + expected[16:]:  # between them: the versions in zip64 ends
         raise Damaged("does not end as a zip archive does")
-    return list(_entries(read(begin, nbytes), count, begin))
+    return records
 
 
 def ending(count: int, begin: int, nbytes: int) -> bytes:
@@ -189,7 +190,7 @@ def _end_of(head: bytes, begin: int, size: int) -> tuple[int, int] | tuple[None,
 
 
 def _entries(content: bytes, count: int, end: int) -> Iterator[ZipRecord]:
-    """Yield the records of a directory whose first byte is at `end`, where the last record ends."""
+    """Yield the records of a directory; the last record ends at `end`, the offset of the directory."""
     entries: dict[bytes, tuple[int, int, int, int]] = {}
     at = 0
     for _ in range(count):
@@ -204,8 +205,8 @@ def _entries(content: bytes, count: int, end: int) -> Iterator[ZipRecord]:
             raise Damaged(f"has the record {_label(name)!r} {'encrypted' if flags & 1 else 'compressed'}")
         is_wide = extra[:2] == b"\1\0"
         packed, size, header = _wide([packed, size, header], extra) if is_wide else (packed, size, header)
-        others = comment or disk or flags & ~_FLAGS or attributes & _IS_DIRECTORY
-        if packed != size or others or name in entries:
+        has_unsupported = comment or disk or flags & ~_FLAGS or attributes & _IS_DIRECTORY
+        if packed != size or has_unsupported or name in entries:
             raise Damaged(f"has the record {_label(name)!r} twice, or is not one of plain records")
         descriptor = (24 if is_wide else 16) if flags & 8 else 0
         entries[name] = header, size, crc, descriptor
@@ -257,7 +258,7 @@ class Archive:
 
     Attributes:
         reader: reads the file.
-        records: the records, by their names without the top directory.
+        records: the records, by name without the top directory.
     """
 
     def __init__(self, reader: RangeReader) -> None:
@@ -361,27 +362,27 @@ class _Indexed(NamedTuple):
 
     def summed(self, content: memoryview) -> Summed:
         """Verify headers and short contents; `content` has all bytes of the records but long contents."""
-        where = self.part.text
+        location = self.part.text
         if self.fault:
-            return Summed(self.part.name, self.part[1:], faults=(f"{where} {self.fault}",))
+            return Summed(self.part.name, self.part[1:], faults=(f"{location} {self.fault}",))
         has_sums = carries_sums(self.records)
-        faults, left = [], []
+        faults, long_contents = [], []
         shift = 0  # of an offset in `content`
         for record in self.records:
-            label, is_long = f"{record.label} in {where}", record.size > self.short
+            label, is_long = f"{record.label} in {location}", record.size > self.short
             header, begin = content[record.header - shift :], record.begin - shift
             if is_long:
                 shift += record.size
             try:
                 record.check(header)
             except Damaged as error:
-                faults.append(f"{where} {error}")
+                faults.append(f"{location} {error}")
                 continue
             if is_long and has_sums:
-                left.append((label, ((self.part.begin + record.begin, record.size),), record.crc))
+                long_contents.append((label, ((self.part.begin + record.begin, record.size),), record.crc))
             elif has_sums and (fault := crc32_fault(crc32(content[begin : begin + record.size]), record.crc)):
                 faults.append(f"{label} {fault}")
-        return Summed(self.part.name, self.part[1:], tuple(left), tuple(faults), has_sums)
+        return Summed(self.part.name, self.part[1:], tuple(long_contents), tuple(faults), has_sums)
 
 
 def _tails(

@@ -1,8 +1,8 @@
-"""Read pickled tensors of PyTorch: plain tensors, and DTensors, of which a file has the part of one rank.
+"""Read pickled tensors of PyTorch: plain tensors, and one rank's parts of DTensors.
 
-The part follows from the placements, the mesh, and the coordinates of the rank in it; the shape of the part is compared
-with it. Classes move and change between versions of PyTorch, so they are recognized by name, and read by the names of
-their fields:
+The blocks of a part follow from the placements, the mesh, and the coordinates of the rank in the mesh; the shape of the
+part is compared with them. Classes move and change between versions of PyTorch, so they are recognized by name, and
+read by the names of their fields:
 
 * the ranks of a mesh, row by row: `_flatten_rank_map` and a layout whose axes have a shape and strides (since 2.10), or
   `_flatten_mesh_list` and the shape of the tensor `mesh` (before);
@@ -22,7 +22,7 @@ from reshard.errors import LayoutError, SourceError
 from reshard.layout.block import MOST_DIMS, Block, is_possible, shape_text
 from reshard.layout.placements import DimShard, device_ranges
 from reshard.readers.dcp.torch_save import rebuilt
-from reshard.readers.pickles import Name, PickledObject, numbers, shown
+from reshard.readers.pickles import Name, PickledObject, describe, numbers
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class Spec(NamedTuple):
     mesh: DeviceMesh
 
 
-class Kept(NamedTuple):
-    """The part of a tensor that a rank has: how to rebuild it, and its layout; None for a plain tensor."""
+class RankTensor(NamedTuple):
+    """The part of a tensor in a rank's file: how to rebuild it, and its layout; None for a plain tensor."""
 
     local: Rebuilt
     spec: Spec | None
@@ -69,10 +69,10 @@ class Kept(NamedTuple):
             return
         shape, placements, mesh = self.spec
         try:
-            ranges = device_ranges(mesh.extents, placements, shape, _place(mesh, rank))
+            ranges = device_ranges(mesh.extents, placements, shape, _coordinates(mesh, rank))
         except LayoutError as error:
             raise SourceError(error.message, code=error.code) from None
-        extents = tuple(sum(stop - start for start, stop in some) for some in ranges)
+        extents = tuple(sum(stop - start for start, stop in dim_ranges) for dim_ranges in ranges)
         if extents != self.local.shape and not (0 in extents and 0 in self.local.shape):
             raise SourceError(
                 f"has shape {shape_text(self.local.shape)} in the file of rank {rank}; its placements give "
@@ -87,11 +87,11 @@ class Kept(NamedTuple):
         yield from self._blocks(ranges)
 
     def _blocks(self, ranges: list[list[tuple[int, int]]]) -> Iterator[tuple[Block, Rebuilt]]:
-        """Yield the blocks at the given ranges of each dimension, in the order in which they lie in the part."""
+        """Yield the blocks at the given ranges of each dimension, in their order in the part."""
         along = []
-        for some in ranges:
+        for dim_ranges in ranges:
             position, steps = 0, list[tuple[int, int, int]]()
-            for start, stop in some:
+            for start, stop in dim_ranges:
                 steps.append((start, stop, position))
                 position += stop - start
             along.append(steps)
@@ -119,23 +119,23 @@ class Tensors:
         self.rank, self.count = rank, count
         self._meshes: dict[PickledObject, DeviceMesh] = {}
 
-    def kept(self, value: object) -> Kept:
+    def read(self, value: object) -> RankTensor:
         """Return the part of a tensor in the file; raise `SourceError` if it cannot be read."""
         while isinstance(value, PickledObject) and value.name.startswith("_rebuild_parameter") and _arguments(value):
             value = _arguments(value)[0]
-        made = _arguments(value)
-        if not (isinstance(value, PickledObject) and value.name == _SUBCLASS[0] and len(made) == 4):
-            return Kept(rebuilt(value), None)
-        kind = made[1].name if isinstance(made[1], Name) else ""
-        if not isinstance(made[0], Name) or made[0].name != _SUBCLASS[1]:
-            return Kept(rebuilt(value), None)
+        arguments = _arguments(value)
+        if not (isinstance(value, PickledObject) and value.name == _SUBCLASS[0] and len(arguments) == 4):
+            return RankTensor(rebuilt(value), None)
+        kind = arguments[1].name if isinstance(arguments[1], Name) else ""
+        if not isinstance(arguments[0], Name) or arguments[0].name != _SUBCLASS[1]:
+            return RankTensor(rebuilt(value), None)
         if kind != "DTensor":
-            raise SourceError(f"is a tensor of the unsupported class {shown(kind)}", code="unsupported-class")
+            raise SourceError(f"is a tensor of the unsupported class {describe(kind)}", code="unsupported-class")
         state = PickledObject(None, None)
-        state.state = made[3]
+        state.state = arguments[3]
         local, spec = rebuilt(state.field("_local_tensor")), state.field("_spec")
-        sizes = made[2][2] if isinstance(made[2], tuple) and len(made[2]) > 2 else None
-        return Kept(local, self._spec(spec, numbers(sizes)))
+        sizes = arguments[2][2] if isinstance(arguments[2], tuple) and len(arguments[2]) > 2 else None
+        return RankTensor(local, self._spec(spec, numbers(sizes)))
 
     def _spec(self, value: object, shape: Shape) -> Spec:
         """Return the layout of a DTensor of a shape, from its other arguments."""
@@ -149,7 +149,8 @@ class Tensors:
         mesh, placements = self._mesh(value.field("mesh")), value.field("placements")
         if not isinstance(placements, tuple) or len(placements) != len(mesh.extents):
             raise SourceError(
-                f"has {shown(placements)} for placements on a mesh of {shape_text(mesh.extents)}", code="bad-placement"
+                f"has {describe(placements)} for placements on a mesh of {shape_text(mesh.extents)}",
+                code="bad-placement",
             )
         order = value.field("shard_order")
         for entry in order if isinstance(order, tuple) else ():
@@ -169,7 +170,7 @@ class Tensors:
             mesh = self._meshes[value] = _mesh(value, self.rank, self.count)
             saved_by, at = value.field("_rank"), value.field("_coordinate_on_dim")
             if (saved_by is not None and saved_by != self.rank) or (
-                at is not None and numbers(at) != _place(mesh, self.rank)
+                at is not None and numbers(at) != _coordinates(mesh, self.rank)
             ):
                 raise SourceError(
                     f"was saved by another rank; its file is named for rank {self.rank}", code="wrong-rank"
@@ -182,13 +183,13 @@ def _arguments(value: object) -> tuple[Any, ...]:
     return value.arguments if isinstance(value, PickledObject) and isinstance(value.arguments, tuple) else ()
 
 
-def _place(mesh: DeviceMesh, rank: int) -> Shape:
+def _coordinates(mesh: DeviceMesh, rank: int) -> Shape:
     """Return the coordinates of a rank in a mesh."""
-    number, place = mesh.ranks.index(rank), list[int]()
+    number, coordinates = mesh.ranks.index(rank), list[int]()
     for extent in reversed(mesh.extents):
-        number, at = divmod(number, extent)
-        place.append(at)
-    return tuple(reversed(place))
+        number, coordinate = divmod(number, extent)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))
 
 
 def _placement(value: object) -> Placement:
@@ -197,7 +198,7 @@ def _placement(value: object) -> Placement:
         return None
     if not isinstance(value, PickledObject) or name not in {"Shard", "_StridedShard"}:
         why = ": each rank has a part of a sum" if name.lstrip("_").endswith("Partial") else ""
-        raise SourceError(f"has the unsupported placement {shown(name)}{why}", code="unsupported-placement")
+        raise SourceError(f"has the unsupported placement {describe(name)}{why}", code="unsupported-placement")
     dim, factor = value.field("dim"), value.field("split_factor") if name == "_StridedShard" else None
     (dim,) = numbers((dim,))
     if name == "Shard":
@@ -215,29 +216,31 @@ def _mesh(value: PickledObject, rank: int, count: int) -> DeviceMesh:
         of_tensor = _arguments(value.field("mesh"))
         shape = numbers(of_tensor[2] if len(of_tensor) > 2 else None)
         axes: Any = [(extent, prod(shape[axis + 1 :])) for axis, extent in enumerate(shape)]
-        known = numbers(value.field("_flatten_mesh_list"), count)
+        rank_map = numbers(value.field("_flatten_mesh_list"), count)
     else:
-        axes, known = layout.field("axes"), numbers(value.field("_flatten_rank_map"), count)
+        axes, rank_map = layout.field("axes"), numbers(value.field("_flatten_rank_map"), count)
         if axes is None:  # as in 2.10
             axes = zip(_several(layout.field("shape")), _several(layout.field("stride")), strict=False)
         else:
-            some = axes[: MOST_DIMS + 1] if isinstance(axes, tuple | list) else ()
-            axes = [(axis.field("shape"), axis.field("stride")) for axis in some if isinstance(axis, PickledObject)]
-    if rank not in known:
-        raise SourceError(f"has a mesh of {ranks_text(known)}, but is in the file of rank {rank}", code="wrong-rank")
-    begin = place = known.index(rank)
-    places, extents = [0], tuple[int, ...]()
+            axis_layouts = axes[: MOST_DIMS + 1] if isinstance(axes, tuple | list) else ()
+            axes = [
+                (axis.field("shape"), axis.field("stride")) for axis in axis_layouts if isinstance(axis, PickledObject)
+            ]
+    if rank not in rank_map:
+        raise SourceError(f"has a mesh of {ranks_text(rank_map)}, but is in the file of rank {rank}", code="wrong-rank")
+    begin = position = rank_map.index(rank)
+    positions, extents = [0], tuple[int, ...]()
     for sizes, strides in axes:
         along = [0]
         for size, stride in zip(numbers(_several(sizes)), numbers(_several(strides)), strict=False):
-            if not 0 < size * len(along) * len(places) <= count:
+            if not 0 < size * len(along) * len(positions) <= count:
                 raise SourceError(f"has a mesh of more ranks than the {count} that have files", code="missing-ranks")
             along = [start + number * stride for start in along for number in range(size)]
-            begin -= place // stride % size * stride if stride else 0
-        places, extents = [start + more for start in places for more in along], (*extents, len(along))
-        if len(extents) > MOST_DIMS or not 0 <= begin + max(places) < len(known):
-            raise SourceError(f"has a mesh of {shape_text(extents)} with {len(known)} ranks", code="bad-mesh")
-    ranks = tuple(known[begin + place] for place in places)
+            begin -= position // stride % size * stride if stride else 0
+        positions, extents = [start + step for start in positions for step in along], (*extents, len(along))
+        if len(extents) > MOST_DIMS or not 0 <= begin + max(positions) < len(rank_map):
+            raise SourceError(f"has a mesh of {shape_text(extents)} with {len(rank_map)} ranks", code="bad-mesh")
+    ranks = tuple(rank_map[begin + position] for position in positions)
     if len(set(ranks)) != len(ranks) or max(ranks) >= count or rank not in ranks:
         raise SourceError(
             f"has a mesh of {ranks_text(ranks)}, some twice or without a file; {count} have files", code="bad-mesh"

@@ -12,7 +12,7 @@ from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
 from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
-from reshard.readers.pickles import Name, Pairs, PickledObject, numbers, shown, unpickled
+from reshard.readers.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
 from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.storage.places import Place
 
-_WHAT = "the metadata of a distributed checkpoint (DCP)"
+_EXPECTED = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21
 _DEEPEST = 64  # of dicts in each other
 
@@ -38,10 +38,10 @@ BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 
 KeyPath = tuple[str | int, ...]
-"""Where something is in nested dicts and lists: keys and places."""
+"""The path of a value in nested dicts and lists: keys and indices."""
 
 
-class Stated(NamedTuple):
+class DeclaredTensor(NamedTuple):
     """A tensor as the metadata describe it.
 
     Attributes:
@@ -76,10 +76,10 @@ class Item(NamedTuple):
 
 
 class DCPMetadata:
-    """The metadata, checked; those of all ranks, and of several directories, are joined.
+    """The checked metadata of all ranks, and of all directories if there are several, joined.
 
     Attributes:
-        described_by: the names of their files.
+        described_by: the names of the metadata files.
         tensors: the tensors, by name.
         objects: the names of the objects.
         items: the storage entries of the boxes of each tensor, and of each object that PyTorch wrote.
@@ -87,43 +87,44 @@ class DCPMetadata:
         flat: the whole shapes of tensors that are stored flattened.
     """
 
-    def __init__(self, place: Place, there: Sequence[str]) -> None:
-        files = _files(place, there)
+    def __init__(self, directory: Place, listing: Sequence[str]) -> None:
+        files = _files(directory, listing)
         self.described_by = files[0] + (f" (and {len(files) - 1} more)" if len(files) > 1 else "")
         self._directories: dict[str, str] = {}
-        self.tensors: dict[str, Stated] = {}
+        self.tensors: dict[str, DeclaredTensor] = {}
         self.objects: dict[str, None] = {}
         self.items: dict[str, list[Item]] = {}
         self.paths: dict[str, KeyPath] = {}
         self.flat: dict[str, Shape] = {}
-        self._known: dict[PickledObject, tuple[Shape, Shape]] = {}
+        self._boxes_by_chunk: dict[PickledObject, tuple[Shape, Shape]] = {}
         self._count = 0
         for name in files:
-            content = unpickled(RangeReader(str(place / name), window=0), _WHAT)
+            content = unpickled(RangeReader(str(directory / name), window=0), _EXPECTED)
             try:
                 self._add(content, name[: name.rfind("/") + 1])
             except SourceError as error:
-                raise error.about(f"{place / name}") from None
+                raise error.about(f"{directory / name}") from None
 
     def nbytes(self, name: str) -> int:
         """Return the largest possible size in bytes of a box of a tensor."""
-        one = self.tensors[name]
-        itemsize = BY_NAME[one.dtype].itemsize if one.dtype else _WIDEST
-        return itemsize * min(prod(one.shape), max((prod(extents) for _, extents in one.boxes), default=0))
+        tensor = self.tensors[name]
+        itemsize = BY_NAME[tensor.dtype].itemsize if tensor.dtype else _WIDEST
+        return itemsize * min(prod(tensor.shape), max((prod(extents) for _, extents in tensor.boxes), default=0))
 
     def _add(self, content: object, directory: str) -> None:
         if not (isinstance(content, PickledObject) and content.name.endswith("Metadata")):
-            raise SourceError(f"is not {_WHAT}", code="bad-metadata")
-        for name, one in _pairs(content, "state_dict_metadata"):
+            raise SourceError(f"is not {_EXPECTED}", code="bad-metadata")
+        for name, entry in _pairs(content, "state_dict_metadata"):
             self._add_name(name, directory)
-            kind = one.name if isinstance(one, PickledObject) else ""
+            kind = entry.name if isinstance(entry, PickledObject) else ""
             if kind == "BytesStorageMetadata":
                 self.objects[name] = None
             elif kind == "TensorStorageMetadata":
-                self._add_tensor(name, one)
+                self._add_tensor(name, entry)
             else:
                 raise SourceError(
-                    f"{shown(name)} is a {shown(kind or 'value')}; expected a tensor or an object", code="bad-metadata"
+                    f"{describe(name)} is a {describe(kind or 'value')}; expected a tensor or an object",
+                    code="bad-metadata",
                 )
         both = self.tensors.keys() & self.objects.keys()
         if both:
@@ -131,59 +132,61 @@ class DCPMetadata:
         for index, info in _pairs(content, "storage_data"):
             self._add_item(index, info, directory)
         planned = content.field("planner_data")
-        known = planned.items() if isinstance(planned, Pairs) else ()
-        self.paths |= {name: path for name, path in known if _is_path(path) and isinstance(name, str)}
+        path_items = planned.items() if isinstance(planned, Pairs) else ()
+        self.paths |= {name: path for name, path in path_items if _is_path(path) and isinstance(name, str)}
         reshaped = content.field("mcore_data")
-        for name, one in reshaped.items() if isinstance(reshaped, Pairs) else ():
-            if isinstance(name, str) and isinstance(one, Pairs) and WHOLE_SHAPE in (keys := one[::2]):
-                self.flat[name] = shape = numbers(one[2 * keys.index(WHOLE_SHAPE) + 1])
+        for name, attributes in reshaped.items() if isinstance(reshaped, Pairs) else ():
+            if isinstance(name, str) and isinstance(attributes, Pairs) and WHOLE_SHAPE in (keys := attributes[::2]):
+                self.flat[name] = shape = numbers(attributes[2 * keys.index(WHOLE_SHAPE) + 1])
                 if not is_possible(shape):
                     raise SourceError(
-                        f"tensor {shown(name)} had the impossible shape {shape_text(shape)}", code="bad-shape"
+                        f"tensor {describe(name)} had the impossible shape {shape_text(shape)}", code="bad-shape"
                     )
 
     def _add_name(self, name: object, directory: str) -> None:
         if not isinstance(name, str) or not is_text(name) or len(name.encode()) > LONGEST_NAME:
             raise SourceError(
-                f"{shown(name)} is not a valid name; expected at most {LONGEST_NAME} bytes of text", code="bad-name"
+                f"{describe(name)} is not a valid name; expected at most {LONGEST_NAME} bytes of text", code="bad-name"
             )
-        other = self._directories.setdefault(name, directory)
-        if other != directory:
+        other_directory = self._directories.setdefault(name, directory)
+        if other_directory != directory:
             raise SourceError(
-                f"has {shown(name)}, which {other.rstrip('/')} has too",
+                f"has {describe(name)}, which {other_directory.rstrip('/')} has too",
                 code="several-checkpoints",
                 hint="open one of the directories",
             )
 
-    def _add_tensor(self, name: str, one: PickledObject) -> None:
-        shape = numbers(one.field("size"))
+    def _add_tensor(self, name: str, entry: PickledObject) -> None:
+        shape = numbers(entry.field("size"))
         if not is_possible(shape):
-            raise SourceError(f"tensor {shown(name)} has the impossible shape {shape_text(shape)}", code="bad-shape")
-        found = Stated(_dtype(one.field("properties")), shape, set())
-        known = self.tensors.setdefault(name, found)
-        if (known.dtype, known.shape) != (found.dtype, found.shape):
-            ranks = f"{known.dtype} {shape_text(known.shape)} and {found.dtype} {shape_text(found.shape)}"
-            raise SourceError(f"tensor {shown(name)} is {ranks} by different ranks", code="ranks-disagree")
-        chunks = one.field("chunks")
+            raise SourceError(f"tensor {describe(name)} has the impossible shape {shape_text(shape)}", code="bad-shape")
+        tensor = DeclaredTensor(_dtype(entry.field("properties")), shape, set())
+        first_tensor = self.tensors.setdefault(name, tensor)
+        if (first_tensor.dtype, first_tensor.shape) != (tensor.dtype, tensor.shape):
+            ranks = (
+                f"{first_tensor.dtype} {shape_text(first_tensor.shape)} and {tensor.dtype} {shape_text(tensor.shape)}"
+            )
+            raise SourceError(f"tensor {describe(name)} is {ranks} by different ranks", code="ranks-disagree")
+        chunks = entry.field("chunks")
         if not isinstance(chunks, list) or not all(isinstance(chunk, PickledObject) for chunk in chunks):
-            raise SourceError(f"tensor {shown(name)} has no list of boxes", code="bad-metadata")
+            raise SourceError(f"tensor {describe(name)} has no list of boxes", code="bad-metadata")
         self._count += len(chunks)
-        if self._count > _MOST_BOXES:  # which a file can repeat without being large
+        if self._count > _MOST_BOXES:  # a small file can repeat a list of boxes
             raise SourceError(f"has more than {_MOST_BOXES:,} boxes", code="too-many-blocks")
         boxes = {self._box(chunk) for chunk in chunks}
         if not all(len(shape) == len(offsets) == len(extents) for offsets, extents in boxes):
             raise SourceError(
-                f"tensor {shown(name)} of shape {shape_text(shape)} has a box of other dimensions",
+                f"tensor {describe(name)} of shape {shape_text(shape)} has a box of other dimensions",
                 code="wrong-dimensions",
             )
-        known.boxes.update(boxes)
+        first_tensor.boxes.update(boxes)
 
     def _box(self, chunk: PickledObject) -> tuple[Shape, Shape]:
         """Return the offsets and extents of a box."""
-        if chunk not in self._known:
+        if chunk not in self._boxes_by_chunk:
             offsets, extents = chunk.fields("offsets", "sizes")
-            self._known[chunk] = numbers(offsets), numbers(extents)
-        return self._known[chunk]
+            self._boxes_by_chunk[chunk] = numbers(offsets), numbers(extents)
+        return self._boxes_by_chunk[chunk]
 
     def _add_item(self, index: object, info: object, directory: str) -> None:
         if not (isinstance(index, PickledObject) and isinstance(info, PickledObject)):
@@ -196,17 +199,21 @@ class DCPMetadata:
         if is_object and info.name != "_StorageInfo":
             return
         if not isinstance(name, str) or not (is_object or name in self.tensors):
-            raise SourceError(f"has a box of {shown(name)}, but no such tensor", code="unknown-tensor")
+            raise SourceError(f"has a box of {describe(name)}, but no such tensor", code="unknown-tensor")
         if info.name not in DCP_FILES:
-            raise SourceError(f"has a box of {shown(name)} in an unknown {shown(info.name)}", code="unknown-storage")
+            raise SourceError(
+                f"has a box of {describe(name)} in an unknown {describe(info.name)}", code="unknown-storage"
+            )
         if not isinstance(file, str) or not _is_of_rank(info.name, file):
             raise SourceError(
-                f"tensor {shown(name)} is in {shown(file)}; expected a file of a rank, without directories",
+                f"tensor {describe(name)} is in {describe(file)}; expected a file of a rank, without directories",
                 code="bad-file-name",
             )
         key = name if key is None else key
         if not isinstance(key, str):
-            raise SourceError(f"tensor {shown(name)} has {shown(key)} for a tensor_key; expected text", code="bad-name")
+            raise SourceError(
+                f"tensor {describe(name)} has {describe(key)} for a tensor_key; expected text", code="bad-name"
+            )
         begin, nbytes = numbers((begin, nbytes)) if info.name == "_StorageInfo" else (0, 0)
         encodings = encoding if isinstance(encoding, list) else [encoding] if encoding else []
         offsets = () if is_object else numbers(offset)
@@ -220,43 +227,49 @@ def _is_of_rank(kind: str, file: str) -> bool:
     return DCP_FILES[kind].fullmatch(file) is not None and file.isprintable()
 
 
-def _files(place: Place, there: Sequence[str]) -> list[str]:
+def _files(root: Place, listing: Sequence[str]) -> list[str]:
     """Return the paths of the metadata in all directories."""
     by_directory: dict[str, list[str]] = {}
-    for path in there:
+    for path in listing:
         directory, slash, name = path.rpartition("/")
         by_directory.setdefault(directory + slash, []).append(name)
     if len(by_directory) < 2:
-        return _files_in(place, there)
-    return [f"{above}{name}" for above, some in by_directory.items() for name in _files_in(place / above[:-1], some)]
+        return _files_in(root, listing)
+    return [
+        f"{above}{name}"
+        for above, file_names in by_directory.items()
+        for name in _files_in(root / above[:-1], file_names)
+    ]
 
 
-def _files_in(place: Place, there: Sequence[str]) -> list[str]:
+def _files_in(directory: Place, listing: Sequence[str]) -> list[str]:
     """Return the names of the metadata: one file, or one per rank."""
     by_kind: dict[str, dict[int, str]] = {}
-    for match in filter(None, map(DCP_OF_RANK.fullmatch, there)):
+    for match in filter(None, map(DCP_OF_RANK.fullmatch, listing)):
         by_kind.setdefault(match[1], {})[int(match[2])] = match[0]
-    firsts = [DCP_INDEX] * (DCP_INDEX in there) + sorted(some[min(some)] for some in by_kind.values())
+    firsts = [DCP_INDEX] * (DCP_INDEX in listing) + sorted(
+        files_by_rank[min(files_by_rank)] for files_by_rank in by_kind.values()
+    )
     if len(firsts) > 1:
         raise SourceError(
-            f"{place} holds two checkpoints, of {firsts[0]} and {firsts[1]}",
+            f"{directory} holds two checkpoints, of {firsts[0]} and {firsts[1]}",
             code="several-checkpoints",
             hint="remove the metadata of the older one, and its files",
         )
     if firsts == [DCP_INDEX]:
         return firsts
     if not by_kind:
-        shown = f"{DCP.shown_by(place, sorted(there))} {DCP.problem}"
+        fact = f"{DCP.shown_by(directory, sorted(listing))} {DCP.problem}"
         raise SourceError(
-            f"{place} has no {DCP_INDEX}, which is written last; saving it was interrupted",
+            f"{directory} has no {DCP_INDEX}, which is written last; saving it was interrupted",
             code="unfinished",
-            facts=[shown],
+            facts=[fact],
         )
     (by_rank,) = by_kind.values()
     absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
     if absent:
         raise SourceError(
-            f"{place} has no metadata of rank {names(absent)}, but of rank {max(by_rank)}", code="missing-ranks"
+            f"{directory} has no metadata of rank {names(absent)}, but of rank {max(by_rank)}", code="missing-ranks"
         )
     return [name for _, name in sorted(by_rank.items())]
 
@@ -275,17 +288,17 @@ def _is_path(path: object) -> bool:
 
 
 def _pairs(content: PickledObject, name: str) -> Iterator[tuple[Any, Any]]:
-    found = content.field(name)
-    if not isinstance(found, Pairs):
-        raise SourceError(f"has no {name}; expected {_WHAT}", code="bad-metadata")
-    return found.items()
+    pairs = content.field(name)
+    if not isinstance(pairs, Pairs):
+        raise SourceError(f"has no {name}; expected {_EXPECTED}", code="bad-metadata")
+    return pairs.items()
 
 
 def _dtype(properties: object) -> str:
     """Return the name of a dtype from the properties of a tensor; empty if it is not known."""
-    found = properties.field("dtype") if isinstance(properties, PickledObject) else None
+    value = properties.field("dtype") if isinstance(properties, PickledObject) else None
     if isinstance(properties, PickledObject) and isinstance(properties.state, tuple) and properties.state:
-        found = properties.state[0]  # as PyTorch's own reduction has them
-    text = found.name if isinstance(found, Name) else str(found)
-    known = BY_NAME.get(text.removeprefix("torch.").lower())
-    return known.name if known else ""
+        value = properties.state[0]  # as PyTorch's own reduction has them
+    text = value.name if isinstance(value, Name) else str(value)
+    dtype = BY_NAME.get(text.removeprefix("torch.").lower())
+    return dtype.name if dtype else ""

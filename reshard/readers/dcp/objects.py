@@ -18,7 +18,7 @@ from reshard.errors import SourceError, bytes_text
 from reshard.layout.block import shape_text
 from reshard.readers.dcp import BACKEND, COMMON
 from reshard.readers.dcp.archive import Damaged, checked_records
-from reshard.readers.dcp.torch_save import Held, rebuilt
+from reshard.readers.dcp.torch_save import PickleBytes, rebuilt
 from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.source.checkpoint import TensorSpec
 from reshard.storage.places import any_store, in_batches
@@ -39,7 +39,7 @@ _MOST_VALUES = 1 << 20  # of an object; shared values count each time
 _MOST_VALUES_SHOWN = 1 << 17  # of all objects that are shown
 _DEEPEST = 64
 _LARGEST_KEY = 1 << 64  # integers beyond could be made to have equal hashes
-_WHAT = "an object that torch.save stored"
+_EXPECTED = "an object that torch.save stored"
 
 
 def contents(objects: Mapping[str, Object]) -> Iterator[tuple[str, bytes]]:
@@ -52,19 +52,21 @@ def contents(objects: Mapping[str, Object]) -> Iterator[tuple[str, bytes]]:
         raise SourceError(problem, code="unreadable-object")
 
     def steps() -> Iterator[tuple[tuple[str, bytearray], ReadStore, list[Want]]]:
-        for name, one in objects.items():
-            held = bytearray(one.nbytes)
-            yield (name, held), any_store(), [(one.path, one.begin, memoryview(held))]
+        for name, entry in objects.items():
+            buffer = bytearray(entry.nbytes)
+            yield (name, buffer), any_store(), [(entry.path, entry.begin, memoryview(buffer))]
 
-    for name, held in in_batches(steps()):
-        yield name, bytes(held)
+    for name, buffer in in_batches(steps()):
+        yield name, bytes(buffer)
 
 
 def problems(objects: Mapping[str, Object]) -> dict[str, str]:
-    """Return why the bytes of objects cannot be read, for each that cannot."""
-    found = {name: one.problem for name, one in objects.items() if one.problem}
-    large = {name: one.nbytes for name, one in objects.items() if one.nbytes > LARGEST}
-    return found | {n: f"has {bytes_text(size)}; at most {bytes_text(LARGEST)} are taken" for n, size in large.items()}
+    """Return the reason for each object whose bytes cannot be read."""
+    unreadable = {name: entry.problem for name, entry in objects.items() if entry.problem}
+    large = {name: entry.nbytes for name, entry in objects.items() if entry.nbytes > LARGEST}
+    return unreadable | {
+        n: f"has {bytes_text(size)}; at most {bytes_text(LARGEST)} are taken" for n, size in large.items()
+    }
 
 
 def read_object(checkpoint: Checkpoint, name: str) -> Any:
@@ -81,33 +83,35 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
         KeyError: there is no such object.
         SourceError: it cannot be read, or is damaged.
     """
-    every = {**checkpoint.extras.beside, **checkpoint.extras.objects}
-    if name not in every:
+    objects = {**checkpoint.extras.beside, **checkpoint.extras.objects}
+    if name not in objects:
         raise KeyError(name)
     try:
-        ((_, content),) = contents({name: every[name]})
-        return _value(name, every[name], content, _Plain(_MOST_VALUES))
+        ((_, content),) = contents({name: objects[name]})
+        return _value(name, objects[name], content, _Plain(_MOST_VALUES))
     except SourceError as error:
         raise SourceError(f"{checkpoint.root}: object {name!r} {error.message}", code=error.code) from None
 
 
 def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
     """Describe each object and each file next to the tensors; if there are many, read only the first."""
-    every = {**checkpoint.extras.beside, **checkpoint.extras.objects}
-    shown = {name: f"an object of {bytes_text(one.nbytes)}, which was not looked at" for name, one in every.items()}
-    shown |= (wrong := problems(every))
-    some, room = {}, _MOST_SHOWN
-    for name, one in every.items():
-        if name not in wrong and one.nbytes <= room:
-            some[name] = one
-            room -= one.nbytes
+    objects = {**checkpoint.extras.beside, **checkpoint.extras.objects}
+    texts = {
+        name: f"an object of {bytes_text(entry.nbytes)}, which was not looked at" for name, entry in objects.items()
+    }
+    texts |= (wrong := problems(objects))
+    readable, room = {}, _MOST_SHOWN
+    for name, entry in objects.items():
+        if name not in wrong and entry.nbytes <= room:
+            readable[name] = entry
+            room -= entry.nbytes
     plain = _Plain(_MOST_VALUES_SHOWN)
-    for name, content in contents(some):
+    for name, content in contents(readable):
         try:
-            shown[name] = text_of(_value(name, every[name], content, plain))
+            texts[name] = text_of(_value(name, objects[name], content, plain))
         except SourceError as error:
-            shown[name] = error.message
-    return shown
+            texts[name] = error.message
+    return texts
 
 
 def check_sums(content: bytes) -> None:
@@ -132,10 +136,10 @@ def text_of(value: object) -> str:
 
 def facts(checkpoint: Checkpoint) -> dict[str, int | str]:
     """Return Megatron-Core's facts about the training: iteration, optimizer, vocabulary and parallelism."""
-    said = _common(checkpoint)
-    arguments, content = (_dict(said.get(key)) for key in ("args", "content_metadata"))
-    found = [(word, some.get(key)) for word, some, key in (
-        ("iteration", said, "iteration"),
+    common = _common(checkpoint)
+    arguments, content = (_dict(common.get(key)) for key in ("args", "content_metadata"))
+    candidates = [(word, values.get(key)) for word, values, key in (
+        ("iteration", common, "iteration"),
         ("optimizer", content, "distrib_optim_sharding_type"),
         ("vocabulary", arguments, "vocab_size"),
         ("padded to", arguments, "padded_vocab_size"),
@@ -143,26 +147,26 @@ def facts(checkpoint: Checkpoint) -> dict[str, int | str]:
         ("pipeline parallel", arguments, "pipeline_model_parallel_size"),
         ("expert parallel", arguments, "expert_model_parallel_size"),
     )]  # fmt: skip
-    return {word: fact for word, fact in found if type(fact) is int or (type(fact) is str and len(fact) <= 60)}
+    return {word: fact for word, fact in candidates if type(fact) is int or (type(fact) is str and len(fact) <= 60)}
 
 
 def iteration(checkpoint: Checkpoint) -> int | None:
-    """Return the number of training steps that Megatron-Core recorded; None if there is none."""
-    found = _common(checkpoint).get("iteration")
-    return found if type(found) is int and found >= 0 else None
+    """Return the number of training steps that Megatron-Core recorded, or None."""
+    step = _common(checkpoint).get("iteration")
+    return step if type(step) is int and step >= 0 else None
 
 
 def _common(checkpoint: Checkpoint) -> dict[Any, Any]:
-    """Return Megatron-Core's common state from its file or object; empty if there is none."""
+    """Return Megatron-Core's common state from its file or object, or an empty dict."""
     if not checkpoint.extras.beside:
         return {}
     names = (COMMON, *(name for name in checkpoint.extras.objects if name.startswith("common_state/")))
     for name in names:
         try:
-            found = read_object(checkpoint, name)
+            state = read_object(checkpoint, name)
         except (KeyError, SourceError):
             continue
-        return _dict(found[0] if isinstance(found, list) and len(found) == 1 else found)
+        return _dict(state[0] if isinstance(state, list) and len(state) == 1 else state)
     return {}
 
 
@@ -170,7 +174,7 @@ def _dict(value: object) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _value(name: str, one: Object, content: bytes, plain: _Plain) -> Any:
+def _value(name: str, entry: Object, content: bytes, plain: _Plain) -> Any:
     """Return an object as plain data; raise `SourceError` if it cannot be read."""
     if name == BACKEND:
         try:
@@ -180,7 +184,7 @@ def _value(name: str, one: Object, content: bytes, plain: _Plain) -> Any:
     pickled = next((record for path, record in _records(content) if path.endswith("/data.pkl")), None)
     if pickled is None:
         _refuse("it has no data.pkl")
-    return plain.of(unpickled(Held(one.path, pickled), _WHAT, outside=True))
+    return plain.of(unpickled(PickleBytes(entry.path, pickled), _EXPECTED, outside=True))
 
 
 def _records(content: bytes) -> Iterator[tuple[str, bytes]]:
@@ -209,46 +213,46 @@ class _Plain:
         if isinstance(value, Pairs):
             return self._dict(value, depth)
         if isinstance(value, PickledObject):
-            return self._made(value, depth)
+            return self._call_result(value, depth)
         if isinstance(value, list | tuple) and not isinstance(value, Name):
-            return type(value)(self.of(one, depth + 1) for one in value)
+            return type(value)(self.of(item, depth + 1) for item in value)
         return value
 
     def _dict(self, pairs: Pairs, depth: int) -> dict[Any, Any]:
-        found = {}
-        for key, one in pairs.items():
+        result = {}
+        for key, item in pairs.items():
             plain = self.of(key, depth + 1)
             if not _is_key(plain):
                 raise SourceError("has a dict with a key that is neither text nor a number", code="unsupported-object")
-            found[plain] = self.of(one, depth + 1)
-        return found
+            result[plain] = self.of(item, depth + 1)
+        return result
 
-    def _made(self, record: PickledObject, depth: int) -> Any:
-        """Return the plain value that a call would create; the record of the call if there is none."""
-        made: object = record
-        for one in (record, *(record.arguments if isinstance(record.arguments, tuple) else ())):
-            if isinstance(one, PickledObject) and isinstance(one.made_by, Name) and not one.made_by.module:
-                raise SourceError(f"has a value of the unsupported kind {one.name}", code="unsupported-object")
+    def _call_result(self, record: PickledObject, depth: int) -> Any:
+        """Return the plain value that a call would create, or the record of an unsupported call."""
+        result: object = record
+        for item in (record, *(record.arguments if isinstance(record.arguments, tuple) else ())):
+            if isinstance(item, PickledObject) and isinstance(item.made_by, Name) and not item.made_by.module:
+                raise SourceError(f"has a value of the unsupported kind {item.name}", code="unsupported-object")
         match record.name, record.arguments:
             case "Namespace", _ if isinstance(record.state, Pairs):
-                made = self._dict(record.state, depth)
+                result = self._dict(record.state, depth)
             case "OrderedDict", ():
-                made = self._dict(record.items or Pairs(), depth)
-            case "Size", ((list() | tuple()) as some,):
-                made = tuple(self.of(one, depth + 1) for one in some)
-            case (("set" | "frozenset"), ((list() | tuple()) as some,)):
-                found = [self.of(one, depth + 1) for one in some]
-                made = set(found) if all(map(_is_key, found)) else record
+                result = self._dict(record.items or Pairs(), depth)
+            case "Size", ((list() | tuple()) as items,):
+                result = tuple(self.of(item, depth + 1) for item in items)
+            case (("set" | "frozenset"), ((list() | tuple()) as items,)):
+                plain_items = [self.of(item, depth + 1) for item in items]
+                result = set(plain_items) if all(map(_is_key, plain_items)) else record
             case "encode", (str() as text, "latin1"):  # as protocol 2 has bytes
                 with suppress(UnicodeEncodeError):
-                    made = text.encode("latin-1")
+                    result = text.encode("latin-1")
             case "bytes", ():
-                made = b""
+                result = b""
             case name, _ if name.startswith("_rebuild_"):
                 with suppress(SourceError):
                     tensor = rebuilt(record)
-                    made = TensorSpec("", tensor.dtype, tensor.shape)
-        return made
+                    result = TensorSpec("", tensor.dtype, tensor.shape)
+        return result
 
 
 def _is_key(value: object) -> bool:
@@ -270,21 +274,21 @@ def _written(value: object) -> Iterator[str]:
         yield f"tensor {value.dtype} {shape_text(value.shape)}"
     elif isinstance(value, dict):
         yield "{"
-        for number, (key, one) in enumerate(value.items()):
+        for number, (key, item) in enumerate(value.items()):
             yield f"{', ' if number else ''}"
             yield from _written(key)
             yield ": "
-            yield from _written(one)
+            yield from _written(item)
         yield "}"
     elif isinstance(value, list | tuple | set) and value:
         yield "[" if isinstance(value, list) else "(" if isinstance(value, tuple) else "{"
-        yield from _apart(value)
+        yield from _joined(value)
         yield "]" if isinstance(value, list) else "}" if isinstance(value, set) else ",)" if len(value) == 1 else ")"
     else:
         yield repr(value[:_LONGEST] if isinstance(value, str | bytes) else value)
 
 
-def _apart(values: Iterable[object]) -> Iterator[str]:
-    for number, one in enumerate(values):
+def _joined(values: Iterable[object]) -> Iterator[str]:
+    for number, item in enumerate(values):
         yield ", " if number else ""
-        yield from _written(one)
+        yield from _written(item)

@@ -25,7 +25,7 @@ from reshard.formats.entries import Entry, Extent
 from reshard.layout.axes import row_major
 from reshard.layout.block import is_possible, shape_text
 from reshard.readers.dcp.archive import Damaged, first_records
-from reshard.readers.pickles import Name, PickledObject, numbers, shown, unpickled
+from reshard.readers.pickles import Name, PickledObject, describe, numbers, unpickled
 from reshard.source.reshape import laid
 from reshard.storage.page_cache import GLANCE_BYTES
 from reshard.storage.places import any_store, in_batches
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 _HEAD = 2048  # has all that is needed of most items
 _LONGEST_HEAD = 1 << 18
 _MOST_BEGINS, _MOST_HEADS = 8, 512  # of items that differ in nothing but their bytes
-_WHAT = "a tensor that torch.save stored"
+_EXPECTED = "a tensor that torch.save stored"
 
 STORAGES = {
     "BFloat16": "bfloat16", "Bool": "bool", "Byte": "uint8", "Char": "int8", "ComplexFloat": "complex64",
     "Double": "float64", "Float": "float32", "Half": "float16", "Int": "int32", "Long": "int64", "Short": "int16",
 }  # fmt: skip
-"""The dtype of each typed storage of PyTorch, by what its name begins with."""
+"""The dtype of each typed storage of PyTorch, by the name of its class without `Storage`."""
 
 
 class Span(NamedTuple):
@@ -58,17 +58,19 @@ class Span(NamedTuple):
 
 
 def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
-    """Yield the entry of the tensor in each item, or why the item cannot be read.
+    """Yield the entry of the tensor in each item, or the reason why it cannot be read.
 
     Raises:
         SourceError: a file ends before an item does.
     """
-    known = KnownHeads({}, {})
+    known_heads = KnownHeads({}, {})
     for span, head in read_heads(spans, _HEAD):
-        found = item(span, head, known)
-        if found is None:
-            found = next((item(span, more, known) for _, more in read_heads([span], _LONGEST_HEAD)), None)
-        yield found or "is not a tensor of torch.save: its head is too long"
+        entry = item(span, head, known_heads)
+        if entry is None:
+            entry = next(
+                (item(span, longer_head, known_heads) for _, longer_head in read_heads([span], _LONGEST_HEAD)), None
+            )
+        yield entry or "is not a tensor of torch.save: its head is too long"
 
 
 def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
@@ -77,13 +79,13 @@ def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes
     def steps() -> Iterator[tuple[tuple[list[Span], bytearray], ReadStore, list[Want]]]:
         for near in _near(spans, nbytes):
             begin = near[0].begin
-            held = bytearray(near[-1].begin + min(near[-1].nbytes, nbytes) - begin)
-            yield (near, held), any_store(), [(near[0].path, begin, memoryview(held))]
+            buffer = bytearray(near[-1].begin + min(near[-1].nbytes, nbytes) - begin)
+            yield (near, buffer), any_store(), [(near[0].path, begin, memoryview(buffer))]
 
-    for near, held in in_batches(steps()):
+    for near, buffer in in_batches(steps()):
         for span in near:
             begin = span.begin - near[0].begin
-            yield span, bytes(held[begin : begin + min(span.nbytes, nbytes)])
+            yield span, bytes(buffer[begin : begin + min(span.nbytes, nbytes)])
 
 
 def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
@@ -100,31 +102,31 @@ def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
         yield near
 
 
-def item(span: Span, head: bytes, known: KnownHeads) -> Entry | str | None:
-    """Return the entry of the tensor in an item, or why it cannot be read; None if the head is too short.
+def item(span: Span, head: bytes, known_heads: KnownHeads) -> Entry | str | None:
+    """Return the entry of the tensor in an item, or a reason why not; None if the head is too short.
 
     Args:
         span: the range of the item.
         head: its first bytes.
-        known: the results for other items.
+        known_heads: the results for other items.
     """
     try:
-        for begin, heads in known.heads.items():
+        for begin, heads in known_heads.heads.items():
             if (alike := heads.get(head[:begin])) is not None:
                 return alike.entry(span.begin + begin, span.begin + span.nbytes)
-        found = _tensor_record(head, is_whole=len(head) == span.nbytes)
-        if found is None:
+        record = _tensor_record(head, is_whole=len(head) == span.nbytes)
+        if record is None:
             return None
-        begin, name, pickled = found
-        if pickled not in known.pickles:
-            known.pickles[pickled] = rebuilt(unpickled(Held(span.path, pickled), _WHAT, outside=True))
-        alike = known.pickles[pickled]
+        begin, name, pickled = record
+        if pickled not in known_heads.pickles:
+            known_heads.pickles[pickled] = rebuilt(unpickled(PickleBytes(span.path, pickled), _EXPECTED, outside=True))
+        alike = known_heads.pickles[pickled]
         if name != alike.record:
-            raise SourceError(  # noqa: TRY301 -- likewise
+            raise SourceError(  # noqa: TRY301 -- returned as a reason
                 f"is in record {alike.record!r:.60} of its item; the first is {name!r:.60}", code="wrong-record"
             )
-        if begin in known.heads or len(known.heads) < _MOST_BEGINS:
-            heads = known.heads.setdefault(begin, {})
+        if begin in known_heads.heads or len(known_heads.heads) < _MOST_BEGINS:
+            heads = known_heads.heads.setdefault(begin, {})
             if len(heads) < _MOST_HEADS:
                 heads[head[:begin]] = alike
         return alike.entry(span.begin + begin, span.begin + span.nbytes)
@@ -194,8 +196,8 @@ class Rebuilt:
         """Return the entry of the tensor in an item that ends at `end`, with the storage at `begin`."""
         if begin + self.elements * self.dtype.itemsize > end:
             raise SourceError("has an item that is shorter than the tensor", code="truncated")
-        found = self.extent(0, begin)
-        return Entry(self.dtype, self.shape, found.runs, strides=found.strides)
+        extent = self.extent(0, begin)
+        return Entry(self.dtype, self.shape, extent.runs, strides=extent.strides)
 
     def part(self, block: Block) -> Rebuilt:
         """Return a part of the tensor."""
@@ -203,21 +205,21 @@ class Rebuilt:
         return replace(self, first=first, shape=block.shape)
 
     def extent(self, file: int, begin: int) -> Extent:
-        """Return the extent of the tensor in a file, by its number, with the storage at `begin`."""
-        _, runs, strides = _lying(self)
+        """Return the extent of the tensor in file number `file`, with the storage at `begin`."""
+        _, runs, strides = _storage_extent(self)
         return Extent(file, tuple((begin + offset, nbytes) for offset, nbytes in runs), strides)
 
 
 @lru_cache(maxsize=1 << 12)  # items are alike
-def _lying(one: Rebuilt) -> Extent:
+def _storage_extent(tensor: Rebuilt) -> Extent:
     """Return the extent of a tensor in its storage."""
-    width = one.dtype.itemsize
-    strides = one.strides if prod(one.shape) else row_major(one.shape)
-    return laid(Extent(0, ((0, one.elements * width),)), one.first * width, one.shape, strides, width)
+    width = tensor.dtype.itemsize
+    strides = tensor.strides if prod(tensor.shape) else row_major(tensor.shape)
+    return laid(Extent(0, ((0, tensor.elements * width),)), tensor.first * width, tensor.shape, strides, width)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PickleBytes:
     """The bytes of a pickle, as `unpickled` reads a file."""
 
     path: str
@@ -233,22 +235,22 @@ class Held:
         return self.content[offset : offset + nbytes]
 
 
-def rebuilt(made: object) -> Rebuilt:
+def rebuilt(value: object) -> Rebuilt:
     """Return the tensor that a pickled call rebuilds; raise `SourceError` if it is not a supported tensor."""
     name, arguments = "", tuple[Any, ...]()
-    while isinstance(made, PickledObject) and isinstance(made.arguments, tuple):
-        name, arguments = made.name, made.arguments
+    while isinstance(value, PickledObject) and isinstance(value.arguments, tuple):
+        name, arguments = value.name, value.arguments
         if name == "_rebuild_from_type_v2" and len(arguments) == 4 and isinstance(arguments[0], Name):
             inner = PickledObject(arguments[0], arguments[2])
         elif name.startswith("_rebuild_parameter") and arguments:
             inner = arguments[0]
         else:
             break
-        made = inner
+        value = inner
     version = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name)
     if version is None or not version <= len(arguments) <= version + 1:
         raise SourceError(
-            f"is saved as {shown(name) if name else 'a value'}, not as a plain tensor", code="unsupported-class"
+            f"is saved as {describe(name) if name else 'a value'}, not as a plain tensor", code="unsupported-class"
         )
     if len(arguments) > version and not (isinstance(arguments[-1], list) and not arguments[-1]):
         raise SourceError("is conjugated or negated on loading, which is not supported", code="unsupported-tensor")
@@ -256,8 +258,8 @@ def rebuilt(made: object) -> Rebuilt:
     if not (isinstance(outside, tuple) and len(outside) == 5 and outside[0] == "storage"):
         raise SourceError("has no storage", code="bad-tensor")
     _, kind, key, _, elements = outside
-    stated = arguments[6] if version == 7 else kind
-    text = stated.name if isinstance(stated, Name) else ""
+    dtype_or_storage = arguments[6] if version == 7 else kind
+    text = dtype_or_storage.name if isinstance(dtype_or_storage, Name) else ""
     dtype = BY_NAME.get(text if version == 7 else STORAGES.get(text.removesuffix("Storage"), ""))
     if dtype is None:
         raise SourceError(

@@ -74,7 +74,7 @@ class Streams:
 
     @property
     def opening_bytes(self) -> int:
-        """The memory to decode an item: the stream, its window and its contents."""
+        """Return the memory to decode an item: the stream, its window and its contents."""
         longest = max(nbytes for _, nbytes in self.spans)
         return self.chunk_bytes + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
 
@@ -86,7 +86,7 @@ class Streams:
 
 
 def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tuple[Streams, list[Entry | str]]:
-    """Return how the items of a file are decoded, and the tensor in each, or why it cannot be read.
+    """Return the streams of a file, and the tensor in each, or the reason why it cannot be read.
 
     Args:
         path: the file.
@@ -96,7 +96,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
         SourceError: the file ends before an item does.
     """
     room, window = _room(max((most for _, most in items if most <= _LARGEST), default=0)), 0
-    known = KnownHeads({}, {})
+    known_heads = KnownHeads({}, {})
     entries: list[Entry | str] = []
     heads = read_heads([Span(path, *span) for span, _ in items], _HEAD)
     for number, ((span, most), (_, head)) in enumerate(zip(items, heads, strict=True)):
@@ -111,7 +111,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
         except ValueError as error:
             entries.append(f"is not a zstd stream: {error}")
             continue
-        entry = item(Span(path, number * room, room), content, known)
+        entry = item(Span(path, number * room, room), content, known_heads)
         if isinstance(entry, Entry) and entry.nbytes > span[1] // 3 * _BLOCK:
             entry = "has an item that is shorter than the tensor"
         entries.append(entry or "is not a tensor of torch.save: its head is too long")
@@ -148,7 +148,7 @@ def _limit(most: int | None) -> int:
 
 
 def _checked(path: str, part: ZipPart, most: int | None, encoded: bytearray) -> Summed:
-    """Check a stream with at most `most` bytes of a tensor, or an object; `encoded` is empty if it is too long."""
+    """Check a stream of an object, or of at most `most` bytes of a tensor; `encoded` is empty if it is too long."""
     with _one_at_a_time:
         content = None
         try:
@@ -166,7 +166,7 @@ def _checked(path: str, part: ZipPart, most: int | None, encoded: bytearray) -> 
 
 
 class _Decoded(Around):
-    """A store in which the contents of a stream begin where the stream begins in its file."""
+    """A store of the contents of a stream, at the offset of the stream in its file."""
 
     def __init__(self, begin: int, content: memoryview) -> None:
         super().__init__(any_store())

@@ -8,7 +8,7 @@ non-empty tensors are left out. Texts are objects in the file of the first rank.
 byte for byte into the same file, and Megatron-Core's sidecar files into files of the same names. If a target for
 Megatron-Core has no sidecar files to carry, they are made (`megatron`).
 
-PyTorch loads such a checkpoint into any mesh, with any blocks. Nothing in it depends on where it was made.
+PyTorch loads such a checkpoint into any mesh, with any blocks. Nothing in it depends on the machine that wrote it.
 """
 
 from __future__ import annotations

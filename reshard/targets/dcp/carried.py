@@ -32,9 +32,9 @@ class Carried:
     Attributes:
         objects: the bytes of each object, by name in the target.
         beside: the bytes of each sidecar file, by name.
-        names: the source names of objects and sidecar files.
-        paths: paths of tensors and objects in nested dicts and lists; empty for checkpoints of Megatron, which have
-            no paths.
+        names: the names of objects and sidecar files in the source.
+        paths: the paths of tensors and objects in nested dicts and lists; empty for checkpoints of Megatron, which
+            have no paths.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Carried:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in memory."""
+        """Return the number of bytes in memory."""
         return sum(len(content) for group in (self.objects, self.beside) for content in group.values())
 
     def warnings(self, step: int | None) -> Iterator[str]:

@@ -24,11 +24,15 @@ _VERSION = "1.0.0"
 
 
 class ItemPart(NamedTuple):
-    """An item: the start and shape of its block, and its range of a file.
+    """An item: its block, and its range of a file.
 
-    `start` is None for an object.
-
-    `encoding` names the encoders of the range, in order.
+    Attributes:
+        start: the offsets of the block in its tensor; None for an object.
+        shape: the shape of the block.
+        path: the path of the file.
+        offset: the offset of the item in the file.
+        nbytes: the size of the item.
+        encoding: the names of its encoders, in order.
     """
 
     start: Shape | None
@@ -57,16 +61,16 @@ class ListedTensor(NamedTuple):
     path: tuple[str | int, ...] | None
 
 
-def metadata(listed: Sequence[ListedTensor], more: Mapping[str, object]) -> bytes:
-    """Return the pickle of the metadata; `more` are additional keys of other programs."""
-    paths = [(entry.name, entry.path) for entry in listed if entry.path is not None]
+def metadata(entries: Sequence[ListedTensor], extra_keys: Mapping[str, object]) -> bytes:
+    """Return the pickle of the metadata; `extra_keys` are additional keys of other programs."""
+    paths = [(entry.name, entry.path) for entry in entries if entry.path is not None]
     state = {
-        "state_dict_metadata": Items((entry.name, _tensor_metadata(entry)) for entry in listed),
+        "state_dict_metadata": Items((entry.name, _tensor_metadata(entry)) for entry in entries),
         "planner_data": Items(paths) if paths else None,
-        "storage_data": Items(stored for entry in listed for stored in _storage_entries(entry)),
+        "storage_data": Items(stored for entry in entries for stored in _storage_entries(entry)),
         "storage_meta": None,
         "version": _VERSION,
-        **more,
+        **extra_keys,
     }
     return pickled(Instance(_metadata_name("Metadata"), state), 4)
 

@@ -79,12 +79,12 @@ def without_gaps(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
     >>> without_gaps({"l.1.w": ("l", 1, "w"), "l.3.w": ("l", 3, "w"), "a": ("a",)})
     {'l.1.w': ('l', 0, 'w'), 'l.3.w': ('l', 1, 'w'), 'a': ('a',)}
     """
-    places: dict[KeyPath, set[int]] = {}
+    indexes: dict[KeyPath, set[int]] = {}
     for path in paths.values():
         for depth, key in enumerate(path):
             if isinstance(key, int):
-                places.setdefault(path[:depth], set()).add(key)
-    numbers = {above: {key: number for number, key in enumerate(sorted(keys))} for above, keys in places.items()}
+                indexes.setdefault(path[:depth], set()).add(key)
+    numbers = {above: {key: number for number, key in enumerate(sorted(keys))} for above, keys in indexes.items()}
     return {
         name: tuple(numbers[path[:n]][key] if isinstance(key, int) else key for n, key in enumerate(path))
         for name, path in paths.items()

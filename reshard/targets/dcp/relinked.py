@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.plan.budget import Share
     from reshard.plan.plan import Request
-    from reshard.readers.dcp.metadata import Item, KeyPath, Stated
+    from reshard.readers.dcp.metadata import DeclaredTensor, Item, KeyPath
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
@@ -99,7 +99,7 @@ class Relinked(Destination):
         sidecar_files = read_carried(source.extras.beside, faults)
         faults.raise_if_any(SourceError)
         files = _Links(source, directory)
-        entries = [_listed(new, old, source_metadata, paths.get(new), files) for new, old in carried.items()]
+        entries = [_listed_tensor(new, old, source_metadata, paths.get(new), files) for new, old in carried.items()]
         flat_shapes = source_metadata.flat
         flat = {new: {WHOLE_SHAPE: flat_shapes[old]} for new, old in carried.items() if old in flat_shapes}
         content = metadata(entries, {"mcore_data": flat} if flat else {})
@@ -249,7 +249,7 @@ def _fault(name: str, source_metadata: DCPMetadata, reason: str | None) -> Sourc
     return _encoded_fault(name, tensor, items) if is_encoded else None
 
 
-def _encoded_fault(name: str, tensor: Stated, items: Sequence[Item]) -> SourceError | None:
+def _encoded_fault(name: str, tensor: DeclaredTensor, items: Sequence[Item]) -> SourceError | None:
     """Return an error if the encoded items of a tensor do not cover it, or None."""
     if unclear := sorted(_ambiguous_offsets(tensor, items)):
         return SourceError(
@@ -262,12 +262,12 @@ def _encoded_fault(name: str, tensor: Stated, items: Sequence[Item]) -> SourceEr
     return None if fault is None else SourceError(fault, code="not-covered")
 
 
-def _extents(tensor: Stated) -> dict[Shape, Shape]:
+def _extents(tensor: DeclaredTensor) -> dict[Shape, Shape]:
     """Return the extents of the box at each offset; non-empty boxes win over empty."""
     return dict(sorted(tensor.boxes, key=lambda box: prod(box[1])))
 
 
-def _ambiguous_offsets(tensor: Stated, items: Sequence[Item]) -> set[Shape]:
+def _ambiguous_offsets(tensor: DeclaredTensor, items: Sequence[Item]) -> set[Shape]:
     """Return the offsets with several items and boxes of different extents.
 
     All boxes at an offset but one are empty.
@@ -276,7 +276,9 @@ def _ambiguous_offsets(tensor: Stated, items: Sequence[Item]) -> set[Shape]:
     return {offsets for offsets, n in Counter(item.offsets for item in items).items() if n > 1 and counts[offsets] > 1}
 
 
-def _listed(new: str, old: str, source_metadata: DCPMetadata, path: KeyPath | None, files: _Links) -> ListedTensor:
+def _listed_tensor(
+    new: str, old: str, source_metadata: DCPMetadata, path: KeyPath | None, files: _Links
+) -> ListedTensor:
     """Return the new metadata of a tensor or an object."""
     items = source_metadata.items[old]
     if old in source_metadata.objects:
