@@ -156,7 +156,9 @@ def _restrict(
     recipe = Recipe(route.recipe.shape, tuple(route.recipe.sources[n] for n in source_numbers), blocks)
     writes = tuple(chosen_writes for _, chosen_writes in kept)
     share = Route(recipe, route.axis, tuple(route.reads[n] for n in source_numbers), writes, route.row_multiple)
-    return share, {(plan.files[at.file].layout, at.number): None for chosen_writes in writes for at in chosen_writes}
+    return share, {
+        (plan.files[at.file].layout, at.runs_index): None for chosen_writes in writes for at in chosen_writes
+    }
 
 
 def _extra_bands(plan: Plan, tasks: int) -> int:

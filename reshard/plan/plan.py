@@ -381,7 +381,9 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
         route = transfer.route
         if route not in blocks_by_route:
             block_digests = zip(_made_of(route, sources), route.writes, strict=True)
-            blocks_by_route[route] = [(at.file, at.number, block) for block, written in block_digests for at in written]
+            blocks_by_route[route] = [
+                (at.file, at.runs_index, block) for block, written in block_digests for at in written
+            ]
         header = repr((transfer.dtype.name, transfer.target_dtype.name, transfer.read_runs)).encode()
         in_files = [sha256(header + repr(runs).encode()).digest() for runs in transfer.write_runs]
         for number, runs, block in blocks_by_route[route]:

@@ -203,7 +203,7 @@ class BandReader:
         for piece in pieces:
             transfer = self._transfers[piece.transfer]
             sources = [(self._paths[at.file], at.runs) for at in transfer.reads]
-            strided = frozenset(number for number, at in enumerate(transfer.reads) if at.is_apart)
+            strided = frozenset(number for number, at in enumerate(transfer.reads) if at.is_indirect)
             row = prod(transfer.recipe.shape[transfer.axis + 1 :]) * transfer.dtype.itemsize
             self._strided[piece.transfer] = strided, (piece.stop - piece.start) * row
             for band in _buffers.bands(piece, transfer, self._band_bytes, in_order=in_order or bool(strided)):

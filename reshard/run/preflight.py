@@ -414,7 +414,7 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
             raise ChangedError(
                 f"{file.path} is gone since it was opened", code="source-gone", facts=[str(error)], hint="start again"
             ) from None
-        if not status.is_still(file.status):
+        if not status.is_unchanged_since(file.status):
             only = status[:2] == file.status[:2]
             facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
             raise ChangedError(
@@ -441,7 +441,7 @@ def changed_sources(plan: Plan) -> dict[int, Status | None]:
             return files[number].status
 
     statuses = zip(plan.read_files(), _of_sources(plan, status), strict=True)
-    return {number: now for number, now in statuses if now is None or not now.is_still(files[number].status)}
+    return {number: now for number, now in statuses if now is None or not now.is_unchanged_since(files[number].status)}
 
 
 def _of_sources(plan: Plan, function: Callable[[int], T]) -> Iterable[T]:

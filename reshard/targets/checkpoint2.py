@@ -438,6 +438,6 @@ def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:
     at = tensor.sharding.replicas[0][0]
     content = bytearray(tensor.spec.dtype.itemsize)
     path = source.files[at.file].path
-    store_of(source.coding).read(wants(path, tensor.runs[at.number], 0, memoryview(content)))
+    store_of(source.coding).read(wants(path, tensor.runs[at.runs_index], 0, memoryview(content)))
     value = np.frombuffer(content, tensor.spec.dtype.numpy())[0].item()
     return value if type(value) in types and 0 <= value < inf else None

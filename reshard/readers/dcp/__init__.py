@@ -231,7 +231,7 @@ class _DCPFiles:
         sums = [self._sums(items) for _, items in file_items]
         return {
             file: SourceFile(
-                str(path), status.nbytes, status.mtime_ns, FileIndex(DCP_ITEMS, index, header=number, sums=carried),
+                str(path), status.nbytes, status.mtime_ns, FileIndex(DCP_ITEMS, index, header_id=number, sums=carried),
                 status.change,
             )
             for number, ((file, _), path, status, index, carried) in enumerate(

@@ -184,7 +184,7 @@ class _Links:
         """Sort the items of a tensor: items with bytes first, then empty items."""
         tensor, begins = self._source.tensors[name], dict[str, list[int]]()
         for at in chain.from_iterable(tensor.sharding.replicas):
-            runs = (begin for begin, nbytes in tensor.runs[at.number] if nbytes)
+            runs = (begin for begin, nbytes in tensor.runs[at.runs_index] if nbytes)
             begins.setdefault(self._source.files[at.file].path, []).extend(runs)
         sorted_begins = {path: sorted(file_begins) for path, file_begins in begins.items()}
 
@@ -310,7 +310,7 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
 def _unrenamed_states(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     """Yield optimizer states that keep their names though their weights are renamed."""
     new_names = {old: new for new, old in carried.items()}
-    for name, state in optimizer_states(source.every).items():
+    for name, state in optimizer_states(source.all_names).items():
         new = new_names.get(state.weight, state.weight)
         if new_names.get(name) == name != state.of(new) and new != state.weight:
             yield name
