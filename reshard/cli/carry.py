@@ -172,23 +172,23 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     """Return messages on existing target files and the options that they require."""
     from reshard.run.beside import older_files, refuse_other_ranks
-    from reshard.run.preflight import Do, of, preflight
+    from reshard.run.preflight import Do, files_with, preflight
     from reshard.view.text import count_text
 
     older = older_files(plan, str(target.real())) if running.starts_over else {}
     state = preflight(plan, str(target), running, older)
     if running.starts_over:
         refuse_other_ranks(plan, str(target.real()), older)
-    finished = of(state.fates, Do.KEEP)
+    finished = files_with(state.fates, Do.KEEP)
     key = ", with another key" if plan.cipher else ""
     counts = (
         (len(finished), "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
         (state.resumable, "would be resumed, begun by an earlier run"),
         (
-            len(of(state.fates, Do.CHANGED)),
+            len(files_with(state.fates, Do.CHANGED)),
             f"would be refused, made by another plan{key} or from other sources; a run needs --restart",
         ),
-        (len(of(state.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
+        (len(files_with(state.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
     )
     removed = [f"{count_text(len(older), 'file')} of earlier runs would be removed: {names(sorted(older), most=3)}"]
     messages = [f"{count_text(count, 'target file')} {words}" for count, words in counts if count]

@@ -210,8 +210,8 @@ def inspect(
         parts = [replace(checkpoint, ranks=ranks)]
     say_warnings(warnings)
     if picture:
-        if picture not in parts[0].every:
-            raise UsageError(f"--picture {picture}: {no_match(picture, parts[0].every)}", code="unknown-tensor")
+        if picture not in parts[0].all_names:
+            raise UsageError(f"--picture {picture}: {no_match(picture, parts[0].all_names)}", code="unknown-tensor")
         print_text(picture_text(parts[0], picture))
         return
     parts = chosen(parts, match)

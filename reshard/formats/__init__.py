@@ -93,9 +93,9 @@ def index_file(path: str, *, store: RangeStore | None = None) -> FileIndex:
 
 
 def _index(path: str, store: RangeStore | None) -> FileIndex:
-    reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).waits else 4096)
+    reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).has_latency else 4096)
     # The first request covers most headers: a second request takes longer than a megabyte does.
-    start = reader.upto(0, _REMOTE_HEADER if can(path).waits else 64)[:64]
+    start = reader.upto(0, _REMOTE_HEADER if can(path).has_latency else 64)[:64]
     for format_ in formats():
         if format_.recognizes(start, reader.size):
             return format_.index(reader)

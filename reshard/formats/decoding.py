@@ -70,7 +70,7 @@ def zstd_content(encoded: bytes | bytearray, most: int, *, one_frame: bool = Fal
         while not decoder.eof:
             fed = view[begin : begin + _PIECE_BYTES] if decoder.needs_input else view[:0]
             if decoder.needs_input and not fed:
-                raise ValueError("it is not one frame of zstd")
+                raise ValueError("it is not one frame of zstd" if one_frame else "the zstd data is truncated")
             begin += len(fed)
             try:
                 piece = decoder.decompress(fed, min(_PIECE_BYTES, most - done + 1))
@@ -141,7 +141,7 @@ class Decoding:
 
 
 class DecodingStore(Around):
-    """A store of decoded chunks. Safe to use from several threads."""
+    """A store of decoded chunks; each read lies within one chunk. Safe to use from several threads."""
 
     def __init__(self, decoding: Decoding) -> None:
         super().__init__(any_store())
@@ -161,12 +161,12 @@ class DecodingStore(Around):
             if unit is None:
                 plain.append((path, offset, buffer))
             elif not isinstance(unit, Fill):
-                for number in range(offset // unit.chunk_bytes, -(-(offset + len(buffer)) // unit.chunk_bytes)):
-                    begin, nbytes = unit.spans[number]
-                    key = path, number
-                    if nbytes <= _LONGEST_FETCHED and key not in self._cache.chunks and key not in encoded:
-                        encoded[key] = bytearray(nbytes)
-                        plain.append((path, begin, memoryview(encoded[key])))
+                number = offset // unit.chunk_bytes
+                begin, nbytes = unit.spans[number]
+                key = path, number
+                if nbytes <= _LONGEST_FETCHED and key not in self._cache.chunks and key not in encoded:
+                    encoded[key] = bytearray(nbytes)
+                    plain.append((path, begin, memoryview(encoded[key])))
         self.inner.read(plain)
         for path, offset, buffer in wants:
             if path in self._decoding.units:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import RangeStore, ReadStore, Want
 
 Runs = tuple[tuple[int, int], ...]
-"""Consecutive byte ranges of a file that hold one block in row-major order: (offset, number of bytes)."""
+"""Byte ranges of a file, to be read one after the other as one block's contents: (offset, number of bytes)."""
 
 
 class Extent(NamedTuple):
@@ -35,30 +35,30 @@ class Extent(NamedTuple):
     strides: Shape = ()
 
     @property
-    def is_apart(self) -> bool:
-        """Whether the block is strided or zeros, so that the runs are not its exact contents."""
+    def is_indirect(self) -> bool:
+        """Whether the runs are not the exact contents of the block: it is strided, or zeros."""
         return bool(self.strides) or not self.runs
 
 
 class Replica(NamedTuple):
-    """A stored copy of a block, with the number of its byte ranges in a table of the tensor.
+    """A stored copy of a block, with the index of its byte ranges in a table of the tensor.
 
     Tensors in the same files differ in their byte ranges only, so they can share replicas: a million of them, for 2,000
     tensors on 512 ranks, would take 150 MB with their byte ranges. `extent` returns the location.
 
     Attributes:
         file: the number of the file.
-        number: the number of its byte ranges in the table.
+        runs_index: the index of its byte ranges in the table.
         strides: as in an `Extent`.
     """
 
     file: int
-    number: int
+    runs_index: int
     strides: Shape = ()
 
     def extent(self, table: Sequence[Runs]) -> Extent:
         """Return the location, given the byte ranges of the tensor."""
-        return Extent(self.file, table[self.number], self.strides)
+        return Extent(self.file, table[self.runs_index], self.strides)
 
 
 def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
@@ -132,7 +132,7 @@ class Summed(NamedTuple):
     Attributes:
         name: the name of the tensor or object; empty if the part is the whole file.
         run: its byte range.
-        left: the checks still to do: for each, a label, the byte ranges to sum, and the checksum in the file.
+        pending: the checks still to do: for each, a label, the byte ranges to sum, and the checksum in the file.
         faults: the faults found so far, in words.
         carries: it has checksums; some programs leave them out.
         unread: it was not read to its end, because the end is not recorded.
@@ -140,7 +140,7 @@ class Summed(NamedTuple):
 
     name: str
     run: tuple[int, int]
-    left: tuple[tuple[str, Runs, int], ...] = ()
+    pending: tuple[tuple[str, Runs, int], ...] = ()
     faults: tuple[str, ...] = ()
     carries: bool = True
     unread: bool = False
@@ -163,7 +163,7 @@ class FileIndex(NamedTuple):
         crc: the CRC-32 in the file, unchecked; None if it has none.
         deduplicated: the file is marked as part of a set that stores replicas once (`remove_redundancy`).
         unreadable: entries that cannot be converted, with the reason.
-        header: files opened together that share this number have equal entries.
+        header_id: files opened together with the same number have equal entries.
         sums: the known CRC-32 checksums in the file of its own bytes; None if it has none.
     """
 
@@ -173,7 +173,7 @@ class FileIndex(NamedTuple):
     crc: int | None = None
     deduplicated: bool = False
     unreadable: tuple[tuple[str, str], ...] = ()
-    header: int = 0
+    header_id: int = 0
     sums: Sums | None = None
 
 
@@ -196,7 +196,7 @@ class Content(NamedTuple):
 
 
 class Crc(NamedTuple):
-    """A CRC-32 of a byte range of a file, stored behind the range.
+    """A CRC-32 of a byte range of a file, stored after the range.
 
     It takes four bytes, little-endian.
 

@@ -1,8 +1,8 @@
 """Provenance: what a target was made from, and how, as one record.
 
-Ledgers hold it as it is, plan files with further options of the plan, zarr stores the part about the source. It is not
-trusted: `schema.read` checks its form, `StrategyRecord.read` and `Selection` their part of its meaning, and source
-files are only read. `readers.reopen` opens the source again.
+A ledger has the whole record, a plan file has it with further options, a zarr store has only `SourceRecord`. It is
+validated on reading: form by `schema.read`, values by `StrategyRecord.read` and `Selection`. Source files are only
+read. `readers.reopen` opens the source again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.layout.grid import MOST_DEVICES
 from reshard.layout.layout import Layout
 from reshard.storage.places import as_place
 from reshard.strategy.schema import Count, FormatError, Line, read
-from reshard.strategy.strategy import Placed, Strategy
+from reshard.strategy.strategy import MOST_RANKS, Placed, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ LayoutRow = tuple[
 """The fields of a `Layout`."""
 
 PlacedRow = tuple[Count, Count, tuple[Count, ...] | None, bool]
-"""A pipeline stage, the number of a layout, a shape, and whether the shape is expanded."""
+"""A pipeline stage, the index of a layout, a shape, and whether the shape is expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,10 @@ class StrategyRecord:
 
     Attributes:
         stages: the first stage, and the one after the last.
-        devices: as in `Strategy`, like `merged`.
+        devices, merged: as in `Strategy`.
         layouts: distinct layouts.
         places: distinct places of a tensor, a row for each of its stages.
-        tensors: by name, the number of the tensor's places.
+        tensors: by name, the index of the tensor's places.
     """
 
     stages: tuple[Count, Count]
@@ -69,8 +68,8 @@ class StrategyRecord:
         """Return the strategy; raise `ValueError` if it is invalid."""
         first, stop = self.stages
         devices = self.devices
-        if not first < stop or not devices or stop * devices > MOST_DEVICES:
-            raise ValueError(f"a strategy of {devices} devices in stages {first} to {stop - 1} cannot be")
+        if not first < stop or not devices or stop * devices > MOST_RANKS:
+            raise ValueError(f"a strategy of {devices} devices in stages {first} to {stop - 1} is impossible")
         layouts = [Layout(*row) for row in self.layouts]
         if any(layout.devices != devices for layout in layouts):
             raise ValueError(f"a layout of a strategy is not for its {devices} devices")
@@ -99,7 +98,7 @@ class FileRecord(NamedTuple):
         rank: its rank.
         path: its path: below the root in a plan file, relative to its siblings in a zarr store, else absolute.
         nbytes: its size.
-        header: the number of its header's digest in `SourceRecord.headers`; None if that was not taken.
+        header: the index of its header's digest in `SourceRecord.headers`; None if that was not taken.
         version: tells files with equal headers apart: the digest of some pages (in a plan file), or the modification
             time (in a zarr store); else empty.
     """
@@ -119,7 +118,7 @@ class SourceRecord:
         root: the directory or file that was opened.
         described_by: as in `Extras`.
         strategy: the strategy, with rules and stage applied.
-        stage: as in `Opening`, like `partial`, `by_file` and `elsewhere`.
+        stage, partial, by_file, elsewhere: as in `Opening`.
         varying: names of the tensors that differ from rank to rank.
         left_out: as in `Checkpoint`.
         encrypted: whether it can only be opened with a key.
@@ -149,7 +148,7 @@ class SourceRecord:
         Args:
             source: the source, without rules or an adapter.
             root: the path to record.
-            files: the files to record, with numbers of `headers`.
+            files: the files to record, with indices into `headers`.
             headers: digests of headers.
         """
         return cls(
@@ -196,9 +195,10 @@ class TargetRecord:
         strategy: the strategy; None for whole tensors, and for targets that describe themselves.
         stage: the requested pipeline stage, if the strategy covers a single one.
         format: the name of the format.
-        remove_redundancy: each replica is stored once.
+        remove_redundancy: each block is stored once per group of replicas.
         encryption: the mode of encryption, or None.
-        index: the file that makes the target complete: it tells a set from a rank of whole tensors.
+        index: the file that is written last and makes the target complete, such as the index of a set; None for
+            rank files.
     """
 
     strategy: StrategyRecord | None

@@ -45,7 +45,7 @@ class Step(NamedTuple):
         older: older checkpoints that every rank has too, newest first.
 
     >>> str(Step("1_100", ("1_50",)).text()), str(Step("1_50").text())
-    ('step 1_100 (the newest of 2; suffix=... takes another)', 'step 1_50')
+    ('step 1_100 (the newest of 2; suffix=... selects another)', 'step 1_50')
     """
 
     name: str
@@ -62,7 +62,7 @@ class Step(NamedTuple):
         if not self.older:
             return Text(f"step {self.name}")
         newest = f"step {self.name} (the newest of {len(self.older) + 1}; "
-        return Text(newest, Option("suffix").of(side), " takes another)")
+        return Text(newest, Option("suffix").of(side), " selects another)")
 
 
 _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
@@ -162,7 +162,7 @@ def rank_of(path: Place) -> RankPlace | None:
 
 def _has_checkpoint(directory: Place) -> bool:
     """Return whether a directory has a checkpoint file; assume it at a URL: it is not empty."""
-    return directory.can.waits or any(map(is_checkpoint_name, directory.iterdir()))
+    return directory.can.has_latency or any(map(is_checkpoint_name, directory.iterdir()))
 
 
 def _refuse_directory_formats(root: Place, files: Mapping[int, Sequence[Place]], *, by_rank: bool) -> None:
@@ -189,7 +189,7 @@ def leftovers(root: Place) -> list[str]:
 
 def _inside_instead(root: Place, rank_pattern: str) -> str:
     """Return a hint to open a subdirectory with rank directories, or to give a rank pattern."""
-    if rank_pattern == RANK_PATTERN and not root.can.waits:  # at a URL, each subdirectory would take a request
+    if rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each subdirectory would take a request
         below: list[Place] = [path for path in root.iterdir() if path.is_dir()]
         if inside := sorted(str(path) for path in below if _is_checkpoint(path)):
             return f"open {names(inside, most=3)} inside it"

@@ -43,7 +43,10 @@ class Arranged(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks of the meshes in the order of their devices, then the others."""
+        """Return the ranks of the meshes in the order of their devices, then the others.
+
+        They are empty if the ranks are unknown, or all ranks hold the tensor.
+        """
         return (*(rank for mesh in self.meshes for rank in mesh.ranks), *(rank for rank, _ in self.others))
 
 

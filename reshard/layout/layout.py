@@ -54,7 +54,7 @@ class Layout:
         opt_weight_shard_step: as the file gave it; not needed to read (see `shard_step`).
         param_split_shape: uneven sizes of dimension 0, one for each slice index; empty if slices are equal.
         indices_offset: kept for the file; it moves no bytes.
-        field: rows interleaved as (field, device, rows); 0 if they are not. Kept, and refused by `grid`.
+        field: the number of fields whose rows are interleaved over the devices; 0 if none. Kept, and refused by `grid`.
 
     Raises:
         LayoutError: an axis out of range or used twice, an empty or absurd device matrix.
@@ -98,7 +98,7 @@ class Layout:
                         code="out-of-range",
                     )
                 if value in used:
-                    raise LayoutError(f"tensor_map[{dim}] uses device axis {value} twice", code="repeated-axis")
+                    raise LayoutError(f"tensor_map[{dim}] repeats the value {value}", code="repeated-axis")
                 used.add(value)
         if self.opt_weight_shard_size < -1:
             raise LayoutError(
@@ -231,7 +231,7 @@ class Layout:
         block; an axis that is needed in part is cut in two.
 
         Raises:
-            LayoutError: the pieces do not follow from cutting an axis in two.
+            LayoutError: no device axis can be split in two to give this number of pieces.
 
         Source: MindSpore 2.10 `parallel/strategy.py` (`_layout_process`).
 
@@ -254,7 +254,8 @@ class Layout:
                 sharing = 1
             else:
                 raise LayoutError(
-                    f"the optimizer cuts {self.optimizer_shards} pieces, which are not along the axes of {self}",
+                    f"the optimizer cuts {self.optimizer_shards} pieces; no device axis of {self} can be split in two "
+                    "to give this number",
                     code="unsupported-layout",
                 )
         depth = len(matrix) - 1

@@ -1,4 +1,4 @@
-"""Choose the rank that stores each block, if every replica is stored once.
+"""Choose the rank that stores each block, if each block is stored once per group of replicas.
 
 Ranks that hold the same block are replicas of each other: a group. Stored once, a block is in the file of one rank
 of its group, and a reader finds it there because it knows the layout. There are two ways to distribute the blocks, both

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
 
 GAP = 64 << 10
-"""The longest gap, in bytes, that is read rather than skipped: it takes about the time of a call."""
+"""The longest gap, in bytes, that is not skipped: reading that much takes about as long as one more call."""
 
 SCRATCH = 2 << 20
 """The most bytes read at once if some of them are discarded."""
@@ -144,7 +144,7 @@ class Ahead:
         """Divide memory among blocks that are read concurrently.
 
         Args:
-            key: identifies the blocks across runs.
+            key: identifies the blocks across calls.
             blocks: the number of blocks.
             nbytes: the memory of all blocks together.
         """
@@ -186,7 +186,7 @@ class Ahead:
         for box in flat_boxes(shape, first, first + len(out)):
             part = out[done : done + box.size].reshape(box.shape)
             done += box.size
-            if not _is_turned(shape, pitch) or part.nbytes > self._block_bytes:
+            if not _is_permuted(shape, pitch) or part.nbytes > self._block_bytes:
                 read_strided(read, sum(map(mul, box.start, pitch)), pitch, part, self.take)
                 continue
             window = self._windows.get(number)
@@ -213,10 +213,10 @@ class Ahead:
         return window
 
 
-def _is_turned(shape: Shape, pitch: Shape) -> bool:
+def _is_permuted(shape: Shape, pitch: Shape) -> bool:
     """Return whether elements are in another order than row-major.
 
-    >>> _is_turned((2, 1, 3), (3, 9, 1)), _is_turned((2, 3), (1, 2))
+    >>> _is_permuted((2, 1, 3), (3, 9, 1)), _is_permuted((2, 3), (1, 2))
     (False, True)
     """
     steps = [step for step, count in zip(pitch, shape, strict=True) if count > 1]
@@ -226,8 +226,8 @@ def _is_turned(shape: Shape, pitch: Shape) -> bool:
 def _longer(box: Block, shape: Shape, most: int) -> Block:
     """Extend a box with the elements that follow it in a block, up to `most`.
 
-    It grows to whole rows first, then to more rows. Along the dimension that ends it, the rest of the block is
-    divided into equal parts, and the box gets one.
+    It grows to whole rows first, then to more rows. Along the last dimension that is extended, the rest of the block
+    is divided into equal parts, and the box gets one.
 
     >>> str(_longer(Block((0, 0), (10, 4)), (100, 4), 150)), str(_longer(Block((1, 7), (2, 9)), (3, 10), 9))
     ('[0:34, 0:4]', '[1:2, 7:10]')

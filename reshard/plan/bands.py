@@ -1,15 +1,16 @@
 """Row bands: move a tensor's bytes from its source blocks to its target blocks.
 
-A band is the rows [a, b) of the whole tensor, cut at every edge of a source or target block. In row-major files each
-source block's part of a band is then one contiguous run, and so is each target block's part, for any two splits. So a
-band is moved with one read per source block, a copy of columns, and one write per target block:
+A segment is the rows [a, b) of the whole tensor between two adjacent edges of source or target blocks. In row-major
+files each source block's part of it is one contiguous run, and so is each target block's part, for any two splits. A
+band is one or more adjacent pieces of segments. It is moved with one read per piece and source block, a copy of
+columns, and one write per target block:
 
 1. Take the first axis along which one row of the whole tensor is small enough; its "rows" are numbered through all
    the axes before it.
 2. Sweep over the rows; at every block edge the set of blocks that the rows meet changes, and a new `Segment` begins.
 3. In a segment all rows have the same columns, so the mapping of source to target columns is computed once: `Columns`.
 
-All values are integers. A model of ten thousand tensors has a few dozen distinct recipes.
+Offsets, rows and sizes are exact integers. A model of ten thousand tensors has a few dozen distinct recipes.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class Part(NamedTuple):
     """Columns copied from one source block to one target block.
 
     Attributes:
-        read: position of the source block among `Columns.sources`.
-        taken: slices of the columns in the rows of the source block; empty if source and target columns are equal.
-        put: slices of the columns in the rows of the target block; empty if they are equal.
+        source: position of the source block among `Columns.sources`.
+        source_slices: slices of the columns in the rows of the source block; empty if both blocks have equal columns.
+        target_slices: the same in the rows of the target block.
     """
 
-    read: int
-    taken: tuple[slice, ...]
-    put: tuple[slice, ...]
+    source: int
+    source_slices: tuple[slice, ...]
+    target_slices: tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +99,7 @@ class Recipe:
 
     Attributes:
         shape: the shape of the whole tensor; `(1,)` for a scalar.
-        sources: disjoint blocks that cover the tensor.
+        sources: the source blocks to read, disjoint; they cover all targets.
         targets: the blocks to be made.
 
     >>> recipe = Recipe.of((4, 6), [Block((0, 0), (2, 6)), Block((2, 0), (4, 6))], [Block((0, 3), (4, 6))])
@@ -129,11 +130,11 @@ class Recipe:
         """Return the number of rows along an axis and all before it."""
         return prod(self.shape[: axis + 1])
 
-    def before(self, target: int, axis: int, row: int) -> int:
+    def elements_before(self, target: int, axis: int, row: int) -> int:
         """Return how many elements of a target block lie in the rows before a row.
 
         >>> recipe = Recipe.of((4, 6), [Block.whole((4, 6))], [Block((1, 3), (4, 6))])
-        >>> [recipe.before(0, 0, row) for row in range(5)], recipe.before(0, 1, 10)
+        >>> [recipe.elements_before(0, 0, row) for row in range(5)], recipe.elements_before(0, 1, 10)
         ([0, 0, 3, 6, 9], 1)
         """
         block = self.targets[target]
@@ -157,8 +158,8 @@ class Recipe:
             prefix = _unravel(outer, self.shape[:axis])
             first = max(start - outer * extent, 0)
             last = min(stop - outer * extent, extent)
-            sources = _met(self.sources, prefix, first, last)
-            targets = _met(self.targets, prefix, first, last)
+            sources = _blocks_meeting(self.sources, prefix, first, last)
+            targets = _blocks_meeting(self.targets, prefix, first, last)
             for a, b, some_sources, some_targets in _sweep(self, axis, first, last, sources, targets):
                 columns = _columns(self, axis, some_sources, some_targets)
                 if columns.targets:
@@ -195,7 +196,7 @@ def is_grid(shape: Shape, blocks: Sequence[Block]) -> bool:
     return count == len(blocks) == len(set(blocks))
 
 
-def _met(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[int]:
+def _blocks_meeting(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[int]:
     """Return the blocks with rows from `first` to `last` at leading indices `prefix`."""
     axis = len(prefix)
     return [
@@ -242,7 +243,7 @@ def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple
     ]
     overlaps = [overlap for overlap in overlaps if overlap[1].size]
     used = sorted({i for _, _, pieces in overlaps for i, _ in pieces})
-    position_of = {i: read for read, i in enumerate(used)}
+    position_of = {i: position for position, i in enumerate(used)}
     parts = tuple(
         tuple(
             Part(position_of[i], (), ())
@@ -325,7 +326,7 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
 
 def is_whole(parts: Sequence[Part]) -> bool:
     """Return whether the columns of a target block are exactly one source block's."""
-    return len(parts) == 1 and not parts[0].taken
+    return len(parts) == 1 and not parts[0].source_slices
 
 
 def elements_of(parts: Sequence[Rows]) -> int:
@@ -334,14 +335,14 @@ def elements_of(parts: Sequence[Rows]) -> int:
 
 
 def views_of(parts: Sequence[Rows]) -> int:
-    """Estimate the number of buffer views in a band; a write has four, and its copies."""
-    gathered = 2 * sum(1 for _ in alike(parts, 0))
+    """Estimate the number of buffer views in a band; a write that gathers has four, plus two per copy."""
+    gathered = 2 * sum(1 for _ in runs_of_equal_parts(parts, 0))
     targets = parts[0].segment.columns.parts
     writes = sum(1 if is_whole(items) else 4 + len(items) * gathered for items in targets)
     return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
 
 
-def alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
+def runs_of_equal_parts(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
     """Yield columns and row counts; join adjacent source blocks with equal parts."""
     first, rows = parts[0].segment.columns, 0
     for segment, _, count in parts:

@@ -193,7 +193,7 @@ def budget(
     coders = (source.coding, destination.coding, destination.cipher, *[_Strided()] * strided)
     used_coders = tuple(coder for coder in coders if coder is not None)
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
-    remote = any(can(file.path).waits for file in source.files)
+    remote = any(can(file.path).has_latency for file in source.files)
     buffers = band_buffers(casts=_casts(items), strided=strided)
     most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
     limits = Budget(fixed, used_coders, buffers, remote, threads or most, band)
@@ -222,7 +222,7 @@ def comparison_budget(
     )
     strided = sum(_is_strided(side.tensors.values()) for side in sides)
     coders = tuple(coder for coder in (*(side.coding for side in sides), *[_Strided()] * strided) if coder is not None)
-    remote = any(can(file.path).waits for side in sides for file in side.files)
+    remote = any(can(file.path).has_latency for side in sides for file in side.files)
     # One more band for the mask of differing elements; either side may be read ahead.
     buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * strided
     most, band = (min(threads, STRIDED_THREADS), STRIDED_BAND_BYTES) if strided else (threads, BAND_BYTES)
@@ -249,7 +249,7 @@ def _program(*, casts: bool) -> Share:
 
 def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     """Return the memory of a checkpoint's tensors and of the indexes of all its files."""
-    indexes = {file.index.header: len(file.index.entries) for file in checkpoint.files}
+    indexes = {file.index.header_id: len(file.index.entries) for file in checkpoint.files}
     chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
     shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.arrangement is not None else []
     sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(shardings)}

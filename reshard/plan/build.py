@@ -137,7 +137,7 @@ class _SharedReads:
         return reads
 
     def _report_absent(self, tensor: Tensor, target: TargetBlocks) -> None:
-        """Report the source ranks that are needed for a tensor but missing."""
+        """Add a fault for each missing block that a target needs."""
         spec, strategy = tensor.spec, self._source.strategy
         for source, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True):
             if not replicas and any(source & block for block in target.blocks):
@@ -151,7 +151,7 @@ class _SharedReads:
 
 
 def _reads(tensor: Tensor, target: TargetBlocks, only: Replica | None) -> _Reads | None:
-    """Return the shards to read for target blocks, or None if a shard is missing."""
+    """Return the reads for target blocks, or None if a shard is missing."""
     shape, sharding = tensor.space or tensor.spec.shape, tensor.sharding
     shards = list(zip(sharding.blocks, sharding.replicas, strict=True))
     if only is not None:
@@ -225,7 +225,7 @@ _BlockRuns = tuple["FileLayout", int, tuple[int, int] | None]
 
 
 def _writes(reads: _Reads, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Replica, ...], ...], list[_BlockRuns]]:
-    """Return the replicas of each target of a recipe, and the blocks they refer to."""
+    """Return the replicas of each target of a recipe, and the keys of their runs, indexed by `Replica.number`."""
     count: dict[int, int] = {}  # the tensor's blocks in each file, so far
     blocks = []
     for files_of_block in reads.blocks.files:

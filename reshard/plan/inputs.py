@@ -203,7 +203,7 @@ class Renaming:
             return self.new_names[name]
         state = self.states.get(name)
         if state is not None:
-            direct = self._by_glob(name, state.before)  # `adam_m.*` is about states, `*.wq` is not
+            direct = self._by_glob(name, state.prefix)  # `adam_m.*` is about states, `*.wq` is not
             followed = self(state.weight)
             if direct is not None or followed != state.weight:
                 return direct or state.of(followed)

@@ -10,10 +10,8 @@ read once for every group of files that needs them. So files that read the same 
    may be open at once; stop when less than a sixteenth of the bytes would be read twice.
 3. Count the bytes that are still read several times in the plan's statistics.
 
-A zarr store at a URL is written by file too, each task from the rows of its chunk files: these are never read twice,
-because chunks cut tensors along rows first.
-
-All values are integers.
+A zarr store at a URL is written by file too: each task takes the rows that its chunk files hold. Chunks cut tensors
+along rows first, so no source byte is read twice.
 """
 
 from __future__ import annotations
@@ -158,7 +156,9 @@ def _restrict(
     recipe = Recipe(route.recipe.shape, tuple(route.recipe.sources[n] for n in source_numbers), blocks)
     writes = tuple(chosen_writes for _, chosen_writes in kept)
     share = Route(recipe, route.axis, tuple(route.reads[n] for n in source_numbers), writes, route.row_multiple)
-    return share, {(plan.files[at.file].layout, at.number): None for chosen_writes in writes for at in chosen_writes}
+    return share, {
+        (plan.files[at.file].layout, at.runs_index): None for chosen_writes in writes for at in chosen_writes
+    }
 
 
 def _extra_bands(plan: Plan, tasks: int) -> int:
@@ -245,7 +245,7 @@ def _elements(route: Route) -> Counter[frozenset[int]]:
             files: list[set[int]] = [set() for _ in columns.sources]
             for target, parts in zip(columns.targets, columns.parts, strict=True):
                 for part in parts:
-                    files[part.read].update(at.file for at in route.writes[target])
+                    files[part.source].update(at.file for at in route.writes[target])
             by_columns[columns] = [
                 (frozenset(readers), prod(shape)) for readers, shape in zip(files, columns.source_shapes, strict=True)
             ]
@@ -387,7 +387,9 @@ def _is_incomplete(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bo
     transfer = plan.transfers[piece.transfer]
     width = transfer.target_dtype.itemsize
     for number, extents in enumerate(transfer.writes):
-        begin, end = (transfer.recipe.before(number, transfer.axis, row) * width for row in (piece.start, piece.stop))
+        begin, end = (
+            transfer.recipe.elements_before(number, transfer.axis, row) * width for row in (piece.start, piece.stop)
+        )
         for file, runs, _ in extents:
             spans = written.get(file, [])
             if not all(covers(spans, at, at + stop - start) for at, start, stop in ranges(runs, begin, end - begin)):
@@ -402,7 +404,9 @@ def bytes_left(plan: Plan) -> int:
         transfer = plan.transfers[piece.transfer]
         for number, written in enumerate(transfer.route.writes):
             if written:
-                rows = (transfer.recipe.before(number, transfer.axis, row) for row in (piece.stop, piece.start))
+                rows = (
+                    transfer.recipe.elements_before(number, transfer.axis, row) for row in (piece.stop, piece.start)
+                )
                 total += (next(rows) - next(rows)) * transfer.target_dtype.itemsize * len(written)
     return total
 

@@ -1,8 +1,7 @@
 """Plans: all byte transfers, known before anything is read or written.
 
-`plan` is pure: it opens no file, reads no clock and knows no scheduler. A plan is small (a few bytes a tensor and
-rank), because tensors share everything they have in common: their routes, and the layouts of target files with equal
-contents.
+Building a plan moves no tensor bytes and needs no scheduler. A plan is small (a few bytes a tensor and rank), because
+tensors share everything they have in common: their routes, and the layouts of target files with equal contents.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Route:
     Attributes:
         recipe: which rows and columns go where.
         axis: the axis along which bands are cut.
-        reads: the extent to read, for each source block of the recipe.
-        writes: the extents to write, for each target block of the recipe: replicas of one another.
+        reads: the replica to read, for each source block of the recipe.
+        writes: the replicas to write, for each target block of the recipe.
         row_multiple: how many rows whole files have; tasks that write whole files are cut at multiples of it.
         held: the block of the tensor that each target block of the recipe is a part of; empty if they are equal.
     """
@@ -112,13 +111,13 @@ class RankBlock(NamedTuple):
         source_name: the tensor's name in the source.
         block: the block.
         dtype: dtype of the elements in the target.
-        replica: the source file that it comes from, if copies differ; else None.
+        source_file: the number of the source file that it comes from, if copies differ; else None.
     """
 
     source_name: str
     block: Block
     dtype: DType
-    replica: int | None = None
+    source_file: int | None = None
 
 
 class Piece(NamedTuple):
@@ -148,10 +147,12 @@ class Stats(NamedTuple):
     Attributes:
         tensors: how many distinct tensors are moved.
         bytes_needed: distinct bytes of source tensors that the targets hold.
-        bytes_read: bytes of contents to be read; more than needed only if a part of the target's ranks is written.
+        bytes_read: bytes of contents to be read; more than needed if only some ranks are written, or if tasks by
+            file read a source byte several times.
         bytes_written: bytes of contents to be written, replicas included.
-        target_bytes: size of all target files, headers included.
-        source_files, target_files: how many files are read and written.
+        target_bytes: size of the target files that are not links, headers included.
+        source_files: number of files that are read.
+        target_files: number of files that are written, links included.
         tasks: how many tasks move bytes.
         peak_memory: resident memory predicted, for as many threads as `Plan.threads`.
     """
@@ -188,12 +189,12 @@ class Request:
     cipher: Cipher | None = None
 
     @property
-    def of_some(self) -> bool:
+    def is_partial(self) -> bool:
         """Only a part of the ranks is requested, directly or by stage."""
         return bool(self.ranks) or self.stage is not None
 
     @property
-    def once(self) -> bool:
+    def deduplicates(self) -> bool:
         """Replicas are stored once, or linked."""
         return self.remove_redundancy or self.link_replicas
 
@@ -309,11 +310,13 @@ class Plan:
                 transfer.recipe.targets, transfer.route.writes, strict=True
             ):
                 if any(at.file in numbers for at in written):
-                    replica = transfer.route.reads[0].file if tensor.varies else None
-                    several = transfer.name in result or not tensor.spec.shape  # the chunks of a zarr array
-                    whole_or_part = Block.whole(tensor.spec.shape) if several else block
+                    source_file = transfer.route.reads[0].file if tensor.varies else None
+                    is_whole = (
+                        transfer.name in result or not tensor.spec.shape
+                    )  # several blocks are the chunks of a zarr array
+                    whole_or_part = Block.whole(tensor.spec.shape) if is_whole else block
                     result[transfer.name] = RankBlock(
-                        transfer.source_name, whole_or_part, transfer.target_dtype, replica
+                        transfer.source_name, whole_or_part, transfer.target_dtype, source_file
                     )
         return result
 
@@ -378,7 +381,9 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
         route = transfer.route
         if route not in blocks_by_route:
             block_digests = zip(_made_of(route, sources), route.writes, strict=True)
-            blocks_by_route[route] = [(at.file, at.number, block) for block, written in block_digests for at in written]
+            blocks_by_route[route] = [
+                (at.file, at.runs_index, block) for block, written in block_digests for at in written
+            ]
         header = repr((transfer.dtype.name, transfer.target_dtype.name, transfer.read_runs)).encode()
         in_files = [sha256(header + repr(runs).encode()).digest() for runs in transfer.write_runs]
         for number, runs, block in blocks_by_route[route]:

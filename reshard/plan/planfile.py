@@ -39,7 +39,7 @@ from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
 from reshard.readers.open import files_read
 from reshard.readers.reopen import reopen
-from reshard.source.checkpoint import Looked  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.source.checkpoint import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.source.headers import index_digests, pages_digest
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
@@ -99,7 +99,7 @@ class _PlanRecord:
     digest: str
     provenance: Provenance
     warnings: tuple[Line, ...]
-    looked: Looked | None
+    looked: SampleStats | None
     arrangement: ArrangementRecord | None
     files: _FilesRecord
     ranks: tuple[Count, ...] | None

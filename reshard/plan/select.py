@@ -84,7 +84,9 @@ def select(
     states = all_states(source, target)
     chosen = _chosen(source, selection, states)
     names_held = (*source.tensors, *(source.extras.objects if carries else ()))
-    new_names = selection.renamed([name for name in names_held if name in chosen], source.every, _before_rules(source))
+    new_names = selection.renamed(
+        [name for name in names_held if name in chosen], source.all_names, _before_rules(source)
+    )
     renamed = {name: new_names[name] for name in source.tensors if name in chosen}
     objects = {name: new_names.get(name, name) for name in source.extras.objects if name in chosen}
     faults = Faults(source.root)
@@ -103,7 +105,7 @@ def select(
                 hint = Text("to leave it out, give ", Option("drop", name))
                 faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=hint)
     if target is not None:
-        rename = Renaming(selection.name_map, set(source.every))
+        rename = Renaming(selection.name_map, set(source.all_names))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
         available = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
@@ -130,7 +132,7 @@ def select(
     omitted_states = [
         name for name in source.tensors if selection.weights_only and name in states and name not in chosen
     ]
-    left_out = tuple(name for name in source.every if name not in chosen)
+    left_out = tuple(name for name in source.all_names if name not in chosen)
     return Selected(
         tuple(kept),
         tuple(objects.items()),
@@ -148,8 +150,8 @@ def select_listed(source: Checkpoint, selection: Selection) -> tuple[dict[str, s
         UsageError: a pattern matches nothing, or not its number of names; names collide.
     """
     chosen = _chosen(source, selection, all_states(source, None))
-    renamed = selection.renamed([name for name in source.every if name in chosen], source.every)
-    return renamed, tuple(name for name in source.every if name not in chosen)
+    renamed = selection.renamed([name for name in source.all_names if name in chosen], source.all_names)
+    return renamed, tuple(name for name in source.all_names if name not in chosen)
 
 
 def _advice(target: Strategy | Arrangement | None, known: Collection[str], states: Collection[str]) -> str:
@@ -187,7 +189,7 @@ def has_no_place(source: Checkpoint, target: Strategy | Arrangement, name: str) 
 def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:
     """Check the patterns, and return the names that the selection chooses."""
     faults = Faults("selection")
-    source_names, before = source.every, _before_rules(source)
+    source_names, before = source.all_names, _before_rules(source)
     included = (
         _matched(source_names, selection.include, Option("include"), faults, before)
         if selection.include
@@ -206,7 +208,7 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
 
 def _before_rules(source: Checkpoint) -> Collection[str]:
     """Return the names that a source had before rules; empty if there are no rules."""
-    return source.origin.checkpoint.every if source.origin and source.origin.rules else ()
+    return source.origin.checkpoint.all_names if source.origin and source.origin.rules else ()
 
 
 def _matched(
@@ -258,8 +260,8 @@ def _in_message_order(source: Checkpoint, in_target: set[str]) -> list[str]:
     ordered: dict[str, None] = {}
     headers: set[int] = set()
     for file in reversed(source.files):
-        if file.index.header not in headers:  # ranks with equal headers share the header
-            headers.add(file.index.header)
+        if file.index.header_id not in headers:  # ranks with equal headers share the header
+            headers.add(file.index.header_id)
             ordered.update(dict.fromkeys(file.index.entries))
     ordered.update(dict.fromkeys(source.tensors))  # a file may have a block under another name
     tensors = [name for name in ordered if name in source.tensors]
@@ -278,4 +280,4 @@ def all_states(
         written: names in the target.
     """
     named = [strategy.tensors for strategy in (source.strategy, target) if strategy]
-    return optimizer_states(set().union(source.every, written, *named))
+    return optimizer_states(set().union(source.all_names, written, *named))

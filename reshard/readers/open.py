@@ -279,15 +279,15 @@ def _refuse_other_strategy(
         by_rule = next((name for name in wrong if name in ruled), None)
         option = Option("layout", by_rule, ruled[by_rule]) if by_rule else Option("strategy")
         raise SourceError(
-            f"{root} was written with another strategy, by its ledger",
+            f"{root} was written with another strategy, according to its ledger",
             code="strategy-mismatch",
-            facts=[f"it cuts {names(wrong, most=3)} otherwise"],
+            facts=[f"it cuts {names(wrong, most=3)} differently"],
             hint=Text("leave ", option, " out"),
         )
 
 
 def made_at(path: AnyName, *, mixed: bool = False, described: bool | None = None) -> Made | None:
-    """Return the provenance in a target's ledger, or None if it misses files there.
+    """Return the provenance in a target's ledger, or None if the target has files that it does not list.
 
     Args:
         path: the target.
@@ -427,7 +427,9 @@ def _read_undescribed(
     faults = Faults(str(root))
     for name, file_name in weight_map.items():
         if name not in entries_of[file_name]:
-            faults.add(f"tensor {name!r}", f"is not in {file_name}, as the index says", code="missing-tensor")
+            faults.add(
+                f"tensor {name!r}", f"is not in {file_name}, although the index lists it there", code="missing-tensor"
+            )
     replicas: dict[str, list[str]] = {}
     for file_name, entries in entries_of.items():
         for name in entries:

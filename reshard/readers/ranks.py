@@ -50,7 +50,7 @@ def lone_rank(
     if strategy is not None:
         if own_rank != rank and len(strategy.ranks) > 1:
             raise SourceError(
-                f"{path} is rank {own_rank} by its place, and would be taken for rank {rank}",
+                f"{path} is rank {own_rank} according to its path, and would be taken for rank {rank}",
                 code="one-rank",
                 hint=Text("open the directory above, with ", Option("partial"), " if other ranks are missing"),
             )
@@ -66,8 +66,8 @@ def lone_rank(
     elif siblings:
         lies = f"{ranks_text(siblings)} {'lies' if len(siblings) == 1 else 'lie'}"
         reason = Text(
-            f"{path}: is of rank {own_rank} by its place, and {lies} next to it; expected whole tensors, found its "
-            "blocks, or replicas if none is cut; open the directory above with ",
+            f"{path}: is of rank {own_rank} according to its path, and {lies} next to it; expected whole tensors, "
+            "found its blocks, or replicas if none is cut; open the directory above with ",
             Option("strategy"),
         )
     elif alone:
@@ -82,7 +82,9 @@ def lone_rank(
         )
     else:
         if own_rank:
-            warnings.append(f"{path}: is of rank {own_rank} by its place; its tensors are taken for whole ones")
+            warnings.append(
+                f"{path}: is of rank {own_rank} according to its path; its tensors are taken for whole ones"
+            )
         return ""
     advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
     warnings.append(advised)

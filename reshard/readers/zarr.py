@@ -113,7 +113,7 @@ class _Store:
             name: Entry(tensor.spec.dtype, tensor.spec.shape, (), tensor.text) for name, tensor in ordered.items()
         }
         notes = tuple(strings(self.notes.get("notes", {}), self.base).items())
-        self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header=1))
+        self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header_id=1))
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
             coding=Decoding(self.units, self.held_bytes, self.opening_bytes) if self.units else None,

@@ -3,9 +3,9 @@
 Its tensors are blocks of the source's files.
 
 1. Names are matched first (`matching`).
-2. Each rule and its shapes make an equation; shapes that do not fit are faults, and all are reported at once.
-3. The blocks of a tensor that is split become blocks of its parts, or the other way round. Only samples are read: of
-   padding that is left out, and of tensors that are merged into one.
+2. Each rule and its shapes make a `FusedLayout`; shapes that do not fit are faults, and all are reported at once.
+3. The blocks of a tensor that is split become blocks of its parts, or the other way round. Contents are read only to
+   check padding that is left out and tensors that are tied: small ones whole, else samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.layout.block import shape_text
-from reshard.rules.equation import indices, of_fused, of_parts, pieces, placed, zeros
+from reshard.rules.fused_layout import indices, of_fused, of_parts, pieces, placed, zeros
 from reshard.rules.matching import match_names
 from reshard.rules.numbers import numbers_in, read_config
 from reshard.rules.patterns import SCALES, STEP, Family
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.layout.block import Block, Shape
-    from reshard.rules.equation import Equation
+    from reshard.rules.fused_layout import FusedLayout
     from reshard.rules.matching import Bound, Use
     from reshard.rules.rule import Rule
     from reshard.rules.rules import Rules
@@ -50,14 +50,14 @@ class Fused(NamedTuple):
         name: its name.
         dtype: the name of its dtype.
         use: the application of its rule.
-        equation: the equation of the tensor and its parts.
+        layout: how its parts make it up.
         parts: the names of its parts.
     """
 
     name: str
     dtype: str
     use: Use
-    equation: Equation
+    layout: FusedLayout
     parts: tuple[str, ...]
 
 
@@ -84,9 +84,9 @@ class Derived(NamedTuple):
 
 
 def derive(source: Checkpoint, rules: Rules) -> Derived:
-    """Apply rules to a checkpoint, reading only samples of its contents.
+    """Apply rules to a checkpoint.
 
-    Samples are read of padding, and of tensors that are merged into one.
+    Contents are read only to check padding that is left out and tensors that are tied: small ones whole, else samples.
 
     Args:
         source: the checkpoint.
@@ -149,13 +149,11 @@ class _Deriving:
         self.faults.raise_if_any(SourceError)
         self._check_numbers(matches.uses)
         for contents, padded in self.padding.items():
-            self.warnings.append(f"rows of padding are left out of {names(padded)}: {contents}, as far as was looked")
+            self.warnings.append(f"rows of padding are left out of {names(padded)}; {contents}")
         sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
         left_out = frozenset({*matches.dropped, *self.source.extras.objects})
         if lost := [*matches.dropped, *self.source.extras.objects, *self.source.extras.beside]:
-            self.warnings.append(
-                f"left out by {self.rules.root}, as rules are of tensors that they name: {names(lost)}"
-            )
+            self.warnings.append(f"left out by {self.rules.root} (mapped to null, or not a tensor): {names(lost)}")
         before = self.opened.origin
         origin = Origin(
             self.opened.opened.without(self.opened.left_out), self.rules, left_out, self.opened.lora,
@@ -174,7 +172,7 @@ class _Deriving:
 
     def _check_numbers(self, uses: Sequence[Use]) -> None:
         """Check that no tensor is lost, by the ranges of words and the layer count."""
-        source = {*self.source.every, *self.source.left_out}
+        source = {*self.source.all_names, *self.source.left_out}
         sides = (source, self.tensors) if self.side == 0 else (self.tensors, source)
         for rule_path, lost in self.ranges.lost(sides, self.side):
             self.faults.add(rule_path, lost)
@@ -220,8 +218,8 @@ class _Deriving:
         counts = self._counts(rule)
         if rule.by and None in counts.values():
             raise SourceError(
-                "is a single number that several tensors get", code="unknown-count",
-                hint=f"say in by how many {names(counts)} there are",
+                "is one scalar for several tensors", code="unknown-count",
+                hint=f"give the counts of {names(counts)} in `by`",
             )  # fmt: skip
         _check_count(prod(count or 0 for count in counts.values()) * len(rule.parts))
         for index in product(*(range(count or 0) for count in counts.values())):
@@ -235,7 +233,7 @@ class _Deriving:
 
         A warning says so if only samples were compared.
         """
-        from reshard.rules.look import WHOLE_BYTES, equal  # not on every start: it brings numpy
+        from reshard.rules.look import WHOLE_BYTES, equal  # imported late because it imports numpy
 
         for name in rest:
             if not equal(self.source, first, name):
@@ -277,34 +275,35 @@ class _Deriving:
         counts = self._counts(rule)
         self._check_scales(use, [name], list(counts.values()))
         cut = rule.cut(self.rules.numbers, scale=self._scale(use))
-        equation = of_fused(
+        layout = of_fused(
             tensor.spec.shape, len(rule.parts), cut, list(counts.values()), flat=rule.flat, transposed=rule.transposed
         )
-        _check_count(prod(equation.front) * len(equation.parts))
-        if equation.padding:
-            self._look_at_padding(tensor, equation, equation.padding)
+        _check_count(prod(layout.front) * len(layout.parts))
+        if layout.padding:
+            self._check_padding(tensor, layout, layout.padding)
         shards_of_part: dict[tuple[Shape, int], list[Shard]] = {
-            (index, part): [] for index in product(*map(range, equation.front)) for part in range(len(equation.parts))
+            (index, part): [] for index in product(*map(range, layout.front)) for part in range(len(layout.parts))
         }
-        for shard in shards_in(tensor, (*equation.front, *equation.space)):
-            for index, part, piece in pieces(equation, shard, tensor.spec.dtype.itemsize):
+        for shard in shards_in(tensor, (*layout.front, *layout.space)):
+            for index, part, piece in pieces(layout, shard, tensor.spec.dtype.itemsize):
                 shards_of_part[index, part].append(piece)
         before = len(use.targets)
         for (index, number), shards in shards_of_part.items():
-            box = equation.parts[number]
+            box = layout.parts[number]
             spec = TensorSpec("", tensor.spec.dtype, box.shape)
             words = {**bound, **dict(zip(counts, index, strict=True))}
             self._add_part(use, number, words, self.shared.tensor(spec, shards, space=box.space))
-        self.fused[name] = Fused(name, tensor.spec.dtype.name, use, equation, tuple(use.targets[before:]))
+        self.fused[name] = Fused(name, tensor.spec.dtype.name, use, layout, tuple(use.targets[before:]))
 
-    def _look_at_padding(self, tensor: Tensor, equation: Equation, padding: Block) -> None:
+    def _check_padding(self, tensor: Tensor, layout: FusedLayout, padding: Block) -> None:
         """Check whether the padding that is left out is zero, if it is contiguous."""
-        from reshard.rules.look import is_zero  # not on every start: it brings numpy
+        from reshard.rules.look import is_zero  # imported late because it imports numpy
 
-        contents = "not looked at"
-        if not any(padding.start[1:]) and not equation.front:
+        contents = "they were not checked"
+        if not any(padding.start[1:]) and not layout.front:
             first = prod(tensor.spec.shape) - padding.size
-            contents = "zeros" if is_zero(self.source, tensor, first, padding.size) else "not zeros"
+            is_zeros = is_zero(self.source, tensor, first, padding.size)
+            contents = "those checked are zeros" if is_zeros else "some are not zeros"
         self.padding.setdefault(contents, []).append(tensor.spec.name)
 
     def _join(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
@@ -353,17 +352,17 @@ class _Deriving:
                 raise SourceError(f"mixes shapes of {pattern.text}: {mixed}; expected one", code="wrong-shape")
         self._check_scales(use, [sources[key] for key in expected_keys[: len(rule.parts)]], front)
         cut = rule.cut(self.rules.numbers, scale=self._scale(use))
-        equation = of_parts([shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed)
+        layout = of_parts([shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed)
         dtype = specs[0].dtype
         shards: list[Shard] = []
         for (index, number), spec in zip(expected_keys, specs, strict=True):
-            shards += placed(self.source.tensors[spec.name], index, equation.parts[number])
-        if equation.padding:
-            shards += [zeros(equation.padding, index) for index in product(*map(range, front))]
+            shards += placed(self.source.tensors[spec.name], index, layout.parts[number])
+        if layout.padding:
+            shards += [zeros(layout.padding, index) for index in product(*map(range, front))]
         new = rule.fused.write(bound)
-        spec = TensorSpec(use.family.of(new), dtype, equation.shape)
-        self._add(use, new, self.shared.tensor(spec, shards, space=(*equation.front, *equation.space)))
-        self.fused[spec.name] = Fused(spec.name, dtype.name, use, equation, tuple(members))
+        spec = TensorSpec(use.family.of(new), dtype, layout.shape)
+        self._add(use, new, self.shared.tensor(spec, shards, space=(*layout.front, *layout.space)))
+        self.fused[spec.name] = Fused(spec.name, dtype.name, use, layout, tuple(members))
 
     def _check_scales(self, use: Use, scales: Sequence[str], front: Sequence[int | None]) -> None:
         """Check that no cut divides a block of quantised weights that share a scale.
@@ -392,13 +391,13 @@ class _Deriving:
         cut = rule.cut(self.rules.numbers)
         options = {"flat": rule.flat, "transposed": rule.transposed}
         if self.side == rule.fused_side:
-            equation = of_fused(shapes[0], len(rule.parts), cut, front, **options)
+            layout = of_fused(shapes[0], len(rule.parts), cut, front, **options)
         else:
-            equation = of_parts(shapes, cut, tuple(count or 0 for count in front), **options)
-        last = sum(equation.axes[: cut.axis % len(equation.axes) + 1]) - 1  # the last finer axis of the one that is cut
-        rows = [part.region.start[last] for part in equation.parts]
-        rows += [equation.space[last]] if equation.axes[cut.axis % len(equation.axes)] > 1 else []
-        rows += [prod(equation.space[: equation.axes[0]])] if rule.flat and prod(equation.front) > 1 else []
+            layout = of_parts(shapes, cut, tuple(count or 0 for count in front), **options)
+        last = sum(layout.axes[: cut.axis % len(layout.axes) + 1]) - 1  # the last finer axis of the one that is cut
+        rows = [part.region.start[last] for part in layout.parts]
+        rows += [layout.space[last]] if layout.axes[cut.axis % len(layout.axes)] > 1 else []
+        rows += [prod(layout.space[: layout.axes[0]])] if rule.flat and prod(layout.front) > 1 else []
         if wrong := [row for row in rows if row % block]:
             raise SourceError(
                 f"is cut at row {wrong[0]} of the weights; a scale covers {block} rows", code="not-divisible"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, UsageError, names
-from reshard.rules.equation import AxisCut
+from reshard.rules.fused_layout import AxisCut
 from reshard.rules.patterns import Pattern
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Rule:
         fused: the name of the fused tensor.
         verb: the operation; a key of `_OPTIONS`.
         axis: the axis that is cut.
-        sizes, groups, halves, size, padded, multiple: see `equation.AxisCut`; numbers or expressions, as in the file.
+        sizes, groups, halves, size, padded, multiple: as in `fused_layout.AxisCut`, but numbers or expressions.
         by: the words that become axes in front, each with its count, if the file has it.
         flat: the axes in front and the first dimension are one.
         transposed: the last two dimensions of the parts are swapped.
@@ -72,7 +72,7 @@ class Rule:
         return (self.fused,) if side == self.fused_side else self.parts
 
     def cut(self, numbers: Numbers, *, scale: int = 1) -> AxisCut:
-        """Evaluate the numbers of the cut; None if the shapes have to tell.
+        """Evaluate the numbers of the cut; None where the value follows from the shapes.
 
         Args:
             numbers: the values of words.
@@ -230,10 +230,10 @@ def _check_options(rule: Rule) -> None:
     count, sizes = len(rule.parts), rule.sizes
     if rule.verb == "interleave" and count == 1 and not rule.halves:
         raise UsageError(
-            "interleaves one part", code="missing-option", hint="say with halves how many pieces a group has"
+            "interleaves one part", code="missing-option", hint="set `halves` to the number of pieces of a group"
         )
     if rule.halves and rule.groups is None:
-        raise UsageError("has halves without groups", code="missing-option", hint="say with groups how many there are")
+        raise UsageError("has halves without groups", code="missing-option", hint="set `groups` to their number")
     if rule.halves and count > 1:
         raise UsageError("has both halves and several parts", code="conflicting-options")
     if rule.verb not in {"concat", "interleave", "tie"} and count > 1:
@@ -255,9 +255,9 @@ def _check_words(rule: Rule) -> None:
     """
     by, fused_words = {word for word, _ in rule.by}, set(rule.fused.words)
     if rule.verb == "stack" and not by:
-        raise UsageError("stacks without by", code="missing-option", hint="say with by which numbers become axes")
+        raise UsageError("stacks without by", code="missing-option", hint="name in `by` the words that become axes")
     if rule.flat and not by:
-        raise UsageError("is flat without by", code="missing-option", hint="say with by which numbers become rows")
+        raise UsageError("is flat without by", code="missing-option", hint="name in `by` the words that become rows")
     if by & fused_words:
         raise UsageError(
             f"has {names(sorted(by & fused_words))} both in by and in the name of what is made",
@@ -267,5 +267,5 @@ def _check_words(rule: Rule) -> None:
         if alone := (set(part.words) ^ fused_words) - by or by - set(part.words):
             raise UsageError(
                 f"has {names(sorted(alone))} in one name but not in the other", code="unmatched-word",
-                hint="name in by what becomes an axis",
+                hint="name in `by` the words that become axes",
             )  # fmt: skip

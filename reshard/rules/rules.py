@@ -24,16 +24,18 @@
       - hf: "*.rotary_emb.inv_freq"     # has no counterpart
         mcore: null
 
-`{layer}` matches a number, `*` one dotted part of a name. One side of a rule has a fused tensor and a verb: `rename`,
-`stack`, `concat`, `interleave`, `transpose`, `pad` or `tie`. Each verb takes the options `by` (numbers that become axes
-in front: a word, a list of words, or words with counts), `flat: true` (these axes and the first one are one), and
-`transposed: true` (the last two axes of the parts are swapped). If several rules match a name, the one with the fewest
-words and stars is used: a rule for layer 61 wins over a rule for every `{layer}`.
+A placeholder `{layer}` (called a word below) matches a number, `*` one dotted part of a name; keys of `let` are
+constants. One side of a rule has a fused tensor and a verb: `rename`, `stack`, `concat`, `interleave`, `transpose`,
+`pad` or `tie`. Each verb takes the options `by` (numbers that become axes in front: a word, a list of words, or words
+with counts), `flat: true` (these axes and the first one are one), and `transposed: true` (the last two axes of the
+parts are swapped). If several rules match a name, the one with the fewest words and stars is used: a rule for layer 61
+wins over a rule for every `{layer}`.
 
-Without `sizes` the parts of `concat` and `interleave` are equal; unequal ones are refused. A word has one range in the
-whole file, so that a missing tensor of one layer is noticed, even if its rule is `optional`. Layers of two kinds have
-two words: `{dense}` and `{moe}`, in addition to `{layer}` for tensors of all layers. If the model's `config.json` is
-known, the number of layers is its `num_hidden_layers`.
+Without `sizes` the parts of `concat` and `interleave` must be equal; to split more than two, `sizes` is required
+(except for `interleave` without `groups`). A word has one range in the whole file, so that a missing tensor of one
+layer is noticed, even if its rule is `optional`. Layers of two kinds have two words: `{dense}` and `{moe}`, in addition
+to `{layer}` for tensors of all layers. If the model's `config.json` is known, the number of layers is its
+`num_hidden_layers`.
 
 Rules for some models are in `examples`; use them by name, such as `llama-hf-mcore`.
 """
@@ -181,7 +183,7 @@ class Rules:
             return self.sides.index(self.source)
         counts = self._matches(source.tensors)
         if not any(counts):  # no weights match; the weights of optimizer states have several possible names
-            states = optimizer_states(source.every)
+            states = optimizer_states(source.all_names)
             counts = self._matches(weight for name in source.tensors for _, weight in families(name, states))
         if not any(counts):
             patterns = names((rule.side(rule.fused_side)[0].text for rule in self.rules), most=3)

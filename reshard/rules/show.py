@@ -108,26 +108,26 @@ def fusion_of(derived: Derived, name: str) -> Fusion:
             f"the rules neither fuse nor split {name!r} in {derived.checkpoint.root}", code="no-match",
             facts=[f"{name!r} {no_match(name, tensors)}"],
         )  # fmt: skip
-    equation, rule = fused.equation, fused.use.rule
+    layout, rule = fused.layout, fused.use.rule
     bands = list(_bands(fused))
-    axis = rule.axis if rule.axis >= 0 else rule.axis + len(equation.axes)
-    rows = equation.shape[axis + (0 if equation.flat else len(equation.front))] if equation.axes else 1
-    rows //= prod(equation.front) if equation.flat and axis == 0 else 1
+    axis = rule.axis if rule.axis >= 0 else rule.axis + len(layout.axes)
+    rows = layout.shape[axis + (0 if layout.flat else len(layout.front))] if layout.axes else 1
+    rows //= prod(layout.front) if layout.flat and axis == 0 else 1
     return Fusion(
-        fused.name, equation.shape, fused.dtype, rule.verb,
+        fused.name, layout.shape, fused.dtype, rule.verb,
         tuple(fused.use.family.of(pattern.text) for pattern in rule.parts),
-        tuple(part.shape for part in equation.parts), axis, rows, tuple(bands), rule.transposed,
+        tuple(part.shape for part in layout.parts), axis, rows, tuple(bands), rule.transposed,
     )  # fmt: skip
 
 
 def _bands(fused: Fused) -> Iterator[RowBand]:
     """Yield the rows of a fused tensor in ascending order."""
-    equation = fused.equation
-    axis = fused.use.rule.axis % max(len(equation.axes), 1)
-    if not equation.axes or (len(equation.parts) == 1 and equation.axes[axis] == 1 and not equation.padding):
+    layout = fused.layout
+    axis = fused.use.rule.axis % max(len(layout.axes), 1)
+    if not layout.axes or (len(layout.parts) == 1 and layout.axes[axis] == 1 and not layout.padding):
         return
-    at, count = sum(equation.axes[:axis]), equation.axes[axis]
-    extents = equation.space[at : at + count]
+    at, count = sum(layout.axes[:axis]), layout.axes[axis]
+    extents = layout.space[at : at + count]
     if count == 3:
         groups, within, pieces = extents
         for number in range(groups * pieces):
@@ -135,7 +135,7 @@ def _bands(fused: Fused) -> Iterator[RowBand]:
             yield RowBand(start + number % pieces, start + within * pieces, 0, number * within, pieces)
         return
     groups = extents[0] if count > 1 else 1
-    spans = [(part.region.start[at + count - 1], part.region.stop[at + count - 1]) for part in equation.parts]
+    spans = [(part.region.start[at + count - 1], part.region.stop[at + count - 1]) for part in layout.parts]
     if groups > 1 and len(spans) == extents[-1]:  # row by row
         yield from (
             RowBand(start, groups * len(spans), number, 0, len(spans)) for number, (start, _) in enumerate(spans)
@@ -144,8 +144,8 @@ def _bands(fused: Fused) -> Iterator[RowBand]:
     for group in range(groups):
         for number, (start, stop) in enumerate(spans):
             yield RowBand(group * extents[-1] + start, group * extents[-1] + stop, number, group * (stop - start))
-        if equation.padding:
-            yield RowBand(equation.padding.start[at], equation.padding.stop[at], -1, 0)
+        if layout.padding:
+            yield RowBand(layout.padding.start[at], layout.padding.stop[at], -1, 0)
 
 
 def table(derived: Derived) -> list[tuple[str, str, int, str, int, str]]:

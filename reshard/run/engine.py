@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.entries import ranges, wants
 from reshard.layout.strided import Ahead
-from reshard.plan.bands import AHEAD, VIEWS, alike, cut, elements_of, is_whole, views_of
+from reshard.plan.bands import AHEAD, VIEWS, cut, elements_of, is_whole, runs_of_equal_parts, views_of
 from reshard.storage.crc import crc32, crc32c
 from reshard.storage.handles import thread
 from reshard.storage.places import in_batches
@@ -69,7 +69,7 @@ class BandWrite(NamedTuple):
         target: the number of the block.
         first: the offset in the block, in elements.
         content: the elements: a part of the read buffer, or the buffer in which columns are gathered.
-        copies: pairs of a destination and a source view to copy for that, in the order of the columns.
+        copies: pairs of a destination and a source view to copy when gathering, in the order of the columns.
     """
 
     target: int
@@ -77,7 +77,7 @@ class BandWrite(NamedTuple):
     content: memoryview
     copies: Sequence[tuple[Array, Array]]
 
-    def gathered(self) -> memoryview:
+    def gather_columns(self) -> memoryview:
         """Gather the columns of a read band; the result is valid until the next call."""
         for target, source in self.copies:
             target[...] = source
@@ -102,14 +102,14 @@ class _Buffers(threading.local):
 
     Attributes:
         read: the bytes that are read for a band.
-        gather: the gathered columns of one target block.
+        gather_buffer: the gathered columns of one target block.
         cast: these elements in another dtype.
         ahead: reads strided source blocks.
         copies: reads strided copies that are compared with the source blocks.
     """
 
     def __init__(self) -> None:
-        self.read = self.gather = self.cast = memoryview(b"")
+        self.read = self.gather_buffer = self.cast = memoryview(b"")
         self.ahead, self.copies = Ahead(_memory), Ahead(_memory)
         self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
         self._views = 0
@@ -141,7 +141,7 @@ class _Buffers(threading.local):
         if len(self.read) < nbytes:
             self._bands.clear()  # their views would keep the old, smaller buffers alive
             self._views = 0
-            self.read, self.gather = _memory(nbytes), _memory(nbytes)
+            self.read, self.gather_buffer = _memory(nbytes), _memory(nbytes)
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -181,7 +181,7 @@ class BandReader:
 
         Args:
             pieces: the rows to read.
-            in_order: read in the order of the target blocks; otherwise every thread starts at a different row.
+            in_order: read in the order of the target blocks; otherwise half of the threads start at the middle band.
             check: called before each band; raises if the work is cancelled.
 
         Raises:
@@ -189,21 +189,21 @@ class BandReader:
         """
         for number, band in in_batches(self.bands(pieces, in_order=in_order)):
             check()
-            self.gather(number, band)
+            self.read_strided_blocks(number, band)
             for write in band.writes:
-                yield BandOutput(number, write.target, write.first, write.gathered())
+                yield BandOutput(number, write.target, write.first, write.gather_columns())
 
     def bands(
         self, pieces: Iterable[Piece], *, in_order: bool = False
     ) -> Iterator[tuple[tuple[int, Band], ReadStore, list[Want]]]:
         """Yield the bands of pieces, each with its transfer number, store and read requests.
 
-        Once the requests are complete, `gather` reads the strided blocks.
+        Once the requests are complete, `read_strided_blocks` reads the strided blocks.
         """
         for piece in pieces:
             transfer = self._transfers[piece.transfer]
             sources = [(self._paths[at.file], at.runs) for at in transfer.reads]
-            strided = frozenset(number for number, at in enumerate(transfer.reads) if at.is_apart)
+            strided = frozenset(number for number, at in enumerate(transfer.reads) if at.is_indirect)
             row = prod(transfer.recipe.shape[transfer.axis + 1 :]) * transfer.dtype.itemsize
             self._strided[piece.transfer] = strided, (piece.stop - piece.start) * row
             for band in _buffers.bands(piece, transfer, self._band_bytes, in_order=in_order or bool(strided)):
@@ -214,7 +214,7 @@ class BandReader:
                     self.nbytes += len(view)
                 yield (piece.transfer, band), self._store, requests
 
-    def gather(self, number: int, band: Band) -> None:
+    def read_strided_blocks(self, number: int, band: Band) -> None:
         """Read the strided source blocks of a band, and fill blocks that are all zeros."""
         strided, nbytes = self._strided[number]
         if strided:
@@ -246,7 +246,7 @@ def read_block(
     if not extent.runs:
         view[:] = bytes(len(view))
         return
-    import numpy as np  # seldom
+    import numpy as np  # rarely needed
 
     def read(offset: int, buffer: memoryview) -> None:
         store.read(wants(paths[extent.file], extent.runs, offset, buffer))
@@ -281,7 +281,7 @@ def copies_ahead() -> Ahead:
 def scratch(nbytes: int) -> memoryview:
     """Return the gather buffer of this thread, to read other data into."""
     _buffers.reserve(nbytes)
-    return _buffers.gather[:nbytes]
+    return _buffers.gather_buffer[:nbytes]
 
 
 def _turned(items: list[Any]) -> list[Any]:
@@ -317,9 +317,9 @@ def _writes(
         row = prod(columns.target_shapes[number])
         first = segment.target_offsets[number] + (start - segment.start) * row
         if is_whole(columns.parts[number]):
-            yield BandWrite(columns.targets[number], first, reads[columns.parts[number][0].read].view, ())
+            yield BandWrite(columns.targets[number], first, reads[columns.parts[number][0].source].view, ())
         else:
-            content = _buffers.gather[: rows * row * transfer.dtype.itemsize]
+            content = _buffers.gather_buffer[: rows * row * transfer.dtype.itemsize]
             copies = _copies(parts, number, transfer, read_bytes, content)
             yield BandWrite(columns.targets[number], first, content, copies)
 
@@ -336,11 +336,11 @@ def _copies(
     gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
     copies = []
     begin = done = 0  # offsets in the elements that were read, and in the rows
-    for columns, rows in alike(parts, number):
+    for columns, rows in runs_of_equal_parts(parts, number):
         starts = list(accumulate((rows * prod(shape) for shape in columns.source_shapes), initial=begin))
-        for read, source_index, target_index in columns.parts[number]:
-            block = elements[starts[read] : starts[read + 1]].reshape(rows, *columns.source_shapes[read])
-            copies.append((gathered[done : done + rows][target_index or ...], block[source_index or ...]))
+        for source, source_slices, target_slices in columns.parts[number]:
+            block = elements[starts[source] : starts[source + 1]].reshape(rows, *columns.source_shapes[source])
+            copies.append((gathered[done : done + rows][target_slices or ...], block[source_slices or ...]))
         begin = starts[-1]
         done += rows
     return copies
@@ -350,16 +350,16 @@ class Moved(NamedTuple):
     """The amount and the ranges of contents that a task moved.
 
     Attributes:
-        read, written: bytes of contents.
-        wrote: five numbers for each range that was written: the transfer, the target block, the offset of the range in
-            the contents of the block, its bytes and their CRC-32C. Empty if no sums are requested.
-        crcs: the same, with CRC-32 sums.
+        bytes_read, bytes_written: bytes of contents.
+        crc32c_ranges: five numbers for each range that was written: the transfer, the target block, the offset of the
+            range in the contents of the block, its bytes and their CRC-32C. Empty if no sums are requested.
+        crc32_ranges: the same, with CRC-32 sums.
     """
 
-    read: int
-    written: int
-    wrote: array[int]
-    crcs: array[int]
+    bytes_read: int
+    bytes_written: int
+    crc32c_ranges: array[int]
+    crc32_ranges: array[int]
 
 
 def move_pieces(
@@ -392,9 +392,9 @@ def move_pieces(
         SourceError: a source file ends early or cannot be read.
         TargetError, BudgetError: a target file cannot be written.
     """
-    written = 0
-    wrote, summed = _RangeSums(crc32c), _RangeSums(crc32)
-    sums = [summing for summing, is_requested in ((wrote, checksums), (summed, crcs)) if is_requested]
+    bytes_written = 0
+    crc32c_sums, crc32_sums = _RangeSums(crc32c), _RangeSums(crc32)
+    sums = [summing for summing, is_requested in ((crc32c_sums, checksums), (crc32_sums, crcs)) if is_requested]
     reader = BandReader(plan.transfers, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
@@ -407,7 +407,7 @@ def move_pieces(
         content = cast(elements, transfer.dtype, transfer.target_dtype)
         begin = first * transfer.target_dtype.itemsize
         for file, runs in targets[target]:
-            written += len(content)
+            bytes_written += len(content)
             if len(runs) == 1:
                 writer.write_at(file, runs[0][0] + begin, content)
                 continue
@@ -416,7 +416,7 @@ def move_pieces(
         if targets[target]:
             for summing in sums:
                 summing.add(number, target, targets[target][0][1], begin, content)
-    return Moved(reader.nbytes, written, wrote.ranges(), summed.ranges())
+    return Moved(reader.nbytes, bytes_written, crc32c_sums.ranges(), crc32_sums.ranges())
 
 
 class _RangeSums:
@@ -443,7 +443,7 @@ class _RangeSums:
             self._last[transfer, target] = [begin, len(content), self._extend(content, 0)]
 
     def ranges(self) -> array[int]:
-        """Return the ranges so far, in the format of `Moved.wrote`."""
+        """Return the ranges so far, in the format of `Moved.crc32c_ranges`."""
         for key, last in self._last.items():
             self._complete.extend((*key, *last))
         self._last = {}

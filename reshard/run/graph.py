@@ -8,8 +8,8 @@ read from the first byte to the last, which suits the read-ahead of the kernel.
 A cluster that loses a worker repeats its tasks on another worker, including tasks whose receipts the lost one held. So
 working tasks are idempotent, and may even run twice at the same time: creating a file keeps its contents, and the same
 bytes go to the same offsets. Naming a file is not idempotent, since a file without its contents would be created again;
-so naming begins only when nothing but the receipts of all work can be lost, and `run` does it itself. At URLs a task
-names its files: if it is repeated, the new file replaces the old one as a whole.
+so naming begins only after all working tasks have returned their receipts; `run` does it in its own process, not on
+workers. At URLs a task names its files: if it is repeated, the new file replaces the old one as a whole.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def kinds(self) -> dict[str, int]:
         """Return the number of tasks by kind.
 
-        Kinds are `create` and `transfer`, or `files` if tasks write whole files; `check`; `close` and `last`, which
+        Kinds are `create` and `move`, or `files` if tasks write whole files; `check`; `close` and `last`, which
         complete files; `commit`, `link` and `index`, which give them their names.
         """
         matches = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
@@ -284,8 +284,8 @@ def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float)
     """Add the receipts of a computed graph to an empty report."""
     receipts = tuple(results[0])
     return empty._replace(
-        bytes_read=sum(receipt.read for receipt in receipts),
-        bytes_written=sum(receipt.written for receipt in receipts),
+        bytes_read=sum(receipt.bytes_read for receipt in receipts),
+        bytes_written=sum(receipt.bytes_written for receipt in receipts),
         seconds=time.time() - began,
         receipts=receipts,
     )

@@ -347,7 +347,7 @@ def in_files(plan: Plan, wrote: Sequence[int]) -> dict[int, list[Range]]:
         number, target, begin, nbytes, crc = wrote[start : start + 5]
         transfer = plan.transfers[number]
         for replica in transfer.route.writes[target]:
-            for offset, _, _ in ranges(transfer.write_runs[replica.number], begin, nbytes):
+            for offset, _, _ in ranges(transfer.write_runs[replica.runs_index], begin, nbytes):
                 by_file.setdefault(replica.file, []).append((offset, nbytes, crc))
     return by_file
 

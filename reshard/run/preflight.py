@@ -172,10 +172,10 @@ def is_unnoted(planned: Planned, record: Record, state: State | None, *, early: 
     return planned.is_link or (early and state != record.replaces and state[0] == record.size)
 
 
-def of(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
+def files_with(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
     """Return the files that have one of the given actions.
 
-    >>> of({"a": Fate(Do.KEEP), "b": Fate(Do.MAKE)}, Do.MAKE)
+    >>> files_with({"a": Fate(Do.KEEP), "b": Fate(Do.MAKE)}, Do.MAKE)
     ['b']
     """
     return [file for file, decision in fates.items() if decision.do in actions]
@@ -396,7 +396,7 @@ def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str]
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
     policy = Policy(changes_digest(plan), not can(root).positioned, options.overwrite, options.restart)
     decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
-    return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in of(decisions, Do.RESUME)))
+    return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in files_with(decisions, Do.RESUME)))
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
@@ -414,7 +414,7 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
             raise ChangedError(
                 f"{file.path} is gone since it was opened", code="source-gone", facts=[str(error)], hint="start again"
             ) from None
-        if not status.is_still(file.status):
+        if not status.is_unchanged_since(file.status):
             only = status[:2] == file.status[:2]
             facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
             raise ChangedError(
@@ -441,7 +441,7 @@ def changed_sources(plan: Plan) -> dict[int, Status | None]:
             return files[number].status
 
     statuses = zip(plan.read_files(), _of_sources(plan, status), strict=True)
-    return {number: now for number, now in statuses if now is None or not now.is_still(files[number].status)}
+    return {number: now for number, now in statuses if now is None or not now.is_unchanged_since(files[number].status)}
 
 
 def _of_sources(plan: Plan, function: Callable[[int], T]) -> Iterable[T]:

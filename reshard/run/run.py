@@ -134,7 +134,7 @@ class _Reporter:
 
     def add(self, receipt: Receipt) -> None:
         self.session.note(receipt)
-        self.written += receipt.written
+        self.written += receipt.bytes_written
         self._tell()
 
     def _tell(self) -> None:

@@ -26,8 +26,8 @@ from reshard.run.preflight import (
     Do,
     Policy,
     fates,
+    files_with,
     is_unnoted,
-    of,
     planned_files,
     seen_files,
     states_of,
@@ -111,7 +111,7 @@ class Session:
             BudgetError: the disk has no space for the remaining files.
         """
         self._root, self._options, ledger = root, options, options.ledger
-        self._early = not can(root).positioned
+        self._named_early = not can(root).positioned  # URLs: a file gets its name as soon as it is complete
         self._older = older or {}
         self.removed: tuple[str, ...] = ()
         if ledger and plan.exclusive:
@@ -129,7 +129,7 @@ class Session:
             records = self.ledger.load(self._paths)
             self._existing = seen_files(plan, root, records, self._paths if options.starts_over else records)
             replaces = options.overwrite or (options.restart and not ledger)
-            policy = Policy(sources, self._early, replaces, options.restart)
+            policy = Policy(sources, self._named_early, replaces, options.restart)
             self._fates = fates(self._planned, self._existing, policy)
             self._refuse()
             finished = self._numbers(Do.KEEP)
@@ -148,7 +148,7 @@ class Session:
             self._begin(good)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                error.add_note("nothing is written yet but what an earlier run left; the same command resumes")
+                error.add_note("this run wrote nothing; files of an earlier run are kept; the same command resumes")
             self.ledger.release()
             raise
         self.resumed = 0 if self.plan is plan else plan.stats.bytes_written - bytes_left(self.plan)
@@ -158,9 +158,9 @@ class Session:
 
     def note(self, receipt: Receipt) -> None:
         """Collect the ranges that a task wrote, and the files that it completed."""
-        for file, written in in_files(self.plan, receipt.wrote).items():
+        for file, written in in_files(self.plan, receipt.crc32c_ranges).items():
             self._pending.setdefault(file, array("Q")).extend(number for span in written for number in span)
-        for file, offset, nbytes, crc in zip(*(receipt.ranges[n::4] for n in range(4)), strict=True):
+        for file, offset, nbytes, crc in zip(*(receipt.file_ranges[n::4] for n in range(4)), strict=True):
             self._pending.setdefault(file, array("Q")).extend((offset, nbytes, crc))
         self._completed.update((number, (size, time)) for number, size, time in receipt.ready)
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
@@ -168,7 +168,7 @@ class Session:
 
     def flush(self, *, durable: bool = False) -> None:
         """Write the collected ranges and states to the ledger; sync it if `durable`."""
-        boot = "" if self._options.fsync or self._early else boot_id()  # at a URL a complete file is durable
+        boot = "" if self._options.fsync or self._named_early else boot_id()  # at a URL a complete file is durable
         records = {}
         for number in {**self._pending, **self._completed}:
             wrote, ready = self._pending.get(number, array("Q")), self._completed.get(number)
@@ -192,7 +192,7 @@ class Session:
             self.ledger.removed({self._older[path].file for path in self.removed})
 
     def finished(self) -> None:
-        """Close the ledger; move or remove it if the directory may have no other files."""
+        """Write the last records; move or remove the ledger if the target directory may not hold it."""
         self.flush()
         if self._whole.exclusive:
             self.ledger.move(f"{self._root}.reshard")
@@ -220,8 +220,8 @@ class Session:
                 error.add_note(advice if is_spoiled else "what is finished is kept; the same command resumes")
             return
         numbers = range(len(self._paths))
-        leave = lambda n: self._leave(n, states.get(self._paths[n]), is_spoiled=is_spoiled)  # noqa: E731
-        remains = list(map_ordered(leave, numbers, REQUESTS if self._early else 0))
+        decide = lambda n: self._keep_or_discard(n, states.get(self._paths[n]), is_spoiled=is_spoiled)  # noqa: E731
+        remains = list(map_ordered(decide, numbers, REQUESTS if self._named_early else 0))
         usable = sum(item.nbytes for item in remains)
         known_paths = {path for path, item in zip(self._paths, remains, strict=True) if item.is_known}
         with suppress(ReshardError):
@@ -252,7 +252,7 @@ class Session:
             now = file_digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
             new = dict(zip(self._paths, now, strict=True))
             is_refused = any(self._planned[path].digest != new[path] for path in known_paths)
-        option = Text("with ", Option("restart"), ", since files that were made of it before are there")
+        option = Text("with ", Option("restart"), ", because the target has files made from its earlier version")
         if isinstance(error, ChangedError):  # its message has the rest
             return option if is_refused else ""
         advice = Text("start again ", option) if is_refused else "start again"
@@ -262,25 +262,25 @@ class Session:
         """Unlock the files."""
         self.ledger.release()
 
-    def _leave(self, number: int, state: State | None, *, is_spoiled: bool) -> _Remains:
+    def _keep_or_discard(self, number: int, state: State | None, *, is_spoiled: bool) -> _Remains:
         """Keep a partial file if it can be resumed; otherwise delete it."""
-        file, path, is_left = self._whole.files[number], self._paths[number], number in self._unfinished_numbers
+        file, path, was_unfinished = self._whole.files[number], self._paths[number], number in self._unfinished_numbers
         before, ready = self._existing[path].state, self._ready.get(number)
         keeps = self.ledger.keeps
-        if self._early and is_left and state is not None and (is_spoiled or not keeps):
+        if self._named_early and was_unfinished and state is not None and (is_spoiled or not keeps):
             if state == ready or (not keeps and (before is None or (self._whole.exclusive and state != before))):
                 remote_store().discard(f"{self._root}/{path}")  # it got its name before all files were complete
                 return _Remains(is_known=False)
-        elif self._early and is_left and ready is None and state not in {None, before}:
+        elif self._named_early and was_unfinished and ready is None and state not in {None, before}:
             return _Remains(0 if file.link else file.layout.content_bytes, ready=state)  # its receipt did not arrive
         if state is not None and state == ready:
             return _Remains(0 if file.link else file.layout.content_bytes)
         if number in self._spans:
             return _Remains(sum(end - begin for begin, end in self._spans[number]))
         self._discard(number)
-        return _Remains(
-            is_known=state is not None and (not is_left or self._may_be_ours(number, state, is_spoiled=is_spoiled))
-        )
+        if state is None:
+            return _Remains(is_known=False)
+        return _Remains(is_known=not was_unfinished or self._may_be_ours(number, state, is_spoiled=is_spoiled))
 
     def _may_be_ours(self, number: int, state: State, *, is_spoiled: bool) -> bool:
         """Return whether an earlier run or this one made the existing file."""
@@ -291,12 +291,12 @@ class Session:
         if planned.is_link and state != existing.state:
             return not is_spoiled  # this run made it, and has not recorded that yet
         begun = existing.record if planned.is_link else Record(planned.digest, planned.size, replaces=replaces)
-        return is_unnoted(planned, begun, state, early=self._early)
+        return is_unnoted(planned, begun, state, early=self._named_early)
 
     def _discard(self, number: int) -> None:
         """Remove an unfinished file, and directories below the target that become empty."""
         path = self._paths[number]
-        if self._early:
+        if self._named_early:
             if self._unfinished(number) != f"{self._root}/{path}":
                 remote_store().discard(self._unfinished(number))
             return
@@ -309,15 +309,15 @@ class Session:
 
     def _refuse(self) -> None:
         """Raise `TargetError` if this run must not replace an existing file."""
-        if changed := of(self._fates, Do.CHANGED):
-            key = ", or with another key" if self._whole.cipher else ""
+        if changed := files_with(self._fates, Do.CHANGED):
+            key = ", with another key" if self._whole.cipher else ""
             raise TargetError(
                 f"{self._root} holds {names(changed, most=3)} of a different run",
                 code="other-run",
-                facts=[f"it was of another plan{key}, or its sources changed since"],
+                facts=[f"made by another plan{key}, or the sources changed since"],
                 hint=Text("to start over, pass ", Option("restart"), "; or choose another target"),
             )
-        if foreign := of(self._fates, Do.UNMANAGED):
+        if foreign := files_with(self._fates, Do.UNMANAGED):
             them = "it" if len(foreign) == 1 else "them"
             raise TargetError(
                 f"{self._root} already has {names(foreign, most=3)}",
@@ -342,7 +342,7 @@ class Session:
         good: list[Range] = []
         with suppress(ReshardError, OSError):
             status = os.lstat(path)
-            # A file with a second name is not written into but created again (`LocalStore.create`), without contents.
+            # A hard-linked file is replaced, not written in place (`LocalStore.create`), so its contents are not used.
             if not S_ISREG(status.st_mode) or status.st_size != size or status.st_nlink > 1:
                 return []
             for begin, nbytes, crc in self._record(number).ranges:
@@ -352,7 +352,7 @@ class Session:
 
     def _begin(self, good: Mapping[int, Sequence[Range]]) -> None:
         """Begin the remaining files; keep good ranges of an earlier run."""
-        if self._early:
+        if self._named_early:
             # An index marks a set as complete, and this run replaces files of it.
             withdraw(self._root, [self._whole.files[number] for number in self._unfinished_numbers])
         else:

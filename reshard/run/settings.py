@@ -169,8 +169,8 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
     return Report(
         root,
         tuple(file.path for file in plan.files),
-        sum(receipt.read for receipt in receipts),
-        sum(receipt.written for receipt in receipts),
+        sum(receipt.bytes_read for receipt in receipts),
+        sum(receipt.bytes_written for receipt in receipts),
         seconds,
         tuple(receipts),
         plan.stats.tensors,

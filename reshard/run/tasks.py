@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16
-"""With `drop_cache`, one task in this number waits until the files of all of them are on the disk."""
+"""With `drop_cache`, one of this many tasks waits until the files of all of them are on the disk."""
 
 WRITEBACK_FILES = 64
-"""Up to this number of target files, tasks start writeback; beyond, they write too little of each."""
+"""Up to this number of target files, each task starts writeback; with more, it writes too little to each to help."""
 
 _ADJOINED_BYTES = 64 << 10
 """The most bytes of literals and sums that are joined into one write."""
@@ -53,21 +53,21 @@ class Receipt(NamedTuple):
     """The result of a task.
 
     Attributes:
-        task: `create`, `transfer`, `close`, `commit` or (for whole files) `files`, with a number.
-        read, written: bytes of contents.
+        task: `create`, `move`, `close`, `commit` or (for whole files) `files`, with a number.
+        bytes_read, bytes_written: bytes of contents.
         seconds: duration of the task.
-        wrote, crcs: the ranges that were written, as in `Moved`.
-        ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
+        crc32c_ranges, crc32_ranges: the ranges that were written, as in `Moved`.
+        file_ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
         ready: the complete files: number, size, and time or version.
     """
 
     task: str
-    read: int
-    written: int
+    bytes_read: int
+    bytes_written: int
     seconds: float
-    wrote: array[int] = array("Q")
-    crcs: array[int] = array("Q")
-    ranges: array[int] = array("Q")
+    crc32c_ranges: array[int] = array("Q")
+    crc32_ranges: array[int] = array("Q")
+    file_ranges: array[int] = array("Q")
     ready: tuple[tuple[int, int, int], ...] = ()
 
 
@@ -101,8 +101,8 @@ def _working(options: TaskOptions, directory: str, written: Sequence[str] = ()) 
     """Enter a task; if several processes share the files, close them afterwards.
 
     With `fsync`, written files are synced, unless a process on the same machine syncs them when all is written. Closing
-    sends the bytes to the server of a network file system. Also, a file that stays open would be another one than the
-    file that gets the name next time.
+    sends the bytes to the server of a network file system. Also, a handle left open would still point to the old file
+    after a later run replaces it.
     """
     live_runs.add(options.run, 1)
     try:
@@ -126,8 +126,8 @@ def _working(options: TaskOptions, directory: str, written: Sequence[str] = ()) 
 def create_files(plan: Plan, files: Sequence[int], directory: str, options: TaskOptions) -> Receipt:
     """Create unfinished target files, allocate their space, and write their literals.
 
-    Literals are written later, when the files are closed, of files that contain sums of their contents, and of files
-    that are published last, which must have the latest modification time.
+    Files with checksums of their contents, and files published last (they need the latest modification time), get
+    their literals when they are closed.
     """
     began = time.perf_counter()
     store = local_store()
@@ -174,11 +174,12 @@ def move_task(plan: Plan, number: int, directory: str, options: TaskOptions, _ma
         elif options.fsync and len(plan.files) <= WRITEBACK_FILES:
             for path in _written(plan, [number], directory):
                 local_store().start_writeback(path)
-    return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote, moved.crcs)
+    seconds = time.perf_counter() - began
+    return Receipt(f"move {number}", *moved[:2], seconds, *moved[2:])
 
 
 def unfinished(plan: Plan, number: int, directory: str) -> str:
-    """Return the unfinished path of a target file, which has a digest of the plan."""
+    """Return the temporary path of a target file, named after `plan.digests[number]`."""
     return store_at(directory).unfinished(f"{directory}/{plan.files[number].path}", plan.digests[number])
 
 
@@ -196,9 +197,9 @@ def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
     files: set[int] = set()
     for piece in (piece for number in numbers for piece in plan.tasks[number].pieces):
         transfer = plan.transfers[piece.transfer]
+        before = partial(transfer.recipe.elements_before, axis=transfer.axis)
         for target, written in enumerate(transfer.route.writes):
-            begin, end = (transfer.recipe.before(target, transfer.axis, row) for row in (piece.start, piece.stop))
-            if begin < end:
+            if before(target, row=piece.start) < before(target, row=piece.stop):
                 files.update(at.file for at in written)
     return [unfinished(plan, file, directory) for file in sorted(files)]
 
@@ -224,15 +225,14 @@ def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) ->
             drop_sources(plan, [part.transfers[piece.transfer] for piece in pieces], any_store())
             for target in files:
                 any_store().drop_cache(unfinished(plan, target, directory), written=True)
-    by_file = in_files(part, moved.wrote).items()
+    by_file = in_files(part, moved.crc32c_ranges).items()
     ranges = array("Q", [value for file, written in by_file for span in written for value in (file, *span)])
-    return Receipt(
-        f"files {number}", moved.read, moved.written, time.perf_counter() - began, ranges=ranges, ready=ready
-    )
+    seconds = time.perf_counter() - began
+    return Receipt(f"files {number}", *moved[:2], seconds, file_ranges=ranges, ready=ready)
 
 
 def _published(plan: Plan, number: int, directory: str, options: TaskOptions) -> tuple[int, int, int]:
-    """Give a file its name; return its number and its state, requested alone."""
+    """Give a file its name; return its number, size, and time or version, from a status request for it alone."""
     path, store = f"{directory}/{plan.files[number].path}", store_at(directory)
     store.publish(unfinished(plan, number, directory), path, durable=options.fsync)
     return (number, *store.status(path)[:2])
@@ -242,7 +242,7 @@ def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Ran
     """Return the ranges with CRC-32 sums in receipts, by file number."""
     by_file: dict[int, list[Range]] = {}
     for receipt in receipts:
-        for file, spans in in_files(plan, receipt.crcs).items():
+        for file, spans in in_files(plan, receipt.crc32_ranges).items():
             by_file.setdefault(file, []).extend(spans)
     return by_file
 
@@ -341,7 +341,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, options: Task
 
 
 def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
-    """Delete the old index before its files: an index marks a set as complete."""
+    """Delete the old index before new files get their names: an index marks a set as complete."""
     withdraw(directory, [file for file in plan.files if not file.done])
     return []
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MOST_TIMES = 256  # a strategy with more ranks per existing rank does not belong to the checkpoint
 
 
-def unlisted(name: str) -> Text:
+def unlisted_hint(name: str) -> Text:
     """Return advice for a tensor outside the strategy that differs between ranks."""
     return Text(
         "save the strategy with only_trainable_params=False if it is sharded, or give ",
@@ -85,13 +85,13 @@ def by_header(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[
     """Group files that share their entries, as most ranks do."""
     groups: dict[int, list[int]] = {}
     for number in numbers:
-        groups.setdefault(files[number].index.header, []).append(number)
+        groups.setdefault(files[number].index.header_id, []).append(number)
     return list(groups.values())
 
 
-def where(files: Sequence[SourceFile], replicas: Iterable[int]) -> tuple[dict[int, Replica], tuple[int, ...]]:
+def where(files: Sequence[SourceFile], file_numbers: Iterable[int]) -> tuple[dict[int, Replica], tuple[int, ...]]:
     """Return the `Replica` of each file, numbered by header, and a file of each header."""
-    alike = by_header(files, replicas)
+    alike = by_header(files, file_numbers)
     by_file = {number: Replica(number, index) for index, numbers in enumerate(alike) for number in numbers}
     return by_file, tuple(numbers[0] for numbers in alike)
 
@@ -116,11 +116,11 @@ class _WithoutStrategy:
                 code="no-layout",
                 hint=Text("give ", Option("strategy"), ", or ", Option("layout", "*", "RULE")),
             )
-        tensors = {name: self.unlisted(name, replicas) for name, replicas in self.replicas().items()}
+        tensors = {name: self._assemble_unlisted(name, numbers) for name, numbers in self.files_by_name().items()}
         self.faults.raise_if_any(SourceError)
         return tensors
 
-    def replicas(self) -> dict[str, tuple[int, ...]]:
+    def files_by_name(self) -> dict[str, tuple[int, ...]]:
         """Return the numbers of the files with each name, ascending."""
         alike = by_header(self.files, self.numbers)
         groups: dict[str, list[int]] = {}
@@ -128,44 +128,44 @@ class _WithoutStrategy:
             for name in self.files[numbers[0]].index.entries:
                 groups.setdefault(name, []).append(index)
         files_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-        replicas = {}
+        numbers_of = {}
         for name, places in groups.items():
             key = tuple(places)
             if key not in files_of:
                 files_of[key] = tuple(sorted(number for index in key for number in alike[index]))
-            replicas[name] = files_of[key]
-        return replicas
+            numbers_of[name] = files_of[key]
+        return numbers_of
 
     def entry(self, number: int, name: str) -> Entry:
         """Return the entry of a tensor in a file."""
         return self.files[number].index.entries[name]
 
-    def unlisted(self, name: str, replicas: Sequence[int]) -> Tensor:
+    def _assemble_unlisted(self, name: str, file_numbers: Sequence[int]) -> Tensor:
         """Assemble a tensor without a layout, which must be whole in each file."""
-        first = self.entry(replicas[0], name)
-        for number in replicas[1:]:
+        first = self.entry(file_numbers[0], name)
+        for number in file_numbers[1:]:
             entry = self.entry(number, name)
             if entry is not first and (entry.dtype, entry.shape) != (first.dtype, first.shape):
                 self.faults.add(
                     f"tensor {name!r}",
                     f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
-                    f"{shape_text(first.shape)} in rank {self.ranks[replicas[0]]}, and no strategy lists it",
+                    f"{shape_text(first.shape)} in rank {self.ranks[file_numbers[0]]}, and no strategy lists it",
                     code="unlisted-tensor",
-                    hint=unlisted(name),
+                    hint=unlisted_hint(name),
                 )
                 break
         spec = TensorSpec(name, first.dtype, first.shape)
-        varies = first.text is not None and len({self.entry(number, name).text for number in replicas}) > 1
-        sharding, firsts = self.whole(first.shape, tuple(replicas))
+        varies = first.text is not None and len({self.entry(number, name).text for number in file_numbers}) > 1
+        sharding, firsts = self.whole(first.shape, tuple(file_numbers))
         runs = tuple(self.entry(number, name).runs for number in firsts)
         return Tensor(spec, sharding, runs, listed=False, varies=varies, text=first.text)
 
-    def whole(self, shape: Shape, replicas: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
+    def whole(self, shape: Shape, file_numbers: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
         """Return the sharding of whole tensors in files, and a file of each header."""
-        key = (shape, replicas)
+        key = (shape, file_numbers)
         if key not in self._whole:
-            places, firsts = where(self.files, replicas)
-            self._whole[key] = Sharding((Block.whole(shape),), (tuple(places[n] for n in replicas),)), firsts
+            places, firsts = where(self.files, file_numbers)
+            self._whole[key] = Sharding((Block.whole(shape),), (tuple(places[n] for n in file_numbers),)), firsts
         return self._whole[key]
 
 
@@ -200,9 +200,9 @@ class _WithStrategy(_WithoutStrategy):
         """Return every tensor of the files."""
         self._check_ranks()
         tensors: dict[str, Tensor] = {}
-        for name, replicas in self.replicas().items():
-            in_strategy = name in self.strategy.tensors and self.entry(replicas[0], name).text is None
-            tensor = self._listed(name, replicas) if in_strategy else self.unlisted(name, replicas)
+        for name, file_numbers in self.files_by_name().items():
+            in_strategy = name in self.strategy.tensors and self.entry(file_numbers[0], name).text is None
+            tensor = self._listed(name, file_numbers) if in_strategy else self._assemble_unlisted(name, file_numbers)
             if tensor is not None:
                 tensors[name] = tensor
         if not self.partial:
@@ -260,14 +260,14 @@ class _WithStrategy(_WithoutStrategy):
                 hint=Text("if it is the right strategy, give ", Option("partial")),
             )
 
-    def _listed(self, name: str, replicas: tuple[int, ...]) -> Tensor | None:
+    def _listed(self, name: str, file_numbers: tuple[int, ...]) -> Tensor | None:
         """Assemble a tensor from the lowest complete stage; check other stages, too."""
         joined: Tensor | None = None
         incomplete: Tensor | None = None
         lacking: list[int] = []
         placed = 0
         for stage in self.strategy.stages_of(name):
-            in_stage = self._of_stage(replicas, stage)
+            in_stage = self._of_stage(file_numbers, stage)
             if not in_stage:
                 continue
             placed += len(in_stage)
@@ -289,13 +289,13 @@ class _WithStrategy(_WithoutStrategy):
                 grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
                 empty = [r for copies, r in zip(tensor.sharding.replicas, grid.ranks, strict=True) if not copies]
                 lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
-        if placed < len(replicas):
+        if placed < len(file_numbers):
             stages = self.strategy.stages_of(name)
-            ranks = {self.ranks[n] for n in replicas}
+            ranks = {self.ranks[n] for n in file_numbers}
             misplaced = sorted(rank for rank in ranks if self.strategy.stage_of(rank) not in stages)
             self.faults.add(
                 f"tensor {name!r}",
-                f"is in {ranks_text(misplaced)}; the strategy has it in stage {names(stages)}, other ranks",
+                f"is in {ranks_text(misplaced)}; the strategy places it in stage {names(stages)}",
                 code="wrong-stage",
             )
         joined = joined or incomplete
@@ -304,16 +304,16 @@ class _WithStrategy(_WithoutStrategy):
                 self._needing.setdefault(rank, []).append(name)
         return joined
 
-    def _of_stage(self, replicas: tuple[int, ...], stage: int) -> tuple[int, ...]:
+    def _of_stage(self, file_numbers: tuple[int, ...], stage: int) -> tuple[int, ...]:
         """Return the files of ranks of one stage."""
-        key = (replicas, stage)
+        key = (file_numbers, stage)
         if key not in self._stages:
-            self._stages[key] = tuple(n for n in replicas if self.strategy.stage_of(self.ranks[n]) == stage)
+            self._stages[key] = tuple(n for n in file_numbers if self.strategy.stage_of(self.ranks[n]) == stage)
         return self._stages[key]
 
-    def _in_stage(self, name: str, stage: int, replicas: tuple[int, ...]) -> Tensor | None:
+    def _in_stage(self, name: str, stage: int, file_numbers: tuple[int, ...]) -> Tensor | None:
         """Assemble a tensor from the ranks of one stage; None on faults."""
-        first = self.entry(replicas[0], name)
+        first = self.entry(file_numbers[0], name)
         try:
             shape = self.strategy.whole_shape(name, first.shape, stage=stage)
             grid = self.strategy.grid(name, shape, stage=stage)
@@ -324,7 +324,7 @@ class _WithStrategy(_WithoutStrategy):
             return None
         faults = self.faults.count
         self._check_stated_shape(name, stage, shape, first.shape)
-        facts = self._facts_of(grid, replicas)
+        facts = self._facts_of(grid, file_numbers)
         self._check_entries(name, first, facts)
         if self.faults.count > faults:
             return None
@@ -335,9 +335,7 @@ class _WithStrategy(_WithoutStrategy):
         """Compare with the shape in a JSON strategy; tensors saved whole differ."""
         placed = next(p for p in self.strategy.tensors[name] if p.stage == stage)
         if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
-            wrong = (
-                f"would be {shape_text(shape)} by what the files store; the strategy says {shape_text(placed.shape)}"
-            )
+            wrong = f"is {shape_text(shape)} according to the files; the strategy says {shape_text(placed.shape)}"
             if stored == placed.shape:
                 hint = Text("if it was saved whole (integrated_save=True), give ", Option("layout", name, "whole"))
                 self.faults.add(f"tensor {name!r}", wrong, code="saved-whole", hint=hint)
@@ -362,17 +360,17 @@ class _WithStrategy(_WithoutStrategy):
                     fault = f"is {shape_text(entry.shape)}; the strategy and the other ranks say {shape_text(shape)}"
                     self.faults.add(subject, fault, code="wrong-shape")
 
-    def _facts_of(self, grid: Grid, replicas: tuple[int, ...]) -> _SharedFacts:
-        key = (grid, replicas)
+    def _facts_of(self, grid: Grid, file_numbers: tuple[int, ...]) -> _SharedFacts:
+        key = (grid, file_numbers)
         if key not in self._facts:
-            places, firsts = where(self.files, replicas)
+            places, firsts = where(self.files, file_numbers)
             sharding = sharding_of(grid, self.ranks, places.values())
-            self._facts[key] = _SharedFacts(sharding, firsts, self._expected(grid, replicas))
+            self._facts[key] = _SharedFacts(sharding, firsts, self._expected(grid, file_numbers))
         return self._facts[key]
 
-    def _expected(self, grid: Grid, replicas: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
+    def _expected(self, grid: Grid, file_numbers: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
         blocks = grid.by_rank()
         by_shape: dict[Shape, list[int]] = {}
-        for number in replicas:
+        for number in file_numbers:
             by_shape.setdefault(blocks[self.ranks[number]].shape, []).append(number)
         return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in by_header(self.files, numbers))

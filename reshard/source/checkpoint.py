@@ -111,13 +111,13 @@ class Tensor(NamedTuple):
     Attributes:
         spec: name, dtype and whole shape.
         sharding: its blocks, and the files of each.
-        runs: the byte ranges of its blocks in the files; `Replica.number` is an index into this. Files with equal
+        runs: the byte ranges of its blocks in the files; `Replica.runs_index` is an index into this. Files with equal
             headers share one.
-        listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
+        listed: its blocks are known, from a strategy or the format; if False, every file that has it has all of it.
         varies: its copies were found to differ between ranks (only for tensors that no strategy names).
         text: the value of a `str` entry; else None.
-        space: the shape that its blocks are boxes of, if it has some of the dimensions split into several axes; its
-            elements are in the same order. None if that is the shape of the tensor.
+        space: the blocks' coordinate space if it is not `spec.shape`: the same row-major elements, with some dimensions
+            split into several axes.
     """
 
     spec: TensorSpec
@@ -177,7 +177,7 @@ class Object(NamedTuple):
     problem: str = ""
 
 
-class Looked(NamedTuple):
+class SampleStats(NamedTuple):
     """Statistics of the content sampling done on open (`source.probe`).
 
     Attributes:
@@ -236,7 +236,7 @@ class Opening:
     partial: bool = False
     by_file: bool = False
     lone_rank: str = ""
-    looked: Looked | None = None
+    looked: SampleStats | None = None
     step: Step | None = None
 
 
@@ -293,7 +293,7 @@ class Checkpoint:
         warnings: warnings from opening it.
         unreadable: names in the files that cannot be converted, with the reason.
         coding: decodes or decrypts the bytes of the files; None if they are plain.
-        left_out: names in the files that `sel` did not choose.
+        left_out: names in the files that were left out by `sel`, `drop` or rules.
         opening: options with which it was opened.
         extras: further metadata of its format.
         origin: the original checkpoint and the rules or adapter applied to it; None if it is not derived.
@@ -326,6 +326,7 @@ class Checkpoint:
             SourceError: the path or a header says so; the error has advice.
         """
         if self.opening.lone_rank:
+            # Such as "run/rank_1: is of rank 1; expected whole tensors, found its blocks; open the directory above".
             fault, *why = parted(self.opening.lone_rank, "expected ")
             facts, *advice = parted(joined("", why), "open ")
             raise SourceError(fault, code="one-rank", facts=[facts] if facts else [], hint=joined("", advice))
@@ -351,7 +352,7 @@ class Checkpoint:
         return formats.pop() if len(formats) == 1 else None
 
     @property
-    def every(self) -> Mapping[str, None]:
+    def all_names(self) -> Mapping[str, None]:
         """Return all names: tensors, entries that cannot be converted, objects."""
         return dict.fromkeys((*self.tensors, *self.unreadable, *self.extras.objects))
 
@@ -371,10 +372,10 @@ class Checkpoint:
         Raises:
             UsageError: a pattern matches no tensor; the nearest is named.
         """
-        chosen = matched(self.root, self.every, patterns)
+        chosen = matched(self.root, self.all_names, patterns)
         other_stage_names = frozenset(name for name in self.opening.elsewhere if matches(name, patterns))
         opening = replace(self.opening, elsewhere=other_stage_names)
-        return replace(self.without(self.every.keys() - chosen), opening=opening)
+        return replace(self.without(self.all_names.keys() - chosen), opening=opening)
 
     def without(self, left_out: Collection[str]) -> Checkpoint:
         """Return the checkpoint without some tensors; unknown names are ignored."""

@@ -79,9 +79,9 @@ class Headers:
             alike = self._entries.setdefault(len(index.entries), [])
             first = next((item for item in alike if item.entries == index.entries), None)
             if first is None:
-                first = index._replace(header=next(self._headers))
+                first = index._replace(header_id=next(self._headers))
                 alike.append(first)
-        return index._replace(entries=first.entries, header=first.header)
+        return index._replace(entries=first.entries, header_id=first.header_id)
 
 
 def gaps(index: FileIndex, size: int) -> Runs:
@@ -102,12 +102,12 @@ def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
 
     The headers were read together: entries that they share are digested once.
     """
-    entries = {index.header: index for index in indexes}
+    entries = {index.header_id: index for index in indexes}
     digests = {header: _entries_digest(index) for header, index in entries.items()}
     notes: dict[tuple[object, ...], str] = {}
     result = []
     for index in indexes:
-        key = (index.format, digests[index.header], index.metadata, index.crc, index.deduplicated, index.unreadable)
+        key = (index.format, digests[index.header_id], index.metadata, index.crc, index.deduplicated, index.unreadable)
         if key not in notes:
             notes[key] = digest(key)
         result.append(notes[key])
@@ -219,7 +219,7 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[St
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
-        if path.can.waits:  # comparing it with a known header would be a request, too
+        if path.can.has_latency:  # comparing it with a known header would be a request, too
             return status, headers.shared(index_file(str(path), store=store))
         return status, headers.index(str(path))
 

@@ -1,9 +1,9 @@
 """Which ranks hold which blocks: in all stages of a checkpoint, and as a strategy.
 
-The strategy assigns every block to a group of ranks. If replicas are stored once (`remove_redundancy`), one rank of
-each pipeline stage has the block. A conversion writes a shared tensor in each of its stages, and a tensor that no
-strategy names on every rank; MindSpore omits a shared tensor from the files of later stages, and its ranks save tensors
-that no strategy names only for their own stage.
+The strategy assigns every block to a group of ranks. If each block is stored once per group of replicas
+(`remove_redundancy`), one rank of each pipeline stage has it. A conversion writes a shared tensor in each of
+its stages, and a tensor that no strategy names on every rank; MindSpore omits a shared tensor from the files of later
+stages, and its ranks save tensors that no strategy names only for their own stage.
 
 `strategy_of` derives a strategy from the arrangement of a self-describing checkpoint. A stage is a range of ranks, as
 many as the largest layout has devices. Several meshes that make up a stage in order, each with a whole tensor, become
@@ -48,7 +48,7 @@ def in_several_stages(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     )
 
 
-def in_every_stage(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
+def with_all_stages(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
     """Return a tensor with its blocks in all stages; blocks of two stages may overlap."""
     strategy = checkpoint.strategy
     if strategy is None or not in_several_stages(checkpoint, tensor):
@@ -61,7 +61,7 @@ def in_every_stage(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
 
 
 def is_deduplicated(checkpoint: Checkpoint) -> bool:
-    """Return whether a header says that replicas are stored once in the set."""
+    """Return whether a header says that each block is stored once per group of replicas."""
     return any(file.index.deduplicated for file in checkpoint.files)
 
 
@@ -73,7 +73,7 @@ class MissingBlocks:
 
         Args:
             checkpoint: the checkpoint.
-            once: each replica may be stored once.
+            once: each block may be stored once per group of replicas.
             converted: expect the blocks that a conversion writes. Otherwise a tensor may be missing from a whole stage.
         """
         self._checkpoint, self._once, self._converted = checkpoint, once, converted
@@ -103,7 +103,7 @@ class MissingBlocks:
     def _missing(self, tensor: Tensor) -> Iterator[Lack]:
         strategy, rank_of = self._checkpoint.strategy, self._checkpoint.ranks
         assert strategy is not None  # noqa: S101 -- checked by the callers
-        sharding = in_every_stage(self._checkpoint, tensor).sharding
+        sharding = with_all_stages(self._checkpoint, tensor).sharding
         ranks: Sequence[Sequence[int]] = [strategy.ranks]
         if tensor.listed:
             ranks = strategy.grid(tensor.spec.name, tensor.spec.shape).ranks

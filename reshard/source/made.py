@@ -113,7 +113,7 @@ class Made:
         touched = [file for path, file in by_path.items() if file.status[:2] != records[path].ready]
         headers: dict[int, str] = {}
         for file in touched:
-            digest, number = records[file.path].header, file.index.header
+            digest, number = records[file.path].header, file.index.header_id
             if not digest:
                 return f"{file.path} has another time, and an older version wrote the ledger, without header checksums"
             if number not in headers:

@@ -1,8 +1,8 @@
 """Sample contents to find wrong layouts and other faults that headers do not show.
 
 Each fault would lead to a wrong whole-model file, the worst result this tool could write. So contents are sampled when
-a checkpoint is opened: small tensors fully, three pages of larger ones, in some of their files. `Looked` has statistics
-of this; `reshard verify` compares everything.
+a checkpoint is opened: small tensors fully, three pages of larger ones, in some of their files. `SampleStats` counts
+them; `reshard verify` compares everything.
 
 * A tensor without a layout differs between ranks: the default `only_trainable_params=True` of MindSpore omits frozen
   weights from the strategy although they are split.
@@ -34,9 +34,9 @@ from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.formats.entries import wants
 from reshard.layout.axes import row_major
 from reshard.layout.block import flat_boxes
-from reshard.source.assemble import unlisted
-from reshard.source.checkpoint import Looked
-from reshard.source.holdings import in_every_stage
+from reshard.source.assemble import unlisted_hint
+from reshard.source.checkpoint import SampleStats
+from reshard.source.holdings import with_all_stages
 from reshard.storage.cipher import store_of
 from reshard.storage.places import can, in_batches
 
@@ -112,7 +112,7 @@ class Torn(NamedTuple):
     other: int
 
 
-def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], Looked]:
+def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], SampleStats]:
     """Sample replicas; return one torn block of each torn tensor.
 
     Tensors that may differ by rank, and unlisted blocks, are left out.
@@ -149,7 +149,7 @@ class _Sampler:
         self.files, self.ranks = checkpoint.files, checkpoint.ranks
         self.store = store_of(checkpoint.coding)
         self.faults, self.warnings = Faults(checkpoint.root), list[str]()
-        self.most = _MOST_REQUESTS if any(can(file.path).waits for file in self.files) else _MOST_READS
+        self.most = _MOST_REQUESTS if any(can(file.path).has_latency for file in self.files) else _MOST_READS
         self.proven_split = False
         self.unreadable: dict[str, str] = {}
         self._strided: dict[Sharding, bool] = {}
@@ -177,11 +177,11 @@ class _Sampler:
             )
         return tensor._replace(varies=True) if differs else tensor
 
-    def samples(self, tensors: Sequence[Tensor]) -> Looked:
+    def samples(self, tensors: Sequence[Tensor]) -> SampleStats:
         """Sample tensors within the limit on reads; return statistics."""
         strategy = self.checkpoint.strategy
         if self.compare_copies and strategy is not None and len(strategy.stages) > 1:
-            tensors = [in_every_stage(self.checkpoint, tensor) for tensor in tensors]
+            tensors = [with_all_stages(self.checkpoint, tensor) for tensor in tensors]
         candidates = [tensor for tensor in tensors if self._is_comparable(tensor)]
         reads = self.most // max(len(candidates), 1)
         pages = _PAGES if reads >= _PAGES * _FEWEST else 1
@@ -249,7 +249,7 @@ class _Sampler:
             self.faults.add(subject, f"{differs}, which {metadata} says hold the same", code="replicas-differ")
         elif not tensor.listed:
             fault = "differs between the ranks, and no strategy lists it"
-            self.faults.add(subject, fault, code="unlisted-tensor", hint=unlisted(name))
+            self.faults.add(subject, fault, code="unlisted-tensor", hint=unlisted_hint(name))
         elif name in self.ruled:
             fault = f"{differs}, which the rule {self.ruled[name]!r} says hold the same"
             self.faults.add(subject, fault, code="replicas-differ-by-rule")
@@ -307,7 +307,7 @@ class _Sampler:
                 )
             )
 
-    def _statistics(self, candidates: Sequence[Tensor], chosen: Sequence[_Chosen]) -> Looked:
+    def _statistics(self, candidates: Sequence[Tensor], chosen: Sequence[_Chosen]) -> SampleStats:
         extra_copies: dict[Sharding, int] = {}
         for sharding in {tensor.sharding for tensor in candidates}:
             extra_copies[sharding] = sum(len(replicas) - 1 for replicas in sharding.replicas if replicas)
@@ -316,9 +316,9 @@ class _Sampler:
         for choice in chosen:
             extra = len(choice.places) - len({number for number, _ in choice.places})
             compared += extra
-            nbytes = sum(length for _, length in choice.tensor.runs[choice.places[0][1].number])
+            nbytes = sum(length for _, length in choice.tensor.runs[choice.places[0][1].runs_index])
             whole += extra if nbytes <= _SMALL and not self.is_strided(choice.tensor.sharding) else 0
-        return Looked(len(chosen), len(candidates), compared, whole, copies)
+        return SampleStats(len(chosen), len(candidates), compared, whole, copies)
 
     def differ(self, tensor: Tensor, places: Iterable[tuple[int, Replica]], pages: int) -> bool:
         """Return whether samples of the given replicas differ."""
@@ -343,7 +343,7 @@ class _Sampler:
         is in the middle, where padding and untrained elements are unlikely. For strided tensors, whose strides can
         differ from file to file, it is a few elements.
         """
-        runs, width = tensor.runs[at.number], tensor.spec.dtype.itemsize
+        runs, width = tensor.runs[at.runs_index], tensor.spec.dtype.itemsize
         nbytes = sum(length for _, length in runs)
         begins, length = [0], nbytes
         if self.is_strided(tensor.sharding):

@@ -100,7 +100,7 @@ class Status(NamedTuple):
         """Return the state of a local file, from its `stat`."""
         return cls(status.st_size, status.st_mtime_ns, (status.st_ctime_ns, status.st_ino))
 
-    def is_still(self, before: Status) -> bool:
+    def is_unchanged_since(self, before: Status) -> bool:
         """Return whether a file is unchanged; fields that one side lacks are not compared."""
         return self[:2] == before[:2] and ((0, 0) in {self.change, before.change} or self.change == before.change)
 
@@ -126,7 +126,7 @@ class Capabilities(NamedTuple):
     library_bytes: int
 
     @property
-    def waits(self) -> bool:
+    def has_latency(self) -> bool:
         """Return whether each request has high latency: make few large ones, and many at once."""
         return self.requests > 1
 
@@ -286,7 +286,7 @@ class Ordered:
         begin: opens the sink to write to, when the first byte can be written.
         path: for messages.
         size: the size of the file; None if unknown.
-        room: the number of bytes that may wait; read-only pieces do not count.
+        room: the total bytes that may be buffered over the whole file; read-only pieces do not count.
         ends: finish the file with its last byte, not when `finish` is called.
     """
 
@@ -305,7 +305,7 @@ class Ordered:
             if not memoryview(data).readonly:
                 data = bytes(data)
                 self._room -= len(data)
-                assert self._room >= 0, "bytes come about in the order of their files"  # noqa: S101
+                assert self._room >= 0, "bytes arrive nearly in order"  # noqa: S101
             self._waiting[offset] = data
             return
         self._append(data)
@@ -348,7 +348,7 @@ class Summing:
 
     Args:
         into: the sink to write to.
-        sums: for each range, its offset, its size and the offsets of its checksum behind it; ascending. Each checksum
+        sums: for each range, its offset, its size and the offsets of its checksum after it; ascending. Each checksum
             arrives as a piece of four zero bytes.
         crc: continues a checksum of four bytes with the next bytes.
     """

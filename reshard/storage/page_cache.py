@@ -82,7 +82,7 @@ class Glances:
     def take_misses(self, paths: Collection[str]) -> Iterator[tuple[str, int, int]]:
         """Yield path, begin and end of each recorded miss in these files, and forget it.
 
-        Pages cached before stay cached, except for up to 128 KB around each miss.
+        Pages cached before stay cached, except in the 192 KiB from the start of the missed piece.
         """
         for path, number in sorted(glance for glance in self.misses.copy() if glance[0] in paths):
             # A read may end in the next piece, and read ahead a little further.

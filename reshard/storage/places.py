@@ -3,7 +3,7 @@
 `as_place` turns a path or URL of the user into a `LocalPath` or a `RemotePath`. Both have the same methods, so that
 other modules need not distinguish them; differences that matter are in the store's capabilities (`can`).
 
-Only `as_place`, `can` and `store_at` choose by scheme. Another store of URLs begins there.
+All choices by scheme are in this module.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LocalPath(PosixPath):
         """Do nothing: local listings are not cached."""
 
     def is_there(self) -> bool:
-        """Return whether the path exists, if only as a broken link."""
+        """Return whether the path exists: a file, a directory, or only a broken link."""
         return os.path.lexists(self)
 
     def real(self) -> LocalPath:
@@ -165,7 +165,7 @@ class RemotePath:
         forget_listings(self.url)
 
     def is_there(self) -> bool:
-        """Return whether it is a file."""
+        """Return whether it is a file; unlike for a local path, a directory does not count."""
         return self.is_file()
 
     def is_file(self) -> bool:
@@ -276,7 +276,7 @@ def can(path: str) -> Capabilities:
 
 def workers_at(paths: Iterable[AnyName]) -> int:
     """Return how many files at paths to read at once, for `map_ordered`: 0 without latency."""
-    return max((store.requests for path in paths if (store := can(str(path))).waits), default=0)
+    return max((store.requests for path in paths if (store := can(str(path))).has_latency), default=0)
 
 
 def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:

@@ -78,8 +78,8 @@ def refuse_inputs(
     for output in outputs if read else ():
         for name in (output, f"{output}.partial"):
             for path in (read[identity] for identity in _identities(name) if identity in read):
-                first = "" if name is output else f"written as {name} first, which is "
                 called = "" if os.path.abspath(str(path)) == os.path.abspath(str(name)) else f", {path}"
+                first = "" if name is output else f"written under the temporary name {name}, which is "
                 raise TargetError(f"{output} is {first}{kind}{called}", code="target-is-source", hint=advice)
         if unfinished and (begun := unfinished.get(unfinished_stem(os.path.realpath(str(output))))):
             raise TargetError(

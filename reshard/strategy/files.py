@@ -2,7 +2,7 @@
 
 Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `parallel/_parallel_serialization.py`.
 
-* The pipeline stage is only in the operators' entries; `current_stage` has no meaning.
+* In a file that is not merged, only the operators' entries tell the stage; `current_stage` has no meaning.
 * A file is merged if every tensor name begins with a stage number and a dash.
 * A stage of a merged file with operators but no tensors has ranks like any other stage: they hold the tensors that no
   strategy names.
@@ -11,7 +11,7 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 * A nested tensor map is one `tensor_map` message for each dimension in protobuf, the second one empty for a nested
   1-D tensor; JSON has it expanded (see `layout.layout.foldings`).
 * Unknown protobuf fields and JSON keys are kept and written back. But an unknown JSON key that resembles a missing one
-  is a typing error.
+  is reported as a misspelling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reshard.storage.places import AnyName, Place, as_place
 from reshard.storage.small import read_small, refuse_inputs, write_whole
 from reshard.strategy.json_file import from_json, to_json
 from reshard.strategy.proto.messages import from_protobuf, to_protobuf
-from reshard.strategy.strategy import MOST_STAGES, Placed, Strategy, agreed_devices, merged_names
+from reshard.strategy.strategy import MOST_RANKS, MOST_STAGES, Placed, Strategy, agreed_devices, merged_names
 
 if TYPE_CHECKING:
     import os
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from reshard.strategy.proto.messages import Unknown
     from reshard.strategy.strategy import Operator
 
-_MOST_RANKS = 1 << 20
 _LARGEST_FILE = 1 << 26
 _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
 
@@ -49,8 +48,9 @@ _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
 def read_strategy(path: AnyName) -> Strategy:
     """Read a strategy file, or merge a directory of the files of a pipeline's ranks.
 
-    The content decides whether a file is protobuf or JSON. If a local file is not merged, the file next to it with the
-    highest number in place of its own is read, too: it shows whether there are more stages.
+    A file is JSON if its name ends with `.json` or its content begins with `{`; else it is protobuf. If a
+    local file is not merged, the file next to it with the highest number in place of its own is read, too: it shows
+    whether there are more stages.
 
     Args:
         path: a file or a directory, local or at a URL.
@@ -69,7 +69,7 @@ def read_strategy(path: AnyName) -> Strategy:
             code="no-tensors",
             facts=["MindSpore leaves such a file if the network has no parallel parameter, or did not compile"],
         )
-    if not (location.can.waits or strategy.merged or strategy.others):
+    if not (location.can.has_latency or strategy.merged or strategy.others):
         return replace(strategy, others=_has_more_stages(location, strategy))
     return strategy
 
@@ -244,7 +244,7 @@ def _read_file(path: Place) -> Strategy:
 
 
 def _strategy(
-    subject: Faults,
+    faults: Faults,
     layouts: Sequence[tuple[str, Layout, Shape | None, Unknown]],
     operators: tuple[Operator, ...],
     current_stage: int,
@@ -258,18 +258,18 @@ def _strategy(
     merged = bool(staged)
     operator_stages = {operator.stage for operator in operators}
     if not merged and len(operator_stages) > 1:
-        subject.add(
+        faults.add(
             "operators",
             f"are of stages {sorted(operator_stages)}; a file that is not merged has one",
             code="several-stages",
         )
     own_stage = min(operator_stages, default=0)
     if own_stage >= MOST_STAGES:
-        subject.add("operators", f"are of stage {own_stage}; the highest is {MOST_STAGES - 1}", code="out-of-range")
+        faults.add("operators", f"are of stage {own_stage}; the highest is {MOST_STAGES - 1}", code="out-of-range")
     by_name: dict[str, dict[int, Placed]] = {}
     for full_name, layout, shape, extra in layouts:
         if len(full_name.encode(errors="replace")) > LONGEST_NAME:
-            subject.add(
+            faults.add(
                 f"{full_name!r:.60}…",
                 f"has {len(full_name)} characters; names have at most {LONGEST_NAME} bytes",
                 code="name-too-long",
@@ -277,23 +277,23 @@ def _strategy(
             continue
         stage, name = staged.get(full_name, (own_stage, full_name))
         if stage in by_name.setdefault(name, {}):
-            subject.add(full_name, "is listed twice", code="duplicate-name")
+            faults.add(full_name, "is listed twice", code="duplicate-name")
         is_plausible = shape is not None and len(shape) == len(layout.tensor_map) > 1
         expanded = is_plausible and bool(foldings(layout, shape or (), len(layout.tensor_map) - 1))
         by_name[name][stage] = Placed(stage, layout, shape, extra, expanded)
     tensors = {name: tuple(places[stage] for stage in sorted(places)) for name, places in by_name.items()}
-    devices = agreed_devices(tensors, subject)
+    devices = agreed_devices(tensors, faults)
     stages = range(own_stage, own_stage + 1)
     if merged:
         last = max({placed.stage for places in tensors.values() for placed in places} | operator_stages, default=0)
         if last >= MOST_STAGES:
-            subject.add(f"stage {last}", f"is too high; the highest is {MOST_STAGES - 1}", code="out-of-range")
+            faults.add(f"stage {last}", f"is too high; the highest is {MOST_STAGES - 1}", code="out-of-range")
         stages = range(last + 1)
-    if len(stages) <= MOST_STAGES and len(stages) * devices > _MOST_RANKS:
-        subject.add(
+    if len(stages) <= MOST_STAGES and len(stages) * devices > MOST_RANKS:
+        faults.add(
             "stages",
-            f"are {len(stages)} of {devices} devices; at most {_MOST_RANKS} ranks are supported",
+            f"are {len(stages)} of {devices} devices; at most {MOST_RANKS} ranks are supported",
             code="too-many-ranks",
         )
-    subject.raise_if_any(StrategyError)
+    faults.raise_if_any(StrategyError)
     return Strategy(tensors, stages, devices, operators, merged, current_stage, unknown)

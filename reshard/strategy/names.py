@@ -54,20 +54,20 @@ class State(NamedTuple):
 
     Attributes:
         weight: the name of the weight.
-        before: the prefix.
-        behind: the suffix.
+        prefix: the name of the state before that of the weight.
+        suffix: the name of the state after that of the weight.
         outer: the prefix of the weight's own name that the name of the state omits.
     """
 
     weight: str
-    before: str
-    behind: str = ""
+    prefix: str
+    suffix: str = ""
     outer: str = ""
 
     @property
     def kind(self) -> str:
         """Return the name of the state without the name of the weight."""
-        return f"{self.before.rstrip('.')}{self.behind}"
+        return f"{self.prefix.rstrip('.')}{self.suffix}"
 
     def of(self, weight: str) -> str:
         """Return the name of the same state of another weight.
@@ -81,7 +81,7 @@ class State(NamedTuple):
         inner = self.weight.removeprefix(self.outer)
         if not self.outer or weight.partition(".")[2] != inner:
             inner = weight.removeprefix(self.outer)
-        return f"{self.before}{inner}{self.behind}"
+        return f"{self.prefix}{inner}{self.suffix}"
 
 
 def optimizer_states(names: Collection[str]) -> dict[str, State]:

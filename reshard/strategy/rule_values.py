@@ -94,7 +94,10 @@ def parse_mesh(mesh: object, key: str, faults: Faults) -> dict[str, int]:
 
 
 def mesh_rule(rule: object, mesh: Mapping[str, int], key_path: str, faults: Faults) -> LayoutOf | None:
-    """Return a function from shapes to the layouts of a rule; report faults."""
+    """Return a function from shapes to the layouts of a rule; report faults.
+
+    The result is None for a rule of None, and may be None after a reported fault.
+    """
     if rule is None:
         return None
     if isinstance(rule, Mapping) and rule.keys() == {"mesh", "layout"}:

@@ -1,7 +1,7 @@
 """Strategies: a layout for every tensor of a model, over its pipeline stages.
 
 The global number of a rank is stage x devices per stage + its number in the stage. One tensor may be in several
-stages (tied embeddings); in a source it is read whole from the lowest stage that holds it.
+stages (tied embeddings); in a source it is read whole from the lowest stage that has all its blocks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 MOST_STAGES = 1 << 16
 """The most pipeline stages that are accepted."""
+
+MOST_RANKS = 1 << 20
+"""The most ranks, of all stages together, that are accepted."""
 
 MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 """A tensor's name in a file that has several pipeline stages: the stage, a dash, the name."""
@@ -237,7 +240,7 @@ class Strategy:
         """
         places = [p for p in self.tensors[name] if stage is None or p.stage == stage]
         try:
-            return grid(shape, tuple((_unfolded(p, shape), p.stage * self.devices) for p in places))
+            return grid(shape, tuple((_folded_to(p, shape), p.stage * self.devices) for p in places))
         except LayoutError as error:
             raise error.about(f"tensor {name!r}") from None
 
@@ -251,7 +254,7 @@ class Strategy:
         tensors = {}
         for name in self.tensors.keys() & shapes.keys():
             try:
-                meshes = tuple(Mesh.of(_unfolded(p, shapes[name]), p.stage * self.devices) for p in self.tensors[name])
+                meshes = tuple(Mesh.of(_folded_to(p, shapes[name]), p.stage * self.devices) for p in self.tensors[name])
             except LayoutError as error:
                 faults.add(f"tensor {name!r}", error)
                 continue
@@ -371,8 +374,8 @@ class Strategy:
         return f"<Strategy: {count} tensor{'s' * (count != 1)} over {len(self.ranks)} ranks{stages}{one_stage}>"
 
 
-def _unfolded(placed: Placed, shape: Shape) -> Layout:
-    """Return a layout of the tensor's dimensions; JSON expands nested entries."""
+def _folded_to(placed: Placed, shape: Shape) -> Layout:
+    """Undo the expansion of JSON: return the layout with the tensor's own dimensions."""
     if placed.shape is None or not placed.expanded or len(placed.layout.tensor_map) == len(shape):
         return placed.layout
     for layout, folded in foldings(placed.layout, placed.shape, len(shape)):

@@ -210,7 +210,7 @@ class Checkpoint2Target(Ranks):
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
         """Return the request, with the files completed from the source."""
-        if request.of_some:
+        if request.is_partial:
             raise UsageError("a Checkpoint 2.0 has all ranks", code="needs-all-ranks", hint="leave ranks and stage out")
         return replace(request, files=request.files.of(source))
 
@@ -438,6 +438,6 @@ def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:
     at = tensor.sharding.replicas[0][0]
     content = bytearray(tensor.spec.dtype.itemsize)
     path = source.files[at.file].path
-    store_of(source.coding).read(wants(path, tensor.runs[at.number], 0, memoryview(content)))
+    store_of(source.coding).read(wants(path, tensor.runs[at.runs_index], 0, memoryview(content)))
     value = np.frombuffer(content, tensor.spec.dtype.numpy())[0].item()
     return value if type(value) in types and 0 <= value < inf else None

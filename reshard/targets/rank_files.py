@@ -60,7 +60,7 @@ class Ranks(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if its target is no strategy."""
+        """Return the request; raise `UsageError` if its target is not a Strategy."""
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
                 "the target is the layout of a Checkpoint 2.0, not a Strategy", code="wrong-type",
@@ -284,7 +284,7 @@ def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid
 
 
 def _none_empty(reduced: dict[str, Grid], full: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:
-    """Let every rank store a block, since MindSpore reads no file without tensors.
+    """Let every rank store a block, since MindSpore cannot read a file without tensors.
 
     A rank without blocks stores its smallest block.
     """
@@ -312,7 +312,7 @@ def _wanted_ranks(target: Arrangement | None, ranks: Iterable[int] | None) -> tu
     if outside or not result:
         has = f"the target has ranks {available.start} to {available.stop - 1}"
         if not outside:
-            raise UsageError("no rank is asked for", code="no-ranks", facts=[has])
+            raise UsageError("no rank was requested", code="no-ranks", facts=[has])
         are = "is" if len(outside) == 1 else "are"
         raise UsageError(f"{ranks_text(outside)} {are} not in the target", code="no-such-rank", facts=[has])
     return result

@@ -57,7 +57,7 @@ class ZarrStore(Destination):
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
         """Return the request; raise `UsageError` if it is not for whole tensors."""
-        if request.target or request.of_some or request.once:
+        if request.target or request.is_partial or request.deduplicates:
             raise UsageError(
                 "a zarr store holds whole tensors", code="needs-whole-tensors",
                 hint="leave the target strategy, ranks, redundancy and links out",

@@ -112,7 +112,7 @@ def match(
     source = source if carries else source.unbound()
     selected = select(source, target.strategy, lenient, carries=carries)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
-    new_names = selection.renamed(list(source.every))
+    new_names = selection.renamed(list(source.all_names))
     states = all_states(source, target.strategy, target.tensors)
     result = Matched(warnings=list(selected.warnings))
     replicas = MissingBlocks(target, once=deduplicated or is_deduplicated(target), converted=True)

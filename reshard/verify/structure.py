@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.layout.block import cover_fault
-from reshard.source.holdings import MissingBlocks, in_every_stage, in_several_stages, is_deduplicated
+from reshard.source.holdings import MissingBlocks, in_several_stages, is_deduplicated, with_all_stages
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
     present = {strategy.stage_of(rank) for rank in target.ranks}
     for name, tensor in target.tensors.items():
         if in_several_stages(target, tensor):
-            replicas = in_every_stage(target, tensor).sharding.replicas
+            replicas = with_all_stages(target, tensor).sharding.replicas
             stages_with_tensor = {strategy.stage_of(target.ranks[at.file]) for copies in replicas for at in copies}
             if without := present.intersection(strategy.stages_of(name)) - stages_with_tensor:
                 lacking[name] = None

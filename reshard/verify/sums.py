@@ -189,7 +189,7 @@ def check_carried(
                 covered.add((number, *part.run))
             else:
                 bare[name] = None
-            for subject, runs, crc in part.left:
+            for subject, runs, crc in part.pending:
                 to_sum.setdefault((number, runs, crc), []).append((part.name, subject))
 
     map_ordered(read, range(len(target.files)), threads, note)

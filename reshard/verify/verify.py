@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reshard.run.settings import Progress
-    from reshard.source.checkpoint import Looked
+    from reshard.source.checkpoint import SampleStats
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
@@ -320,7 +320,7 @@ def _says_what_it_has(target: Checkpoint) -> bool:
     return root.is_dir() and read_index(root) is not None
 
 
-def _unread(target: Checkpoint, carried: SumsChecked, statistics: Looked | None) -> Iterator[str]:
+def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | None) -> Iterator[str]:
     """Yield descriptions of parts of files that were not checked."""
     if not carried.nbytes and not carried.unread:
         sampled = (
@@ -365,7 +365,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
     absent = 0
     warnings = [*source.warnings, *target.warnings]
     if target.extras.described_by:  # it may stack experts in another shape
-        named = selection.renamed(list(source.tensors), source.every)
+        named = selection.renamed(list(source.tensors), source.all_names)
         target_shapes = {name: target.tensors[new].spec.shape for name, new in named.items() if new in target.tensors}
         source, restacked = with_shapes(source, target_shapes)
         warnings += restacked

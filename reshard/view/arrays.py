@@ -125,7 +125,7 @@ class RankArrays(Mapping[str, da.Array]):
         if name in self.texts:
             return _text_array(name, self.texts[name])
         block = self.blocks[name]
-        array = sub_array(self.checkpoint, block.source_name, block.block, replica=block.replica)
+        array = sub_array(self.checkpoint, block.source_name, block.block, replica=block.source_file)
         same = block.dtype == self.checkpoint.tensors[block.source_name].spec.dtype
         return array if same else guard(array.astype(block.dtype.numpy()))
 

@@ -335,7 +335,7 @@ def report_html(report: Report) -> str:
         kinds.setdefault(receipt.task.partition(" ")[0], []).append(receipt)
     tasks = []
     for kind, receipts in kinds.items():
-        read, written, seconds = map(sum, zip(*((r.read, r.written, r.seconds) for r in receipts), strict=True))
+        read, written, seconds = map(sum, zip(*(receipt[1:4] for receipt in receipts), strict=True))
         tasks.append((kind, f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
     header = ("task", "count", "read", "written", "time of all")
     target = count_text(len(report.files), "file")

@@ -186,7 +186,7 @@ def rank_parts(
     contents: dict[tuple[int, ...], Hashable] = {}
     alike: dict[Hashable, dict[int, list[SourceFile]]] = {}
     for rank, rank_files in sorted(by_rank.items()):
-        headers = tuple(file.index.header for file in rank_files)
+        headers = tuple(file.index.header_id for file in rank_files)
         if headers not in contents:
             entries = chain.from_iterable(file.index.entries.items() for file in rank_files)
             contents[headers] = frozenset((name, entry.dtype, entry.shape) for name, entry in entries)
@@ -222,9 +222,9 @@ def chosen(parts: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpo
     """
     if not patterns:
         return list(parts)
-    all_names = dict.fromkeys(name for part in parts for name in part.every)
+    all_names = dict.fromkeys(name for part in parts for name in part.all_names)
     excluded = all_names.keys() - matched(parts[0].root, all_names, patterns)
-    return [part.without(excluded & part.every.keys()) for part in parts]
+    return [part.without(excluded & part.all_names.keys()) for part in parts]
 
 
 def in_order(checkpoint: Checkpoint, sort: str | None) -> Checkpoint:
@@ -272,12 +272,12 @@ def checkpoint_text(
 
 def _stored(checkpoint: Checkpoint) -> int:
     """Return the bytes of the tensors in all files, replicas included."""
-    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share their index
+    distinct = {file.index.header_id: file.index for file in checkpoint.files}  # ranks mostly share their index
     sizes = {
         header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
         for header, index in distinct.items()
     }
-    return sum(sizes[file.index.header] for file in checkpoint.files)
+    return sum(sizes[file.index.header_id] for file in checkpoint.files)
 
 
 def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None) -> str:

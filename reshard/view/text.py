@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.plan.plan import Plan
     from reshard.run.settings import Report
-    from reshard.source.checkpoint import Looked, SourceFile
+    from reshard.source.checkpoint import SampleStats, SourceFile
 
 _MOST_NAMES = 10
 _MOST_FILES = 8
@@ -172,13 +172,13 @@ def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], 
     return [Text(title, kinds)] if step is None else [Text(title, step.text()), kinds]
 
 
-def looked_text(looked: Looked | None) -> str | None:
+def looked_text(looked: SampleStats | None) -> str | None:
     """Describe the content sampling done on open, or return None if there is nothing to report.
 
-    >>> from reshard.source.checkpoint import Looked
-    >>> looked_text(Looked(2, 10, 4, 1, 70))
+    >>> from reshard.source.checkpoint import SampleStats
+    >>> looked_text(SampleStats(2, 10, 4, 1, 70))
     '2 of 10 tensors; 4 of 70 replicas, 1 of them bit for bit; verify compares all'
-    >>> looked_text(Looked(10, 10, 70, 70, 70))
+    >>> looked_text(SampleStats(10, 10, 70, 70, 70))
     'all 10 tensors; all 70 replicas, bit for bit'
     """
     if looked is None or (looked.tensors == looked.of_tensors and not looked.of_copies):

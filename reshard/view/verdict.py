@@ -83,9 +83,9 @@ def summary(verification: Verification) -> str:
     """Return one sentence about the differences.
 
     >>> from reshard.verify.difference import Difference
-    >>> from reshard.verify.verification import Verification
+    >>> from reshard.verify.verification import Comparison, Counts, Verification
     >>> size = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
-    >>> summary(Verification("dst", "m.json", (), 1, 9, 0, differences=(size,)))
+    >>> summary(Verification("dst", (), Counts(1, 9), Comparison("m.json"), (size,)))
     'dst differs from m.json: 1 of 1 file'
     """
     differences = verification.differences

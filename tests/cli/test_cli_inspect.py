@@ -189,7 +189,7 @@ def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> N
     )  # fmt: skip
     shutil.move(tmp_path / "out" / "rank_1", tmp_path / "rank_1")
     lone = done("inspect", tmp_path / "rank_1")
-    assert "is of rank 1 by its place; its tensors are taken for whole ones" in lone.stderr
+    assert "is of rank 1 according to its path; its tensors are taken for whole ones" in lone.stderr
     for rank in (0, 3):
         shutil.rmtree(tmp_path / "out" / f"rank_{rank}")
     known = done("inspect", tmp_path / "out" / "rank_2", "--json")
@@ -199,7 +199,7 @@ def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> N
     os.utime(file, (1, 1))
     assert "as the ledger of the directory above says" in done("inspect", file).stderr
     write_file(file, {"w": np.zeros(4, np.float32)}, "ckpt")
-    assert "is of rank 2 by its place; its tensors are taken" in done("inspect", file).stderr
+    assert "is of rank 2 according to its path; its tensors are taken" in done("inspect", file).stderr
 
 
 @pytest.mark.parametrize("way", [["--format", "zarr"], ["--style", "huggingface"]], ids=["zarr", "huggingface"])

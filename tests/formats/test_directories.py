@@ -347,8 +347,8 @@ def test_one_rank_is_not_written_as_the_whole_model(ranks: Path, tmp_path: Path,
 def test_one_rank_can_be_looked_at_and_converted(ranks: Path, tmp_path: Path) -> None:
     path = ranks / "rank_3" / "checkpoint_3.safetensors"
     seen = done("inspect", path)
-    assert "rank 3 by its place" in seen.stderr
-    assert "rank 3 by its place" in json.loads(done("inspect", path, "--json").stdout)["warnings"][0]
+    assert "rank 3 according to its path" in seen.stderr
+    assert "rank 3 according to its path" in json.loads(done("inspect", path, "--json").stdout)["warnings"][0]
     assert reshard.open(path)["a"].shape == (2, 4)
     done("convert", path, tmp_path / "one.ckpt", "--format", "ckpt")
     done("verify", tmp_path / "one.ckpt", "--against", path)
@@ -370,7 +370,7 @@ def test_a_rank_of_its_own_directory_is_whole(ranks: Path, tmp_path: Path) -> No
         reshard.plan(opened)
     (tmp_path / "whole" / "rank_0").rename(tmp_path / "whole" / "rank_5")
     for place in ("rank_5", "rank_5/checkpoint_0.safetensors"):
-        assert "is of rank 5 by its place" in reshard.open(tmp_path / "whole" / place).warnings[0]
+        assert "is of rank 5 according to its path" in reshard.open(tmp_path / "whole" / place).warnings[0]
 
 
 def test_a_strategy_does_not_take_it_for_another_rank(ranks: Path) -> None:

@@ -168,8 +168,8 @@ def test_a_rule_that_is_not_sound_says_where() -> None:
         ([1024, 2048], [-1], "too-large", ["131072 devices"]),
         ([2, 2], [2, -1], "out-of-range", ["tensor_map[0] is 2", "-1 to 1", "dev_matrix [2, 2]"]),
         ([2, 2], [-1, -2], "out-of-range", ["tensor_map[1] is -2", "-1 to 1"]),
-        ([2, 2], [0, 0], "repeated-axis", ["tensor_map[1]", "axis 0"]),
-        ([2, 2], [-1, (1, 1)], "repeated-axis", ["tensor_map[1]", "axis 1"]),
+        ([2, 2], [0, 0], "repeated-axis", ["tensor_map[1]", "value 0"]),
+        ([2, 2], [-1, (1, 1)], "repeated-axis", ["tensor_map[1]", "value 1"]),
     ],
 )
 def test_a_layout_is_sound_once_it_exists(

@@ -33,7 +33,7 @@ def carry_out(recipe: Recipe, axis: int, cuts: list[int]) -> list[np.ndarray]:
                 shape = (rows, *columns.target_shapes[place])
                 made = np.zeros(shape, int)
                 for part in columns.parts[place]:
-                    made[part.put or ...] = read[part.read][part.taken or ...]
+                    made[part.target_slices or ...] = read[part.source][part.source_slices or ...]
                 offset = segment.target_offsets[place]
                 targets[number][offset : offset + made.size] = made.ravel()
                 written[number][offset : offset + made.size] += 1
@@ -56,7 +56,7 @@ def test_columns_that_stay_together_are_not_copied() -> None:
     halves = [Block((0, 0), (8, 3)), Block((0, 3), (8, 6))]
     quarters = [Block((a, b), (a + 4, b + 3)) for a in (0, 4) for b in (0, 3)]
     for segment in Recipe.of((8, 6), halves, quarters).segments(0, 0, 8):
-        assert all(len(parts) == 1 and not parts[0].taken for parts in segment.columns.parts)
+        assert all(len(parts) == 1 and not parts[0].source_slices for parts in segment.columns.parts)
 
 
 def test_a_long_row_is_banded_along_a_later_axis() -> None:

@@ -405,10 +405,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a file name elsewhere": (lambda c: c["files"].update(way="named_file", fields=["../x"]), "stays below"),
     "billions of ranks": (
         lambda c: strategy_in(c).update(stages=[0, 1 << 40]),
-        r"a strategy of 4 devices in stages 0 to \d+ cannot be",
+        r"a strategy of 4 devices in stages 0 to \d+ is impossible",
     ),
-    "no stage": (lambda c: strategy_in(c).update(stages=[1, 1]), "cannot be"),
-    "no devices": (lambda c: strategy_in(c).update(devices=0), "cannot be"),
+    "no stage": (lambda c: strategy_in(c).update(stages=[1, 1]), "is impossible"),
+    "no devices": (lambda c: strategy_in(c).update(devices=0), "is impossible"),
     "other devices": (lambda c: strategy_in(c).update(devices=8), "is not for its 8 devices"),
     "an absurd device matrix": (
         lambda c: strategy_in(c)["layouts"][0].__setitem__(0, [1 << 50]),

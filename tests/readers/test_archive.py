@@ -41,7 +41,7 @@ def looked(path: Path, content: bytes) -> Summed:
     path.write_bytes(BEFORE + content + b"PK\5\6 and what lies behind")
     (found,) = Archives((ZipPart("w", len(BEFORE), len(content)),)).read(str(path), any_store())
     assert found.run == (len(BEFORE), len(content))
-    for what, ((begin, nbytes),), crc in found.left:
+    for what, ((begin, nbytes),), crc in found.pending:
         if zlib.crc32(path.read_bytes()[begin : begin + nbytes]) != crc:
             return found._replace(faults=(*found.faults, what))
     return found
@@ -142,7 +142,7 @@ def test_a_directory_that_is_longer_than_what_is_read_first(tmp_path: Path) -> N
         opened.writestr("archive/data/last", bytes(9000))
     content = made.getvalue()
     found = looked(tmp_path / "x", content)
-    assert (found.faults, len(found.left)) == ((), 1)
+    assert (found.faults, len(found.pending)) == ((), 1)
     for at in record_places(content)[::4999]:
         flipped = bytearray(content)
         flipped[at] ^= 16
@@ -161,7 +161,7 @@ def test_many_short_contents_are_not_held(tmp_path: Path, monkeypatch: pytest.Mo
     assert "bytes of headers" in looked(tmp_path / "x", content).faults[0]
     monkeypatch.setattr(archive, "_MOST_SHORT", 299)
     found = looked(tmp_path / "x", content)
-    assert (found.faults, len(found.left)) == ((), 299)
+    assert (found.faults, len(found.pending)) == ((), 299)
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 16
     assert looked(tmp_path / "x", bytes(flipped)).faults
@@ -194,7 +194,7 @@ def test_what_cannot_be_read_is_not_said_to_be_wrong(tmp_path: Path) -> None:
         with refused(SourceError, "bad-source", path):
             list(part.read(str(path), Failing(number)))
     (found,) = part.read(str(path), Failing(5))
-    assert (found.faults, len(found.left)) == ((), 1)
+    assert (found.faults, len(found.pending)) == ((), 1)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -218,7 +218,7 @@ def test_an_item_beyond_4_gb(tmp_path: Path, early: bool) -> None:
             file.write(bytes(8))
     whole = Archives((ZipPart("w", 0, saved.nbytes),))
     (found,) = whole.read(str(tmp_path / "x"), any_store())
-    assert (found.faults, found.left[0][1:]) == ((), ((saved.data,), 0x04030201))
+    assert (found.faults, found.pending[0][1:]) == ((), ((saved.data,), 0x04030201))
     behind = saved.data[0] + saved.data[1]
     with (tmp_path / "x").open("r+b") as file:
         file.seek(behind)
@@ -240,7 +240,7 @@ def test_an_item_beyond_4_gb(tmp_path: Path, early: bool) -> None:
 def test_sums_that_were_left_out_are_not_another(mindspore_data: Path, tmp_path: Path) -> None:
     content = without_sums(real(mindspore_data), behind=True)
     found = looked(tmp_path / "x", content)
-    assert (found.faults, found.left, found.carries) == ((), (), False)
+    assert (found.faults, found.pending, found.carries) == ((), (), False)
     assert looked(tmp_path / "x", content.replace(b"archive/version", b"archive/wersion", 1)).faults  # headers are seen
     one = bytearray(content)
     struct.pack_into("<I", one, content.index(b"PK\1\2") + 16, 7)

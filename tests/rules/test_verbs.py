@@ -251,7 +251,7 @@ def pad(**options: Any) -> dict[str, Any]:
         ),
         ({"x": (10, 2)}, pad(to=8), ("row-mismatch", "10 rows", "8 with")),
         ({"x": (10, 2)}, pad(size=10), ("missing-size", "multiple")),
-        ({"y": (10, 2)}, pad(to=10), ("missing-size", "say with size")),
+        ({"y": (10, 2)}, pad(to=10), ("missing-size", "set `size`")),
         ({"x": (9, 2)}, pad(size=10, to=16), ("row-mismatch", "9 rows", "says 10")),
         ({"y": (12, 2)}, pad(size=10, to=16), ("row-mismatch", "12 rows", "says 16")),
         ({"x": (4,)}, {"a": "x", "b": {"transpose": "y"}}, ("wrong-dimensions", "[4]")),

@@ -154,8 +154,8 @@ def test_what_travels_has_no_inode_of_this_machine(source: reshard.Checkpoint, t
     assert source._record.files[0].change != (0, 0)
     same_time(Path(there.path), in_place)
     now = local_store().status(there.path)
-    assert now.is_still(there.status)
-    assert not now.is_still(source._record.files[0].status)
+    assert now.is_unchanged_since(there.status)
+    assert not now.is_unchanged_since(source._record.files[0].status)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["finished", "stopped"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.run.preflight import Do, Fate, FileState, Planned, Policy, fate, fates, of
+from reshard.run.preflight import Do, Fate, FileState, Planned, Policy, fate, fates, files_with
 from reshard.source.records import Record
 from reshard.storage.page_cache import boot_id
 
@@ -147,6 +147,6 @@ def test_all_is_done_again_or_nothing_is_left_to_do(seen: dict[str, FileState], 
     """What a run has finished the next one keeps, whatever was there before."""
     wanted = {file: Planned("9f", 10, is_last=file == "c") for file in "abc"}
     found = fates(wanted, seen, policy)
-    assert sorted(file for do in Do for file in of(found, do)) == sorted(wanted)
+    assert sorted(file for do in Do for file in files_with(found, do)) == sorted(wanted)
     after = {file: FileState(Record("9f", 10, ready=(10, 5)), (10, 5)) for file in wanted}
-    assert of(fates(wanted, after, policy._replace(restart=False)), KEEP) == list(wanted)
+    assert files_with(fates(wanted, after, policy._replace(restart=False)), KEEP) == list(wanted)

@@ -45,7 +45,7 @@ from reshard.plan.bands import Recipe
 from reshard.plan.partition import bytes_left, covers, remaining
 from reshard.plan.plan import file_digests
 from reshard.run import session as resume
-from reshard.run.preflight import Do, of, preflight
+from reshard.run.preflight import Do, files_with, preflight
 from reshard.run.settings import RunOptions
 from reshard.source import records
 from reshard.storage.base import PARTIAL, unfinished_path
@@ -76,7 +76,7 @@ def test_elements_before_a_row(given_block: tuple[tuple[int, ...], Block], data:
     axis = data.draw(st.integers(0, len(shape) - 1))
     rows = inside.reshape(recipe.rows(axis), -1)
     for row in range(len(rows) + 1):
-        assert recipe.before(0, axis, row) == rows[:row].sum()
+        assert recipe.elements_before(0, axis, row) == rows[:row].sum()
 
 
 @settings(max_examples=examples(25))
@@ -194,7 +194,7 @@ def test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut(
         status = path.stat()
         path.write_bytes(path.read_bytes() if fsync else bytes(status.st_size))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert len(of(preflight(plan._record, str(out), RunOptions()).fates, Do.KEEP)) == 2 * fsync
+    assert len(files_with(preflight(plan._record, str(out), RunOptions()).fates, Do.KEEP)) == 2 * fsync
     assert plan.run(out).finished == 2 * fsync
     assert tree(out) == whole
     assert plan.run(out).finished == 2
@@ -381,9 +381,9 @@ def test_a_store_at_a_url_that_is_finished_is_in_the_way(source: reshard.Checkpo
     url = f"memory://{uuid.uuid4().hex}"
     plan = reshard.plan(source, files=reshard.ZarrGroup())
     paths = [file.path for file in plan._record.files]
-    assert of(preflight(plan._record, url, RunOptions()).fates, Do.MAKE) == paths
+    assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.MAKE) == paths
     plan.run(url)
-    assert of(preflight(plan._record, url, RunOptions()).fates, Do.UNMANAGED) == paths
-    assert of(preflight(plan._record, url, RunOptions(overwrite=True)).fates, Do.MAKE) == paths
+    assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.UNMANAGED) == paths
+    assert files_with(preflight(plan._record, url, RunOptions(overwrite=True)).fates, Do.MAKE) == paths
     with pytest.raises(TargetError):
         plan.run(url)

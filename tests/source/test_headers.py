@@ -26,7 +26,7 @@ def indexes(*paths: Path) -> list[FileIndex]:
     """Index files together; each index must be what the file alone has."""
     together = Headers(AnyStore())
     found = [together.index(str(path)) for path in paths]
-    assert [index._replace(header=0) for index in found] == [index_file(str(path)) for path in paths]
+    assert [index._replace(header_id=0) for index in found] == [index_file(str(path)) for path in paths]
     return found
 
 
@@ -74,7 +74,7 @@ def test_headers_that_differ_are_told_apart(tmp_path: Path, format: str, other: 
     first, second, third = indexes(same[0], differs, same[1])
     assert first is not second
     assert third.entries is first.entries
-    assert third.header == first.header != second.header
+    assert third.header_id == first.header_id != second.header_id
 
 
 def test_text_is_part_of_a_header_though_it_is_contents(tmp_path: Path) -> None:

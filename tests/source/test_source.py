@@ -77,7 +77,7 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     assert names_in(source) == {"net-2_5.safetensors"}
     assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
     assert source._record.opening.step == Step("2_5", ("1_10",))
-    assert "step 2_5 (the newest of 2; suffix=... takes another)" in repr(source)
+    assert "step 2_5 (the newest of 2; suffix=... selects another)" in repr(source)
     older = reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")
     assert names_in(older) == {"net-1_10.safetensors"}
     assert older._record.opening.step == Step("1_10")
@@ -90,7 +90,7 @@ def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Pa
     source = reshard.open(tmp_path / "src", strategy=STRATEGY)
     assert source._record.opening.step == Step("1_100", ("1_10", "1_9"))
     data = checkpoint_data(source._record)
-    assert data["step"] == {"name": "1_100", "older": ("1_10", "1_9")}
+    assert data["step"] == {"name": "1_100", "older": ["1_10", "1_9"]}
     report = reshard.plan(source).run(tmp_path / "out")
     assert reshard.open(report.directory)._record.opening.step is None
 

@@ -398,8 +398,13 @@ def test_an_array_at_a_url_is_read_in_as_few_requests_as_it_has_blocks(
 def test_what_a_place_can_do(url: str, whole: bool, tmp_path: Path) -> None:
     here, there = as_place(tmp_path / "a"), as_place(url)
     assert there.can == can(url) != here.can == can(str(tmp_path))
-    assert (here.can.positioned, here.can.locks, here.can.waits, here.can.whole) == (True, True, False, False)
-    assert (there.can.positioned, there.can.locks, there.can.waits, there.can.whole) == (False, False, True, whole)
+    assert (here.can.positioned, here.can.locks, here.can.has_latency, here.can.whole) == (True, True, False, False)
+    assert (there.can.positioned, there.can.locks, there.can.has_latency, there.can.whole) == (
+        False,
+        False,
+        True,
+        whole,
+    )
 
 
 def test_both_kinds_of_places_answer_alike(root: str, tmp_path: Path) -> None:

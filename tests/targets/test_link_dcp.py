@@ -31,12 +31,12 @@ def test_every_real_one_is_renamed_and_back(mindspore_data: Path, tmp_path: Path
     """With its objects; what is listed in the end is what was in the beginning, with the same items."""
     root = mindspore_data / "dcp" / name
     source, full = reshard.open(root / "checkpoint"), full_of(root)
-    there = {old: f"new.{old}" for old in source._record.every}
+    there = {old: f"new.{old}" for old in source._record.all_names}
     report = linked(source, tmp_path / "new", there)
     new = reshard.open(tmp_path / "new")
     assert_equal(new, {there[old]: value for old, value in full.items()})
     old_objects = source._record.extras.objects
-    assert list(new._record.extras.objects) == [there[old] for old in source._record.every if old in old_objects]
+    assert list(new._record.extras.objects) == [there[old] for old in source._record.all_names if old in old_objects]
     assert not new.unreadable
     assert report.bytes_read == report.bytes_written == 0
     assert report.links == len(source._record.files)
@@ -202,7 +202,7 @@ def test_files_without_anything_are_not_linked(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path / "w"), {"w": FULL["w"]})
     plan = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(exclude=("b",)))
     assert plan.left_out == ("b",)
-    assert "are of nothing that is listed" in plan.warnings[-1]
+    assert "belong to no listed tensor or object" in plan.warnings[-1]
 
 
 def test_objects_are_chosen_as_tensors_are(mindspore_data: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_real_ones_are_carried(root: Callable[[str], Path], tmp_path: Path, name
         assert reshard.verify(tmp_path / target, against=root(name)).equal
     written = read(tmp_path / "back")
     assert written.objects.keys() == source._record.extras.objects.keys()
-    assert written.planner_data.keys() == set(source._record.every)
+    assert written.planner_data.keys() == set(source._record.all_names)
     if name == "fsdp2_uneven":
         assert written.objects["optim.param_groups.0.lr"] == 0.001
         assert written.planner_data["optim.state.emb.weight.step"] == ("optim", "state", "emb.weight", "step")

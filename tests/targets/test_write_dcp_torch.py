@@ -230,7 +230,7 @@ def renamed(root: Path, source: reshard.Checkpoint, names: dict[str, str], **cho
     """Link, and return the names of all that is linked, old to new."""
     plan = reshard.plan(source, files=reshard.LinkedDCP(), selection=reshard.Selection(name_map=names, **chosen))
     plan.run(root / "out")
-    found = reshard.Selection(name_map=names).renamed([*source._record.every], source._record.every)
+    found = reshard.Selection(name_map=names).renamed([*source._record.all_names], source._record.all_names)
     kept = {old: new for old, new in found.items() if old not in plan.left_out}
     (root / "names.json").write_text(json.dumps(kept))
     return kept

@@ -37,7 +37,7 @@ def looked(path: Path, content: bytes) -> Summed:
     path.write_bytes(BEFORE + content + b"and what lies behind")
     part = ZipPart("w", len(BEFORE), len(content))
     (found,) = StreamArchives(Archives(()), ((part, W.nbytes),)).read(str(path), any_store())
-    assert (found.name, found.run, found.left) == ("w", part[1:], ())
+    assert (found.name, found.run, found.pending) == ("w", part[1:], ())
     return found
 
 

@@ -202,7 +202,7 @@ def test_ten_thousand_tensors_are_quick_and_short() -> None:
 
 def test_ranks_with_different_files_are_shown_apart() -> None:
     one = FileIndex("ckpt", {"w": Entry(FLOAT32, (2, 4), ((0, 32),))})
-    other = FileIndex("ckpt", {"w": Entry(FLOAT32, (3, 4), ((0, 48),))}, header=1)
+    other = FileIndex("ckpt", {"w": Entry(FLOAT32, (3, 4), ((0, 48),))}, header_id=1)
     files = tuple(SourceFile(f"{n}", 10, 0, index) for n, index in enumerate([one, other, one, one]))
     parts = rank_parts("src", files, (0, 1, 2, 3))
     text = rank_files_text(parts)

@@ -63,7 +63,7 @@ class StoreFiles:
 
     def __init__(self, root: Place) -> None:
         self.base = root.real()
-        self._statuses = _listed(self.base) if self.base.can.waits else _walked(str(self.base))
+        self._statuses = _listed(self.base) if self.base.can.has_latency else _walked(str(self.base))
         self._below: dict[str, list[Place]] = {}
         end = f"/{METADATA}"
         nodes = {str(self.base)}
@@ -73,7 +73,7 @@ class StoreFiles:
                 nodes.add(path)
                 self._below.setdefault(parent, []).append(as_place(path))
         prefetched = []
-        if self.base.can.waits:
+        if self.base.can.has_latency:
             paths = [as_place(path + end) for path in nodes]
             prefetched = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
         contents = map_ordered(lambda path: path.read_bytes(), prefetched, workers_at(prefetched))

@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
-_WHILE_NS = 2_000_000_000  # of time stamps
+_MTIME_TOLERANCE_NS = 2_000_000_000  # data files may be this much newer than .metadata
 
 
 COMMON, BACKEND = "common.pt", "metadata.json"
-"""The sidecar files of Megatron-Core: its state without tensors, unless it is an object; and the format."""
+"""Sidecar files of Megatron-Core: non-tensor state (if not stored as objects), and the storage backend."""
 
 
 def open_dcp(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
@@ -186,7 +186,7 @@ class _DCPFiles:
         first: int,
         tensors: Collection[str],
     ) -> dict[str, SourceFile]:
-        """Read the heads of the tensors in files; return the files, with headers numbered from 1."""
+        """Read the heads of the tensors in files; return the files, with header numbers that start at `first`."""
         paths = [directory.absolute() / file for file, _ in file_items]
         states = list(map_ordered(_status, paths, workers_at(paths)))
         faults = Faults(str(directory))
@@ -195,7 +195,9 @@ class _DCPFiles:
             end = max(end for _, end in ranges)
             if end > status.nbytes:
                 faults.add(file, f"is truncated: it has {status.nbytes} bytes of {end}", code="truncated")
-            for (begin, end), (next_begin, _) in pairwise(ranges):  # otherwise a small file could be read many times
+            for (begin, end), (next_begin, _) in pairwise(
+                ranges
+            ):  # overlapping items would read the same bytes several times
                 if end > next_begin:
                     faults.add(
                         file,
@@ -213,7 +215,7 @@ class _DCPFiles:
         ]
         texts = list(map(str, paths))
         spans = [Span(texts[number], item.begin, item.nbytes) for number, _, item in plain]
-        unique_spans = list(dict.fromkeys(spans))  # any number of boxes may be in one item
+        unique_spans = list(dict.fromkeys(spans))  # many boxes may claim the same item; read it once
         heads = dict(zip(unique_spans, read_items(unique_spans), strict=True))
         read = [(box, heads[span]) for box, span in zip(plain, spans, strict=True)]
         for number, (_, items) in enumerate(file_items):
@@ -229,7 +231,7 @@ class _DCPFiles:
         sums = [self._sums(items) for _, items in file_items]
         return {
             file: SourceFile(
-                str(path), status.nbytes, status.mtime_ns, FileIndex(DCP_ITEMS, index, header=number, sums=carried),
+                str(path), status.nbytes, status.mtime_ns, FileIndex(DCP_ITEMS, index, header_id=number, sums=carried),
                 status.change,
             )
             for number, ((file, _), path, status, index, carried) in enumerate(
@@ -355,10 +357,10 @@ def _tensor(
             blocks.append((part, laid(extent, begin * step * width, part.shape, strides, width)))
             begin += part.size
     if not dtypes:
-        raise SourceError(f"is in no file by {metadata.described_by}", code="missing-blocks")
+        raise SourceError(f"is in no file according to {metadata.described_by}", code="missing-blocks")
     if len(dtypes) > 1:
         raise SourceError(
-            f"is {' and '.join(sorted(dtypes))} by {metadata.described_by} and the files", code="mixed-dtypes"
+            f"is {' and '.join(sorted(dtypes))} according to {metadata.described_by} and the files", code="mixed-dtypes"
         )
     (dtype,) = dtypes.values()
     tensor = block_list.tensor(TensorSpec(name, dtype, metadata.flat.get(name, declared.shape)), blocks)
@@ -405,7 +407,7 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
 
 def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, files: _DCPFiles) -> Iterator[str]:
     if DCP_INDEX in listing:  # it is written last, but may be copied first
-        saved = (directory / DCP_INDEX).status().mtime_ns + _WHILE_NS
+        saved = (directory / DCP_INDEX).status().mtime_ns + _MTIME_TOLERANCE_NS
         if newer := [path for path, number in files.numbers.items() if files.files[number].mtime_ns > saved]:
             yield (
                 f"{names(newer, most=3)} changed after {DCP_INDEX}, which comes last: copied in that order, or saving "

@@ -29,8 +29,8 @@ STREAM = ("stream.zstd/1",)
 """The encoding of items that are zstd streams."""
 
 BUCKET = (
-    "is a bucket of Megatron's optimizer (dp_reshardable), of which nothing says what it holds: only another DCP can "
-    "have it, to be resumed with the same layout"
+    "is a bucket of Megatron's optimizer (dp_reshardable): its contents are not described, so it can only be copied to "
+    "another DCP and resumed with the same layout"
 )
 _WIDEST = 16  # bytes of an element of a dtype that is not known
 WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
@@ -79,7 +79,7 @@ class DCPMetadata:
     """The checked metadata of all ranks, and of all directories if there are several, joined.
 
     Attributes:
-        described_by: the names of the metadata files.
+        described_by: the first metadata file, and how many more, for messages.
         tensors: the tensors, by name.
         objects: the names of the objects.
         items: the storage entries of the boxes of each tensor, and of each object that PyTorch wrote.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NAME = "torch.save"
 _EXPECTED = "a state dict that torch.save stored"
 _MODEL = "model"
-_RANK_STATE = "extra_state"  # of each rank: random numbers
+_RANK_STATE = "extra_state"  # per-rank RNG state
 _DICTS = {"dict", "OrderedDict", "defaultdict"}
 _DEEPEST = 32
 _MOST_VALUES = 1 << 19
@@ -199,7 +199,7 @@ def _read(number: int, file: _File, count: int) -> _Read:
     """Read file number `number`, of one of `count` ranks."""
     path = file.location.absolute()
     status = path.status()
-    archive = Archive(RangeReader(str(path), window=_REMOTE_WINDOW if path.can.waits else 0))
+    archive = Archive(RangeReader(str(path), window=_REMOTE_WINDOW if path.can.has_latency else 0))
     order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
     if order.strip() != b"little":
         raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
@@ -232,7 +232,7 @@ def _read(number: int, file: _File, count: int) -> _Read:
         except SourceError as error:
             refused[name] = error.message
     sums = Archives((ZipPart("", 0, archive.reader.size),))
-    index = FileIndex(NAME, entries, header=number, sums=sums)
+    index = FileIndex(NAME, entries, header_id=number, sums=sums)
     tensors = {name: (rank_tensors[name], records[rank_tensors[name].local.record].begin) for name in entries}
     return _Read(SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change), tensors, refused, objects)
 

@@ -182,7 +182,7 @@ def _summed(path: str, part: ZipPart, content: memoryview, *, has_sum: bool) -> 
     (zipped,) = Archives((ZipPart(part.name, part.begin, len(content)),)).read(path, _Decoded(part.begin, content))
     wrong = [
         f"{subject} {fault}"
-        for subject, ((begin, nbytes),), crc in zipped.left
+        for subject, ((begin, nbytes),), crc in zipped.pending
         if (fault := crc32_fault(crc32(content[begin - part.begin :][:nbytes]), crc))
     ]
     if not zipped.faults and not _has_names(content):

@@ -132,7 +132,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
 
 
 def _no_match(weight: str, source: Checkpoint) -> str:
-    return f"{no_match(weight, source.every)}, in {source.root}"
+    return f"{no_match(weight, source.all_names)}, in {source.root}"
 
 
 def _fault(tensor: Tensor, item: Pair | Copy, adapter: Adapter, root: str) -> SourceError | None:

@@ -72,7 +72,7 @@ class Adapter(NamedTuple):
 
     def require_unchanged(self) -> None:
         """Raise `ChangedError` if the file changed since it was opened."""
-        if not any_store().status(self.file.path).is_still(self.file.status):
+        if not any_store().status(self.file.path).is_unchanged_since(self.file.status):
             raise ChangedError(
                 f"{self.file.path} changed since it was opened", code="source-changed", hint="run the command again"
             )

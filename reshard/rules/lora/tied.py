@@ -69,7 +69,7 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     """
     pairs = {pair.weight: pair for pair in adapter.pairs}
     tensors, head, embedding = dict(source.tensors), *_head_and_embedding(source, pairs)
-    absent = bool(head) and not (head in source.every or head in source.left_out)
+    absent = bool(head) and not (head in source.all_names or head in source.left_out)
     if absent and embedding in tensors:
         tensors[head] = tensors[embedding]._replace(spec=tensors[embedding].spec._replace(name=head))
     groups = [_TiedWeights(tied, one_storage=True) for tied in _sharing(source, pairs)]
@@ -134,13 +134,13 @@ def _head_and_embedding(source: Checkpoint, weights: Collection[str]) -> tuple[s
 
     They count only if an adapter changes one of them.
     """
-    states = optimizer_states(source.every)
+    states = optimizer_states(source.all_names)
     weight_names = [name for name in (*source.tensors, *source.left_out) if name not in states]
     embeddings = [name for name in weight_names if _ends(name, *_EMBEDDINGS)]
     head = next((name for name in (*weights, *weight_names) if _ends(name, _HEAD)), _HEAD)
     if len(embeddings) != 1 or not {head, *embeddings} & set(weights):
         return "", ""
-    absent = head not in source.every and head not in source.left_out
+    absent = head not in source.all_names and head not in source.left_out
     is_tied = (absent and head in weights) or _config_ties(source, absent=absent)
     return (head, embeddings[0]) if is_tied else ("", "")
 
@@ -186,7 +186,7 @@ def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str
         for name, tensor in source.tensors.items()
         for replicas in tensor.sharding.replicas
         for at in replicas
-        for begin, nbytes in tensor.runs[at.number]
+        for begin, nbytes in tensor.runs[at.runs_index]
     )
     for file, begin, nbytes, name in sorted(extent for extent in extents if extent[2]):
         if (file, begin) < reached:

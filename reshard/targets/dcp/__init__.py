@@ -106,7 +106,7 @@ class DCPTarget(Destination):
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
         """Return the request; raise `UsageError` unless it is for all ranks and blocks once."""
-        if request.of_some or request.once:
+        if request.is_partial or request.deduplicates:
             raise UsageError(
                 "a DCP has the blocks of all ranks, each once", code="needs-all-ranks",
                 hint="leave ranks, stage, redundancy and links out",

@@ -1,9 +1,9 @@
 """A distributed checkpoint (DCP) of PyTorch that links another's data files.
 
-Only `.metadata` is rewritten.
+Only `.metadata` is rewritten; sidecar files are copied.
 
-Names are only in `.metadata`, so that tensors and objects can be renamed, left out, or combined from several DCPs in a
-time that does not depend on their bytes. Carried items are not decoded: encoded items, objects, buckets of Megatron's
+Names are only in `.metadata`, so tensors and objects can be renamed, left out, or combined from several DCPs; this
+takes time independent of the data size. Carried items are not decoded: encoded items, objects, buckets of Megatron's
 optimizer. A file is linked if any of its items is carried.
 
 Source: PyTorch 2.13 `distributed/checkpoint/filesystem.py`.
@@ -129,7 +129,7 @@ class Relinked(Destination):
         return DCPTarget.settled(request, source)
 
     def files(self, *_: object) -> tuple[TargetFile, ...]:
-        """Return the links, and `.metadata`."""
+        """Return the links, the copied sidecar files, and `.metadata`."""
         return self._files
 
     def warnings(self) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ class _Links:
         """Sort the items of a tensor: items with bytes first, then empty items."""
         tensor, begins = self._source.tensors[name], dict[str, list[int]]()
         for at in chain.from_iterable(tensor.sharding.replicas):
-            runs = (begin for begin, nbytes in tensor.runs[at.number] if nbytes)
+            runs = (begin for begin, nbytes in tensor.runs[at.runs_index] if nbytes)
             begins.setdefault(self._source.files[at.file].path, []).extend(runs)
         sorted_begins = {path: sorted(file_begins) for path, file_begins in begins.items()}
 
@@ -216,10 +216,12 @@ class _Links:
         """Return the warning that linked files share their bytes with the source."""
         size = sum(link.layout.size for link in self.links.values())
         idle = size - sum(self._linked_bytes.values())
-        rest = f"; {bytes_text(idle)} of their {bytes_text(size)} are of nothing that is listed" if idle > 0 else ""
+        rest = (
+            f"; {bytes_text(idle)} of their {bytes_text(size)} belong to no listed tensor or object" if idle > 0 else ""
+        )
         return (
             f"data files are links: what is changed in place in {self._root} is changed in the target, too, unless "
-            f"the file system has copies that share blocks{rest}"
+            f"the file system made copy-on-write clones{rest}"
         )
 
 
@@ -308,7 +310,7 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
 def _unrenamed_states(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     """Yield optimizer states that keep their names though their weights are renamed."""
     new_names = {old: new for new, old in carried.items()}
-    for name, state in optimizer_states(source.every).items():
+    for name, state in optimizer_states(source.all_names).items():
         new = new_names.get(state.weight, state.weight)
         if new_names.get(name) == name != state.of(new) and new != state.weight:
             yield name

@@ -26,7 +26,7 @@ from reshard.plan.bands import Recipe
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Piece, Route, Transfer
 from reshard.run.executor import map_tasks
-from reshard.source.holdings import in_every_stage, in_several_stages
+from reshard.source.holdings import in_several_stages, with_all_stages
 from reshard.source.reshape import Shared
 from reshard.storage.cipher import store_of
 from reshard.verify.compare.comparer import Compared, Comparer, Mismatch, joined
@@ -182,7 +182,7 @@ def checks(
     result = []
     for source_name, name in pairs:
         tensor, counterpart = source.tensors[source_name], target.tensors[name]
-        all_stages, compared = in_every_stage(source, tensor), in_every_stage(target, counterpart)
+        all_stages, compared = with_all_stages(source, tensor), with_all_stages(target, counterpart)
         if all_stages.space or compared.space:
             shape = all_stages.spec.shape
             space = common(shape, [item.space or shape for item in (all_stages, compared)])
@@ -232,7 +232,7 @@ def _route(tensor: Tensor, all_stages: Tensor, compared: Tensor, sources: int, d
     behind = len(all_stages.runs)
     for block, extents in _stored_blocks(compared):
         copies.setdefault(block, []).extend(
-            Replica(sources + at.file, behind + at.number, at.strides) for at in extents
+            Replica(sources + at.file, behind + at.runs_index, at.strides) for at in extents
         )
     recipe = Recipe.of(tensor.space or tensor.spec.shape, list(references), list(copies))
     axis = recipe.axis(band_bytes // max(tensor.spec.dtype.itemsize, dtype.itemsize))

@@ -131,12 +131,12 @@ class Comparer:
         converted = memoryview(b"")
         for turn in in_batches(self._turns(reader, checks, pieces)):
             if isinstance(turn, _References):
-                reader.gather(*turn)
+                reader.read_strided_blocks(*turn)
                 continue
             number, write, copy, content, side = turn
             check = checks[number]
             if copy is None:
-                converted = cast(write.gathered(), check.transfer.dtype, check.transfer.target_dtype)
+                converted = cast(write.gather_columns(), check.transfer.dtype, check.transfer.target_dtype)
                 continue
             dtype = self._comparison.copy_dtype(check, copy.file)
             shape = check.transfer.recipe.targets[write.target].shape
@@ -147,7 +147,7 @@ class Comparer:
                 if all(np.array_equal(*columns) for columns in write.copies):
                     continue
                 content = memoryview(bytes(content))
-                write.gathered()
+                write.gather_columns()
             copy_bits, reference_bits = (np.frombuffer(buffer, dtype.carrier()) for buffer in (content, expected))
             unequal = copy_bits != reference_bits
             if unequal.any():
@@ -161,7 +161,7 @@ class Comparer:
             yield _References(number, band), store, requests
             transfer = checks[number].transfer
             writes, sides = band.writes, iter(tuple[_SideBySide, ...]())
-            if any(copy.is_apart for copies in transfer.writes for copy in copies):
+            if any(copy.is_indirect for copies in transfer.writes for copy in copies):
                 writes = list(writes)
                 sides = _sides(number, [(write.target, transfer.writes[write.target]) for write in writes])
             for write in writes:
@@ -173,7 +173,7 @@ class Comparer:
                         yield _CopyPart(number, write, None, write.content), store, []
                     itemsize = dtype.itemsize
                     content, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
-                    side = next(sides) if copy.is_apart else None
+                    side = next(sides) if copy.is_indirect else None
                     yield _CopyPart(number, write, copy, content, side), of_copy, reading
 
     def _mismatch(
@@ -231,7 +231,7 @@ class Comparer:
         hashes = [blake2b(digest_size=32) for _ in copies]
         for number, extent, begin, content in in_batches(self._contents(check, copies)):
             dtype = self._comparison.copy_dtype(check, extent.file)
-            side = _SideBySide((check.source_name, number), 1, 0) if extent.is_apart else None
+            side = _SideBySide((check.source_name, number), 1, 0) if extent.is_indirect else None
             self._gather(extent, check.shape, dtype, begin, content, side)
             hashes[number].update(cast(content, dtype, check.transfer.target_dtype))
         return [digest.digest() for digest in hashes]
@@ -254,7 +254,7 @@ class Comparer:
         view = scratch(nbytes)
         self.nbytes += nbytes
         path = self._comparison.paths[extent.file]
-        return view, self._store(extent), [] if extent.is_apart else wants(path, extent.runs, begin, view)
+        return view, self._store(extent), [] if extent.is_indirect else wants(path, extent.runs, begin, view)
 
     def _gather(
         self, extent: Extent, shape: Shape, dtype: DType, begin: int, view: memoryview, side: _SideBySide | None
@@ -272,7 +272,7 @@ class Comparer:
 def _sides(number: int, copies: Sequence[tuple[int, Sequence[Extent]]]) -> Iterator[_SideBySide]:
     """Return the `_SideBySide` of each strided copy of the target blocks of a band."""
     of = number, tuple(target for target, _ in copies)
-    count = sum(copy.is_apart for _, extents in copies for copy in extents)
+    count = sum(copy.is_indirect for _, extents in copies for copy in extents)
     return (_SideBySide(of, count, index) for index in range(count))
 
 

@@ -8,10 +8,10 @@ from reshard.source.probe import torn_blocks
 from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
-    from reshard.source.checkpoint import Checkpoint, Looked
+    from reshard.source.checkpoint import Checkpoint, SampleStats
 
 
-def sample_replicas(target: Checkpoint) -> tuple[list[Difference], Looked]:
+def sample_replicas(target: Checkpoint) -> tuple[list[Difference], SampleStats]:
     """Sample replicas as in `open`; return a difference for each torn tensor."""
     torn, statistics = torn_blocks(target)
     source = target.extras.described_by or "the strategy"

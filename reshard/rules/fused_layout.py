@@ -1,11 +1,8 @@
-"""Work out the shapes of a rule: the box of each part in a fused tensor, and the blocks that files have of it.
+"""Work out the shapes of a rule: the box of each part in a fused tensor, and the file blocks they come from.
 
 A fused tensor's axes are divided into finer ones if the rule cuts them: the rows of `linear_qkv` are groups of rows, so
 that the queries of all groups are one box of `[groups, rows of a group, columns]`. The axes in front are for numbers in
 names. A part has the axes of its box, some in another order.
-
-Catalogue: `shared/RULES.md` of the project, from the sources of Megatron-Core, torchtitan, transformers and
-MindSpore Transformers.
 """
 
 from __future__ import annotations
@@ -29,16 +26,16 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Tensor
 
 
-_SIZES_HINT = "say with sizes how many rows each part has"
+_SIZES_HINT = "give the number of rows of each part in `sizes`"
 
 
 class FusedPart(NamedTuple):
     """A part of a fused tensor.
 
     Attributes:
-        region: its box in `Equation.space`, without the axes in front.
-        order: for each of its axes, the number of that axis in the region.
-        axes: for each of its dimensions, the number of its consecutive axes.
+        region: its box in `FusedLayout.space`, without the axes in front.
+        order: for each of its axes, the index of that axis in the region.
+        axes: for each of its dimensions, how many consecutive axes it consists of.
     """
 
     region: Block
@@ -58,13 +55,13 @@ class FusedPart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Equation:
-    """A fused tensor and its parts.
+class FusedLayout:
+    """The axes of a fused tensor, and the boxes of its parts.
 
     Attributes:
         front: the extents of the axes for numbers in names.
         space: the extents of the other axes.
-        axes: for each dimension after the axes in front, the number of its axes in `space`.
+        axes: for each dimension after the axes in front, how many axes in `space` it consists of.
         flat: the axes in front and the first dimension are one.
         parts: the parts at one index of the axes in front.
         padding: the box that belongs to no part.
@@ -89,9 +86,10 @@ class AxisCut(NamedTuple):
     """The numbers by which a rule cuts one axis of a fused tensor.
 
     Attributes:
-        axis: the number of the axis, not counting the axes in front.
+        axis: the index of the axis, not counting the axes in front.
         interleaved: each group has some rows of every part; otherwise the parts are consecutive.
-        sizes: the rows of each part, in a group or in all; None if the rule has none, and then all parts are equal.
+        sizes: the rows of each part, in a group or in all; None if the rule has none: then the parts must be equal, and
+            a split into more than two is refused (except `interleaved` without `groups`).
         groups: the number of groups; None if the rule has none.
         halves: for a single part, the number of pieces in each group, whose rows are interleaved; else 0.
         pads: the tensor is a padded part.
@@ -110,8 +108,8 @@ class AxisCut(NamedTuple):
     multiple: int | None = None
 
 
-def of_parts(shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool, transposed: bool) -> Equation:
-    """Return the equation of a fused tensor, given the shapes of its parts.
+def of_parts(shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool, transposed: bool) -> FusedLayout:
+    """Return the layout of a fused tensor, given the shapes of its parts.
 
     Args:
         shapes: the shapes of the parts.
@@ -132,13 +130,13 @@ def of_parts(shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool,
             code="wrong-shape",
         )
     rows = tuple(body[axis] if body else 1 for body in bodies)
-    return _equation(bodies[0], rows, None, len(rows), cut, front, flat=flat, transposed=transposed)
+    return _fused_layout(bodies[0], rows, None, len(rows), cut, front, flat=flat, transposed=transposed)
 
 
 def of_fused(
     shape: Shape, count: int, cut: AxisCut, front: Sequence[int | None], *, flat: bool, transposed: bool
-) -> Equation:
-    """Return the equation of a fused tensor, given its own shape.
+) -> FusedLayout:
+    """Return the layout of a fused tensor, given its own shape.
 
     Args:
         shape: its shape.
@@ -156,7 +154,7 @@ def of_fused(
         if len(extents) < len(front):
             raise SourceError(
                 "merges the axes in front with its rows", code="unknown-count",
-                hint="say in by how many there are of each",
+                hint="give the counts in `by`",
             )  # fmt: skip
         if not shape or not prod(extents) or shape[0] % prod(extents):
             raise SourceError(
@@ -173,7 +171,7 @@ def of_fused(
         body = shape[len(front) :]
     axis = _axis(cut.axis, body)
     total = body[axis] if body else 1
-    return _equation(body, None, total, count, cut, tuple(extents), flat=flat, transposed=transposed)
+    return _fused_layout(body, None, total, count, cut, tuple(extents), flat=flat, transposed=transposed)
 
 
 def _turned(shape: Shape, *, transposed: bool) -> Shape:
@@ -191,22 +189,22 @@ def _axis(axis: int, body: Shape) -> int:
     return number
 
 
-def _equation(
+def _fused_layout(
     body: Shape, rows: Shape | None, total: int | None, count: int, cut: AxisCut, front: Shape, *, flat: bool,
     transposed: bool,
-) -> Equation:  # fmt: skip
-    """Return an equation, given the rows of each part, or in total, along the cut axis."""
+) -> FusedLayout:  # fmt: skip
+    """Return a layout, given the rows of each part, or in total, along the cut axis."""
     if not body:
         if count > 1 or cut.pads or cut.halves or flat:
             raise SourceError("consists of single numbers, which have no rows", code="wrong-dimensions")
-        return Equation(front, (), (), flat, (FusedPart(Block((), ()), (), ()),))
+        return FusedLayout(front, (), (), flat, (FusedPart(Block((), ()), (), ()),))
     axis = _axis(cut.axis, body)
     extents, spans, padding = _of_axis(rows, total, count, cut)
 
     def box(span: _Span) -> Block:
         start, stop = span
-        before, behind = (0,) * axis, (0,) * (len(body) - axis - 1)
-        return Block((*before, *start, *behind), (*body[:axis], *stop, *body[axis + 1 :]))
+        before, after = (0,) * axis, (0,) * (len(body) - axis - 1)
+        return Block((*before, *start, *after), (*body[:axis], *stop, *body[axis + 1 :]))
 
     axes = tuple(len(extents) if dim == axis else 1 for dim in range(len(body)))
     ends = list(accumulate(axes, initial=0))
@@ -219,7 +217,7 @@ def _equation(
     order = tuple(n for part_axes in of_dims for n in part_axes)
     parts = tuple(FusedPart(box(span), order, tuple(map(len, of_dims))) for span in spans)
     space = (*body[:axis], *extents, *body[axis + 1 :])
-    return Equation(front, space, axes, flat, parts, padding and box(padding))
+    return FusedLayout(front, space, axes, flat, parts, padding and box(padding))
 
 
 _Span = tuple["Shape", "Shape"]
@@ -255,13 +253,17 @@ def _of_axis(
 def _padded(rows: int | None, total: int | None, cut: AxisCut) -> tuple[Shape, list[_Span], _Span | None]:
     size = cut.size if rows is None else rows
     if size is None:
-        raise SourceError("is padded", code="missing-size", hint="say with size how many rows are not padding")
+        raise SourceError(
+            "is padded", code="missing-size", hint="set `size` to the number of rows that are not padding"
+        )
     if cut.size not in {None, size}:
         raise SourceError(f"has {size} rows; the rule says {cut.size}", code="row-mismatch")
     if total is None:
         total = -(-size // cut.multiple) * cut.multiple if cut.multiple else cut.padded
     if total is None:
-        raise SourceError("needs padding", code="missing-size", hint="say with to, or with multiple, to how many rows")
+        raise SourceError(
+            "needs padding", code="missing-size", hint="set `to` or `multiple`, which give the padded number of rows"
+        )
     if total < size:
         raise SourceError(f"has {size} rows without padding and {total} with it", code="row-mismatch")
     if cut.padded not in {None, total}:
@@ -328,14 +330,14 @@ def indices(extents: Shape) -> Iterator[Shape]:
             yield (first, *rest)
 
 
-def pieces(equation: Equation, shard: Shard, itemsize: int) -> Iterator[tuple[Shape, int, Shard]]:
+def pieces(layout: FusedLayout, shard: Shard, itemsize: int) -> Iterator[tuple[Shape, int, Shard]]:
     """Yield the pieces of a fused tensor's block that belong to its parts.
 
     Each comes with its index along the axes in front and the number of the part.
     """
     block = shard.block
-    depth = len(equation.front)
-    for number, part in enumerate(equation.parts):
+    depth = len(layout.front)
+    for number, part in enumerate(layout.parts):
         body = Block(block.start[depth:], block.stop[depth:]) & part.region
         if body is None:
             continue
