@@ -215,16 +215,16 @@ def _refuse_foreign_name(target: Place) -> None:
 def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[str | None, str]:
     """Return the format by the options or the target's name, with a reason if implied."""
     if options.to and (options.format or options.style):
-        conflicting = Option("format" if options.format else "style")
+        conflicting = "--format" if options.format else "--style"  # options of the command line alone
         raise UsageError(
-            Text(Option("to"), " and ", conflicting, " both say the format"), code="conflicting-options",
-            hint=Text("leave ", conflicting, " out"),
+            f"--to and {conflicting} both say the format", code="conflicting-options",
+            hint=f"leave {conflicting} out",
         )  # fmt: skip
     if options.style and options.format not in {None, "safetensors"}:
         raise UsageError(
-            Text(Option("style", options.style), f" is of safetensors files, not {options.format}"),
+            f"--style {options.style} is of safetensors files, not {options.format}",
             code="option-of-another-format",
-            hint=Text("leave ", Option("format"), " out, or ", Option("style")),
+            hint="leave --format out, or --style",
         )
     if options.style:
         return word_of(options.style), ""
