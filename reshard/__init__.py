@@ -41,7 +41,7 @@ _HOMES = {
     "Plan": "api.plans",
     "PlanError": "errors",
     "Progress": "run.settings",
-    "read_layouts": "targets.pattern",
+    "read_layouts": "targets.arrangements",
     "read_manifest": "verify.manifest",
     "read_object": "api.checkpoints",
     "read_plan": "api.plans",
@@ -150,8 +150,8 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
+    from reshard.targets.arrangements import read_layouts
     from reshard.targets.checkpoint2 import Checkpoint2
-    from reshard.targets.pattern import read_layouts
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
     from reshard.verify.manifest_files import make_manifest
     from reshard.verify.verification import Verification

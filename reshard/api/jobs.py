@@ -30,6 +30,7 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
+from reshard.targets.arrangements import read_layouts
 from reshard.targets.kinds import (
     CUT,
     RANKS,
@@ -43,7 +44,6 @@ from reshard.targets.kinds import (
     source_word,
     word_of,
 )
-from reshard.targets.pattern import read_layouts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator

@@ -18,6 +18,7 @@ from reshard.cli.values import (
     READ,
     READ_PLACE,
     STRATEGY_PLACE,
+    WRITE,
     WRITE_PLACE,
     StyleType,
     ToType,
@@ -64,6 +65,13 @@ json_option = _output(
 raw_option = _output("--raw", is_flag=True, help="Show device matrices and tensor maps, as strategy files have them.")
 quiet_option = _output("-q", "--quiet", in_short_help=True, is_flag=True, help="Print nothing but errors.")
 verbose_option = _output("-v", "--verbose", in_short_help=True, is_flag=True, help="Print all details.")
+
+
+def output_file_option(text: str) -> GroupedOption:
+    """Return the option for the file that a command writes, with its help text."""
+    return _output("-o", "--output", in_short_help=True, type=WRITE, required=True, metavar="FILE", help=text)
+
+
 overwrite_file_option = _output("--overwrite", in_short_help=True, is_flag=True, help="Replace FILE if it exists.")
 
 

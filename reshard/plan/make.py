@@ -28,7 +28,7 @@ from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.destination import TargetTensor
+from reshard.targets.destination import TargetInputs, TargetTensor
 from reshard.targets.kinds import OF_FORMATS, destination_of
 from reshard.targets.same_files import SameFiles
 
@@ -137,9 +137,9 @@ def plan(
     ]
     shapes = {item.name: item.tensor.spec.shape for item in items if item.tensor.text is None}
     arrangement = strategy.arrangement(shapes, faults) if isinstance(strategy, Strategy) else strategy
-    destination = destination_class(
-        source, replace(request, ranks=stage_ranks), items, arrangement, dict(selected.objects), faults
-    )
+    of_stage = replace(request, ranks=stage_ranks)
+    inputs = TargetInputs(source, of_stage, items, arrangement, dict(selected.objects), faults)
+    destination = destination_class(inputs)
     limits = budget(source, items, destination, memory=memory, threads=threads)
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
@@ -166,7 +166,7 @@ def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
 def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Plan:
     """Plan a target whose files are links to the source's files."""
     renamed, left_out = select_listed(source, request.selection)
-    destination = kind(source, request, (), None, renamed, Faults(source.root))
+    destination = kind(TargetInputs(source, request, (), None, renamed, Faults(source.root)))
     files = destination.files((), ())
     memory = (("program", IMPORTED_BYTES), *destination.memory)
     stats = Stats(

@@ -303,21 +303,15 @@ class Plan:
         result = {}
         for transfer in self.transfers:
             tensor = self.source.tensors[transfer.source_name]
-            writes_by_block = (
-                dict(zip(transfer.route.held, transfer.route.writes, strict=True)) if transfer.route.held else {}
-            )
-            for block, written in writes_by_block.items() or zip(
-                transfer.recipe.targets, transfer.route.writes, strict=True
-            ):
+            route = transfer.route
+            writes_by_block = dict(zip(route.held, route.writes, strict=True)) if route.held else {}
+            for block, written in writes_by_block.items() or zip(route.recipe.targets, route.writes, strict=True):
                 if any(at.file in numbers for at in written):
-                    source_file = transfer.route.reads[0].file if tensor.varies else None
-                    is_whole = (
-                        transfer.name in result or not tensor.spec.shape
-                    )  # several blocks are the chunks of a zarr array
-                    whole_or_part = Block.whole(tensor.spec.shape) if is_whole else block
-                    result[transfer.name] = RankBlock(
-                        transfer.source_name, whole_or_part, transfer.target_dtype, source_file
-                    )
+                    source_file = route.reads[0].file if tensor.varies else None
+                    if transfer.name in result or not tensor.spec.shape:  # several are the chunks of a zarr array
+                        block = Block.whole(tensor.spec.shape)  # noqa: PLW2901 -- of the rank, not of the file
+                    held = RankBlock(transfer.source_name, block, transfer.target_dtype, source_file)
+                    result[transfer.name] = held
         return result
 
     def __repr__(self) -> str:

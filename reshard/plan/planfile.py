@@ -45,8 +45,8 @@ from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
 from reshard.strategy.schema import read as read_record
+from reshard.targets.arrangements import ArrangementRecord
 from reshard.targets.checkpoint2 import Checkpoint2
-from reshard.targets.pattern import ArrangementRecord
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Request

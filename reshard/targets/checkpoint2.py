@@ -40,7 +40,7 @@ from reshard.targets.destination import TargetFile, literal
 from reshard.targets.rank_files import Ranks, copied_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.errors import Faults
     from reshard.formats.entries import SizedTensor
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reshard.layout.grid import Grid
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetTensor
+    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 PREFIX = "checkpoint"
 """Default prefix of file names, as in mindformers' dynamic-graph mode."""
@@ -181,21 +181,14 @@ class Checkpoint2Target(Ranks):
 
     format = safetensors.NAME
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        request: Request,
-        items: Sequence[TargetTensor],
-        arrangement: Arrangement | None,
-        objects: Mapping[str, str],
-        faults: Faults,
-    ) -> None:
+    def __init__(self, inputs: TargetInputs) -> None:
+        request, items, arrangement, faults = inputs.request, inputs.items, inputs.arrangement, inputs.faults
         self._layout, self._arrangement = request.files, arrangement
         self._full = None if arrangement is None else _completed(arrangement, items, faults)
         if self._full is not None:
             files = _FilesOfRanks(request.files)
             request = replace(request, files=files)
-        super().__init__(source, request, items, self._full, objects, faults)
+        super().__init__(inputs._replace(request=request, arrangement=self._full))
         if self._full is not None:
             for item in items:
                 if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():

@@ -88,6 +88,26 @@ class TargetFile(NamedTuple):
     done: bool = False
 
 
+class TargetInputs(NamedTuple):
+    """The inputs of a destination.
+
+    Attributes:
+        source: the checkpoint that is read.
+        request: the resolved options.
+        items: the planned tensors.
+        arrangement: the layouts and ranks of planned tensors; None for whole tensors.
+        objects: old names to new names of carried objects, if it can carry objects.
+        faults: collects the faults found.
+    """
+
+    source: Checkpoint
+    request: Request
+    items: Sequence[TargetTensor]
+    arrangement: Arrangement | None
+    objects: Mapping[str, str]
+    faults: Faults
+
+
 class Destination(Protocol):
     """A way to lay out the files of a target.
 
@@ -115,26 +135,8 @@ class Destination(Protocol):
     links: bool = False
     dropped: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        request: Request,
-        items: Sequence[TargetTensor],
-        arrangement: Arrangement | None,
-        objects: Mapping[str, str],
-        faults: Faults,
-        /,
-    ) -> None:
-        """Assign blocks to files.
-
-        Args:
-            source: the checkpoint that is read.
-            request: the resolved options.
-            items: the planned tensors.
-            arrangement: the layouts and ranks of planned tensors; None for whole tensors.
-            objects: old names to new names of carried objects, if it can carry objects.
-            faults: collects the faults found.
-        """
+    def __init__(self, inputs: TargetInputs, /) -> None:
+        """Assign blocks to files."""
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint, /) -> Request:

@@ -27,21 +27,14 @@ if TYPE_CHECKING:
     from reshard.layout.grid import Grid
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetTensor
+    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 
 class Ranks(Destination):
     """The files of the ranks of a target."""
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        request: Request,
-        items: Sequence[TargetTensor],
-        arrangement: Arrangement | None,
-        _objects: Mapping[str, str],
-        faults: Faults,
-    ) -> None:
+    def __init__(self, inputs: TargetInputs) -> None:
+        source, request, items, arrangement, _, faults = inputs
         written = by_name(request.format)
         self.format, self.cipher = written.NAME, request.cipher
         self.ranks = _wanted_ranks(arrangement, request.ranks)

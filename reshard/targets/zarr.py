@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
-    from reshard.targets.destination import Assigned, TargetTensor
+    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 
 FILE_BYTES = 1000
@@ -42,8 +42,8 @@ class ZarrStore(Destination):
     ranks: tuple[int, ...] = (0,)
     exclusive = True
 
-    def __init__(self, source: Checkpoint, request: Request, items: Sequence[TargetTensor], *_: object) -> None:
-        self._source, self._items, self._group = source, items, request.files
+    def __init__(self, inputs: TargetInputs) -> None:
+        self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
         self._arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self._arrays}
         self._first: dict[str, int] = {}  # the number of the first file of each array

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.commands import Group, option
-from reshard.cli.options import json_option, overwrite_file_option, source_options
+from reshard.cli.commands import Group
+from reshard.cli.options import json_option, output_file_option, overwrite_file_option, source_options
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
-from reshard.cli.values import READ_PLACE, WRITE
+from reshard.cli.values import READ_PLACE
 from reshard.errors import VerifyError, names, printable
 from reshard.readers.open import open as open_checkpoint
 
@@ -174,16 +174,7 @@ Example:
     short_help="Write rules with their sides exchanged.",
 )
 @click.argument("file", type=READ_PLACE)
-@option(
-    "-o",
-    "--output",
-    under="Output",
-    in_short_help=True,
-    type=WRITE,
-    required=True,
-    metavar="FILE",
-    help="The file to write.",
-)
+@output_file_option("The file to write.")
 @overwrite_file_option
 def invert(file: Place, output: Path, overwrite: bool) -> None:
     """Write the rules FILE with its sides exchanged.

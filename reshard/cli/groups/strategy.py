@@ -13,12 +13,13 @@ from reshard.cli.options import (
     drop_option,
     iteration_option,
     json_option,
+    output_file_option,
     overwrite_file_option,
     raw_option,
     source_options,
 )
 from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
-from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
+from reshard.cli.values import READ, READ_PLACE, STRATEGY
 from reshard.errors import SourceError, UsageError, VerifyError, printable
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.holdings import strategy_of
@@ -35,16 +36,7 @@ if TYPE_CHECKING:
     from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
 
-_output = option(
-    "-o",
-    "--output",
-    under="Output",
-    in_short_help=True,
-    type=WRITE,
-    required=True,
-    metavar="FILE",
-    help="The file to write; JSON if its name ends with .json.",
-)
+_output = output_file_option("The file to write; JSON if its name ends with .json.")
 
 
 @click.group(cls=Group, name="strategy")

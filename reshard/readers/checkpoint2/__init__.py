@@ -188,8 +188,7 @@ class _Joined:
         if unnamed := sorted(self.listing - self.metadata.files.keys()):
             warnings.append(f"{METADATA} does not name {names(unnamed, most=3)}, which is not read")
         defects = tuple(self._defects())
-        ranks = {*self.metadata.ranks, *(rank for mesh in self.metadata.meshes for rank in mesh.ranks)}
-        devices = max(ranks, default=0) + 1
+        devices = self.metadata.devices
         arrangement = Arrangement(self.arranged, range(devices), devices) if self.arranged else None
         return Checkpoint(
             str(self.directory), self.tensors, self.files, self.ranks, warnings=(*defects, *warnings),

@@ -84,6 +84,12 @@ class Metadata:
             )
         self.groups = list(self._groups)
 
+    @property
+    def devices(self) -> int:
+        """Return the number of ranks, of which the highest is named."""
+        ranks = set(self.ranks).union(*self.groups, *(mesh.ranks for mesh in self.meshes))
+        return max(ranks, default=0) + 1
+
     def held(self, name: str) -> list[tuple[int, int]]:
         """Return pairs of block number and rank that holds the block, stored or not."""
         places = self.places.get(name, ())

@@ -32,15 +32,13 @@ from reshard.targets.rank_files import fitted
 from reshard.targets.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from reshard.errors import Faults
-    from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.plan.budget import Share
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetTensor
+    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 _ITEM_BYTES = 2050  # resident memory of a block in a file's layout and in the metadata, as measured
 
@@ -62,16 +60,9 @@ class DCPTarget(Destination):
     format = DCP_NAME
     carries = True
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        request: Request,
-        items: Sequence[TargetTensor],
-        arrangement: Arrangement | None,
-        objects: Mapping[str, str],
-        faults: Faults,
-    ) -> None:
-        target, files = arrangement, request.files
+    def __init__(self, inputs: TargetInputs) -> None:
+        source, request, items, target, objects, faults = inputs
+        files = request.files
         self.ranks = (0,) if target is None else tuple(target.ranks)
         self._items, self._step = items, files.step
         self._directory = "" if files.step is None else f"iter_{files.step:07d}/"  # as in Megatron-LM

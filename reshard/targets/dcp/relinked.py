@@ -40,13 +40,13 @@ from reshard.targets.saved_tensors import torch_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from reshard.errors import Faults
     from reshard.layout.block import Shape
     from reshard.plan.budget import Share
     from reshard.plan.plan import Request
     from reshard.readers.dcp.metadata import DeclaredTensor, Item, KeyPath
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
+    from reshard.targets.destination import TargetInputs
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
 _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
@@ -64,10 +64,7 @@ class Relinked(Destination):
     format = DCP_NAME
     links = True
 
-    def __init__(
-        self, source: Checkpoint, request: Request, _items: object, _arrangement: object, objects: Mapping[str, str],
-        faults: Faults,
-    ) -> None:  # fmt: skip
+    def __init__(self, inputs: TargetInputs) -> None:
         """Find the files to link, and make the metadata.
 
         `objects` maps old names of tensors and objects to new names.
@@ -76,6 +73,7 @@ class Relinked(Destination):
             UsageError: it is not a DCP of PyTorch, not on this machine, or has safetensors files, which hold names.
             SourceError: it changed since it was opened, or the faults, all at once.
         """
+        source, request, _, _, objects, faults = inputs
         directory, source_metadata = _metadata_of(source)
         if not objects.keys() <= source_metadata.tensors.keys() | source_metadata.objects.keys():
             raise SourceError(

@@ -97,13 +97,12 @@ def read_layouts(path: AnyName) -> Arrangement:
         extra_ranks = _others(mesh, tensor.shape, metadata.held(name)) if mesh else ()
         tensors[name] = Arranged((mesh,) if mesh else (), tensor.shape, extra_ranks)
     faults.raise_if_any(SourceError)
-    ranks = {rank for mesh in meshes for rank in mesh.ranks}.union(metadata.ranks, *metadata.groups)
-    if max(ranks, default=0) >= _MOST_RANKS:
+    devices = metadata.devices
+    if devices > _MOST_RANKS:
         raise SourceError(
-            f"{directory / METADATA} has rank {max(ranks)}; expected {_MOST_RANKS - 1} at most", code="out-of-range",
+            f"{directory / METADATA} has rank {devices - 1}; expected {_MOST_RANKS - 1} at most", code="out-of-range",
             facts=["the file seems to be corrupt"],
         )  # fmt: skip
-    devices = max(ranks, default=0) + 1
     return Arrangement(tensors, range(devices), devices, lists_all=True)
 
 
