@@ -1,7 +1,7 @@
 """The command line: `reshard`, `python -m reshard`, and `dask reshard`.
 
 Data goes to stdout, messages and progress to stderr. Heavy modules are imported inside the commands, so that `--help`
-is quick. Errors, signals, exit codes and progress are in `cli.terminal`.
+is quick. Errors, signals and exit codes are in `cli.terminal`, progress in `view.progress`.
 """
 
 from __future__ import annotations

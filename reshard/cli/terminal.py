@@ -1,4 +1,4 @@
-"""Connect a command to the terminal: errors, signals, messages and progress.
+"""Connect a command to the terminal: errors, signals, messages, JSON and CSV.
 
 Only here do option names in texts of the core get the spelling of the command line (`OPTIONS`). Errors become a
 message, facts, a hint and an exit code: 0 done, 1 failure, 2 usage, 3 verify mismatch, 4 source or strategy incomplete
@@ -69,7 +69,7 @@ DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
 JSON, ANSWERED = "reshard.json", "reshard.answered"
 """Whether a JSON object was requested, and whether it was printed."""
-REPORTED = "reshard.told"
+REPORTED = "reshard.reported"
 """Whether a command already printed its error on stdout."""
 SCHEMA = 1  # of the objects of --json; raised when a key is removed or changes meaning
 _LABEL = re.compile(r"^(error|warning|hint):", re.MULTILINE)

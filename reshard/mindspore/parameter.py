@@ -416,11 +416,15 @@ def array_of(value: Any) -> Array:
     return array.view(dtype_of(kind))
 
 
+_NOT_FROM_NUMPY = ("bfloat", "float8")
+"""Beginnings of the names of dtypes of ml_dtypes, which torch does not exchange with numpy."""
+
+
 def _of_torch(tensor: Any) -> Array:
     """Return the elements of a torch tensor, which gives numpy no bfloat16 and no float8."""
     array: Array
     kind = kind_of(tensor.dtype)
-    if kind is None or not kind.name.startswith(("bfloat", "float8")):
+    if kind is None or not kind.name.startswith(_NOT_FROM_NUMPY):
         array = tensor.numpy()
         return array
     torch: Any = sys.modules["torch"]
@@ -432,7 +436,7 @@ def as_torch(tensor: Tensor) -> Any:
     """Return a tensor as torch's own, which must have been imported."""
     torch: Any = sys.modules["torch"]
     array = tensor.array if tensor.array.flags.writeable else tensor.array.copy()
-    if hasattr(torch, tensor.kind.name) and array.dtype.kind == "V":  # ml_dtypes', which torch does not take from numpy
+    if hasattr(torch, tensor.kind.name) and tensor.kind.name.startswith(_NOT_FROM_NUMPY):
         bits = array.view(np.int8 if array.itemsize == 1 else np.int16)
         return torch.from_numpy(bits).view(getattr(torch, tensor.kind.name))
     return torch.from_numpy(array)

@@ -191,7 +191,7 @@ class Request:
     @property
     def is_partial(self) -> bool:
         """Only a part of the ranks is requested, directly or by stage."""
-        return bool(self.ranks) or self.stage is not None
+        return self.ranks is not None or self.stage is not None
 
     @property
     def deduplicates(self) -> bool:

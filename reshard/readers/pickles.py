@@ -147,7 +147,7 @@ class PickledObject:
         for part in self.state[1::-1] if type(self.state) is tuple else (self.state,):
             if type(part) is Pairs:
                 keys = tuple(part[: 2 * _MOST_ATTRIBUTES : 2])
-                if keys == names[: len(keys)]:
+                if keys == names[: len(keys)] and type(self.state) is not tuple:
                     return part[1::2] + values[len(keys) :]
                 for position, name in enumerate(names):
                     if name in keys:

@@ -42,6 +42,7 @@ Rules for some models are in `examples`; use them by name, such as `llama-hf-mco
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -52,7 +53,7 @@ from reshard.errors import Faults, UsageError, names
 from reshard.rules.numbers import Numbers, numbers_in, read_config
 from reshard.rules.patterns import families
 from reshard.rules.rule import Rule, is_number, is_word, parse_rule
-from reshard.storage.places import as_place
+from reshard.storage.places import RemotePath, as_place
 from reshard.storage.small import read_yaml
 from reshard.strategy.names import optimizer_states
 
@@ -127,10 +128,10 @@ class Rules:
             value = top.get("config")
             config = location.parent / value if isinstance(value, str) else value
         config_content: Any = config or {}
-        if config is not None and not isinstance(config, (Mapping, list, int, float)):
+        if isinstance(config, str | os.PathLike | RemotePath):
             config_content = read_config(as_place(config))
         data = {**top, "config": numbers_in(config_content)} if isinstance(top, Mapping) else top
-        if let and isinstance(data, dict):
+        if let and isinstance(data, dict) and isinstance(data.get("let") or {}, Mapping):
             data["let"] = {**(data.get("let") or {}), **let}
         return cls.of(data, root=str(path), source=source)
 

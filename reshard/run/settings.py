@@ -58,7 +58,7 @@ class RunOptions:
 
     @property
     def starts_over(self) -> bool:
-        """Whether files of earlier runs are replaced, and the others of them removed."""
+        """Whether files of earlier runs are replaced, and removed if this run does not write them."""
         return self.overwrite or self.restart
 
 

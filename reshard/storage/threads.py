@@ -147,7 +147,8 @@ def map_ordered(
     Args:
         function: the function.
         items: its arguments.
-        workers: the number of threads; 0 calls the function in this thread, each time when a result is needed.
+        workers: the number of threads; 0 calls the function in this thread, each time when a result is needed; at least
+            1 with `on_result`.
         on_result: called in this thread with each result as soon as possible; then nothing is returned.
     """
     if not workers and on_result is None:

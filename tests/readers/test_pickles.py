@@ -347,3 +347,10 @@ def test_a_large_state_that_many_objects_share_is_not_copied(path: Path) -> None
     values = read(path, HEAD + b"(ca\nb\n\x94" + state + b"h\0)Rh\1b" * 30_000 + b"t.")
     assert values[-1].state is values[1]
     assert time.process_time() - began < 1
+
+
+def test_attributes_in_slots_and_a_dict() -> None:
+    record = PickledObject(None, None)
+    record.state = (Pairs(["b", 2]), Pairs(["a", 1]))
+    assert record.fields("a", "b") == [1, 2]
+    assert record.fields("b", "a", "c") == [2, 1, None]

@@ -201,6 +201,18 @@ def test_files_that_are_not_read(tmp_path: Path, text: str, expected: tuple[str,
 
 
 @pytest.mark.parametrize(
+    ("text", "code", "place"),
+    [("let: [x]", "bad-value", "$.let"), ("let: word", "bad-value", "$.let"),
+     ("config: 2024-01-01", "wrong-type", "configuration")],
+)  # fmt: skip
+def test_words_and_numbers_of_another_kind(tmp_path: Path, text: str, code: str, place: str) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(f"reshard-rules: 1\nsides: [a, b]\nrules: [{{a: w, b: w}}]\n{text}\n")
+    with refused(UsageError, code, place):
+        Rules.read(file, let={"layers": 2})
+
+
+@pytest.mark.parametrize(
     ("rule", "expected"),
     [
         ("5", ("bad-rule", "is 5")),

@@ -120,6 +120,17 @@ def test_an_object_that_goes_on_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.bytes_read == len(objects["o"]) + len(items[0][0][2])
 
 
+def test_a_tensor_that_may_be_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large a shape the metadata declare, nothing is allocated for it."""
+    content = stream(item(W))
+    (tmp_path / "x").write_bytes(content)
+    streams = StreamArchives(Archives(()), ((ZipPart("w", 0, len(content)), 1 << 50),))
+    (found,) = streams.read(str(tmp_path / "x"), any_store())
+    assert (found.unread, found.faults) == (True, ())
+    monkeypatch.setattr(module, "_LARGEST", W.nbytes - 1)
+    assert looked(tmp_path / "y", content).unread
+
+
 LARGE = np.random.default_rng(0).integers(0, 9, (700, 500)).astype(np.float32)
 
 

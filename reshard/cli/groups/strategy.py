@@ -299,10 +299,10 @@ def _diff_lines(a: Strategy, b: Strategy, diff: Diff, titles: tuple[str, str]) -
 
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
-    for title, only in (("A", diff.only_a), ("B", diff.only_b)):
+    for title, path, strategy, only in (("A", titles[0], a, diff.only_a), ("B", titles[1], b, diff.only_b)):
         if only:
-            yield f"only in {title} ({printable(titles[title == 'B'])}):"
-            yield from (f"  {printable(name)}{_stage(b, stage)}" for name, stage, _ in group_names(only))
+            yield f"only in {title} ({printable(path)}):"
+            yield from (f"  {printable(name)}{_stage(strategy, stage)}" for name, stage, _ in group_names(only))
     for title, changes in (("other blocks", diff.blocks), ("the same blocks, written otherwise", diff.fields)):
         groups: dict[tuple[int, str, str], list[LayoutChange]] = {}
         for change in changes:

@@ -130,7 +130,7 @@ class StreamArchives(NamedTuple):
     parts: tuple[tuple[ZipPart, int | None], ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
-        """Yield each zip, its records summed; an object that decodes to more than 1 GB is `unread`."""
+        """Yield each zip, its records summed; what may decode to more than 1 GB is `unread`."""
         yield from self.plain.read(path, store)
 
         def steps() -> Iterator[tuple[tuple[ZipPart, int | None, bytearray], ReadStore, list[Want]]]:
@@ -143,8 +143,10 @@ class StreamArchives(NamedTuple):
 
 
 def _limit(most: int | None) -> int:
-    """Return the most bytes that a stream may decode to."""
-    return _LARGEST if most is None else _room(most)
+    """Return the most bytes that a stream may decode to; 0 if it is not decoded, because it may be longer than 1 GB."""
+    if most is None:
+        return _LARGEST
+    return _room(most) if most <= _LARGEST else 0
 
 
 def _checked(path: str, part: ZipPart, most: int | None, encoded: bytearray) -> Summed:
@@ -156,11 +158,13 @@ def _checked(path: str, part: ZipPart, most: int | None, encoded: bytearray) -> 
                 content = zstd_content(encoded, _limit(most), one_frame=True)
         except TooLongError:
             pass
+        except MemoryError:
+            return Summed(part.name, part[1:], unread=True)
         except ValueError as error:
             return _not_a_stream(part, error)
         if content is not None:
             return _summed(path, part, content, has_sum=bool(encoded[4] & _SUMMED))
-        if most is None:
+        if most is None or not _limit(most):
             return Summed(part.name, part[1:], unread=True)
         return _not_a_stream(part, TooLongError(_limit(most)))
 

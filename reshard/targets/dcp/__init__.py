@@ -2,7 +2,7 @@
 
 Blocks are listed in `.metadata`, which gets its name last.
 
-Each block is an item, the output of `torch.save` (`torch_save`), and the items of a rank are back to back in
+Each block is an item, the output of `torch.save` (`saved_tensors`), and the items of a rank are back to back in
 `__RANK_NUMBER.distcp`. A block that several ranks hold is stored once, balanced over the ranks. Empty blocks of
 non-empty tensors are left out. Texts are objects in the file of the first rank. Objects of a source DCP are carried
 byte for byte into the same file, and Megatron-Core's sidecar files into files of the same names. If a target for

@@ -219,7 +219,7 @@ def _route(tensor: Tensor, all_stages: Tensor, compared: Tensor, sources: int, d
         band_bytes: the most bytes in a band.
     """
     # If stages share the tensor, references are the blocks of one stage; blocks of other stages may overlap them.
-    stored = [(block, extents) for block, extents in _stored_blocks(all_stages)]
+    stored = _stored_blocks(all_stages)
     first = {block: extents[0].file for block, extents in _stored_blocks(tensor)}
     references = {
         block: next(at for at in extents if at.file == first[block]) for block, extents in stored if block in first
@@ -291,10 +291,13 @@ def compare(
     tasks = comparison.tasks(sample=sample, seed=seed or 0)
     nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)
     results: list[Compared] = []
+    read = 0
 
     def add(result: Compared) -> None:
+        nonlocal read
         results.append(result)
-        on_progress(min(sum(item.read for item in results), nbytes), nbytes)
+        read += result.read
+        on_progress(min(read, nbytes), nbytes)
 
     try:
         map_tasks(ComparisonPlan.run, comparison, tasks, threads=limits.threads, client=client, on_result=add)
@@ -308,7 +311,7 @@ def compare(
             for mismatch in mismatches
         ),
         tuple(name for result in results for name in result.varying),
-        sum(result.read for result in results),
+        read,
         sum(comparison.nbytes(check) for check in every if any(check.transfer.route.writes)),
     )
 
