@@ -287,10 +287,6 @@ class Plan:
         """Return the size of a target file, before any compression."""
         return self.cipher.encrypted_size(file.layout.size) if self.cipher else file.layout.size
 
-    def source_ranks(self) -> tuple[int, ...]:
-        """Return the ranks whose files are read, ascending."""
-        return tuple(sorted({self.source.ranks[number] for number in self.read_files()}))
-
     def read_files(self) -> list[int]:
         """Return the numbers of the source files that are read, or linked, ascending."""
         read = {at.file for route in {transfer.route for transfer in self.transfers} for at in route.reads}

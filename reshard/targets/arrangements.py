@@ -14,12 +14,11 @@ from reshard.readers.checkpoint2.metadata import METADATA, Metadata
 from reshard.readers.open import iteration_at
 from reshard.storage.places import as_place
 from reshard.strategy.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.storage.places import AnyName
-
-_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class ArrangementRecord:
     def read(self) -> Arrangement:
         """Return the arrangement; raise `ValueError` if it is invalid."""
         devices = self.devices
-        if not 0 < devices <= _MOST_RANKS:
+        if not 0 < devices <= MOST_RANKS:
             raise ValueError(f"an arrangement of {devices} ranks cannot be")
         meshes = [Mesh(Layout(matrix, axes), ranks, names) for matrix, axes, ranks, names in self.meshes]
         for mesh in meshes:
@@ -98,9 +97,9 @@ def read_layouts(path: AnyName) -> Arrangement:
         tensors[name] = Arranged((mesh,) if mesh else (), tensor.shape, extra_ranks)
     faults.raise_if_any(SourceError)
     devices = metadata.devices
-    if devices > _MOST_RANKS:
+    if devices > MOST_RANKS:
         raise SourceError(
-            f"{directory / METADATA} has rank {devices - 1}; expected {_MOST_RANKS - 1} at most", code="out-of-range",
+            f"{directory / METADATA} has rank {devices - 1}; expected {MOST_RANKS - 1} at most", code="out-of-range",
             facts=["the file seems to be corrupt"],
         )  # fmt: skip
     return Arrangement(tensors, range(devices), devices, lists_all=True)

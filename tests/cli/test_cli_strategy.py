@@ -309,6 +309,8 @@ def test_diff_of_a_pipeline(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[:2] == [f"only in A ({tmp_path}/a.ckpt):", "  v, stage 1"]
     assert "other blocks, stage 1:" in lines
+    result = compared(tmp_path, Strategy.of({"w": {0: rows, 1: rows}, "v": {0: rows}}), Strategy.of({"w": rows}))
+    assert "  v, stage 0" in result.stdout.splitlines()
 
 
 def test_diff_as_json(tmp_path: Path) -> None:
