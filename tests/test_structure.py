@@ -19,8 +19,8 @@ PACKAGE = Path(reshard.__file__).parent
 
 # From the top down: a module imports those of its own shelf and of the shelves below it.
 SHELVES = [
-    "cli", "mindspore", "api", "view", "verify", "run", "plan", "targets", "readers", "rules", "source", "formats",
-    "strategy", "storage", "layout",
+    "cli", "mindspore", "api", "view", "verify", "run", "plan", "targets", "readers", "rules", "expressions", "source",
+    "formats", "strategy", "storage", "layout",
 ]  # fmt: skip
 ROOT = {"__init__", "__main__", "dtypes", "errors", "sizes", "upward"}
 

@@ -89,7 +89,7 @@ def build(
             if reads is not None:
                 planned.append((item, reads))
     files = destination.files([(item, reads.blocks) for item, reads in planned], texts)
-    transfers = _transfers(planned, files, budget.band_bytes)
+    transfers = _transfers(planned, files, budget.band_bytes, source)
     weights = [
         max(prod(reads.recipe.shape), reads.blocks.elements) * item.tensor.spec.dtype.itemsize
         for item, reads in planned
@@ -188,9 +188,10 @@ def _files_read(every: Iterable[_Reads]) -> dict[int, set[int]]:
 
 
 def _transfers(
-    planned: Sequence[tuple[TargetTensor, _Reads]], files: Sequence[TargetFile], band_bytes: int
+    planned: Sequence[tuple[TargetTensor, _Reads]], files: Sequence[TargetFile], band_bytes: int, source: Checkpoint
 ) -> tuple[Transfer, ...]:
     """Return the transfer of each tensor; similar tensors share their routes."""
+    computes = any(file.inputs for file in source.files)
     writes: dict[_Reads, tuple[tuple[tuple[Replica, ...], ...], list[_BlockRuns]]] = {}
     routes: dict[tuple[_Reads, int], Route] = {}
     runs: dict[FileLayout, dict[str, list[Runs]]] = {}
@@ -213,11 +214,20 @@ def _transfers(
             whole = runs[layout][item.name][number]
             begin, count = (n * item.dtype.itemsize for n in piece) if piece else (0, 0)
             write_runs.append(part_of(whole, begin, count) if piece else whole)
-        source_name = item.tensor.spec.name
+        cost = _cost(source, route, item.tensor.runs) if computes else 1.0
         transfers.append(
-            Transfer(route, item.name, source_name, dtype, item.dtype, item.tensor.runs, tuple(write_runs))
-        )
+            Transfer(
+                route, item.name, item.tensor.spec.name, dtype, item.dtype, item.tensor.runs, tuple(write_runs), cost
+            )
+        )  # fmt: skip
     return tuple(transfers)
+
+
+def _cost(source: Checkpoint, route: Route, runs: Sequence[Runs]) -> float:
+    """Return the bytes that are read for each byte of a tensor."""
+    from reshard.expressions.computed import cost_of  # rarely needed
+
+    return cost_of(source, route.reads[0].file, runs) if route.reads else 1.0
 
 
 _BlockRuns = tuple["FileLayout", int, tuple[int, int] | None]
@@ -264,8 +274,8 @@ def _stats(
             copied = sum(block.size * len(replicas) for block, replicas in zip(targets, route.writes, strict=True))
             costs[route] = elements, min(elements, sum(block.size for block in targets)), copied
         elements, distinct, copied = costs[route]
-        read += elements * transfer.dtype.itemsize
-        needed += distinct * transfer.dtype.itemsize
+        read += round(elements * transfer.dtype.itemsize * transfer.cost)
+        needed += round(distinct * transfer.dtype.itemsize * transfer.cost)
         written += copied * transfer.target_dtype.itemsize
         band = max(
             band, min(budget.band_bytes, elements * max(transfer.dtype.itemsize, transfer.target_dtype.itemsize))

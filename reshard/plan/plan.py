@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
     from reshard.plan.inputs import Selection
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
     from reshard.strategy.strategy import Strategy
@@ -68,6 +68,7 @@ class Transfer(NamedTuple):
         target_dtype: dtype of the elements in the target, the same unless they are cast.
         read_runs: the byte ranges of its blocks in source files, indexed by `Route.reads`.
         write_runs: the byte ranges of its blocks in target files, indexed by `Route.writes`.
+        cost: how many bytes of files are read for each byte of the tensor; not 1 if it is computed.
     """
 
     route: Route
@@ -77,6 +78,7 @@ class Transfer(NamedTuple):
     target_dtype: DType
     read_runs: tuple[Runs, ...]
     write_runs: tuple[Runs, ...]
+    cost: float = 1.0
 
     @property
     def recipe(self) -> Recipe:
@@ -289,9 +291,13 @@ class Plan:
 
     def read_files(self) -> list[int]:
         """Return the numbers of the source files that are read, or linked, ascending."""
+        files, linked = self.source.files, self.linked
         read = {at.file for route in {transfer.route for transfer in self.transfers} for at in route.reads}
-        linked = self.linked
-        return sorted(read.union(number for number, file in enumerate(self.source.files) if file.path in linked))
+        read.update(number for number, file in enumerate(files) if file.path in linked)
+        while computed := [number for number in read if files[number].inputs]:
+            read.difference_update(computed)
+            read.update(number for file in computed for number in files[file].inputs)
+        return sorted(read)
 
     def blocks(self, rank: int) -> dict[str, RankBlock]:
         """Return the blocks that a target rank will hold, by target name, without texts."""
@@ -353,6 +359,7 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
     """Return a digest for each target file; `sources` identify the source files."""
     lora = plan.source.lora
     options = tuple(option for option in (encryption, lora and lora.digest) if option)
+    sources = _with_inputs(plan.source.files, sources)
     literals: dict[FileLayout, bytes] = {}
     for layout in {file.layout for file in plan.files}:
         content_hash = sha256()
@@ -384,6 +391,18 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
         if file.link is not None:
             content_hash.update(digest_of_path[file.link])
     return [content_hash.hexdigest() for content_hash in hashes]
+
+
+def _with_inputs(files: Sequence[SourceFile], identities: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the identities of source files; that of a computed file covers its inputs."""
+    if not any(file.inputs for file in files):
+        return identities
+    result = list(identities)
+    for number, file in enumerate(files):
+        if file.inputs:
+            inputs = [result[at] for at in file.inputs]  # they come before it
+            result[number] = sha256(repr((file.path, inputs)).encode()).digest()
+    return result
 
 
 def _made_of(route: Route, sources: Sequence[bytes]) -> list[bytes]:

@@ -162,7 +162,7 @@ class BandReader:
         band_bytes: the most bytes of a tensor that are read at once.
 
     Attributes:
-        nbytes: the number of bytes read.
+        nbytes: the number of bytes of files read.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class BandReader:
         self._transfers, self._paths, self._store, self._band_bytes = transfers, paths, store, band_bytes
         self._strided: dict[int, tuple[frozenset[int], int]] = {}  # by transfer: strided sources, bytes of the rows
         self._token = object()  # data that is read ahead belongs to this reader alone
-        self.nbytes = 0
+        self.nbytes = 0.0
 
     def read(
         self, pieces: Iterable[Piece], *, in_order: bool = False, check: Callable[[], object] = lambda: None
@@ -211,7 +211,7 @@ class BandReader:
                 for source, begin, view in band.reads:
                     if source not in strided:
                         requests += wants(*sources[source], begin, view)
-                    self.nbytes += len(view)
+                    self.nbytes += len(view) * transfer.cost
                 yield (piece.transfer, band), self._store, requests
 
     def read_strided_blocks(self, number: int, band: Band) -> None:
@@ -416,7 +416,7 @@ def move_pieces(
         if targets[target]:
             for summing in sums:
                 summing.add(number, target, targets[target][0][1], begin, content)
-    return Moved(reader.nbytes, bytes_written, crc32c_sums.ranges(), crc32_sums.ranges())
+    return Moved(round(reader.nbytes), bytes_written, crc32c_sums.ranges(), crc32_sums.ranges())
 
 
 class _RangeSums:

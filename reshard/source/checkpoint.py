@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
 from reshard.formats.entries import Extent, Replica
@@ -52,6 +52,7 @@ class SourceFile:
     """One checkpoint file: its path, its index, and size and time when indexed.
 
     `change` is as in `Status`. It is not pickled, because other machines may see another value.
+    `inputs` are the numbers of the files from which it is computed, if it does not exist (`expressions.computed`).
     """
 
     path: str
@@ -59,14 +60,15 @@ class SourceFile:
     mtime_ns: int
     index: FileIndex
     change: tuple[int, int] = field(default=(0, 0), compare=False)
+    inputs: tuple[int, ...] = ()
 
     @property
     def status(self) -> Status:
         """Return the state of the file when it was indexed."""
         return Status(self.nbytes, self.mtime_ns, self.change)
 
-    def __reduce__(self) -> tuple[type[SourceFile], tuple[str, int, int, FileIndex]]:
-        return SourceFile, (self.path, self.nbytes, self.mtime_ns, self.index)
+    def __reduce__(self) -> tuple[type[SourceFile], tuple[str, int, int, FileIndex, tuple[int, int], tuple[int, ...]]]:
+        return SourceFile, (self.path, self.nbytes, self.mtime_ns, self.index, (0, 0), self.inputs)
 
 
 class Shard(NamedTuple):
@@ -217,6 +219,20 @@ class Origin(NamedTuple):
     side: str = ""
 
 
+class Computation(NamedTuple):
+    """How the tensors of a checkpoint were computed from those of others.
+
+    Attributes:
+        kind: `average`, `dequantize` and so on.
+        options: its options, as plain data.
+        inputs: the checkpoints, in order.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    inputs: tuple[Checkpoint, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """Options with which a checkpoint was opened, and facts found about its files.
@@ -229,6 +245,7 @@ class Opening:
         lone_rank: why tensors that were opened as whole seem to be the blocks of one rank; else empty.
         looked: statistics of the content sampling done on open, or None.
         step: the training step of the checkpoint, if the names of its files have one.
+        computation: how its tensors were computed from other checkpoints; None if they are in files.
     """
 
     stage: int | None = None
@@ -238,6 +255,7 @@ class Opening:
     lone_rank: str = ""
     looked: SampleStats | None = None
     step: Step | None = None
+    computation: Computation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,12 +96,12 @@ class StoredTensor:
             lists = tuple(slice(None) if isinstance(item, slice) else item for item in items)
             return np.asarray(self[slices][lists])
         picked = [_picked(extent, item) for extent, item in zip(self.shape, items, strict=True)]
-        array = self._read([each if each.step > 0 else each[::-1] for each in picked])
+        array = self.read([each if each.step > 0 else each[::-1] for each in picked])
         flips = tuple(slice(None, None, 1 if each.step > 0 else -1) for each in picked)
         scalars: tuple[Any, ...] = tuple(slice(None) if isinstance(item, slice) else 0 for item in items)
         return array[flips][(*scalars, ...)]
 
-    def _read(self, items: Sequence[range]) -> np.ndarray[Any, Any]:
+    def read(self, items: Sequence[range]) -> np.ndarray[Any, Any]:
         """Read the items at ascending indices along each dimension."""
         out = np.empty([len(each) for each in items], self.kind.carrier())
         filled = self._fill(items, out) if not self.axes else self._fill_of_axes(items, out)

@@ -153,7 +153,7 @@ class Comparer:
             if unequal.any():
                 location = check, write.target, copy.file, write.first
                 yield number, self._mismatch(*location, unequal, copy_bits, reference_bits)
-        self.nbytes += reader.nbytes
+        self.nbytes += round(reader.nbytes)
 
     def _turns(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Turn]:
         """Yield read steps: a band of the references, then every copy of each part of it."""

@@ -1,0 +1,1 @@
+"""Tensors that are computed from others: sums, scaled blocks, products. `computed` makes a checkpoint of them."""

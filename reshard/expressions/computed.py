@@ -1,0 +1,237 @@
+"""Checkpoints with computed tensors: their bytes are read from a file that does not exist, and evaluated on reading.
+
+1. `computed` lays the blocks of all computed tensors out one after the other in this file, in row-major order. Plans,
+   arrays, rules and comparisons then see blocks and byte ranges as of any other checkpoint.
+2. `ComputingStore` reads it: a range of bytes is a range of elements of a block, which is evaluated box by box.
+3. The files of all operands are files of the checkpoint, too, so that they are watched for changes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.expressions.operand import LOCATED, LOCATED_BYTES
+from reshard.formats.entries import FileIndex, Replica
+from reshard.layout.block import Block, flat_boxes
+from reshard.source.checkpoint import Sharding, SourceFile, Tensor, TensorSpec
+from reshard.source.headers import index_digests
+from reshard.storage.base import Around
+from reshard.storage.cipher import store_of
+from reshard.storage.places import can
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from reshard.expressions.operand import Expression
+    from reshard.formats.entries import Runs
+    from reshard.layout.block import Shape
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.base import Coding, Want
+
+_PIECE = 1 << 19
+"""The most elements that are evaluated at once; more would not make reads faster."""
+
+_REMOTE_PIECE = 1 << 21
+"""The same, if requests for operands have a high latency."""
+
+_ALIGNMENT = 64
+_SPAN_BYTES = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A block of a computed tensor, and the offset of its first byte in the file."""
+
+    begin: int
+    block: Block
+    expression: Expression
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computing:
+    """The coding of a checkpoint with computed tensors.
+
+    Attributes:
+        inner: the coding of the stored files.
+        path: the path of the file of computed tensors, which does not exist.
+        nbytes_of_file: its size.
+        spans: the blocks in it, in order.
+        piece: the most elements that are evaluated at once.
+    """
+
+    inner: Coding | None
+    path: str
+    nbytes_of_file: int
+    spans: tuple[Span, ...]
+    piece: int
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that evaluating takes: the buffers of each thread, and the spans."""
+        expressions = {id(span.expression): span.expression for span in self.spans}.values()
+        scratch = max((each.scratch + each.dtype.itemsize for each in expressions), default=0)
+        fixed = sum({getattr(each, "held_bytes", 0) for each in expressions})
+        codings = {op.checkpoint.coding for each in expressions for op in each.operands} | {self.inner}
+        inner = sum(coding.nbytes(threads) for coding in codings if coding is not None)
+        fixed += (
+            LOCATED
+            * LOCATED_BYTES
+            * max((len(op.tensor.sharding.blocks) for each in expressions for op in each.operands), default=0)
+        )
+        return _SPAN_BYTES * len(self.spans) + threads * self.piece * scratch + fixed + inner
+
+    def store(self) -> ComputingStore:
+        """Return a store that evaluates the tensors."""
+        return ComputingStore(self)
+
+    def cost(self, offset: int) -> float:
+        """Return the bytes that are read for each computed byte at an offset of the file."""
+        expression = self.spans[bisect_right(self.spans, offset, key=lambda span: span.begin) - 1].expression
+        nbytes = prod(expression.shape) * expression.dtype.itemsize
+        return sum(_read_bytes(op.checkpoint, op.name) for op in expression.operands) / max(nbytes, 1)
+
+
+def _read_bytes(checkpoint: Checkpoint, name: str) -> float:
+    """Return the bytes that are read for a whole tensor."""
+    tensor = checkpoint.tensors[name]
+    return tensor.spec.nbytes * cost_of(checkpoint, tensor.sharding.replicas[0][0].file, tensor.runs)
+
+
+def cost_of(checkpoint: Checkpoint, file: int, runs: Sequence[Runs]) -> float:
+    """Return the bytes that are read for each byte of a tensor: 1, unless it is computed."""
+    coding, path = checkpoint.coding, checkpoint.files[file].path
+    while isinstance(coding, Computing):
+        if coding.path == path:
+            return coding.cost(next((of_block[0][0] for of_block in runs if of_block), 0))
+        coding = coding.inner
+    return 1.0
+
+
+class ComputingStore(Around):
+    """A store that evaluates computed tensors; thread-safe."""
+
+    def __init__(self, computing: Computing) -> None:
+        super().__init__(store_of(computing.inner))
+        self._computing = computing
+        self._begins = [span.begin for span in computing.spans]
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+        return self._computing.nbytes_of_file if path == self._computing.path else self.inner.size(path)
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers; stored bytes are read together."""
+        stored = [want for want in wants if want[0] != self._computing.path]
+        if stored:
+            self.inner.read(stored)
+        for path, offset, buffer in wants:
+            if path == self._computing.path:
+                self._evaluate(offset, buffer)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
+        if path == self._computing.path:
+            self._evaluate(offset, buffer)
+        else:
+            self.inner.read_into(path, offset, buffer)
+
+    def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
+        """Evict a byte range of a stored file from the page cache."""
+        if path != self._computing.path:
+            self.inner.drop_cache(path, first, last)
+
+    def _evaluate(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with computed elements of one block."""
+        span = self._computing.spans[bisect_right(self._begins, offset) - 1]
+        dtype = span.expression.dtype
+        first = (offset - span.begin) // dtype.itemsize
+        elements: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype.numpy())
+        done = 0
+        for box in _boxes(span.block.shape, first, first + len(elements), self._computing.piece):
+            at = Block(*(tuple(map(sum, zip(a, span.block.start, strict=True))) for a in (box.start, box.stop)))
+            span.expression.evaluate(at, elements[done : done + box.size].reshape(box.shape))
+            done += box.size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ComputingStore, (self._computing,)
+
+
+def _boxes(shape: Shape, begin: int, end: int, most: int) -> Iterator[Block]:
+    """Yield the boxes of a range of elements, none larger than `most` elements.
+
+    >>> [str(box) for box in _boxes((4, 6), 3, 24, 6)]
+    ['[0:1, 3:6]', '[1:2, 0:6]', '[2:3, 0:6]', '[3:4, 0:6]']
+    """
+    unit = 1
+    for extent in reversed(shape):
+        if unit * extent > most:
+            break
+        unit *= extent
+    step = most // unit * unit
+    while begin < end:
+        stop = min(end, begin // unit * unit + step)
+        yield from flat_boxes(shape, begin, stop)
+        begin = stop
+
+
+def computed(
+    source: Checkpoint, expressions: Mapping[str, Expression], others: Sequence[Checkpoint] = ()
+) -> Checkpoint:
+    """Return a checkpoint with computed tensors in place of, or in addition to, its own.
+
+    Args:
+        source: the checkpoint; tensors without an expression stay stored.
+        expressions: the expressions, by the names of their tensors. A tensor that `source` has keeps its blocks.
+        others: further checkpoints that expressions read.
+    """
+    spans: list[Span] = []
+    tensors = dict(source.tensors)
+    others = [other for other in others if other is not source]
+    stripped: list[SourceFile] = []
+    headers: list[str] = []
+    for other in others:
+        begin = len(source.files) + len(stripped)
+        stripped += [_without_index(file, source, begin) for file in other.files]
+        headers += index_digests([file.index for file in other.files])
+    number = len(source.files) + len(stripped)
+    position = 0
+    laid_out: dict[int, Tensor] = {}
+    for name, expression in expressions.items():
+        spec = TensorSpec(name, expression.dtype, expression.shape)
+        if id(expression) in laid_out:  # tied tensors are computed once
+            tensors[name] = laid_out[id(expression)]._replace(spec=spec)
+            continue
+        before = source.tensors.get(name)
+        blocks = before.sharding.blocks if before and before.spec.shape == spec.shape and not before.space else ()
+        blocks = blocks or (Block.whole(spec.shape),)
+        runs = []
+        for block in blocks:
+            runs.append(((position, block.size * spec.dtype.itemsize),))
+            spans.append(Span(position, block, expression))
+            position += -(-max(block.size * spec.dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
+        replicas = tuple((Replica(number, index),) for index in range(len(blocks)))
+        tensor = Tensor(spec, Sharding(blocks, replicas), tuple(runs), listed=before.listed if before else True)
+        tensors[name] = laid_out[id(expression)] = tensor
+    rules = [(name, each.definition(), [op.name for op in each.operands]) for name, each in expressions.items()]
+    digest = sha256(repr((rules, headers)).encode()).hexdigest()
+    path = f"computed:{digest[:16]}"
+    files = (*source.files, *stripped)
+    index = FileIndex(source.format or "safetensors", {}, header_id=-1)
+    virtual = SourceFile(path, position, 0, index, inputs=tuple(range(len(files))))
+    remote = any(can(file.path).has_latency for file in files)
+    coding = Computing(
+        source.coding, path, position, tuple(spans), _REMOTE_PIECE if remote else _PIECE,
+    )  # fmt: skip
+    ranks = (*source.ranks, *(source.ranks[-1:] or (0,)) * (len(stripped) + 1))
+    return replace(source, tensors=tensors, files=(*files, virtual), ranks=ranks, coding=coding)
+
+
+def _without_index(file: SourceFile, source: Checkpoint, begin: int) -> SourceFile:
+    """Return a file of another checkpoint, which is only watched for changes; its files are numbered from `begin`."""
+    inputs = tuple(number + begin for number in file.inputs)
+    return replace(file, index=FileIndex(source.format or "safetensors", {}, header_id=-1), inputs=inputs)
