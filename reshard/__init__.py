@@ -61,6 +61,7 @@ _HOMES = {
     "Verification": "verify.verification",
     "verify": "api.verification",
     "VerifyError": "errors",
+    "write": "api.arrays",
     "write_manifest": "verify.manifest",
     "write_strategy": "strategy.files",
     "ZarrGroup": "formats.zarr",
@@ -113,11 +114,13 @@ __all__ = [
     "read_strategy",
     "strategy_of",
     "verify",
+    "write",
     "write_manifest",
     "write_strategy",
 ]
 
 if TYPE_CHECKING:
+    from reshard.api.arrays import write
     from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.conversions import convert
     from reshard.api.plans import Plan, plan, read_plan

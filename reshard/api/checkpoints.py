@@ -95,8 +95,8 @@ class Checkpoint(Arrays):
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'sel', 'strategy', 'tensors',
-     'to_zarr', 'unreadable', 'warnings']
+    ['assign', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'sel', 'strategy',
+     'tensors', 'to_zarr', 'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -191,6 +191,27 @@ class Checkpoint(Arrays):
 
         adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
         return Checkpoint(merged(self._record, adapter))
+
+    def assign(self, arrays: Mapping[str, Any] | None = None, /, **named: Any) -> Checkpoint:
+        """Return the checkpoint with arrays as tensors, in place of those of the same names, or in addition.
+
+        A plan computes the chunks of a dask array where it writes them: see `reshard.write`.
+
+        Args:
+            arrays: dask or numpy arrays by name.
+            named: the same, for names that are identifiers.
+
+        Raises:
+            reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; all at once.
+
+        >>> import numpy as np
+        >>> from reshard.source.checkpoint import Checkpoint as Record
+        >>> list(Checkpoint(Record("ckpt", {}, (), ())).assign({"layers.0.w": np.ones((2, 3))}, b=np.zeros(3)))
+        ['layers.0.w', 'b']
+        """
+        from reshard.api.arrays import assign  # it brings dask
+
+        return Checkpoint(assign(self._record, {**(arrays or {}), **named}))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.

@@ -83,7 +83,12 @@ class Computing:
             * LOCATED_BYTES
             * max((len(op.tensor.sharding.blocks) for each in expressions for op in each.operands), default=0)
         )
-        return _SPAN_BYTES * len(self.spans) + threads * self.piece * scratch + fixed + inner
+        of_thread = max((getattr(each, "thread_bytes", 0) for each in expressions), default=0)
+        return _SPAN_BYTES * len(self.spans) + threads * (self.piece * scratch + of_thread) + fixed + inner
+
+    def span_at(self, offset: int) -> Span:
+        """Return the span at an offset of the file."""
+        return self.spans[bisect_right(self.spans, offset, key=lambda span: span.begin) - 1]
 
     def store(self) -> ComputingStore:
         """Return a store that evaluates the tensors."""
@@ -91,7 +96,7 @@ class Computing:
 
     def cost(self, offset: int) -> float:
         """Return the bytes that are read for each computed byte at an offset of the file."""
-        expression = self.spans[bisect_right(self.spans, offset, key=lambda span: span.begin) - 1].expression
+        expression = self.span_at(offset).expression
         nbytes = prod(expression.shape) * expression.dtype.itemsize
         return sum(_read_bytes(op.checkpoint, op.name) for op in expression.operands) / max(nbytes, 1)
 
@@ -110,6 +115,15 @@ def cost_of(checkpoint: Checkpoint, file: int, runs: Sequence[Runs]) -> float:
             return coding.cost(next((of_block[0][0] for of_block in runs if of_block), 0))
         coding = coding.inner
     return 1.0
+
+
+def expression_at(coding: object, path: str, offset: int) -> Expression | None:
+    """Return the expression that computes the bytes at an offset of a file; None for a stored file."""
+    while isinstance(coding, Computing):
+        if coding.path == path:
+            return coding.span_at(offset).expression
+        coding = coding.inner
+    return None
 
 
 class ComputingStore(Around):
@@ -207,7 +221,9 @@ def computed(
             tensors[name] = laid_out[id(expression)]._replace(spec=spec)
             continue
         before = source.tensors.get(name)
-        blocks = before.sharding.blocks if before and before.spec.shape == spec.shape and not before.space else ()
+        blocks = getattr(expression, "blocks", ())
+        if not blocks and before and before.spec.shape == spec.shape and not before.space:
+            blocks = before.sharding.blocks
         blocks = blocks or (Block.whole(spec.shape),)
         runs = []
         for block in blocks:
@@ -222,7 +238,10 @@ def computed(
     path = f"computed:{digest[:16]}"
     files = (*source.files, *stripped)
     index = FileIndex(source.format or "safetensors", {}, header_id=-1)
-    virtual = SourceFile(path, position, 0, index, inputs=tuple(range(len(files))))
+    read = {id(op.checkpoint) for each in expressions.values() for op in each.operands}
+    inputs = [*range(len(source.files))] if id(source) in read else []
+    inputs += range(len(source.files), len(files))
+    virtual = SourceFile(path, position, 0, index, inputs=tuple(inputs))
     remote = any(can(file.path).has_latency for file in files)
     coding = Computing(
         source.coding, path, position, tuple(spans), _REMOTE_PIECE if remote else _PIECE,
@@ -233,5 +252,5 @@ def computed(
 
 def _without_index(file: SourceFile, source: Checkpoint, begin: int) -> SourceFile:
     """Return a file of another checkpoint, which is only watched for changes; its files are numbered from `begin`."""
-    inputs = tuple(number + begin for number in file.inputs)
+    inputs = None if file.inputs is None else tuple(number + begin for number in file.inputs)
     return replace(file, index=FileIndex(source.format or "safetensors", {}, header_id=-1), inputs=inputs)

@@ -94,7 +94,8 @@ def build(
         max(prod(reads.recipe.shape), reads.blocks.elements) * item.tensor.spec.dtype.itemsize
         for item, reads in planned
     ]
-    tasks = share_out(transfers, weights, budget.band_bytes, whole_files=destination.coding is not None)
+    cuts = _cuts(source, transfers)
+    tasks = share_out(transfers, weights, budget.band_bytes, whole_files=destination.coding is not None, cuts=cuts)
     stats, memory = _stats(files, transfers, budget, len(tasks))
     result = Plan(
         source,
@@ -191,7 +192,7 @@ def _transfers(
     planned: Sequence[tuple[TargetTensor, _Reads]], files: Sequence[TargetFile], band_bytes: int, source: Checkpoint
 ) -> tuple[Transfer, ...]:
     """Return the transfer of each tensor; similar tensors share their routes."""
-    computes = any(file.inputs for file in source.files)
+    computes = any(file.inputs is not None for file in source.files)
     writes: dict[_Reads, tuple[tuple[tuple[Replica, ...], ...], list[_BlockRuns]]] = {}
     routes: dict[tuple[_Reads, int], Route] = {}
     runs: dict[FileLayout, dict[str, list[Runs]]] = {}
@@ -221,6 +222,20 @@ def _transfers(
             )
         )  # fmt: skip
     return tuple(transfers)
+
+
+def _cuts(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[int]]:
+    """Return the rows at which tasks may be cut, for transfers of assigned arrays."""
+    if all(file.inputs is None for file in source.files):
+        return {}
+    from reshard.expressions.arrays import array_of, row_edges  # rarely needed
+
+    cuts = {}
+    for number, transfer in enumerate(transfers):
+        at = next((at for at in transfer.reads if at.runs), None)
+        if at is not None and array_of(source.coding, source.files[at.file].path, at.runs[0][0]) is not None:
+            cuts[number] = row_edges(transfer)
+    return cuts
 
 
 def _cost(source: Checkpoint, route: Route, runs: Sequence[Runs]) -> float:

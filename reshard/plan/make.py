@@ -6,14 +6,14 @@ from dataclasses import replace
 from glob import escape
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, Option, StrategyError, Text, UsageError
+from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text
 from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
 from reshard.formats.zarr.files import is_store
 from reshard.layout.arrangement import Arrangement
-from reshard.plan.budget import IMPORTED_BYTES, budget
+from reshard.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
 from reshard.plan.build import build
 from reshard.plan.inputs import Selection, derived, globs
 from reshard.plan.plan import Plan, Request, Stats
@@ -140,7 +140,11 @@ def plan(
     of_stage = replace(request, ranks=stage_ranks)
     inputs = TargetInputs(source, of_stage, items, arrangement, dict(selected.objects), faults)
     destination = destination_class(inputs)
-    limits = budget(source, items, destination, memory=memory, threads=threads)
+    try:
+        limits = budget(source, items, destination, memory=memory, threads=threads)
+    except BudgetError as error:
+        _advise_rechunk(error, source)
+        raise
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
     return replace(
@@ -152,6 +156,17 @@ def plan(
         request=request,
         alone=isinstance(files, NamedFile) and "{rank}" not in files.name,
     )
+
+
+def _advise_rechunk(error: BudgetError, source: Checkpoint) -> None:
+    """Add the largest chunks of assigned arrays to an error, with smaller ones that would do."""
+    from reshard.expressions.arrays import arrays_in  # rarely needed
+
+    largest = max(arrays_in(source.coding), key=lambda array: array.row_bytes, default=None)
+    if largest is not None and largest.row_bytes > BAND_BYTES:
+        size = bytes_text(largest.row_bytes)
+        error.facts = (*error.facts, f"the chunks of the same rows of array {largest.name!r} have {size}")
+        error.hint = Text(error.hint, f", or rechunk the array: array.rechunk({largest.smaller(BAND_BYTES)})")
 
 
 def _full_selection(source: Checkpoint, selection: Selection) -> Selection:

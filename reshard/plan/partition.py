@@ -23,6 +23,7 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from math import prod
 from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
@@ -255,7 +256,12 @@ def _elements(route: Route) -> Counter[frozenset[int]]:
 
 
 def share_out(
-    transfers: Sequence[Transfer], weights: Sequence[int], band_bytes: int, *, whole_files: bool
+    transfers: Sequence[Transfer],
+    weights: Sequence[int],
+    band_bytes: int,
+    *,
+    whole_files: bool,
+    cuts: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[Task, ...]:
     """Share the rows of transfers out into tasks of about equal weight.
 
@@ -265,6 +271,7 @@ def share_out(
         band_bytes: maximum bytes of a tensor that are read at once. Strided tensors are cut at the end of a read-ahead
             of about `AHEAD` times as many bytes.
         whole_files: cut tasks at file boundaries (`Route.row_multiple`).
+        cuts: for transfers that are cut into smaller tasks, the rows at which they may be cut.
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
     strided = {route for route in {transfer.route for transfer in transfers} if route.is_strided}
@@ -272,7 +279,7 @@ def share_out(
     task: list[Piece] = []
     room = limit
     for number, (transfer, weight) in enumerate(zip(transfers, weights, strict=True)):
-        rows = transfer.rows if weight else 0
+        rows = transfer.rows if weight and number not in cuts else 0
         multiple = transfer.route.row_multiple if whole_files else 1
         if multiple == 1 and rows and transfer.route in strided:
             multiple = -(-rows // -(-weight // (AHEAD * band_bytes)))
@@ -287,7 +294,32 @@ def share_out(
                 task, room = [], limit
     if task:
         tasks.append(Task(tuple(task)))
-    return tuple(tasks)
+    return (*tasks, *_small_tasks(transfers, weights, band_bytes, cuts, whole_files=whole_files))
+
+
+def _small_tasks(
+    transfers: Sequence[Transfer], weights: Sequence[int], least: int, cuts: Mapping[int, Sequence[int]], *,
+    whole_files: bool,
+) -> list[Task]:  # fmt: skip
+    """Return tasks of transfers with cuts: of one interval each, or of several of fewer than `least` bytes."""
+    tasks: list[Task] = []
+    task: list[Piece] = []
+    size = 0
+    for number, edges in cuts.items():
+        multiple = transfers[number].route.row_multiple if whole_files else 1
+        rows = transfers[number].rows if weights[number] else 0
+        stops = sorted({min(rows, -(-edge // multiple) * multiple) for edge in edges})
+        for start, stop in pairwise(stops):
+            nbytes = weights[number] * (stop - start) // rows
+            if task and size + nbytes > least:
+                tasks.append(Task(tuple(task)))
+                task, size = [], 0
+            if task and task[-1].transfer == number and task[-1].stop == start:
+                task[-1] = task[-1]._replace(stop=stop)
+            else:
+                task.append(Piece(number, start, stop))
+            size += nbytes
+    return [*tasks, Task(tuple(task))] if task else tasks
 
 
 def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int) -> tuple[tuple[int, ...], ...]:

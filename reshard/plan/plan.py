@@ -294,9 +294,9 @@ class Plan:
         files, linked = self.source.files, self.linked
         read = {at.file for route in {transfer.route for transfer in self.transfers} for at in route.reads}
         read.update(number for number, file in enumerate(files) if file.path in linked)
-        while computed := [number for number in read if files[number].inputs]:
+        while computed := [number for number in read if files[number].inputs is not None]:
             read.difference_update(computed)
-            read.update(number for file in computed for number in files[file].inputs)
+            read.update(number for file in computed for number in files[file].inputs or ())
         return sorted(read)
 
     def blocks(self, rank: int) -> dict[str, RankBlock]:
@@ -395,11 +395,11 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
 
 def _with_inputs(files: Sequence[SourceFile], identities: Sequence[bytes]) -> Sequence[bytes]:
     """Return the identities of source files; that of a computed file covers its inputs."""
-    if not any(file.inputs for file in files):
+    if all(file.inputs is None for file in files):
         return identities
     result = list(identities)
     for number, file in enumerate(files):
-        if file.inputs:
+        if file.inputs is not None:
             inputs = [result[at] for at in file.inputs]  # they come before it
             result[number] = sha256(repr((file.path, inputs)).encode()).digest()
     return result

@@ -26,6 +26,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
+from reshard.expressions.arrays import arrays_in
 from reshard.formats.directories import is_iteration
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.provenance import FileRecord, Provenance, SourceRecord
@@ -271,6 +272,11 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
         raise UsageError(
             "a plan to convert file by file cannot be saved", code="not-savable",
             hint="run it where the files are; it needs nothing else",
+        )  # fmt: skip
+    if arrays_in(plan.source.coding):
+        raise UsageError(
+            "a plan with assigned arrays cannot be saved, as arrays are in no file", code="not-savable",
+            hint="run it, or write the arrays first",
         )  # fmt: skip
     source = files_read(plan.source.root, plan.source.files)
     refuse_inputs([path], source, "one of the source files", "choose another name for the plan")

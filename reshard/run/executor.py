@@ -81,11 +81,13 @@ def _here(
 
     from reshard.run.tasks import Receipt
 
+    sorts = all(isinstance(task, str) for task in tasks)  # others are of arrays, which dask puts into an order
+
     def callback(report: Callable[[Receipt], None]) -> Callback:
         def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
             if isinstance(result, Receipt):
                 report(result)
-            elif isinstance(result, list):  # a group of tasks is done; its dependents are ready, in no order
+            elif sorts and isinstance(result, list):  # a group of tasks is done; its dependents are ready, in no order
                 state["ready"].sort()  # the last one runs first
 
         return Callback(posttask=posttask)
@@ -133,7 +135,8 @@ def _on_cluster(
 
     plan_key = next(iter(tasks))
     with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
-        futures = client.get(tasks, [task for task in tasks if task != plan_key], sync=False)
+        ours = [task for task in tasks if isinstance(task, str) and task.startswith("reshard-") and task != plan_key]
+        futures = client.get(tasks, ours, sync=False)  # without the chunks of arrays, which are large
     _gather(client, futures, add, lambda: client.run(settled, run))
     return receipts
 

@@ -22,7 +22,9 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import dask
 from dask.base import DaskMethodsMixin
+from dask.optimization import cull
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
@@ -46,6 +48,7 @@ from reshard.upward import upward
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard.expressions.arrays import FromArray, Key
     from reshard.plan.plan import Plan
     from reshard.run.tasks import Receipt
     from reshard.targets.destination import TargetFile
@@ -91,6 +94,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         directory: the target directory; a path or a URL.
         options: options of the tasks.
         run: the identifier of this run, used to cancel it.
+        created: the key of the receipts of creating files, if that is not done by the tasks that fill them.
         ready: the key of the receipts of all work; later tasks complete the files and give them their names.
         closed: the key of the receipts once the files are complete.
         key: the key of all receipts.
@@ -103,6 +107,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.options = options._replace(run=self.run, crcs=plan.has_crcs)
         # A dask token of all this would take more memory than the plan: it repeats the shared parts of the moves.
         self._token = self.run
+        self.created = self._key("create-all")
         self.ready = self._key("ready")
         self.closed = self._key("closed")
         self.key = self._key("done")
@@ -128,22 +133,61 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         matches = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
         return dict(Counter(match[1] or match[2] for match in matches if match))
 
-    def work(self) -> dict[str, Any]:
-        """Return the tasks that create and fill the files; they may be done twice."""
-        plan, directory, options = self.plan, self.directory, self.options
+    @property
+    def has_arrays(self) -> bool:
+        """Return whether tasks get chunks of assigned arrays."""
+        return not self._by_file and bool(self._arrays())
+
+    def _arrays(self) -> list[FromArray]:
+        """Return the assigned arrays of the source."""
+        if all(file.inputs is None for file in self.plan.source.files):
+            return []
+        from reshard.expressions.arrays import arrays_in  # rarely needed
+
+        return [array for array in arrays_in(self.plan.source.coding) if array.array is not None]
+
+    def creating(self) -> dict[str, Any]:
+        """Return the tasks that create files, for a graph of their own."""
         graph = self._with_plan()
+        self._add_creating(graph)
+        return graph
+
+    def _add_creating(self, graph: dict[str, Any]) -> TaskRef:
+        written = [number for number, file in enumerate(self.plan.files) if file.link is None and not file.done]
+        creations = [(files, self.directory, self.options) for files in _batches(written)]
+        return self._add(graph, "create", create_files, creations)
+
+    def _moves(self, created: TaskRef, graph: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """Return the arguments of the tasks that move bytes; add the tasks that compute chunks of arrays."""
+        moves: list[tuple[Any, ...]]
+        moves = [(number, self.directory, self.options, created) for number in range(len(self.plan.tasks))]
+        if not self.has_arrays:
+            return moves
+        from reshard.expressions.arrays import needed
+
+        keys = [needed(self.plan, task) for task in self.plan.tasks]
+        graph.update(_tasks_of(self._arrays(), list(dict.fromkeys(key for of_task in keys for key in of_task))))
+        refs = [List(*map(TaskRef, of_task)) for of_task in keys]
+        return [(*move, tuple(of_task), ref) for move, of_task, ref in zip(moves, keys, refs, strict=True)]
+
+    def work(self, created: Sequence[Receipt] | None = None) -> dict[str, Any]:
+        """Return the tasks that create and fill the files; they may be done twice.
+
+        Args:
+            created: the receipts of `creating`, if that was executed before.
+        """
+        plan, directory, options = self.plan, self.directory, self.options
+        graph = self._after(self.created, created)
         if self._by_file:
             tasks = [(number, directory, options) for number in range(len(plan.tasks))]
             done = [self._add(graph, "files", files_task, tasks)]
             if plan.exclusive:  # the tasks of other plans check the sources before they complete a file
                 done.append(self._unchanged(graph, done[0]))
         else:
-            written = [number for number, file in enumerate(plan.files) if file.link is None and not file.done]
-            creations = [(files, directory, options) for files in _batches(written)]
-            created = self._add(graph, "create", create_files, creations)
-            transfers = [(number, directory, options, created) for number in range(len(plan.tasks))]
-            moved = self._add(graph, "move", move_task, transfers) if transfers else created
-            done = [created, moved, self._unchanged(graph, moved)]
+            made = self._add_creating(graph) if created is None else TaskRef(self.created)
+            moves = self._moves(made, graph)
+            moved = self._add(graph, "move", move_task, moves) if moves else made
+            done = [made, moved, self._unchanged(graph, moved)]
         graph[self.ready] = Task(self.ready, collect, *done)
         return graph
 
@@ -273,6 +317,15 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def __repr__(self) -> str:
         tasks, files = self.plan.stats.tasks, len(self.plan.files)
         return f"<Graph: {tasks} tasks to write {files} files below {names([self.directory])}>"
+
+
+def _tasks_of(arrays: Sequence[FromArray], keys: Sequence[Key]) -> dict[Any, Any]:
+    """Return the tasks that compute chunks of arrays, optimized by dask."""
+    tasks: dict[Any, Any] = {}
+    for array in dask.optimize(*(item.array for item in arrays)):
+        tasks.update(array.__dask_graph__())
+    culled, _ = cull(tasks, list(keys))
+    return dict(culled)
 
 
 def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:

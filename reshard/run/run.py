@@ -72,7 +72,10 @@ def run(
     try:
         reporter.begin()
         graph = Graph(session.plan, root, task_options)
-        receipts = execute(graph.work(), graph.ready, graph.run, threads, reporter.add, client=client, get=get)
+        made = None
+        if graph.has_arrays:  # chunks that are computed while files are created would fill the memory
+            made = execute(graph.creating(), graph.created, graph.run, threads, reporter.add, client=client, get=get)
+        receipts = execute(graph.work(made), graph.ready, graph.run, threads, reporter.add, client=client, get=get)
         if client is not None or get is not None:
             check_sources(graph.plan, None)  # other processes may have missed a change
         receipts = execute(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)

@@ -31,6 +31,7 @@ from reshard.storage.threads import live_runs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.expressions.arrays import Key
     from reshard.formats.entries import Crc, FileLayout
     from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.source.records import Range
@@ -143,8 +144,21 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, options: Task
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def move_task(plan: Plan, number: int, directory: str, options: TaskOptions, _made: object) -> Receipt:
-    """Move the pieces of one task."""
+def move_task(
+    plan: Plan,
+    number: int,
+    directory: str,
+    options: TaskOptions,
+    _made: object,
+    keys: Sequence[Key] = (),
+    chunks: Sequence[object] = (),
+) -> Receipt:
+    """Move the pieces of one task; it needs these chunks of assigned arrays."""
+    if keys:
+        from reshard.expressions.arrays import given  # rarely needed
+
+        with given(dict(zip(keys, chunks, strict=True))):
+            return move_task(plan, number, directory, options, _made)
     began = time.perf_counter()
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))

@@ -52,7 +52,8 @@ class SourceFile:
     """One checkpoint file: its path, its index, and size and time when indexed.
 
     `change` is as in `Status`. It is not pickled, because other machines may see another value.
-    `inputs` are the numbers of the files from which it is computed, if it does not exist (`expressions.computed`).
+    `inputs` are the numbers of the files from which it is computed, if it does not exist (`expressions.computed`);
+    None for a file that exists.
     """
 
     path: str
@@ -60,14 +61,14 @@ class SourceFile:
     mtime_ns: int
     index: FileIndex
     change: tuple[int, int] = field(default=(0, 0), compare=False)
-    inputs: tuple[int, ...] = ()
+    inputs: tuple[int, ...] | None = None
 
     @property
     def status(self) -> Status:
         """Return the state of the file when it was indexed."""
         return Status(self.nbytes, self.mtime_ns, self.change)
 
-    def __reduce__(self) -> tuple[type[SourceFile], tuple[str, int, int, FileIndex, tuple[int, int], tuple[int, ...]]]:
+    def __reduce__(self) -> tuple[type[SourceFile], tuple[Any, ...]]:
         return SourceFile, (self.path, self.nbytes, self.mtime_ns, self.index, (0, 0), self.inputs)
 
 

@@ -25,6 +25,7 @@ from dask.array.core import BlockView
 from dask.base import normalize_token, tokenize
 
 from reshard.errors import SourceError, names
+from reshard.expressions.arrays import assigned
 from reshard.layout.block import Block
 from reshard.source.stored import StoredBlock, StoredTensor, full_index
 
@@ -62,6 +63,8 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = Non
     tensor = checkpoint.tensors[name]
     if tensor.text is not None:
         return _text_array(name, tensor.text)
+    if (array := assigned(checkpoint, tensor)) is not None:
+        return array
     spec = tensor.spec
     shards = tensor.shards
     absent = [str(shard.block) for shard in shards if not shard.replicas]

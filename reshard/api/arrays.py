@@ -1,0 +1,145 @@
+"""`reshard.write`, and the tensors of `Checkpoint.assign`: dask and numpy arrays as tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+
+from reshard.api.asked import OpenOptions, TargetOptions
+from reshard.api.choices import run_plan
+from reshard.api.jobs import job, with_format
+from reshard.dtypes import BY_NAME, INT4, STR
+from reshard.errors import Faults, UsageError
+from reshard.expressions.arrays import FromArray
+from reshard.expressions.computed import computed
+from reshard.plan.inputs import Selection
+from reshard.run.settings import RunOptions
+from reshard.sizes import size_of
+from reshard.source.checkpoint import Checkpoint, Computation, Opening
+from reshard.storage.places import as_place
+from reshard.view import arrays as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from reshard.run.settings import Progress, Report
+    from reshard.storage.cipher import Cipher
+    from reshard.storage.places import AnyName
+    from reshard.strategy.strategy import Strategy
+
+ROOT = "(arrays)"
+"""The root of a checkpoint that consists of assigned arrays."""
+
+
+def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
+    """Return a checkpoint with arrays as tensors, in place of those of the same names.
+
+    Raises:
+        UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; all at once.
+    """
+    faults = Faults("arrays")
+    expressions = {}
+    for name, value in arrays.items():
+        fault = None
+        array = (
+            value
+            if isinstance(value, da.Array)
+            else da.from_array(np.ascontiguousarray(value).reshape(np.shape(value)))
+        )
+        dtype = BY_NAME.get(array.dtype.name)
+        if not isinstance(name, str) or not name:
+            fault = f"has the name {name!r}; expected a text"
+        elif dtype is None or dtype in {INT4, STR}:
+            fault = f"is {array.dtype}; expected one of {', '.join(set(BY_NAME) - {INT4.name, STR.name})}"
+        elif any(isnan(extent) for extent in array.shape):
+            fault = "has chunks of unknown sizes; call compute_chunk_sizes() first"
+        else:
+            expressions[name] = FromArray.of(name, array, dtype)
+        if fault:
+            faults.add(f"array {name!r}", fault, code="bad-array")
+    faults.raise_if_any(UsageError)
+    result = computed(source, expressions)
+    unreadable = {name: why for name, why in source.unreadable.items() if name not in expressions}
+    computation = Computation("assign", {"names": sorted(expressions)}, (source,))
+    opening = replace(source.opening, computation=computation, elsewhere=source.opening.elsewhere - expressions.keys())
+    extras = source.extras.without(expressions.keys())
+    return replace(result, unreadable=unreadable, opening=opening, extras=extras)
+
+
+def write(
+    arrays: Mapping[str, Any],
+    target: AnyName,
+    *,
+    format: str | None = None,  # noqa: A002 -- the word of every such tool
+    strategy: Strategy | AnyName | None = None,
+    prefix: str | None = None,
+    step: int | None = None,
+    max_shard_size: int | str | None = None,
+    chunk_size: int | str | None = None,
+    shard_size: int | str | None = None,
+    compression: str | None = None,
+    ranks: Iterable[int] | None = None,
+    remove_redundancy: bool = False,
+    link_replicas: bool = False,
+    target_cipher: Cipher | None = None,
+    memory: int | str | None = None,
+    threads: int | None = None,
+    client: Any = None,
+    scheduler: str | Callable[..., Any] | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    progress: Callable[[Progress], None] | bool | None = None,
+) -> Report:
+    """Write dask or numpy arrays as a checkpoint of any layout and format.
+
+    The chunks of a dask array are computed by the tasks that write them: on a local file system in the same graph,
+    chunks of the same rows together; elsewhere whenever a file needs them.
+
+    Args:
+        arrays: the arrays by name.
+        target: a directory, or one file if it is called `*.ckpt` or `*.safetensors`; a local path, or a URL.
+        format: as `to` of `reshard.convert`; by default the one that the target's name implies, else `safetensors` with
+            a strategy, and a set for Hugging Face (`hf`) without.
+        strategy: which rank holds which block: a strategy, a strategy file, or rules (`.yaml`); None for whole tensors.
+        prefix: as for `reshard.plan`.
+        step: as for `reshard.plan`.
+        max_shard_size: as for `reshard.plan`.
+        chunk_size: as for `reshard.convert`.
+        shard_size: as for `reshard.convert`.
+        compression: as for `reshard.convert`.
+        ranks: only these ranks of the target.
+        remove_redundancy: store each block on one of the ranks that would hold it.
+        link_replicas: make equal target files links to one file.
+        target_cipher: encrypts the target's `.ckpt` files.
+        memory: the most resident memory to use, in bytes or as `"1GB"`, beside arrays that are in memory already. It
+            counts the chunks that are written, for each thread twice, but not memory that dask needs to compute them.
+        threads: as for `Plan.run`.
+        client: as for `Plan.run`.
+        scheduler: as for `Plan.run`.
+        overwrite: as for `Plan.run`.
+        restart: as for `Plan.run`.
+        progress: as for `Plan.run`.
+
+    Raises:
+        reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; options that
+            contradict each other or the format.
+        reshard.BudgetError: `memory` is too little for chunks of the same rows; the error says how to rechunk.
+        reshard.StrategyError, reshard.SourceError, reshard.TargetError: as `reshard.plan` and `Plan.run` do.
+    """
+    source = assign(Checkpoint(ROOT, {}, (), (), opening=Opening(by_file=True)), arrays)
+    options = TargetOptions(
+        to=format, target_strategy=strategy, ranks=ranks, remove_redundancy=remove_redundancy,
+        link_replicas=link_replicas, prefix=prefix, target_step=step,
+        max_shard_size=size_of(max_shard_size, "max_shard_size"), chunk_size=size_of(chunk_size, "chunk_size"),
+        shard_size=size_of(shard_size, "shard_size"), compression=compression, memory=size_of(memory, "memory"),
+        target_cipher=target_cipher,
+    )  # fmt: skip
+    path = as_place(target)
+    options = with_format(options, path, "safetensors" if strategy is not None else "hf")
+    conversion = job(source, path, OpenOptions(), options, Selection(), threads=threads)
+    running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
+    return run_plan(conversion.plan, conversion.directory or path, running, progress)

@@ -1,0 +1,236 @@
+"""Assigned arrays: tensors that a dask array computes.
+
+The chunks of an array are the blocks of its tensor. A run on a local file system adds the array's tasks to its own
+graph, and its tasks get the chunks that they write (`needed`, `given`). Where a run writes files from the first byte
+to the last, and for everything else that reads, a chunk is computed when its bytes are read, and the last one is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.errors import SourceError
+from reshard.expressions.computed import Computing, expression_at
+from reshard.layout.block import Block
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from reshard.dtypes import DType
+    from reshard.expressions.operand import Operand
+    from reshard.layout.block import Shape
+    from reshard.plan.plan import Plan, Task, Transfer
+    from reshard.source.checkpoint import Checkpoint, Tensor
+
+Key = tuple[Any, ...]
+"""The key of a chunk in dask: the name of its array, and its place in the grid of chunks."""
+
+
+class _Chunks(threading.local):
+    """The chunks that a thread has: given ones, and the last one that it computed."""
+
+    def __init__(self) -> None:
+        self.given: Mapping[Key, Any] = {}
+        self.last: tuple[Key, Any] = ((), None)
+
+
+_chunks = _Chunks()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromArray:
+    """A dask array as a tensor.
+
+    Attributes:
+        name: the name of the tensor, for messages.
+        array: the array; None in another process, which is given the chunks.
+        key: its name in dask, which tells arrays apart.
+        edges: for each dimension, where its chunks begin, and its extent.
+        dtype: the dtype of the elements.
+    """
+
+    name: str
+    array: Any
+    key: str
+    edges: tuple[tuple[int, ...], ...]
+    dtype: DType
+
+    @classmethod
+    def of(cls, name: str, array: Any, dtype: DType) -> FromArray:
+        """Return a dask array with known chunks as an expression."""
+        edges = tuple(tuple(accumulate(sizes, initial=0)) for sizes in array.chunks)
+        return cls(name, array, array.name, edges, dtype)
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the array."""
+        return tuple(edges[-1] for edges in self.edges)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Return the tensors that it reads: none that is known."""
+        return ()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Return the chunks."""
+        spans = [list(pairwise(edges)) for edges in self.edges]
+        return tuple(Block(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in product(*spans))
+
+    @property
+    def scratch(self) -> int:
+        """Return the bytes for each element, beside chunks."""
+        return 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the size of the chunks of the same rows, which are written together."""
+        rows = max((b - a for edges in self.edges[:1] for a, b in pairwise(edges)), default=1)
+        return self.dtype.itemsize * rows * prod(self.shape[1:])
+
+    @property
+    def thread_bytes(self) -> int:
+        """Return the memory of a thread: chunks that are written, and as many that wait for it."""
+        return 2 * self.row_bytes
+
+    def smaller(self, nbytes: int) -> Shape:
+        """Return a shape of chunks of whole rows that have at most `nbytes` bytes, or of one row.
+
+        >>> from reshard.dtypes import BFLOAT16
+        >>> FromArray("w", None, "w-1", ((0, 1000), (0, 5, 10)), BFLOAT16).smaller(200)
+        (10, 10)
+        """
+        rows = max(1, nbytes // max(1, self.dtype.itemsize * prod(self.shape[1:])))
+        return (min(rows, self.shape[0]), *self.shape[1:]) if self.shape else ()
+
+    def evaluate(self, box: Block, out: NDArray[Any]) -> None:
+        """Fill an array with elements of one chunk.
+
+        Raises:
+            SourceError: the chunk is of another shape or dtype than the array said, or cannot be computed here.
+        """
+        at = tuple(bisect_right(edges, start) - 1 for edges, start in zip(self.edges, box.start, strict=True))
+        begin = tuple(edges[number] for edges, number in zip(self.edges, at, strict=True))
+        end = tuple(edges[number + 1] for edges, number in zip(self.edges, at, strict=True))
+        chunk = self._chunk((self.key, *at), at, Block(begin, end))
+        out[...] = chunk[box.within(Block(begin, end))]
+
+    def _chunk(self, key: Key, at: Shape, block: Block) -> NDArray[Any]:
+        chunk = _chunks.given.get(key)
+        if chunk is None:
+            if _chunks.last[0] != key:
+                if self.array is None:
+                    raise SourceError(
+                        f"assigned array {self.name!r} cannot be computed in another process",
+                        code="array-not-here", hint="run it without a cluster, or write it to local files",
+                    )  # fmt: skip
+                _chunks.last = ((), None)  # only one is held
+                array = self.array.blocks[at] if at else self.array
+                _chunks.last = key, array.compute(scheduler="synchronous")
+            chunk = _chunks.last[1]
+        chunk = np.asarray(chunk)
+        if chunk.shape != block.shape or chunk.dtype != self.dtype.numpy():
+            raise SourceError(
+                f"a chunk of array {self.name!r} is {chunk.dtype} {[*chunk.shape]}", code="wrong-chunk",
+                facts=[f"expected {self.dtype} {[*block.shape]}, as the array says"],
+            )  # fmt: skip
+        return chunk
+
+    def definition(self) -> str:
+        """Return the name of the array in dask, and its chunks."""
+        return f"array {self.key} {self.edges} {self.dtype}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the expression without its array: another process is given the chunks."""
+        return FromArray, (self.name, None, self.key, self.edges, self.dtype)
+
+
+@contextmanager
+def given(chunks: Mapping[Key, Any]) -> Iterator[None]:
+    """Give this thread computed chunks."""
+    _chunks.given = chunks
+    try:
+        yield
+    finally:
+        _chunks.given = {}
+        _chunks.last = ((), None)
+
+
+def array_of(coding: object, path: str, offset: int) -> FromArray | None:
+    """Return the array that computes the bytes at an offset of a file; None if they are not of an array."""
+    expression = expression_at(coding, path, offset)
+    return expression if isinstance(expression, FromArray) else None
+
+
+def assigned(checkpoint: Checkpoint, tensor: Tensor) -> Any:
+    """Return the dask array that was assigned as this tensor, or None."""
+    places = [replicas[0] for replicas in tensor.sharding.replicas if replicas]
+    if not places or checkpoint.files[places[0].file].inputs is None or tensor.space is not None:
+        return None
+    path, offsets = checkpoint.files[places[0].file].path, [tensor.runs[at.runs_index][0][0] for at in places]
+    array = array_of(checkpoint.coding, path, offsets[0])
+    is_whole = array is not None and array.shape == tensor.spec.shape and array.blocks == tensor.sharding.blocks
+    same = is_whole and all(array_of(checkpoint.coding, path, offset) is array for offset in offsets)
+    return array.array if array is not None and same else None
+
+
+def arrays_in(coding: object) -> list[FromArray]:
+    """Return all assigned arrays of a checkpoint."""
+    found: dict[int, FromArray] = {}
+    while isinstance(coding, Computing):
+        for span in coding.spans:
+            if isinstance(span.expression, FromArray):
+                found[id(span.expression)] = span.expression
+        coding = coding.inner
+    return list(found.values())
+
+
+def row_edges(transfer: Transfer) -> list[int]:
+    """Return the rows of a transfer at which chunks begin, and their number."""
+    if not transfer.recipe.shape:
+        return [0, transfer.rows]
+    unit = prod(transfer.recipe.shape[1 : transfer.axis + 1])
+    return sorted({0, transfer.rows, *(block.start[0] * unit for block in transfer.recipe.sources)})
+
+
+def needed(plan: Plan, task: Task) -> list[Key]:
+    """Return the keys of the chunks that a task writes."""
+    keys: dict[Key, None] = {}
+    for piece in task.pieces:
+        transfer = plan.transfers[piece.transfer]
+        shape = transfer.recipe.shape
+        unit = prod(shape[1 : transfer.axis + 1])
+        first, last = piece.start // unit if unit else 0, -(-piece.stop // unit) if unit else 0
+        for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
+            path = plan.source.files[at.file].path
+            if plan.source.files[at.file].inputs is None or (
+                shape and not (block.start[0] < last and block.stop[0] > first)
+            ):
+                continue
+            for offset, _ in at.runs:
+                array = array_of(plan.source.coding, path, offset)
+                if array is not None:
+                    keys[_key_at(plan.source.coding, path, offset)] = None
+    return list(keys)
+
+
+def _key_at(coding: object, path: str, offset: int) -> Key:
+    """Return the key of the chunk at an offset of a file."""
+    while isinstance(coding, Computing) and coding.path != path:
+        coding = coding.inner
+    assert isinstance(coding, Computing)  # noqa: S101 -- the path is of a computed file
+    span = coding.span_at(offset)
+    expression = span.expression
+    assert isinstance(expression, FromArray)  # noqa: S101 -- as the caller found
+    at = (bisect_right(edges, start) - 1 for edges, start in zip(expression.edges, span.block.start, strict=True))
+    return (expression.key, *at)
