@@ -95,8 +95,8 @@ class Checkpoint(Arrays):
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['assign', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'sel', 'strategy',
-     'tensors', 'to_zarr', 'unreadable', 'warnings']
+    ['assign', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'scale', 'sel',
+     'strategy', 'tensors', 'to_zarr', 'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -212,6 +212,25 @@ class Checkpoint(Arrays):
         from reshard.api.arrays import assign  # it brings dask
 
         return Checkpoint(assign(self._record, {**(arrays or {}), **named}))
+
+    def scale(self, *patterns: str, factor: float = 1.0, shift: float = 0.0) -> Checkpoint:
+        """Return the checkpoint with chosen tensors multiplied by a factor, and a number added to them.
+
+        `x * factor + shift` is computed in float32 (float64 in float64) when the tensor is read, each operation rounded
+        by itself, and rounded once to its own dtype.
+
+        Args:
+            patterns: names of tensors, or globs; every one must match.
+            factor: the factor.
+            shift: the number to add.
+
+        Raises:
+            reshard.UsageError: a pattern matches no tensor, or a number is not finite.
+            reshard.SourceError: a tensor is not of floats, or has blocks in no file; all at once.
+        """
+        from reshard.expressions.scale import scale  # not on every start
+
+        return Checkpoint(scale(self._record, patterns, factor, shift))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.

@@ -33,12 +33,14 @@ class WeightedSum:
         operands: the tensors, in the order in which they are added.
         weights: their weights.
         dtype: the dtype of the result.
+        shift: a number that is added at the end, if it is not 0.
         wide: the dtype of the sums.
     """
 
     operands: tuple[Operand, ...]
     weights: tuple[float, ...]
     dtype: DType
+    shift: float = 0.0
     wide: np.dtype[Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,11 +71,14 @@ class WeightedSum:
                     np.multiply(target, factor, out=target)
                     if number:
                         np.add(part, target, out=part)
+            if self.shift:
+                np.add(total, wide.type(self.shift), out=total)
             np.copyto(out.reshape(-1), total, casting="unsafe")
 
     def definition(self) -> str:
         """Return the weights and the dtype."""
-        return f"sum {[float.hex(float(weight)) for weight in self.weights]} {self.dtype}"
+        weights = [float.hex(float(weight)) for weight in (*self.weights, self.shift)]
+        return f"sum {weights} {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
