@@ -64,8 +64,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     from reshard.run.beside import with_neighbours
     from reshard.view.text import plan_data, report_text
 
-    check_manifest_place(running.write_manifest, overwrite=running.overwrite)
-    _check_manifest(running.write_manifest, plan, target)
+    _check_manifest(running.write_manifest, plan, target, overwrite=running.overwrite)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
     if result in {None, target}:
         plan = with_neighbours(plan, target, starts_over=running.starts_over)
@@ -207,25 +206,16 @@ def _touched(count: int, verb: str) -> str:
     )
 
 
-def check_manifest_place(path: Place | None, *, overwrite: bool) -> None:
-    """Refuse a manifest that could not be written, before anything is written.
-
-    Raises:
-        TargetError: the manifest already exists, or is a directory.
-    """
-    if path is not None:
-        refuse_existing(path, overwrite=overwrite)
-
-
-def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
-    """Refuse a manifest that would replace a file of the run, or that has no meaning.
+def _check_manifest(path: Place | None, plan: Plan, target: Place, *, overwrite: bool) -> None:
+    """Refuse a manifest that exists, that would replace a file of the run, or that has no meaning.
 
     Raises:
         UsageError: the target is a zarr store, or encrypted.
-        TargetError: the path of the manifest is a target file or a source file.
+        TargetError: the manifest exists, is a directory, or is a target file or a source file.
     """
     if path is None:
         return
+    refuse_existing(path, overwrite=overwrite)
     if plan.exclusive or plan.cipher or plan.linked:
         obstacle = "becomes a zarr store" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
         raise UsageError(

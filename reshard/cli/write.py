@@ -9,7 +9,7 @@ import click
 
 import reshard
 from reshard.api.asked import OpenOptions
-from reshard.cli.carry import KEYS, carry_out, check_manifest_place
+from reshard.cli.carry import KEYS, carry_out
 from reshard.cli.commands import Command, option
 from reshard.cli.options import Running, run_options, source_options, target_options
 from reshard.cli.selection import selection_options
@@ -19,7 +19,7 @@ from reshard.errors import TargetError, UsageError
 from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
 from reshard.readers.open import open as open_checkpoint
-from reshard.storage.small import is_within
+from reshard.storage.small import is_within, refuse_existing
 from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ def _write(
                 "--same-ranks keeps files as they are cut", code="conflicting-options", hint="leave --via-zarr out"
             )
         _check_apart(via_zarr, source, target, running.write_manifest)
-        check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
+        if running.write_manifest is not None:
+            refuse_existing(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         plain = str(via_zarr) if options.target_cipher else f"{via_zarr} and {target}"
         if not _make_store(source, opening, via_zarr, plain, selection, options.memory, running):
             return

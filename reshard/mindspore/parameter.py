@@ -84,16 +84,12 @@ class Tensor:
     def __init__(self, input_data: Any, dtype: Any = None) -> None:
         if isinstance(input_data, str | bytes):
             raise TypeError(f"a Tensor is made of numbers; got {type(input_data).__name__} {input_data[:20]!r}")
-        target = None if dtype is None else numpy_dtype(dtype)
-        if isinstance(input_data, Tensor):
-            self.array, self.kind = input_data.array.copy(), input_data.kind
-            if target is not None and target != self.dtype:
-                self.array, self.kind = _converted(self.array, target)
-            return
         array = np.array(array_of(input_data) if is_array(input_data) else input_data, order="C")
-        if target is None and array.dtype == float64 and not hasattr(input_data, "dtype"):
-            target = float32  # Python's floats, as in MindSpore
-        self.array, self.kind = _converted(array, array.dtype if target is None else target)
+        if dtype is None:
+            is_plain = array.dtype == float64 and not hasattr(input_data, "dtype")
+            own = input_data.dtype if isinstance(input_data, Tensor) else array.dtype
+            dtype = float32 if is_plain else own  # Python's floats, as in MindSpore
+        self.array, self.kind = _converted(array, numpy_dtype(dtype))
 
     @classmethod
     def from_numpy(cls, array: Array) -> Tensor:

@@ -12,7 +12,7 @@ by content: to hash a grid of 4,096 blocks for every tensor would cost more than
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.plan.budget import Budget
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Destination, TargetBlocks, TargetFile, TargetTensor
 
 
@@ -96,8 +97,8 @@ def build(
     ]
     cuts = _cuts(source, transfers)
     tasks = share_out(transfers, weights, budget.band_bytes, whole_files=destination.coding is not None, cuts=cuts)
-    stats, memory = _stats(files, transfers, budget, len(tasks))
-    result = Plan(
+    stats, memory = _stats(files, transfers, budget, len(tasks), destination.cipher)
+    return Plan(
         source,
         files,
         transfers,
@@ -113,8 +114,6 @@ def build(
         exclusive=destination.exclusive,
         memory=memory,
     )
-    size = sum(result.size_of(file) for file in files if file.link is None)
-    return replace(result, stats=stats._replace(target_bytes=size))
 
 
 class _SharedReads:
@@ -276,7 +275,7 @@ def _runs_of(layout: FileLayout) -> dict[str, list[Runs]]:
 
 
 def _stats(
-    files: Sequence[TargetFile], transfers: Sequence[Transfer], budget: Budget, tasks: int
+    files: Sequence[TargetFile], transfers: Sequence[Transfer], budget: Budget, tasks: int, cipher: Cipher | None
 ) -> tuple[Stats, tuple[tuple[str, int], ...]]:
     """Return the costs of a plan, and the parts of its memory."""
     costs: dict[Route, tuple[int, int, int]] = {}
@@ -296,12 +295,13 @@ def _stats(
             band, min(budget.band_bytes, elements * max(transfer.dtype.itemsize, transfer.target_dtype.itemsize))
         )
     memory = budget.shares(tasks, band)
+    sizes = [file.layout.size for file in files if file.link is None]
     stats = Stats(
         tensors=len({transfer.name for transfer in transfers}),
         bytes_needed=needed,
         bytes_read=read,
         bytes_written=written,
-        target_bytes=sum(file.layout.size for file in files if file.link is None),
+        target_bytes=sum(map(cipher.encrypted_size, sizes) if cipher else sizes),
         source_files=len({replica.file for route in costs for replica in route.reads}),
         target_files=len(files),
         tasks=tasks,

@@ -29,7 +29,7 @@ from reshard.formats.zarr.files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, Opening, SourceFile
+from reshard.source.checkpoint import Checkpoint, Opening, SourceFile, unreadable_in
 from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
@@ -128,7 +128,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         tensors = assemble(root, files, ranks, strategy, partial=partial)
     if ledger_strategy and strategy is not None and part is None and (layouts or not by_ledger):
         _refuse_other_strategy(root, strategy, ledger_strategy, tensors, ruled)
-    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+    unreadable = unreadable_in(files)
     opening = Opening(
         part, frozenset(other_stage_names), partial, by_file=isinstance(path, Mapping), lone_rank=lone_reason, step=step
     )
@@ -415,14 +415,14 @@ def _read_undescribed(
             if len(chosen) == 1:
                 refuse_one_of_several(file)
             refuse_directory(file.parent, [file.name], besides=[PARTS])
-        return _read({rank: [file] for rank, file in chosen.items()}, cipher, warnings, Step.of(chosen.values()))
+        return index_ranks({rank: [file] for rank, file in chosen.items()}, cipher, warnings, Step.of(chosen.values()))
     root = as_place(path)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)
-        return _read(of_ranks, cipher, warnings, step)
+        return index_ranks(of_ranks, cipher, warnings, step)
     paths, weight_map = unified
-    result = _read({0: paths}, cipher, warnings)
+    result = index_ranks({0: paths}, cipher, warnings)
     entries_of = {paths[number].name: file.index.entries for number, file in enumerate(result.files)}
     faults = Faults(str(root))
     for name, file_name in weight_map.items():
@@ -441,7 +441,7 @@ def _read_undescribed(
     return result
 
 
-def _read(
+def index_ranks(
     of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
 ) -> IndexedFiles:
     """Index the files of each rank, with the key if they are encrypted."""

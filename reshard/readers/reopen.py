@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.formats.rank_dirs import Step
+from reshard.readers.open import index_ranks, self_described
 from reshard.readers.open import open as open_checkpoint
-from reshard.readers.open import self_described
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, Opening
-from reshard.source.headers import indexed, key_of
+from reshard.source.checkpoint import Checkpoint, Opening, unreadable_in
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
@@ -71,11 +70,9 @@ def _assembled(
     cipher: Cipher | None,
 ) -> Checkpoint:  # fmt: skip
     """Open the files of each rank; several ranks without a strategy have no tensors."""
-    cipher = key_of([path.absolute() for of_rank in paths.values() for path in of_rank], cipher)
-    files, ranks = indexed(paths, cipher)
+    files, ranks, _, _, cipher = index_ranks(paths, cipher, [])
     is_known = strategy is not None or len(paths) == 1
     tensors = assemble(root, files, ranks, strategy, partial=partial) if is_known else {}
-    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     step = Step.of(path for of_rank in paths.values() for path in of_rank)
     opening = Opening(stage, partial=partial, step=step)
-    return Checkpoint(root, tensors, files, ranks, strategy, (), unreadable, cipher, opening=opening)
+    return Checkpoint(root, tensors, files, ranks, strategy, (), unreadable_in(files), cipher, opening=opening)

@@ -72,7 +72,7 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
 
 def store_notes(root: Place) -> dict[str, Any] | None:
     """Return the notes of this program in a store; None if it is unfinished or missing."""
-    files = StoreFiles(root)
+    files = StoreFiles(root, below=False)
     top = files.base / METADATA
     return None if files.status(top) is None else own_notes(read_metadata(files, top))
 

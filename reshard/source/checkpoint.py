@@ -72,6 +72,11 @@ class SourceFile:
         return SourceFile, (self.path, self.nbytes, self.mtime_ns, self.index, (0, 0), self.inputs)
 
 
+def unreadable_in(files: Iterable[SourceFile]) -> dict[str, str]:
+    """Return the entries of files that cannot be converted, with the reason."""
+    return {name: reason for file in files for name, reason in file.index.unreadable}
+
+
 class Shard(NamedTuple):
     """One block of a tensor and its byte ranges.
 

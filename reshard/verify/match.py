@@ -15,6 +15,7 @@ from reshard.formats.sets import DCP_ITEMS
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
 from reshard.source.assemble import assemble_whole
+from reshard.source.checkpoint import unreadable_in
 from reshard.source.holdings import MissingBlocks, is_deduplicated
 from reshard.strategy.names import matches
 from reshard.verify.difference import Difference
@@ -79,9 +80,8 @@ def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Che
 def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     """Return the tensors of one rank as a checkpoint; file numbers stay the same."""
     numbers = _numbers(checkpoint, rank)
-    files = [checkpoint.files[number] for number in numbers]
     tensors = assemble_whole(checkpoint.root, checkpoint.files, checkpoint.ranks, numbers)
-    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+    unreadable = unreadable_in(checkpoint.files[number] for number in numbers)
     return replace(checkpoint, tensors=tensors, unreadable=unreadable)
 
 

@@ -26,7 +26,7 @@ from reshard.plan.select import select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target
-from reshard.source.checkpoint import Checkpoint, Opening
+from reshard.source.checkpoint import Checkpoint, Opening, unreadable_in
 from reshard.storage.places import as_place
 from reshard.verify.recorded import noted_source, selection_in
 
@@ -106,10 +106,9 @@ def opened(
             options = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
             files, ranks, warnings, step, cipher = read_headers(path, **options)
             if len(set(ranks)) > 1:
-                unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
                 return Checkpoint(
-                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, coding=cipher,
-                    opening=Opening(step=step),
+                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable_in(files),
+                    coding=cipher, opening=Opening(step=step),
                 )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:

@@ -49,10 +49,7 @@ if TYPE_CHECKING:
     from reshard.verify.difference import Difference
     from reshard.verify.manifest import Manifest
     from reshard.verify.sides import Sides
-    from reshard.verify.sums import SumsChecked
-
-    OnProgress = Callable[[int, int], None]
-    """Called with the bytes done and the bytes to be done."""
+    from reshard.verify.sums import OnProgress, SumsChecked
 
 _ALWAYS_UNCHECKED = "checksums that files carry (crc_num), and how text entries are stored"
 
@@ -286,7 +283,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
     ]
     if several and target.extras.described_by and (nbytes or target.extras.arrangement is None):
-        from reshard.verify.compare.replica_samples import compare_replicas  # lazy import: needs numpy
+        from reshard.verify.compare.replicas import compare_replicas  # lazy import: needs numpy
 
         compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)
         differences += compared.differences

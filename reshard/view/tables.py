@@ -17,7 +17,7 @@ from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Replica
 from reshard.layout.block import Block
 from reshard.plan.select import all_states
-from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched
+from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched, unreadable_in
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
 from reshard.upward import upward
@@ -210,7 +210,7 @@ def _unassembled(root: str, files: Mapping[int, Sequence[SourceFile]]) -> Checkp
         {name: tensor(n, name, entry) for n, file in enumerate(first) for name, entry in file.index.entries.items()},
         tuple(chain.from_iterable(files.values())),
         tuple(rank for rank, rank_files in files.items() for _ in rank_files),
-        unreadable={name: reason for file in first for name, reason in file.index.unreadable},
+        unreadable=unreadable_in(first),
     )
 
 

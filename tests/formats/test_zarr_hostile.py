@@ -17,6 +17,8 @@ from refusals import failed, refused
 
 import reshard
 from reshard.errors import SourceError
+from reshard.readers.zarr import store_notes
+from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,6 +141,17 @@ def test_links_are_not_followed(lying: Path, which: str) -> None:
     path.symlink_to(lying / "outside")
     with refused(SourceError, "not-a-file"):
         reshard.open(lying / "slashes")
+
+
+def test_notes_are_read_without_looking_at_the_chunks(lying: Path) -> None:
+    notes = store_notes(as_place(lying / "plain"))
+    assert notes is not None
+    assert "tensors" in notes
+    (lying / "plain" / "w" / "stray").symlink_to(lying / "outside")
+    assert store_notes(as_place(lying / "plain")) == notes
+    (lying / "plain" / "stray").symlink_to(lying / "outside")
+    with refused(SourceError, "not-a-file", "stray"):
+        store_notes(as_place(lying / "plain"))
 
 
 def test_whatever_else_is_in_a_store_is_a_file_or_a_directory(lying: Path) -> None:

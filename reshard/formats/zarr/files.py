@@ -55,15 +55,15 @@ def is_of_store(name: str) -> bool:
 
 
 class StoreFiles:
-    """The files of a store by path, listed once on creation.
+    """The files of a store by path, listed once on creation; with `below` false only those at the top.
 
     Raises:
         SourceError: it cannot be listed; or on a local disk, it contains a link, a device or a pipe.
     """
 
-    def __init__(self, root: Place) -> None:
+    def __init__(self, root: Place, *, below: bool = True) -> None:
         self.base = root.real()
-        self._statuses = _listed(self.base) if self.base.can.has_latency else _walked(str(self.base))
+        self._statuses = (_listed if self.base.can.has_latency else _walked)(self.base, below=below)
         self._below: dict[str, list[Place]] = {}
         end = f"/{METADATA}"
         nodes = {str(self.base)}
@@ -102,12 +102,13 @@ class StoreFiles:
         return self._below.get(str(directory), [])
 
 
-def _walked(root: str) -> dict[str, Status | None]:
-    """Return the state of each file below a local directory, by path; None for a directory.
+def _walked(base: Place, *, below: bool) -> dict[str, Status | None]:
+    """Return the state of each file of a local directory, by path; None for a directory.
 
     The result is empty if the directory does not exist.
     """
     statuses: dict[str, Status | None] = {}
+    root = str(base)
     waiting = [root]
     while waiting:
         directory = waiting.pop()
@@ -119,8 +120,9 @@ def _walked(root: str) -> dict[str, Status | None]:
                             f"{entry.path} is a link; links in a zarr store are not followed", code="not-a-file"
                         )
                     if entry.is_dir():
-                        waiting.append(entry.path)
                         statuses[entry.path] = None
+                        if below:
+                            waiting.append(entry.path)
                     elif entry.is_file():
                         statuses[entry.path] = Status.of(entry.stat())
                     else:
@@ -131,10 +133,11 @@ def _walked(root: str) -> dict[str, Status | None]:
     return statuses
 
 
-def _listed(base: Place) -> dict[str, Status | None]:
-    """Return the state of each file below a URL, by URL."""
+def _listed(base: Place, *, below: bool) -> dict[str, Status | None]:
+    """Return the state of each file below a URL, or of the group's metadata alone, by URL."""
     base.refresh()
-    files = [*base.files()]
+    top = base / METADATA
+    files = [*base.files()] if below else [top] if top.is_there() else []
     # Mostly answered from the listing; one request each if the file system has dropped it.
     statuses = map_ordered(lambda path: path.status(), files, workers_at(files))
     return dict(zip(map(str, files), statuses, strict=True))

@@ -13,24 +13,18 @@ Sources: RFC 8878; PyTorch 2.13 `distributed/checkpoint/_extension.py`.
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import bytes_text
-from reshard.formats.decoding import TooLongError, zstd_content
+from reshard.formats.decoding import TooLongError, zstd_begun, zstd_content
 from reshard.formats.entries import Entry, Summed
 from reshard.readers.dcp.archive import Archives, ZipPart, directory
 from reshard.readers.dcp.torch_save import KnownHeads, Span, item, read_heads
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault
 from reshard.storage.places import any_store, in_batches
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -106,7 +100,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
             )
             continue
         try:
-            content = _begun(head)
+            content = zstd_begun(head, _DECODED_HEAD)
             window = max(window, _window(head))
         except ValueError as error:
             entries.append(f"is not a zstd stream: {error}")
@@ -221,14 +215,3 @@ def _window(head: bytes) -> int:
         return _LARGEST_WINDOW
     base = 1 << 10 + (head[5] >> 3)
     return min(base + base // 8 * (head[5] & 7), _LARGEST_WINDOW)
-
-
-def _begun(head: bytes) -> bytes:
-    """Return the contents of a stream's first whole blocks; raise `ValueError` if it is not a stream."""
-    try:
-        content = zstd.ZstdDecompressor().decompress(head, _DECODED_HEAD)
-    except zstd.ZstdError as error:
-        raise ValueError(str(error)) from None
-    if not content:
-        raise ValueError("it has no contents in its first block")
-    return content
