@@ -22,7 +22,7 @@ from reshard.cli.terminal import (
     wrote,
 )
 from reshard.errors import ReshardError, SourceError, UsageError, names
-from reshard.readers.open import files_read, made_at
+from reshard.readers.open import files_of_sources, made_at
 from reshard.storage.small import refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
@@ -223,7 +223,7 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place, *, overwrite:
             hint=f"leave it out, and compare with the source: {called_as()} verify {target} --against SOURCE",
         )  # fmt: skip
     advice = "choose another name for the manifest"
-    refuse_inputs([path], files_read(plan.source.root, plan.source.files), "one of the source files", advice)
+    refuse_inputs([path], files_of_sources(plan.source), "one of the source files", advice)
     refuse_inputs([path], [f"{target}/{file.path}" for file in plan.files], "one of the target files", advice)
 
 

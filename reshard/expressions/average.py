@@ -6,23 +6,44 @@ each sum is rounded to float32 by itself, and the result once to its dtype. floa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.errors import SourceError
+from reshard.dtypes import by_name
+from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.expressions.computed import computed
+from reshard.expressions.operand import Operand
+from reshard.layout.block import flat_boxes
+from reshard.source.checkpoint import Computation, Extras, Opening
+from reshard.strategy.names import is_step, is_training_state, optimizer_states
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
     from numpy.typing import NDArray
 
     from reshard.dtypes import DType
-    from reshard.expressions.operand import Operand
+    from reshard.expressions.operand import Expression
     from reshard.layout.block import Block, Shape
+    from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
 
 
 CHUNK = 1 << 15
 """How many elements are added at once, so that they stay in a core's own cache."""
+
+
+COMPARED_BYTES = 1 << 20
+"""The most bytes of a tensor that are compared whole before a run."""
+
+_SAMPLES, _SAMPLE = 8, 16 << 10
+"""The number of samples of larger tensors, and the bytes of each."""
+
+_SUM_TOLERANCE = 1e-6
+"""How far a sum of weights may be from 1 without a warning."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,3 +142,229 @@ class Same:
     def definition(self) -> str:
         """Return the name of the rule."""
         return f"same of {len(self.operands)}"
+
+
+def average(
+    inputs: Sequence[Checkpoint],
+    weights: Sequence[float] | None = None,
+    dtype: str | None = None,
+    states: bool = False,
+    *,
+    compare: bool = True,
+) -> Checkpoint:
+    """Return the weighted sum of checkpoints; nothing but samples of integers is read.
+
+    Args:
+        inputs: the checkpoints, of any layouts and formats.
+        weights: a factor for each; by default they are equal, with the sum 1.
+        dtype: the dtype of all results that are floats; by default those of the first checkpoint.
+        states: average optimizer states, too. Other training state, such as the step, is that of the first.
+        compare: compare samples of tensors that are not floats, such as integers, which must be equal; all of their
+            bytes are compared when they are read.
+
+    Raises:
+        SourceError: the checkpoints have other names, shapes or kinds of dtypes, or tensors that cannot be averaged;
+            all at once.
+        UsageError: no checkpoint, or weights or a dtype that cannot be used.
+    """
+    factors = _factors(inputs, weights)
+    target = None if dtype is None else _float(dtype)
+    for each in inputs:
+        each.require_whole()
+    left_out, kept = _left_out(inputs, states=states)
+    first, *others = chosen = [each.unbound().without(left_out) for each in inputs]
+    faults = Faults(f"average of {names([each.root for each in inputs], most=3)}")
+    averaged = [name for name in first.tensors if name not in kept]
+    _check_names(chosen, kept, faults)
+    expressions: dict[str, Expression] = {}
+    shared = _shared_keys(chosen, averaged)
+    by_key: dict[Hashable, Expression] = {}
+    for name in averaged:
+        if any(name not in each.tensors for each in others):
+            continue
+        operands = tuple(Operand(each, name) for each in chosen)
+        if not _fits(operands, faults, compare=compare):
+            continue
+        source = operands[0].spec.dtype
+        key = shared.get(name, name)
+        if key not in by_key:
+            is_float = _kind(source) == "float"
+            by_key[key] = WeightedSum(operands, factors, target or source) if is_float else Same(operands)
+        expressions[name] = by_key[key]
+    if not averaged:
+        faults.add("no tensor", "is left; they are all optimizer states or training state", code="no-tensors")
+    faults.raise_if_any(SourceError)
+    options = {"weights": list(factors), "dtype": target and target.name, "states": states}
+    base = replace(
+        first, strategy=None, origin=None, warnings=(*_warnings(inputs), *_sum_warning(factors)),
+        opening=Opening(computation=Computation("average", options, tuple(inputs))),
+        extras=Extras(first.extras.described_by, paths=first.extras.paths),
+    )  # fmt: skip
+    return computed(base, expressions, others)
+
+
+def _factors(inputs: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:
+    """Return the weights; raise `UsageError` if they cannot be used."""
+    if not inputs:
+        raise UsageError("no checkpoint is given to average", code="no-sources", hint="give at least one")
+    if weights is None:
+        return (1 / len(inputs),) * len(inputs)
+    numbers = [each for each in weights if isinstance(each, int | float | np.number) and not isinstance(each, bool)]
+    wrong = next((each for each in weights if each not in numbers or not math.isfinite(each)), None)
+    if wrong is not None:
+        raise UsageError(f"weight {wrong!r:.60} is not a finite number", code="bad-weight")
+    if len(numbers) != len(inputs):
+        raise UsageError(
+            f"{len(inputs)} checkpoints have {len(numbers)} weights", code="wrong-count", hint="give one for each"
+        )
+    return tuple(map(float, numbers))
+
+
+def _float(dtype: str) -> DType:
+    """Return the dtype of averages; raise `UsageError` if it is not a plain float."""
+    result = by_name(dtype, UsageError)
+    if _kind(result) != "float":
+        raise UsageError(
+            f"averages cannot be {result}", code="unsupported-dtype",
+            hint="give float32, bfloat16, float16 or float64",
+        )  # fmt: skip
+    return result
+
+
+def _sum_warning(factors: Sequence[float]) -> list[str]:
+    total = math.fsum(factors)
+    is_one = abs(total - 1) <= _SUM_TOLERANCE
+    return [] if is_one else [f"the sum of the weights is {total:.6g}, not 1; they are used as they are"]
+
+
+def _warnings(inputs: Sequence[Checkpoint]) -> dict[str, None]:
+    return dict.fromkeys(warning for each in inputs for warning in each.warnings)
+
+
+def _left_out(inputs: Sequence[Checkpoint], *, states: bool) -> tuple[set[str], set[str]]:
+    """Return the names that are left out, and those that are as in the first checkpoint."""
+    every = set[str]().union(*(each.all_names for each in inputs))
+    objects = set[str]().union(*(each.extras.objects for each in inputs))
+    training: set[str] = set()
+    for each in inputs:
+        training |= {name for name, tensor in each.tensors.items() if is_training_state(name, tensor)}
+    if not states:
+        return {*objects, *optimizer_states(every), *training}, set()
+    kept = {name for name in training if name in inputs[0].tensors and not _is_averaged(name, inputs[0].tensors[name])}
+    return objects | {name for name in training if name not in inputs[0].tensors}, kept
+
+
+def _is_averaged(name: str, tensor: Tensor) -> bool:
+    """Return whether training state is averaged: floats are, texts and counters are not."""
+    return tensor.text is None and not (is_step(name, tensor.spec.shape) and _kind(tensor.spec.dtype) != "float")
+
+
+def _check_names(chosen: Sequence[Checkpoint], kept: set[str], faults: Faults) -> None:
+    """Add a fault for each tensor that a checkpoint lacks or cannot read."""
+    every = dict.fromkeys(name for each in chosen for name in each.tensors if name not in kept)
+    for each in chosen:
+        for name, reason in each.unreadable.items():
+            faults.add(f"tensor {name!r} of {each.root}", reason, code="unreadable-tensor")
+        for name in every:
+            if name not in each.tensors and name not in each.unreadable:
+                other = next(other.root for other in chosen if name in other.tensors)
+                faults.add(f"tensor {name!r}", f"is not in {each.root}, but in {other}", code="missing-tensor")
+
+
+def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool:
+    """Add the faults of a tensor; return whether there is none."""
+    count = faults.count
+    first, *others = operands
+    name, specs = first.name, [operand.spec for operand in operands]
+    where = f"tensor {name!r}"
+    for operand in operands:
+        try:
+            operand.require()
+        except SourceError as error:
+            faults.add(where, error)
+        if fault := _unsupported(operand):
+            hint = "dequantize it first" if "quantized" in fault else ""
+            faults.add(where, f"{fault} in {operand.checkpoint.root}", code="not-averageable", hint=hint)
+    for operand in others:
+        mine, its = first.spec, operand.spec
+        roots = first.checkpoint.root, operand.checkpoint.root
+        if mine.shape != its.shape:
+            problem = f"is {[*mine.shape]} in {roots[0]} and {[*its.shape]} in {roots[1]}"
+            faults.add(where, problem, code="different-shapes")
+        elif _kind(mine.dtype) != _kind(its.dtype):
+            faults.add(where, f"is {mine.dtype} in {roots[0]} and {its.dtype} in {roots[1]}", code="different-dtypes")
+    if compare and count == faults.count and _kind(specs[0].dtype) != "float":
+        for operand in others:
+            if not _seem_equal(first, operand):
+                problem = f"is {specs[0].dtype} and differs in {first.checkpoint.root} and {operand.checkpoint.root}"
+                faults.add(where, problem, code="different-values")
+    return count == faults.count
+
+
+def _kind(dtype: DType) -> str:
+    """Return `float` for dtypes that are averaged, else the dtype's name, as others must be equal."""
+    return "float" if dtype.name in {"float16", "bfloat16", "float32", "float64"} else dtype.name
+
+
+def _unsupported(operand: Operand) -> str:
+    """Return why a tensor cannot be averaged, or an empty string."""
+    dtype, name = operand.spec.dtype, operand.name
+    if dtype.name.startswith("float8"):
+        return f"is {dtype}, which is quantized,"
+    if dtype.name in {"int8", "uint8", "int4"}:
+        scales = {f"{name}_scale_inv", f"{name}_scale", f"{name}.scale", f"{name.removesuffix('.weight')}.scale"}
+        if scale := next((each for each in sorted(scales) if each in operand.checkpoint.tensors), ""):
+            return f"is {dtype} and has scales, {scale!r}: it is quantized"
+    if dtype.name.startswith("complex"):
+        return f"is {dtype}, of which no average is made,"
+    return ""
+
+
+def _seem_equal(first: Operand, second: Operand) -> bool:
+    """Compare the bits of two tensors: small ones fully, others by samples."""
+    spec = first.spec
+    size, bits = math.prod(spec.shape), spec.dtype.carrier()
+    length = size if spec.nbytes <= COMPARED_BYTES else _SAMPLE // spec.dtype.itemsize
+    last = size - length
+    begins = {0, last, *(Random(first.name).randrange(last) for _ in range(_SAMPLES if last else 0))}  # noqa: S311
+    return all(
+        np.array_equal(first.read(box).view(bits), second.read(box).view(bits))
+        for begin in sorted(begins)
+        for box in flat_boxes(spec.shape, begin, begin + length)
+    )
+
+
+def _shared_keys(chosen: Sequence[Checkpoint], averaged: Sequence[str]) -> Mapping[str, Hashable]:
+    """Return a key for each tensor that shares its bytes with another one in all checkpoints.
+
+    Tensors of one key are tied, and are computed once.
+    """
+    candidates = [list(averaged)]
+    for checkpoint in chosen:
+        for key in (_start_of, _extents_of):  # the first is cheap
+            candidates = [part for members in candidates for part in _alike(members, checkpoint.tensors, key)]
+    return {name: (number, members[0]) for number, members in enumerate(candidates) for name in members}
+
+
+def _alike(
+    members: Sequence[str], tensors: Mapping[str, Tensor], key: Callable[[Tensor, str], Hashable]
+) -> list[list[str]]:
+    """Return the groups of several names whose tensors have equal keys."""
+    groups: dict[Hashable, list[str]] = {}
+    for name in members:
+        if name in tensors:
+            groups.setdefault(key(tensors[name], name), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _start_of(tensor: Tensor, name: str) -> Hashable:
+    """Return where the first block of a tensor begins; its name if that is in no file."""
+    replicas = tensor.sharding.replicas[0] if tensor.sharding.replicas else ()
+    runs = tensor.runs[replicas[0].runs_index] if replicas else ()
+    return (replicas[0].file, runs[0]) if runs else name
+
+
+def _extents_of(tensor: Tensor, _name: str) -> Hashable:
+    """Return everything that defines the values of a tensor."""
+    spec: TensorSpec = tensor.spec._replace(name="")
+    return spec, tensor.space, tuple((block, replicas[:1]) for block, replicas in tensor.shards)

@@ -7,7 +7,7 @@ read. `readers.reopen` opens the source again.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from reshard.strategy.schema import Count, FormatError, Line, read
 from reshard.strategy.strategy import MOST_RANKS, Placed, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.source.checkpoint import Checkpoint
 
@@ -28,6 +28,10 @@ LayoutRow = tuple[
 
 PlacedRow = tuple[Count, Count, tuple[Count, ...] | None, bool]
 """A pipeline stage, the index of a layout, a shape, and whether the shape is expanded."""
+
+
+_TITLES = {"dequantize": "dequantized weights"}
+"""Nouns for the kinds of computations, if they are not nouns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,15 @@ class StrategyRecord:
         return Strategy(tensors, range(first, stop), devices, merged=self.merged)
 
 
+def computed_title(kind: str, titles: Sequence[str]) -> str:
+    """Return the title of a computed checkpoint.
+
+    >>> computed_title("average", ["a", "b", "c"])
+    'average of a, b, c'
+    """
+    return f"{_TITLES.get(kind, kind)} of {', '.join(titles)}"
+
+
 def _placed(row: PlacedRow, stages: range, layouts: list[Layout]) -> Placed:
     stage, layout, shape, expanded = row
     if stage not in stages or layout >= len(layouts):
@@ -111,11 +124,70 @@ class FileRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class LoraRecord:
+    """A `LoRA`, which checks `alpha` and `tied`."""
+
+    root: Line
+    alpha: Any
+    tied: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputRecord:
+    """A checkpoint from which others are computed.
+
+    Attributes:
+        source: the checkpoint as it was opened.
+        lora: the adapter that was merged into it.
+        rules: the rules that were applied after that.
+        left_out: names that were left out after that.
+    """
+
+    source: SourceRecord
+    lora: LoraRecord | None
+    rules: dict[str, Any] | None
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, source: SourceRecord) -> InputRecord:
+        """Return the record of a checkpoint, given the record of its source."""
+        origin, lora = checkpoint.origin, checkpoint.lora
+        before = origin.left_out | origin.checkpoint.left_out if origin else checkpoint.left_out
+        rules = origin.rules.data() if origin and origin.rules else None
+        adapter = LoraRecord(**asdict(lora)) if lora else None
+        return cls(source, adapter, rules, tuple(sorted(checkpoint.left_out - before)))
+
+
+@dataclass(frozen=True, slots=True)
+class ComputationRecord:
+    """A `Computation`; `readers.reopen` checks the options.
+
+    Attributes:
+        kind, options: as in `Computation`.
+        inputs: the records of its inputs.
+    """
+
+    kind: Line
+    options: dict[str, Any]
+    inputs: tuple[InputRecord, ...]
+
+    @classmethod
+    def of(cls, source: Checkpoint, record: Callable[[Checkpoint], SourceRecord]) -> ComputationRecord | None:
+        """Return the record of a source's computation, or None; `record` makes the record of an opened input."""
+        computation = source.opening.computation
+        if computation is None:
+            return None
+        inputs = tuple(InputRecord.of(each, record(each.opened)) for each in computation.inputs)
+        return cls(computation.kind, dict(computation.options), inputs)
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRecord:
     """A source, and how it was opened.
 
     Attributes:
-        root: the directory or file that was opened.
+        root: the directory or file that was opened; of a computed source, that of its first input.
         described_by: as in `Extras`.
         strategy: the strategy, with rules and stage applied.
         stage, partial, by_file, elsewhere: as in `Opening`.
@@ -123,7 +195,9 @@ class SourceRecord:
         left_out: as in `Checkpoint`.
         encrypted: whether it can only be opened with a key.
         headers: distinct digests of headers (`headers.index_digests`).
-        files: the files in the order of their ranks; none if the source describes itself, unless they are compared.
+        files: the files in the order of their ranks; none if the source describes itself, unless they are compared, or
+            if it is computed.
+        computation: how it is computed from other sources; None if it is in files.
     """
 
     root: Line
@@ -138,10 +212,16 @@ class SourceRecord:
     encrypted: bool
     headers: tuple[str, ...]
     files: tuple[FileRecord, ...]
+    computation: ComputationRecord | None = None
 
     @classmethod
     def of(
-        cls, source: Checkpoint, root: str, files: Sequence[FileRecord], headers: Sequence[str] = ()
+        cls,
+        source: Checkpoint,
+        root: str,
+        files: Sequence[FileRecord],
+        headers: Sequence[str] = (),
+        computation: ComputationRecord | None = None,
     ) -> SourceRecord:
         """Return the record of a source.
 
@@ -150,21 +230,24 @@ class SourceRecord:
             root: the path to record.
             files: the files to record, with indices into `headers`.
             headers: digests of headers.
+            computation: how it is computed.
         """
         return cls(
             root, source.extras.described_by, StrategyRecord.of(source.strategy), source.opening.stage,
             source.opening.partial, source.opening.by_file,
             tuple(name for name, tensor in source.tensors.items() if tensor.varies),
             tuple(sorted(source.opening.elsewhere)), tuple(sorted(source.left_out)), source.cipher is not None,
-            tuple(headers), tuple(files),
+            tuple(headers), tuple(files), computation,
         )  # fmt: skip
 
     @classmethod
     def by_path(cls, source: Checkpoint) -> SourceRecord:
         """Return the record of a source whose files are opened again at their paths."""
+        root, computation = str(as_place(source.root).absolute()), ComputationRecord.of(source, cls.by_path)
+        if computation is not None:
+            return cls.of(source, root, (), computation=computation)
         pairs = () if source.extras.described_by else zip(source.ranks, source.files, strict=True)
-        files = [FileRecord(rank, file.path, file.nbytes) for rank, file in pairs]
-        return cls.of(source, str(as_place(source.root).absolute()), files)
+        return cls.of(source, root, [FileRecord(rank, file.path, file.nbytes) for rank, file in pairs])
 
     @classmethod
     def noted(cls, notes: Mapping[str, Any]) -> SourceRecord | None:
@@ -181,6 +264,22 @@ class SourceRecord:
         for file in self.files:
             result.setdefault(file.rank, []).append(file.path)
         return result
+
+    @property
+    def stored(self) -> Iterator[SourceRecord]:
+        """Yield the sources in files: this one, or those from which it is computed."""
+        if self.computation is None:
+            yield self
+        else:
+            for each in self.computation.inputs:
+                yield from each.source.stored
+
+    @property
+    def title(self) -> str:
+        """Return the root, or how the source is computed from others."""
+        if self.computation is None:
+            return self.root
+        return computed_title(self.computation.kind, [each.source.title for each in self.computation.inputs])
 
     def is_of(self, other: SourceRecord) -> bool:
         """Return whether files and layouts are those of another record, wherever they are."""
@@ -207,16 +306,6 @@ class TargetRecord:
     remove_redundancy: bool
     encryption: str | None
     index: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoraRecord:
-    """A `LoRA`, which checks `alpha` and `tied`."""
-
-    root: Line
-    alpha: Any
-    tied: str
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError,
 from reshard.expressions.arrays import arrays_in
 from reshard.formats.directories import is_iteration
 from reshard.formats.entries import NamedFile, RankFiles
-from reshard.formats.provenance import FileRecord, Provenance, SourceRecord
+from reshard.formats.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
 from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
@@ -38,8 +38,8 @@ from reshard.layout.grid import MOST_DEVICES
 from reshard.plan.inputs import provenance_of, selection_of
 from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
-from reshard.readers.open import files_read
-from reshard.readers.reopen import reopen
+from reshard.readers.open import files_of_sources
+from reshard.readers.reopen import recomputed, reopen
 from reshard.source.checkpoint import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.source.headers import index_digests, pages_digest
 from reshard.storage.places import as_place
@@ -115,7 +115,7 @@ class PlanFile:
 
     Attributes:
         path: the plan file.
-        source: the directory or file of the source on the machine where it was planned.
+        source: the directory or file of the source on the machine where it was planned; or how it is computed.
         directory: the default target directory: a path below the current directory.
     """
 
@@ -135,7 +135,8 @@ class PlanFile:
         """Open the source and make the plan again.
 
         Args:
-            source: the path of the source, if it was moved since; may also be a run directory.
+            source: the path of the source, if it was moved since; may also be a run directory. Not for a source that
+                is computed from others.
             cipher: decrypts the source's files.
             target_cipher: encrypts the target's files, in the mode that was planned.
             threads: maximum number of threads of a run, as for `reshard.plan`.
@@ -144,7 +145,8 @@ class PlanFile:
             SourceError: files of the source are missing, or not valid.
             TargetError: the source files differ from the planned ones.
             PlanError: the new plan differs from the saved one.
-            UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
+            UsageError: the source or the target is encrypted and no key is given, or the target is not and one is; or
+                `source` is given for a computed source.
         """
         content = self._content
         mode = content.provenance.target.encryption
@@ -158,11 +160,7 @@ class PlanFile:
                 f"the target that {self.path} plans is not encrypted", code="not-encrypted",
                 hint=Text("plan again with the key, or leave ", Option("target_cipher"), " out"),
             )  # fmt: skip
-        root = Path(source or self.source).absolute()
-        iteration = Path(self.source).name
-        if is_iteration(iteration) and (root / iteration).is_dir():
-            root /= iteration
-        checkpoint = self._open_source(root, cipher)
+        checkpoint = self._open_source(source, cipher)
         request = _request(content)
         result = make_plan(
             checkpoint,
@@ -189,52 +187,76 @@ class PlanFile:
             )  # fmt: skip
         return result
 
-    def _open_source(self, root: Path, cipher: Cipher | None) -> Checkpoint:
+    def _open_source(self, source: str | os.PathLike[str] | None, cipher: Cipher | None) -> Checkpoint:
         record = self._content.provenance.source
+        if record.computation and source is not None:
+            raise UsageError(
+                f"{self.path} plans with several sources, which are where they were", code="several-sources",
+                facts=[record.title], hint=Text("leave ", Option("source"), " out, or plan again"),
+            )  # fmt: skip
         if record.encrypted and cipher is None:
             raise UsageError(
                 f"the source that {self.path} plans with is encrypted", code="no-key",
                 facts=["a plan file holds no key"], hint=Text("give it: ", Option("key")),
             )  # fmt: skip
-        self._check_sizes(root)
-        checkpoint = reopen(record, as_place(root), cipher=cipher)
-        if checkpoint.extras.described_by != record.described_by:
-            raise TargetError(
-                f"{root} has no {record.described_by}, unlike when it was planned", code="source-changed",
-                hint=_OTHER_FILES,
-            )  # fmt: skip
-        self._check_contents(checkpoint)
+        if record.computation is None:
+            root = Path(source or record.root).absolute()
+            iteration = Path(record.root).name
+            if is_iteration(iteration) and (root / iteration).is_dir():
+                root /= iteration
+            checkpoint = _checked_source(record, root, cipher)
+        else:
+
+            def open_source(each: SourceRecord) -> Checkpoint:
+                return _checked_source(each, Path(each.root), cipher if each.encrypted else None)
+
+            checkpoint = recomputed(record, open_source)
         opening = replace(checkpoint.opening, looked=self._content.looked)
         return replace(checkpoint, warnings=self._content.warnings, opening=opening)
 
-    def _check_sizes(self, root: Path) -> None:
-        missing, changed = Faults(str(root)), Faults(str(root))
-        for _, path, nbytes, *_ in self._content.provenance.source.files:
-            try:
-                status = (root / path).stat()
-            except OSError as error:
-                missing.add(path, f"cannot be found ({error.strerror})", code="not-found")
-                continue
-            if not S_ISREG(status.st_mode):  # opening a pipe would block
-                missing.add(path, "is not a regular file", code="not-a-file")
-            elif status.st_size != nbytes:
-                sizes = f"has {status.st_size} bytes; it had {nbytes} when it was planned"
-                changed.add(path, sizes, code="source-changed")
-        missing.raise_if_any(SourceError, advice=Text("say where the source is: ", Option("source")))
-        changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
-    def _check_contents(self, checkpoint: Checkpoint) -> None:
-        changed = Faults(checkpoint.root)
-        planned, current = _versions(self._content.provenance.source), _versions(_source_record(checkpoint))
-        for path in current.keys() ^ planned.keys():  # of a zarr store, which lists its own files
-            problem = "is gone since it was planned" if path in planned else "is new since it was planned"
-            changed.add(path, problem, code="files-gone" if path in planned else "files-added")
-        for path in (path for path in planned if path in current):
-            if current[path][0] != planned[path][0]:
-                changed.add(path, "has another header than when it was planned", code="header-changed")
-            elif current[path] != planned[path]:
-                changed.add(path, "has other contents than when it was planned", code="source-changed")
-        changed.raise_if_any(TargetError, advice=_OTHER_FILES)
+def _checked_source(record: SourceRecord, root: Path, cipher: Cipher | None) -> Checkpoint:
+    """Open a source; refuse files that differ from the planned ones."""
+    _check_sizes(record, root)
+    checkpoint = reopen(record, as_place(root), cipher=cipher)
+    if checkpoint.extras.described_by != record.described_by:
+        raise TargetError(
+            f"{root} has no {record.described_by}, unlike when it was planned", code="source-changed",
+            hint=_OTHER_FILES,
+        )  # fmt: skip
+    _check_contents(record, checkpoint)
+    return checkpoint
+
+
+def _check_sizes(record: SourceRecord, root: Path) -> None:
+    missing, changed = Faults(str(root)), Faults(str(root))
+    for _, path, nbytes, *_ in record.files:
+        try:
+            status = (root / path).stat()
+        except OSError as error:
+            missing.add(path, f"cannot be found ({error.strerror})", code="not-found")
+            continue
+        if not S_ISREG(status.st_mode):  # opening a pipe would block
+            missing.add(path, "is not a regular file", code="not-a-file")
+        elif status.st_size != nbytes:
+            sizes = f"has {status.st_size} bytes; it had {nbytes} when it was planned"
+            changed.add(path, sizes, code="source-changed")
+    missing.raise_if_any(SourceError, advice=Text("say where the source is: ", Option("source")))
+    changed.raise_if_any(TargetError, advice=_OTHER_FILES)
+
+
+def _check_contents(record: SourceRecord, checkpoint: Checkpoint) -> None:
+    changed = Faults(checkpoint.root)
+    planned, current = _versions(record), _versions(_source_record(checkpoint))
+    for path in current.keys() ^ planned.keys():  # of a zarr store, which lists its own files
+        problem = "is gone since it was planned" if path in planned else "is new since it was planned"
+        changed.add(path, problem, code="files-gone" if path in planned else "files-added")
+    for path in (path for path in planned if path in current):
+        if current[path][0] != planned[path][0]:
+            changed.add(path, "has another header than when it was planned", code="header-changed")
+        elif current[path] != planned[path]:
+            changed.add(path, "has other contents than when it was planned", code="source-changed")
+    changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
 
 def _versions(source: SourceRecord) -> dict[str, tuple[str, str]]:
@@ -278,8 +300,7 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
             "a plan with assigned arrays cannot be saved, as arrays are in no file", code="not-savable",
             hint="run it, or write the arrays first",
         )  # fmt: skip
-    source = files_read(plan.source.root, plan.source.files)
-    refuse_inputs([path], source, "one of the source files", "choose another name for the plan")
+    refuse_inputs([path], files_of_sources(plan.source), "one of the source files", "choose another name for the plan")
     refuse_existing(path, overwrite=overwrite)
     content = to_json(_data(plan, plan.request, directory)) + b"\n"
     try:
@@ -315,6 +336,9 @@ def _source_record(source: Checkpoint) -> SourceRecord:
     The files of a zarr store have rank 0, each once, with the metadata of its arrays, and the group's last.
     """
     root = Path(source.root).absolute()
+    computation = ComputationRecord.of(source, _source_record)
+    if computation is not None:
+        return SourceRecord.of(source, str(root), (), computation=computation)
     digests = index_digests([file.index for file in source.files])
     headers = {
         (rank, file.path, file.nbytes): header
@@ -362,10 +386,10 @@ def _checked(content: bytes, path: str) -> PlanFile:
         parsed = parse(content)
         _check_version(parsed)
         result: _PlanRecord = read_record(_PlanRecord, parsed)
-        source = result.provenance.source
-        _check_files(source)
-        if source.strategy:
-            source.strategy.read()
+        for source in result.provenance.source.stored:
+            _check_files(source)
+            if source.strategy:
+                source.strategy.read()
         _request(result)
     except (ValueError, ReshardError) as error:
         raise PlanError(
@@ -373,7 +397,7 @@ def _checked(content: bytes, path: str) -> PlanFile:
             code="not-a-plan",
             facts=[line.strip() for line in str(error).splitlines()],
         ) from None
-    return PlanFile(path, source.root, result.directory, result)
+    return PlanFile(path, result.provenance.source.title, result.directory, result)
 
 
 def _check_version(parsed: object) -> None:

@@ -355,6 +355,11 @@ def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
     return [*paths, *(root / name for name in SET_FILES)]
 
 
+def files_of_sources(checkpoint: Checkpoint) -> list[AnyName]:
+    """Return every path that opening a checkpoint reads, or that the checkpoints from which it is computed read."""
+    return [path for source in checkpoint.sources for path in files_read(source.root, source.files)]
+
+
 @reading(SourceError)
 def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
     """Return whether a checkpoint has several ranks, by file names; no header is read.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
+from reshard.errors import SourceError
 from reshard.formats.rank_dirs import Step
 from reshard.readers.open import index_ranks, self_described
 from reshard.readers.open import open as open_checkpoint
@@ -13,9 +14,9 @@ from reshard.source.checkpoint import Checkpoint, Opening, unreadable_in
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.formats.provenance import SourceRecord
+    from reshard.formats.provenance import InputRecord, SourceRecord
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
@@ -31,9 +32,11 @@ def reopen(record: SourceRecord, root: Place | None = None, *, cipher: Cipher | 
         cipher: decrypts the files.
 
     Raises:
-        SourceError: a file is not valid, or headers contradict the strategy.
+        SourceError: a file is not valid, or headers contradict the strategy; or a computation is not valid.
         ValueError: the strategy is not valid.
     """
+    if record.computation is not None:
+        return recomputed(record, lambda source: reopen(source, cipher=cipher if source.encrypted else None))
     top = record.root if root is None else str(root)
     if record.described_by:
         checkpoint = open_checkpoint(top, contents=False, cipher=cipher)
@@ -51,6 +54,58 @@ def reopen(record: SourceRecord, root: Place | None = None, *, cipher: Cipher | 
     }
     opening = replace(checkpoint.opening, elsewhere=frozenset(record.elsewhere), by_file=record.by_file)
     return replace(checkpoint, tensors=tensors, opening=opening).without(set(record.left_out))
+
+
+def recomputed(record: SourceRecord, open_source: Callable[[SourceRecord], Checkpoint]) -> Checkpoint:
+    """Compute a checkpoint again from its inputs; what is computed is checked when it is read.
+
+    Args:
+        record: the record of a computed source.
+        open_source: opens a source that is in files.
+
+    Raises:
+        SourceError: an input cannot be opened, or no longer goes with the others; or the record is not valid.
+    """
+    computation = record.computation
+    if computation is None:
+        return open_source(record)
+    if computation.kind not in _KINDS:
+        raise SourceError(
+            f"{computation.kind!r:.60} is not a known computation", code="bad-ledger", facts=[f"of {record.root}"]
+        )
+    inputs = tuple(_input(each, open_source) for each in computation.inputs)
+    try:
+        checkpoint = _KINDS[computation.kind](inputs, computation.options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError(
+            f"the record of a computed checkpoint ({record.title}) is not valid", code="bad-ledger", facts=[f"{error}"]
+        ) from None
+    return checkpoint.without(set(record.left_out))
+
+
+def _input(record: InputRecord, open_source: Callable[[SourceRecord], Checkpoint]) -> Checkpoint:
+    """Return an input of a computation, with its adapter and rules."""
+    checkpoint = recomputed(record.source, open_source)
+    if record.lora is not None:
+        from reshard.rules.lora import LoRA  # seldom
+        from reshard.rules.lora.merge import merged
+
+        checkpoint = merged(checkpoint, LoRA(**asdict(record.lora)))
+    if record.rules is not None:
+        from reshard.rules.rules import Rules  # seldom
+
+        checkpoint = Rules.of(record.rules).derived(checkpoint).checkpoint
+    return checkpoint.without(set(record.left_out))
+
+
+def _average(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
+    from reshard.expressions.average import average  # seldom
+
+    return average(inputs, **options, compare=False)
+
+
+_KINDS: dict[str, Callable[[Sequence[Checkpoint], Mapping[str, Any]], Checkpoint]] = {"average": _average}
+"""The functions that compute a checkpoint, by kind of computation; they take its inputs and options."""
 
 
 def reopen_target(made: Made, cipher: Cipher | None) -> Checkpoint:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from enum import Enum
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import ChangedError, GoneError, SourceError, TargetError, names
@@ -211,7 +212,8 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
         raise TargetError(
             f"no file can be linked at a URL such as {root}", code="not-linkable", hint="make a copy, without links"
         )
-    sources = {str(as_place(file.path).real()) for file in plan.source.files}
+    read = [file.path for file in plan.source.files if not file.inputs]
+    sources = {str(as_place(path).real()) for path in read}
     indexes = {os.path.dirname(below + file.path) for file in plan.files if file.last and not file.pointer}
     if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):
         raise TargetError(
@@ -222,7 +224,6 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
         )
     # A link made by an earlier run already is one of the source files; nothing is written into it.
     written = [below + file.path for file in plan.files if file.link not in linked]
-    read = [file.path for file in plan.source.files]
     refuse_inputs(written, read, "one of the source files", "choose another target directory")
     for file in plan.files:
         path = below + file.path
@@ -248,13 +249,12 @@ def _check_apart(plan: Plan, root: str) -> None:
     named one by one, or the source is one file, their directory is not the source. The same holds for a target that
     is one file.
     """
-    source = plan.source.opened
-    origin = as_place(source.root).absolute()
-    if source.opening.by_file or origin in {as_place(file.path) for file in source.files[:1]} or origin.is_file():
-        return
     iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
     targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]
-    for target in targets:
+    for source, target in product((each.opened for each in plan.source.sources), targets):
+        origin = as_place(source.root).absolute()
+        if source.opening.by_file or origin in {as_place(file.path) for file in source.files[:1]} or origin.is_file():
+            continue
         if is_within(target, source.root) and not is_within(source.root, target):
             raise TargetError(
                 f"{target} is inside its source, {source.root}", code="overlaps", hint="choose a target outside it"

@@ -337,10 +337,35 @@ class Checkpoint:
     origin: Origin | None = None
 
     @property
+    def title(self) -> str:
+        """Return the root, or how the checkpoint is computed from others."""
+        computation = self.opened.opening.computation
+        if computation is None:
+            return self.root
+        from reshard.formats.provenance import computed_title  # seldom
+
+        return computed_title(computation.kind, [each.title for each in computation.inputs])
+
+    @property
+    def sources(self) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints in files: this one, or those from which its tensors are computed."""
+        computation = self.opened.opening.computation
+        inputs = computation.inputs if computation else ()
+        return tuple(source for each in inputs for source in each.sources) or (self,)
+
+    @property
+    def stored_files(self) -> tuple[tuple[int, SourceFile], ...]:
+        """Return the rank and the record of each file that exists, of all `sources`."""
+        pairs = (zip(source.ranks, source.files, strict=True) for source in self.sources)
+        return tuple(pair for of_source in pairs for pair in of_source if not pair[1].inputs)
+
+    @property
     def cipher(self) -> Cipher | None:
         """Return the cipher of the files; None if they are not encrypted."""
         if isinstance(self.coding, Cipher):
             return self.coding
+        if computation := self.opened.opening.computation:
+            return next((each.cipher for each in computation.inputs if each.cipher), None)
         return self.origin.checkpoint.cipher if self.origin else None  # an adapter decrypts the weights it merges into
 
     def require_whole(self) -> None:
@@ -436,11 +461,11 @@ class Checkpoint:
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
 
     def __repr__(self) -> str:
-        count = len(self.tensors)
-        titles = [names([self.root]), *([self.opening.step.text()] if self.opening.step else [])]
+        count, files = len(self.tensors), len(self.stored_files)
+        titles = [names([self.title]), *([self.opening.step.text()] if self.opening.step else [])]
         return (
             f"<Checkpoint {', '.join(titles)}: {count} tensor{'s' * (count != 1)}, "
-            f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
+            f"{self.nbytes} bytes in {files} file{'s' * (files != 1)}>"
         )
 
 

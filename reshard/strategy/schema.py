@@ -135,11 +135,11 @@ def to_json(record: object) -> bytes:
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """Return the object of a record or mapping, for `json.dumps`."""
+    """Return the object of a record or mapping, for `json.dumps`; fields that are None by default are left out."""
     if isinstance(record, Mapping):
         return dict(record)
-    kind: Any = type(record)
-    return {name: getattr(record, name) for name in _types(kind)}
+    values = ((field, getattr(record, field.name)) for field in fields(record))
+    return {field.name: value for field, value in values if value is not None or field.default is not None}
 
 
 @cache

@@ -6,12 +6,13 @@ Its files are numbered array by array: chunks or shards, then metadata; the grou
 from __future__ import annotations
 
 import os
+from functools import partial
 from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
-from reshard.formats.provenance import FileRecord, SourceRecord
+from reshard.formats.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
 from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
@@ -152,7 +153,10 @@ def source_record(source: Checkpoint, *, times: bool) -> SourceRecord:
         times: include the times of the files, to detect changes. Without them the result does not depend on the
             location and age of the files.
     """
-    pairs = {file.path: (rank, file) for rank, file in zip(source.ranks, source.files, strict=True)}
+    computation = ComputationRecord.of(source, partial(source_record, times=times))
+    if computation is not None:
+        return SourceRecord.of(source, "", (), computation=computation)
+    pairs = {f.path: (rank, f) for rank, f in zip(source.ranks, source.files, strict=True) if not f.inputs}
     base = os.path.commonpath([PurePath(path).parent for path in pairs])
     files = [
         FileRecord(rank, os.path.relpath(path, base), file.nbytes, version=str(file.mtime_ns) if times else "")

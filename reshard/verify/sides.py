@@ -27,7 +27,9 @@ from reshard.readers.open import iteration_at, made_at, read_headers, self_descr
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target
 from reshard.source.checkpoint import Checkpoint, Opening, unreadable_in
+from reshard.source.records import digest
 from reshard.storage.places import as_place
+from reshard.strategy.schema import to_json
 from reshard.verify.recorded import noted_source, selection_in
 
 if TYPE_CHECKING:
@@ -220,9 +222,9 @@ def _way(
 
 def _note(derived_side: Checkpoint, source: Checkpoint, step: Made, *, exact: bool) -> str:
     """Return the note that explains the comparison."""
-    root = step.provenance.source.root
+    root = step.provenance.source.title
     if exact:
-        return f"{derived_side.root} was made from {source.root}, as its ledger says, and is compared with it"
+        return f"{derived_side.root} was made from {source.title}, as its ledger says, and is compared with it"
     return f"{derived_side.root} was made from {root}, as its ledger says; {source.root} is taken for that"
 
 
@@ -269,11 +271,15 @@ def _lineage(side: AnyName | Checkpoint) -> _Lineage:
     path = side.root if isinstance(side, Checkpoint) else side
     lineage = _Lineage([_key(path)], [])
     while len(lineage.steps) < _LONGEST_LINEAGE and (made := made_at(path)):
-        path = made.provenance.source.root
-        if (key := _key(path)) in lineage.places:
+        source = made.provenance.source
+        path = source.root
+        key = _key(path) if source.computation is None else f"{source.title} ({digest(to_json(source))[:8]})"
+        if key in lineage.places:
             break
         lineage.places.append(key)
         lineage.steps.append(made)
+        if source.computation is not None:  # it has several sources
+            break
     return lineage
 
 

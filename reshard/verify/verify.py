@@ -247,7 +247,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
         may_be_gone = key_given is None and isinstance(error, GoneError)
         if options.independent or record.target.encryption or (required(source_cipher) and not may_be_gone):
             raise
-        return _against_checksums(made, record.source.root, error, options)
+        return _against_checksums(made, record.source.title, error, options)
     try:
         target = reopen_target(made, cipher)
     except SourceError as error:
@@ -400,7 +400,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         absent,
     )
     comparison = Comparison(
-        source.root,
+        source.title,
         source.opening.step,
         changes(source, selection, pairs.items()),
         joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),

@@ -142,7 +142,7 @@ class RankArrays(Mapping[str, da.Array]):
         return name in self.blocks or name in self.texts
 
     def __repr__(self) -> str:
-        return f"<RankArrays of {names([self.checkpoint.root])}: {len(self)} tensor{'s' * (len(self) != 1)}>"
+        return f"<RankArrays of {names([self.checkpoint.title])}: {len(self)} tensor{'s' * (len(self) != 1)}>"
 
 
 def _chunks(stored: StoredTensor) -> tuple[tuple[int, ...], ...]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.plan.bands import Segment
     from reshard.plan.plan import Plan, Route, Transfer
     from reshard.rules.show import Fusion
+    from reshard.source.checkpoint import Checkpoint
 
 _MAX_END_BOXES = 16
 _MOST_MIDDLES = 14
@@ -120,12 +121,17 @@ def _of_plan(plan: Plan) -> Flow:
     nbytes = _sums(read, 1)
     return Flow(
         ("source files", "tensors", f"target files ({plan.format})"),
-        _files(source_of, plan.source.ranks, [file.path for file in plan.source.files], _sums(read, 0), "not read"),
+        _files(source_of, plan.source.ranks, _paths(plan.source), _sums(read, 0), "not read"),
         [Node(name, f"{remark}{bytes_text(nbytes[n])}", nbytes[n]) for n, (name, remark) in enumerate(tensors)],
         _files(target_of, [file.rank for file in plan.files], [f.path for f in plan.files], _sums(written, 1), "-"),
         read,
         written,
     )
+
+
+def _paths(source: Checkpoint) -> list[str]:
+    """Return the paths of a source's files; a computed file has a title."""
+    return [source.title if file.inputs else file.path for file in source.files]
 
 
 def _middles(

@@ -70,8 +70,9 @@ _PARTS = re.compile(r"\.(?![^{}]*\})")  # dots outside braces: `{0,2,4,...}` has
 def checkpoint_html(checkpoint: Checkpoint) -> str:
     """Show a checkpoint: sizes, dtypes, the tree of its tensors, its files and its problems."""
     ranks = sorted(set(checkpoint.ranks))
-    formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
-    stored = bytes_text(sum(file.nbytes for file in checkpoint.files))
+    files = checkpoint.stored_files
+    formats = ", ".join(sorted({file.index.format for _, file in files}))
+    stored = bytes_text(sum(file.nbytes for _, file in files))
 
     def file_row(item: tuple[int, SourceFile]) -> Sequence[str]:
         rank, file = item
@@ -83,11 +84,11 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     else:
         stages = ("stages", "1", "layouts of its own" if checkpoint.extras.has_layouts else "no strategy")
     parts = [
-        heading("Checkpoint", checkpoint.root),
+        heading("Checkpoint", checkpoint.title),
         tiles(
             ("tensors", f"{len(checkpoint.tensors):,}", f"{left_out:,} left out" if left_out else ""),
             ("whole tensors", bytes_text(checkpoint.nbytes), "replicas once"),
-            ("files", f"{len(checkpoint.files):,}", f"{formats}, {stored}"),
+            ("files", f"{len(files):,}", f"{formats}, {stored}"),
             ("ranks", f"{len(ranks):,}", ranges_text(ranks)),
             stages,
         ),
@@ -96,7 +97,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         section(
             "Files",
             ("rank", "file", "format", "tensors", "bytes"),
-            list(zip(checkpoint.ranks, checkpoint.files, strict=True)),
+            files,
             file_row,
             "file",
         ),
@@ -222,7 +223,7 @@ def groups_html(groups: Groups) -> str:
     """Show sizes, counts and dtypes by group."""
     header = ("group", "tensors", "bytes", "dtype")
     return page(
-        heading("Groups", groups.checkpoint.root, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
+        heading("Groups", groups.checkpoint.title, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
         table(header, group_rows(groups)[:_MOST_ROWS]),
         *and_more(len(groups), _MOST_ROWS, "group"),
     )
@@ -284,7 +285,7 @@ def plan_html(plan: Plan) -> str:
         return f"{file.rank}", file.path, bytes_text(plan.size_of(file)), link
 
     return page(
-        heading("Plan", plan.source.root, f"to {count_text(stats.target_files, f'{plan.format} file')}"),
+        heading("Plan", plan.source.title, f"to {count_text(stats.target_files, f'{plan.format} file')}"),
         tiles(
             ("tensors", f"{stats.tensors:,}", ""),
             ("read", bytes_text(stats.bytes_read), read),

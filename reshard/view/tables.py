@@ -21,7 +21,7 @@ from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, Ten
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
 from reshard.upward import upward
-from reshard.view.text import count_text, looked_text, plain, source_lines, table_lines
+from reshard.view.text import count_text, files_lines, looked_text, plain, source_lines, table_lines
 from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Groups(Mapping[str, Checkpoint]):
         return group in self.members
 
     def __repr__(self) -> str:
-        return f"<Groups of {printable(self.checkpoint.root)} by {self.by}: {len(self)}>"
+        return f"<Groups of {printable(self.checkpoint.title)} by {self.by}: {len(self)}>"
 
     def __str__(self) -> str:
         rows = [(printable(name), *cells) for name, *cells in group_rows(self)]
@@ -255,7 +255,7 @@ def checkpoint_text(
         if cut:
             columns["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
         columns["shards x replicas"] = lambda tensor: " x ".join(shard_counts(tensor.sharding))
-    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.opening.step)
+    lines = source_lines(checkpoint)
     facts, objects = objects_of(checkpoint)
     if facts:
         lines.append(f"Megatron: {printable(', '.join(f'{word} {fact}' for word, fact in facts.items()))}")
@@ -292,8 +292,8 @@ def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None
 
 def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:
     """Write a table for each of `rank_parts`, with the options of `checkpoint_text`."""
-    files = [file for part in parts for file in part.files]
-    lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].opening.step)
+    files = [pair for part in parts for pair in part.stored_files]
+    lines = files_lines(parts[0].root, files, [rank for rank, _ in files], parts[0].opening.step)
     for part in parts:
         ranks = sorted(set(part.ranks))
         title = f"ranks {ranges_text(ranks)}: each " if len(ranks) > 1 else f"rank {ranks[0]}: "
@@ -419,9 +419,9 @@ def _shards_data(sharding: Sharding, ranks: Sequence[int]) -> list[dict[str, obj
 
 
 def _files_data(parts: Sequence[Checkpoint]) -> dict[str, object]:
-    files = [(rank, file) for part in parts for rank, file in zip(part.ranks, part.files, strict=True)]
+    files = [pair for part in parts for pair in part.stored_files]
     return {
-        "source": parts[0].root,
+        "source": parts[0].title,
         "step": plain(parts[0].opening.step),
         "ranks": sorted({rank for rank, _ in files}),
         "files": [

@@ -12,6 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
+from reshard.formats.provenance import computed_title
 from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import Block
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.plan.plan import Plan
     from reshard.run.settings import Report
-    from reshard.source.checkpoint import SampleStats, SourceFile
+    from reshard.source.checkpoint import Checkpoint, SampleStats, SourceFile
 
 _MOST_NAMES = 10
 _MOST_FILES = 8
@@ -65,6 +66,14 @@ def near(path: str) -> str:
     """Return a path relative to the current directory, if it is below it."""
     here = f"{Path.cwd()}/"
     return "." if f"{path}/" == here else path.removeprefix(here)
+
+
+def near_title(source: Checkpoint) -> str:
+    """Return the title of a source, with paths relative to the current directory."""
+    computation = source.opened.opening.computation
+    if computation is None:
+        return near(source.root)
+    return computed_title(computation.kind, [*map(near_title, computation.inputs)])
 
 
 def list_text(tensors: Sequence[str]) -> str:
@@ -153,21 +162,29 @@ def kinds_text(formats: Iterable[str], *, index: bool = False) -> str:
 
 
 def of_ranks(before: str, ranks: Iterable[int]) -> str:
-    """Write the ranks of files after `before`, or "" for rank 0 alone, which has whole tensors.
+    """Write the ranks of files after `before`, or "" for none, or rank 0 alone, which has whole tensors.
 
     >>> of_ranks(", ", [0, 1, 1, 2]), of_ranks(" for ", [3]), of_ranks(" for ", [0])
     (', 3 ranks (0-2)', ' for rank 3', '')
     """
     distinct = sorted(set(ranks))
-    if len(distinct) == 1:
-        return f"{before}rank {distinct[0]}" if distinct[0] else ""
+    if len(distinct) <= 1:
+        return f"{before}rank {distinct[0]}" if any(distinct) else ""
     return f"{before}{count_text(len(distinct), 'rank')} ({ranges_text(distinct)})"
 
 
-def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None) -> list[str]:
+def source_lines(source: Checkpoint) -> list[str]:
     """Describe a source: its title, step if known, files, ranks and size."""
-    nbytes = bytes_text(sum(file.nbytes for file in files))
-    kinds = f"{kinds_text(file.index.format for file in files)}{of_ranks(', ', ranks)}, {nbytes}"
+    ranks = [] if source.opened.opening.computation else source.ranks
+    return files_lines(source.title, source.stored_files, ranks, source.opening.step)
+
+
+def files_lines(
+    title: str, files: Sequence[tuple[int, SourceFile]], ranks: Sequence[int], step: Step | None
+) -> list[str]:
+    """Describe files, given the rank of each: their title, step if known, ranks and size."""
+    nbytes = bytes_text(sum(file.nbytes for _, file in files))
+    kinds = f"{kinds_text(file.index.format for _, file in files)}{of_ranks(', ', ranks)}, {nbytes}"
     title = f"{printable(title)}: "
     return [Text(title, kinds)] if step is None else [Text(title, step.text()), kinds]
 
@@ -212,7 +229,7 @@ def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | 
     if verbose:
         return joined("\n", [*_plan_table(plan, directory), *commands])
     stats = plan.stats
-    files = f"{count_text(len(plan.source.files), 'file')} of {printable(near(plan.source.root))}"
+    files = f"{count_text(len(plan.source.stored_files), 'file')} of {printable(near_title(plan.source))}"
     reads = f"reads {bytes_text(stats.bytes_read)} from {stats.source_files:,} of {files}"
     return joined(
         "\n",
@@ -229,7 +246,7 @@ def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | 
 def _plan_table(plan: Plan, directory: str) -> list[Text]:
     """Write all facts of a plan."""
     stats, source = plan.stats, plan.source
-    first, *more = source_lines(source.root, source.files, source.ranks, source.opening.step)
+    first, *more = source_lines(source)
     amplification = stats.read_amplification
     more_than_needed = f", {amplification:.2f} x what is needed" if amplification > 1 else ""
     read = f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}{more_than_needed}"
@@ -266,8 +283,10 @@ def _changed_lines(plan: Plan) -> list[str]:
 
 
 def _step_lines(plan: Plan) -> list[Text]:
-    """Write the step that is read, if the source has steps."""
+    """Write the step that is read, if the source has steps, or how the source is computed."""
     step = plan.source.opening.step
+    if plan.source.opened.opening.computation:
+        return [Text("  ", printable(near_title(plan.source)))]
     return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
 
 
@@ -414,7 +433,7 @@ def plan_data(
     checksums = report and report.checksums
     return {
         "dry_run": report is None,
-        "source": plan.source.root,
+        "source": plan.source.title,
         "step": plain(plan.source.opening.step),
         "target": directory,
         "format": plan.format,
