@@ -30,7 +30,7 @@ PlacedRow = tuple[Count, Count, tuple[Count, ...] | None, bool]
 """A pipeline stage, the index of a layout, a shape, and whether the shape is expanded."""
 
 
-_TITLES = {"dequantize": "dequantized weights"}
+_TITLES = {"assign": "arrays in place of tensors", "dequantize": "dequantized weights", "scale": "scaled tensors"}
 """Nouns for the kinds of computations, if they are not nouns."""
 
 

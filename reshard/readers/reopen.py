@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import SourceError
+from reshard.errors import SourceError, names
 from reshard.formats.rank_dirs import Step
 from reshard.readers.open import index_ranks, self_described
 from reshard.readers.open import open as open_checkpoint
@@ -76,6 +76,8 @@ def recomputed(record: SourceRecord, open_source: Callable[[SourceRecord], Check
     inputs = tuple(_input(each, open_source) for each in computation.inputs)
     try:
         checkpoint = _KINDS[computation.kind](inputs, computation.options)
+    except SourceError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise SourceError(
             f"the record of a computed checkpoint ({record.title}) is not valid", code="bad-ledger", facts=[f"{error}"]
@@ -104,7 +106,30 @@ def _average(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkp
     return average(inputs, **options, compare=False)
 
 
-_KINDS: dict[str, Callable[[Sequence[Checkpoint], Mapping[str, Any]], Checkpoint]] = {"average": _average}
+def _dequantize(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
+    from reshard.expressions.dequantize import dequantize  # seldom
+
+    (source,) = inputs
+    return dequantize(source, **options)
+
+
+def _scale(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
+    from reshard.expressions.scale import scale  # seldom
+
+    (source,) = inputs
+    return scale(source, **options)
+
+
+def _assign(_inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
+    raise SourceError("its arrays are in no file", code="array-not-here", facts=[names(options["names"], most=3)])
+
+
+_KINDS: dict[str, Callable[[Sequence[Checkpoint], Mapping[str, Any]], Checkpoint]] = {
+    "assign": _assign,
+    "average": _average,
+    "dequantize": _dequantize,
+    "scale": _scale,
+}
 """The functions that compute a checkpoint, by kind of computation; they take its inputs and options."""
 
 

@@ -212,7 +212,7 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
         raise TargetError(
             f"no file can be linked at a URL such as {root}", code="not-linkable", hint="make a copy, without links"
         )
-    read = [file.path for file in plan.source.files if not file.inputs]
+    read = [file.path for file in plan.source.files if file.inputs is None]
     sources = {str(as_place(path).real()) for path in read}
     indexes = {os.path.dirname(below + file.path) for file in plan.files if file.last and not file.pointer}
     if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):

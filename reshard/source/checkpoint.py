@@ -360,7 +360,7 @@ class Checkpoint:
     def stored_files(self) -> tuple[tuple[int, SourceFile], ...]:
         """Return the rank and the record of each file that exists, of all `sources`."""
         pairs = (zip(source.ranks, source.files, strict=True) for source in self.sources)
-        return tuple(pair for of_source in pairs for pair in of_source if not pair[1].inputs)
+        return tuple(pair for of_source in pairs for pair in of_source if pair[1].inputs is None)
 
     @property
     def cipher(self) -> Cipher | None:

@@ -156,8 +156,8 @@ def source_record(source: Checkpoint, *, times: bool) -> SourceRecord:
     computation = ComputationRecord.of(source, partial(source_record, times=times))
     if computation is not None:
         return SourceRecord.of(source, "", (), computation=computation)
-    pairs = {f.path: (rank, f) for rank, f in zip(source.ranks, source.files, strict=True) if not f.inputs}
-    base = os.path.commonpath([PurePath(path).parent for path in pairs])
+    pairs = {f.path: (rank, f) for rank, f in zip(source.ranks, source.files, strict=True) if f.inputs is None}
+    base = os.path.commonpath([PurePath(path).parent for path in pairs]) if pairs else ""
     files = [
         FileRecord(rank, os.path.relpath(path, base), file.nbytes, version=str(file.mtime_ns) if times else "")
         for path, (rank, file) in pairs.items()

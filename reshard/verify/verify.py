@@ -262,7 +262,7 @@ def _against_checksums(made: Made, source_root: str, error: SourceError, options
     differences, count, read = check_sums(made, threads=options.threads, on_progress=options.on_progress)
     extent = "in full " if options.sample is not None else ""
     ledger = f"compared {extent}with the sizes and checksums that its ledger has, not with {source_root}: "
-    warning = Text(ledger, error.text)
+    warning = Text(ledger, joined("; ", [Text(error.message), *map(Text, error.facts)]))
     return Verification(
         made.target,
         tuple(made.ranks),

@@ -131,7 +131,7 @@ def _of_plan(plan: Plan) -> Flow:
 
 def _paths(source: Checkpoint) -> list[str]:
     """Return the paths of a source's files; a computed file has a title."""
-    return [source.title if file.inputs else file.path for file in source.files]
+    return [source.title if file.inputs is not None else file.path for file in source.files]
 
 
 def _middles(
