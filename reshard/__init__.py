@@ -21,6 +21,7 @@ _HOMES = {
     "BudgetError": "errors",
     "ChangedError": "errors",
     "Checkpoint": "api.checkpoints",
+    "CheckpointStats": "compute.stats",
     "Checkpoint2": "targets.checkpoint2",
     "Cipher": "storage.cipher",
     "convert": "api.conversions",
@@ -75,6 +76,7 @@ __all__ = [
     "ChangedError",
     "Checkpoint",
     "Checkpoint2",
+    "CheckpointStats",
     "Cipher",
     "EncryptedError",
     "GoneError",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     from reshard.api.conversions import convert
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
+    from reshard.compute.stats import CheckpointStats
     from reshard.errors import (
         BudgetError,
         ChangedError,

@@ -19,8 +19,8 @@ PACKAGE = Path(reshard.__file__).parent
 
 # From the top down: a module imports those of its own shelf and of the shelves below it.
 SHELVES = [
-    "cli", "mindspore", "api", "view", "verify", "run", "plan", "targets", "readers", "rules", "expressions", "source",
-    "formats", "strategy", "storage", "layout",
+    "cli", "mindspore", "api", "view", "compute", "verify", "run", "plan", "targets", "readers", "rules", "expressions",
+    "source", "formats", "strategy", "storage", "layout",
 ]  # fmt: skip
 ROOT = {"__init__", "__main__", "dtypes", "errors", "sizes", "upward"}
 
@@ -119,8 +119,8 @@ def test_few_conveniences_look_upward() -> None:
         assert home in MODULES
     users = {name for name, path in MODULES.items() if "reshard.upward.upward" in imports(path)}
     assert users == {
-        "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.settings", "verify.verification",
-        "view.tables",
+        "compute.stats", "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.settings",
+        "verify.verification", "view.tables",
     }  # fmt: skip
     text = "".join(MODULES[name].read_text() for name in users)
     for name in HOMES:

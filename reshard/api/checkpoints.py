@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.api.choices import run_plan
+from reshard.api.choices import progress_of, run_plan
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.make import plan as make_plan
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from dask.array import Array
 
+    from reshard.compute.stats import CheckpointStats
     from reshard.plan.inputs import Selection
     from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import Checkpoint as Record
@@ -125,10 +126,8 @@ class Checkpoint(Arrays):
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['assign', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'scale', 'sel',
-     'strategy', 'tensors', 'to_zarr', 'unreadable', 'warnings']
-
-    ['dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'sel', 'strategy',
+    ['assign', 'dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'scale',
+     'sel', 'stats', 'strategy',
      'tensors', 'to_zarr', 'unreadable', 'warnings']
     """
 
@@ -292,6 +291,36 @@ class Checkpoint(Arrays):
         from reshard.view.tables import groups  # views are not needed on every start
 
         return groups(self._record, by, Checkpoint)
+
+    def stats(
+        self,
+        *,
+        memory: int | str | None = None,
+        threads: int | None = None,
+        client: Any = None,
+        progress: Callable[[Progress], None] | bool | None = None,
+    ) -> CheckpointStats:
+        """Compute minimum, maximum, mean, standard deviation, norm, zeros, NaNs and infinities of each tensor.
+
+        Each byte is read once; replicas are not read. The result is the same for any number of threads, and shows
+        itself in notebooks, with histograms.
+
+        Args:
+            memory: the most resident memory to use, in bytes or as `"1GB"`.
+            threads: the number of threads; by default one for each available processor, at most 4.
+            client: a `distributed.Client`, whose workers read; they must reach the files by the same paths.
+            progress: called with bytes read (as `written`) and to be read; True shows a bar.
+
+        Raises:
+            reshard.SourceError: a file cannot be read, or is shorter than its header says.
+            reshard.BudgetError: `memory` is too little.
+        """
+        from reshard.compute.stats import stats  # it brings numpy
+
+        with progress_of(progress) as callback:
+            return stats(
+                self._record, memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback
+            )
 
     def picture(self, name: str, target: Strategy | None = None) -> Picture:
         """Draw which rank holds which block of a tensor, now and in a target strategy.

@@ -40,6 +40,7 @@ _HOMES = {
     "plan": "reshard.cli.plan:plan",
     "run": "reshard.cli.plan:run",
     "rules": "reshard.cli.groups.rules:rules",
+    "stats": "reshard.cli.groups.computing:stats",
     "strategy": "reshard.cli.groups.strategy:strategy",
     "transform": "reshard.cli.write:transform",
     "unify": "reshard.cli.write:unify",

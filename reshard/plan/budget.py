@@ -230,6 +230,40 @@ def comparison_budget(
     return limits.within(memory, "the program and what the headers say", "either side")
 
 
+def values_budget(
+    sides: Sequence[Checkpoint], thread_bytes: int, *, memory: int | None = None, threads: int = THREADS
+) -> Budget:
+    """Return the budget of a computation with values: the threads that fit in `memory`.
+
+    Args:
+        sides: the checkpoints that are read.
+        thread_bytes: the memory of a thread's buffers.
+        memory: maximum memory of the computation in bytes; None for no limit.
+        threads: maximum number of threads.
+
+    Raises:
+        BudgetError: `memory` is too little; the error names the minimum.
+    """
+    checkpoint_bytes = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
+    strided = sum(_is_strided(side.tensors.values()) for side in sides)
+    coders = (*(side.coding for side in sides), *[_Strided()] * strided, _Working(thread_bytes))
+    remote = any(can(file.path).has_latency for side in sides for file in side.files)
+    shares = (_program(casts=True), ("checkpoints", checkpoint_bytes))
+    used_coders = tuple(coder for coder in coders if coder is not None)
+    limits = Budget(shares, used_coders, 0, remote, threads, LEAST_BAND_BYTES)
+    return limits.within(memory, "the program, what the headers say, and a thread", "a tensor")
+
+
+class _Working(NamedTuple):
+    """The buffers of threads that compute."""
+
+    of_thread: int
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory of the buffers of threads."""
+        return threads * self.of_thread
+
+
 class _Strided(NamedTuple):
     """The reader of strided elements."""
 

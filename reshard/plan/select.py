@@ -281,3 +281,16 @@ def all_states(
     """
     named = [strategy.tensors for strategy in (source.strategy, target) if strategy]
     return optimizer_states(set().union(source.all_names, written, *named))
+
+
+def kinds(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the kind of each tensor: `weights`, an optimizer state such as `adam_m`, or `other`.
+
+    The kind `other` has text and values such as `global_step` and `learning_rate`. Names that were left out are taken
+    into account, so that optimizer states do not become weights if only they are selected.
+    """
+    states = all_states(checkpoint, None, checkpoint.left_out)
+    return {
+        name: states[name].kind if name in states else "other" if is_training_state(name, tensor) else "weights"
+        for name, tensor in checkpoint.tensors.items()
+    }

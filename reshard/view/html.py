@@ -18,6 +18,7 @@ from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view import words
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail, tiny
+from reshard.view.computed.stats_view import stats_html
 from reshard.view.flow import fusion_picture, plan_picture
 from reshard.view.svg import (
     MOST_ITEMS,
@@ -399,10 +400,8 @@ def verification_html(verification: Verification) -> str:
         ("Left out", verification.left_out, "in the target, and not asked for"),
     )
     parts += [listing(title, tensors, meaning) for title, tensors, meaning in absent if tensors]
-    if verification.note:
-        parts.append(note(verification.note))
-    if verification.unchecked:
-        parts.append(note(f"not looked at: {'; '.join(verification.unchecked)}"))
+    unchecked = f"not looked at: {'; '.join(verification.unchecked)}" if verification.unchecked else ""
+    parts += [note(text) for text in (verification.note, unchecked) if text]
     return page(*parts, *warnings_listed(verification.warnings))
 
 
@@ -423,6 +422,7 @@ def fusion_html(fusion: Fusion) -> str:
 
 _HTML: dict[str, Callable[[Any], str]] = {
     "Checkpoint": checkpoint_html,
+    "CheckpointStats": stats_html,
     "Fusion": fusion_html,
     "Graph": graph_html,
     "Groups": groups_html,

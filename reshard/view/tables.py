@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Replica
 from reshard.layout.block import Block
-from reshard.plan.select import all_states
+from reshard.plan.select import kinds
 from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched, unreadable_in
 from reshard.source.reshape import stacked_axes
-from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
+from reshard.strategy.names import group_members, group_names, natural, ranges_text
 from reshard.upward import upward
 from reshard.view.text import count_text, files_lines, looked_text, plain, source_lines, table_lines
 from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
@@ -134,19 +134,6 @@ def groups(checkpoint: Checkpoint, by: str, shown_as: Callable[[Checkpoint], Any
     for group, name in pairs:
         groups.setdefault(group, []).append(name)
     return Groups(checkpoint, by, {group: tuple(members) for group, members in groups.items()}, shown_as)
-
-
-def kinds(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the kind of each tensor: `weights`, an optimizer state such as `adam_m`, or `other`.
-
-    The kind `other` has text and values such as `global_step` and `learning_rate`. Names that were left out are taken
-    into account, so that optimizer states do not become weights if only they are selected.
-    """
-    states = all_states(checkpoint, None, checkpoint.left_out)
-    return {
-        name: states[name].kind if name in states else "other" if is_training_state(name, tensor) else "weights"
-        for name, tensor in checkpoint.tensors.items()
-    }
 
 
 class Total(NamedTuple):

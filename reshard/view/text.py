@@ -33,7 +33,8 @@ _LEAST_NAME = 24
 _WIDEST = 256  # longer cells do not widen their column
 
 NUMBERS = frozenset({
-    "blocks", "bytes", "count", "in files", "parameters", "rank", "read", "tensors", "time of all", "written",
+    "Inf", "NaN", "blocks", "bytes", "count", "in files", "max", "mean", "min", "norm", "parameters", "rank", "read",
+    "std", "tensors", "time of all", "written", "zeros",
 })  # fmt: skip
 """The titles of columns of numbers, which tables in text and HTML align to the right."""
 

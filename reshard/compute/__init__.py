@@ -1,0 +1,1 @@
+"""Compute with the values of tensors: statistics, and the differences of two checkpoints."""

@@ -1,0 +1,302 @@
+"""Cut tensors into boxes of a few megabytes, and read these from the files of a checkpoint.
+
+* `FileBoxes` reads each byte of a tensor once, in the order of the files: the first replica of each block.
+* `RowBoxes` reads the same boxes of several checkpoints, whatever their blocks are. To find the blocks that overlap a
+  box, blocks are sorted along the axis that is cut, so that a tensor of many shards takes no longer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reshard.errors import SourceError
+from reshard.formats.entries import wants
+from reshard.layout.block import Block
+from reshard.plan import budget
+from reshard.source.stored import StoredBlock, StoredTensor
+from reshard.storage.cipher import store_of
+from reshard.storage.places import can, in_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reshard.layout.block import Shape
+    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.storage.base import Coding, ReadStore, Want
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+BOX_BYTES = 2 << 20
+"""The most bytes of a box, for the dtype with the fewest bytes; it stays in a core's cache."""
+
+
+class Cut(NamedTuple):
+    """The boxes that cut a shape, in row-major order; each has at most a number of elements.
+
+    Attributes:
+        shape: the shape.
+        axis: the number of leading axes of which a box has one index or, for the last of them, some rows.
+        rows: the most rows of a box along the last of these axes.
+    """
+
+    shape: Shape
+    axis: int
+    rows: int
+
+    @classmethod
+    def of(cls, shape: Shape, most: int) -> Cut:
+        """Return the cut of a shape into boxes of at most `most` elements.
+
+        >>> [str(box) for box in Cut.of((2, 5, 3), 9)], len(Cut.of((0, 3), 9))
+        (['[0:1, 0:3, 0:3]', '[0:1, 3:5, 0:3]', '[1:2, 0:3, 0:3]', '[1:2, 3:5, 0:3]'], 0)
+        """
+        axis, inner = len(shape), 1
+        while axis and inner * shape[axis - 1] <= most:
+            axis -= 1
+            inner *= shape[axis]
+        return cls(shape, axis, max(1, most // max(inner, 1)))
+
+    def __len__(self) -> int:
+        if not prod(self.shape):
+            return 0
+        return prod(self.shape[: self.axis - 1]) * -(-self.shape[self.axis - 1] // self.rows) if self.axis else 1
+
+    def __iter__(self) -> Iterator[Block]:  # type: ignore[override]  # of boxes, not of the fields
+        return (self.box(number) for number in range(len(self)))
+
+    def box(self, number: int) -> Block:
+        """Return a box by its number."""
+        if not self.axis:
+            return Block.whole(self.shape)
+        extent = self.shape[self.axis - 1]
+        outer, part = divmod(number, -(-extent // self.rows))
+        start = tuple(int(n) for n in np.unravel_index(outer, self.shape[: self.axis - 1])) if self.axis > 1 else ()
+        first = part * self.rows
+        after = self.shape[self.axis :]
+        return Block(
+            (*start, first, *(0 for _ in after)),
+            (*(n + 1 for n in start), min(extent, first + self.rows), *after),
+        )
+
+
+class Span(NamedTuple):
+    """A part of a tensor: some of its blocks, or some boxes of one block.
+
+    Attributes:
+        tensor: the number of the tensor.
+        blocks: the numbers of the first block, and of the one after the last.
+        boxes: the numbers of the first box and of the one after the last; None for all boxes.
+    """
+
+    tensor: int
+    blocks: tuple[int, int]
+    boxes: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileBox:
+    """The elements of a box of a block, in the order of its file.
+
+    Attributes:
+        tensor: the number of the tensor.
+        file: the number of the file.
+        codes: the bits of the elements, one after the other.
+        block: the block of the tensor.
+        order: the axes of the block, by descending strides in the file.
+        box: the box, in the axes of `order`, or in one axis that counts all elements.
+    """
+
+    tensor: int
+    file: int
+    codes: Array
+    block: Block
+    order: tuple[int, ...]
+    box: Block
+
+    def first_index(self, positions: Array, shape: Shape, space: Shape | None) -> int:
+        """Return the row-major index in the whole tensor of the first of some elements.
+
+        Args:
+            positions: the positions of the elements in `codes`.
+            shape: the shape of the tensor.
+            space: the coordinate space of its blocks, if it is not the shape.
+        """
+        whole = space or shape
+        if not whole:
+            return 0
+        inside = np.unravel_index(positions, self.box.shape)
+        moved = [index + start for index, start in zip(inside, self.box.start, strict=True)]
+        coordinates = [moved[0]]
+        if self.order:
+            coordinates = [moved[self.order.index(axis)] for axis in range(len(self.order))]
+        elif self.block.shape != (self.block.size,):
+            coordinates = list(np.unravel_index(moved[0], self.block.shape))
+        at = [index + start for index, start in zip(coordinates, self.block.start, strict=True)]
+        return int(np.ravel_multi_index(at, whole).min())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileBoxes:
+    """The boxes of tensors in the order of the files; small enough to send to workers.
+
+    Attributes:
+        tensors: the tensors; every block is in a file.
+        paths: the paths of the files.
+        coding: decodes or decrypts the files.
+        box_bytes: the most bytes of a box.
+    """
+
+    tensors: tuple[Tensor, ...]
+    paths: tuple[str, ...]
+    coding: Coding | None
+    box_bytes: int = BOX_BYTES
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, names: Iterable[str]) -> FileBoxes:
+        """Return the boxes of some tensors of a checkpoint."""
+        tensors = tuple(checkpoint.tensors[name] for name in names)
+        return cls(tensors, tuple(file.path for file in checkpoint.files), checkpoint.coding)
+
+    def spans(self) -> list[tuple[Span, ...]]:
+        """Divide all tensors into tasks of about `budget.TASK_BYTES`."""
+        tasks: list[list[Span]] = [[]]
+        room = budget.TASK_BYTES
+        for number, tensor in enumerate(self.tensors):
+            itemsize = tensor.spec.dtype.itemsize
+            first, blocks = 0, tensor.sharding.blocks
+            for place, block in enumerate(blocks):
+                nbytes = block.size * itemsize
+                if nbytes <= room:
+                    room -= nbytes
+                    continue
+                if place > first:
+                    tasks[-1].append(Span(number, (first, place)))
+                tasks.append([])
+                room = budget.TASK_BYTES - nbytes
+                first = place
+                if nbytes > budget.TASK_BYTES:
+                    step = max(1, budget.TASK_BYTES // self.box_bytes)
+                    count = len(self._cut(tensor, place)[1])
+                    tasks[-1:] = [
+                        [Span(number, (place, place + 1), (begin, min(count, begin + step)))]
+                        for begin in range(0, count, step)
+                    ]
+                    tasks.append([])
+                    first, room = place + 1, budget.TASK_BYTES
+            if first < len(blocks):
+                tasks[-1].append(Span(number, (first, len(blocks))))
+        return [tuple(task) for task in tasks if task]
+
+    def read(self, spans: Sequence[Span]) -> Iterator[tuple[int, FileBox]]:
+        """Read the boxes of a task, each with the number of its span; a buffer is used again for the next box.
+
+        Raises:
+            SourceError: a file cannot be read, or is shorter than its header says.
+        """
+        for (number, box), _, reader in in_batches(self._steps(spans)):
+            if reader is not None:
+                reader()
+            yield number, box
+
+    def _steps(self, spans: Sequence[Span]) -> Iterator[tuple[tuple[Any, ...], ReadStore, list[Want]]]:
+        """Yield read steps: a box, and the function that reads it unless the read requests do."""
+        store = store_of(self.coding)
+        memory = np.empty(self.box_bytes, np.uint8)
+        remote = any(can(path).has_latency for path in self.paths)
+        for number, span in enumerate(spans):
+            tensor = self.tensors[span.tensor]
+            carrier = tensor.spec.dtype.carrier()
+            for place in range(*span.blocks):
+                (piece, file), cut, order = self._cut(tensor, place)
+                for at in range(*(span.boxes or (0, len(cut)))):
+                    box = cut.box(at)
+                    flat = memory[: box.size * carrier.itemsize].view(carrier)
+                    found = (number, FileBox(span.tensor, file, flat, piece.block, order, box))
+                    if order:
+                        yield (found, None, _strided_reader(piece, order, box, flat)), store, []
+                    elif remote and piece.runs:
+                        begin = box.start[0] * carrier.itemsize
+                        view = flat.view(np.uint8).data
+                        yield (found, None, None), store, wants(piece.path, piece.runs, begin, view)
+                    else:
+                        yield (found, None, _flat_reader(piece, box, flat)), store, []
+
+    def _cut(self, tensor: Tensor, place: int) -> tuple[tuple[StoredBlock, int], Cut, tuple[int, ...]]:
+        """Return a block with the number of its file, its cut, and the order of its axes if it is strided."""
+        block = tensor.sharding.blocks[place]
+        extent = tensor.sharding.replicas[place][0].extent(tensor.runs)
+        itemsize = tensor.spec.dtype.itemsize
+        piece = StoredBlock(block, self.paths[extent.file], extent.runs, self.coding, extent.strides)
+        most = max(1, self.box_bytes // itemsize)
+        if not extent.strides:
+            if extent.runs and (missing := block.size * itemsize - sum(nbytes for _, nbytes in extent.runs)) > 0:
+                raise SourceError(f"{piece.path} lacks {missing} bytes of block {block}", code="truncated")
+            return (piece, extent.file), Cut.of((block.size,), most), ()
+        order = tuple(sorted(range(len(block.shape)), key=lambda axis: -extent.strides[axis]))
+        return (piece, extent.file), Cut.of(tuple(block.shape[axis] for axis in order), most), order
+
+
+def _flat_reader(piece: StoredBlock, box: Block, flat: Array) -> Any:
+    begin = box.start[0] * flat.itemsize
+    return lambda: piece.read(begin, flat.view(np.uint8).data)
+
+
+def _strided_reader(piece: StoredBlock, order: Sequence[int], box: Block, flat: Array) -> Any:
+    """Return a function that reads a box of a strided block into an array in the order of the file."""
+    inverse = [order.index(axis) for axis in range(len(order))]
+    out = flat.reshape(box.shape).transpose(inverse)
+    items = [range(box.start[place], box.stop[place]) for place in inverse]
+    return lambda: piece.read_items(items, out)
+
+
+def stored_tensor(checkpoint: Checkpoint, tensor: Tensor) -> StoredTensor:
+    """Return a tensor that can be indexed; the first replica of each block is read."""
+    pieces = tuple(
+        StoredBlock(block, checkpoint.files[at.file].path, extent.runs, checkpoint.coding, extent.strides)
+        for block, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True)
+        for at in replicas[:1]
+        for extent in (at.extent(tensor.runs),)
+    )
+    return StoredTensor(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, pieces, tensor.axes)
+
+
+class RowBoxes:
+    """Reads boxes of a tensor in ascending order, and looks only at blocks near each box."""
+
+    def __init__(self, stored: StoredTensor, cut: Cut) -> None:
+        self._stored, self._cut = stored, cut
+        self._outer: Shape | None = None
+        self._near: tuple[list[StoredBlock], list[int], int] = ([], [], 0)
+
+    def read(self, box: Block) -> Array:
+        """Return the elements of a box.
+
+        Raises:
+            SourceError: a file cannot be read, or is shorter than its header says.
+        """
+        part = self._stored
+        if not part.axes and self._cut.axis and len(part.pieces) > 1:
+            part = replace(part, pieces=self._pieces(box))
+        return part[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+
+    def _pieces(self, box: Block) -> tuple[StoredBlock, ...]:
+        """Return the blocks that may overlap a box."""
+        axis = self._cut.axis - 1
+        outer = box.start[:axis]
+        if outer != self._outer:  # once for many boxes, which share these indices
+            pieces = [
+                piece
+                for piece in self._stored.pieces
+                if all(a <= n < b for a, n, b in zip(piece.block.start, outer, piece.block.stop, strict=False))
+            ]
+            pieces.sort(key=lambda piece: piece.block.start[axis])
+            longest = max((piece.block.stop[axis] - piece.block.start[axis] for piece in pieces), default=0)
+            self._outer, self._near = outer, (pieces, [piece.block.start[axis] for piece in pieces], longest)
+        pieces, starts, longest = self._near
+        first = bisect_left(starts, box.start[axis] - longest + 1)
+        return tuple(pieces[first : bisect_left(starts, box.stop[axis])])

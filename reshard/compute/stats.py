@@ -1,0 +1,384 @@
+"""Statistics of the values of a checkpoint, for each tensor and for groups of tensors.
+
+Each byte of a tensor is read once; replicas are not read. Sums are joined in the order of the blocks, whichever thread
+is first, so that the same files give the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reshard.compute.boxes import BOX_BYTES, FileBoxes, stored_tensor
+from reshard.compute.moments import THREAD_BYTES, Meter, Moments
+from reshard.errors import UsageError, names
+from reshard.plan.budget import values_budget
+from reshard.plan.select import kinds
+from reshard.run.executor import map_tasks
+from reshard.storage.cipher import store_of
+from reshard.strategy.names import group_members
+from reshard.upward import upward
+from reshard.verify.sums import progress_callback, thread_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from reshard.compute.boxes import FileBox, Span
+    from reshard.layout.block import Shape
+    from reshard.run.settings import Progress
+    from reshard.source.checkpoint import Checkpoint, Tensor
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+GROUPINGS = ("name", "prefix", "dtype", "kind", "tensor")
+"""The properties by which tensors are grouped; `tensor` is each by itself."""
+
+_SAMPLED = 1 << 16  # the elements of a tensor of which the histogram has all
+_STEP = 61  # of a larger tensor it has each 61st: no multiple of a row's length
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """The first NaN or infinity of a tensor, in row-major order.
+
+    Attributes:
+        index: its index in the whole tensor.
+        value: `nan`, `inf` or `-inf`.
+        rank: the rank of the file that has it.
+        path: the file.
+    """
+
+    index: tuple[int, ...]
+    value: str
+    rank: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueStats:
+    """Statistics of the values of a tensor, or of a group of tensors.
+
+    Minimum, maximum, mean, standard deviation and norm are those of finite values. Of complex numbers, magnitudes are
+    measured.
+
+    Attributes:
+        name: the name of the tensor or of the group.
+        tensors: the number of tensors.
+        dtype: the name of the dtype; of a group, of each dtype.
+        shape: the shape of the tensor; None for a group.
+        moments: the statistics.
+        sample: the first 13 bits of sampled values as float32, and how often each occurs.
+        first: the first NaN or infinity; None if there is none, or for a group.
+    """
+
+    name: str
+    tensors: int
+    dtype: str
+    shape: Shape | None
+    moments: Moments
+    sample: Mapping[int, int] = field(repr=False)
+    first: NotFinite | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.moments.size
+
+    @property
+    def min(self) -> float | None:
+        """The minimum; None without a finite value."""
+        return self.moments.least if self.moments.finite else None
+
+    @property
+    def max(self) -> float | None:
+        """The maximum; None without a finite value."""
+        return self.moments.most if self.moments.finite else None
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None without a finite value."""
+        return self.moments.mean if self.moments.finite else None
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation; None without a finite value."""
+        return self.moments.std if self.moments.finite else None
+
+    @property
+    def norm(self) -> float | None:
+        """The square root of the sum of squares; None without a finite value."""
+        return self.moments.norm if self.moments.finite else None
+
+    @property
+    def zeros(self) -> int:
+        """The number of zeros."""
+        return self.moments.zeros
+
+    @property
+    def nans(self) -> int:
+        """The number of NaNs."""
+        return self.moments.nans
+
+    @property
+    def infs(self) -> int:
+        """The number of infinities."""
+        return self.moments.infs
+
+    def histogram(self, bins: int = 24) -> tuple[Array, Array]:
+        """Return the counts of finite values in bins of one width, and the edges of the bins, as `numpy.histogram`.
+
+        Of a tensor of more than 65,536 elements it is made from a sample. Values are rounded to 5 significant bits.
+        """
+        least, most = float(self.moments.least), float(self.moments.most)
+        if not self.moments.finite:
+            return np.zeros(bins), np.linspace(0, 1, bins + 1)
+        margin = 0.5 if least == most else 0.0
+        edges = np.linspace(least - margin, most + margin, bins + 1)
+        codes = np.array([*self.sample], np.uint32)
+        counts = np.array([*self.sample.values()], np.float64)
+        # A code stands for an interval, of which each bin gets a share.
+        ends = np.stack([codes << 19, ((codes + 1) << 19) - 1]).view(np.float32).astype(np.float64)
+        ends = ends[:, is_finite := np.isfinite(ends).all(axis=0)]
+        ends.sort(axis=0)
+        low, high = ends.clip(least, most)
+        low = np.minimum(low, np.nextafter(most + margin, -np.inf))
+        high = np.maximum(high, np.nextafter(low, np.inf))
+        overlap = (np.minimum(high[:, None], edges[1:]) - np.maximum(low[:, None], edges[:-1])).clip(0)
+        return counts[is_finite] @ (overlap / overlap.sum(axis=1, keepdims=True)), edges
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStats:
+    """Statistics of the values of a checkpoint.
+
+    Attributes:
+        root: the directory or file that was read.
+        tensors: the statistics of each tensor, by name.
+        kinds: the kind of each tensor: `weights`, a state of the optimizer such as `adam_m`, or `other`.
+        not_computed: tensors without statistics, with the reasons.
+        bytes_read: number of bytes read.
+        seconds: the duration.
+        by_ranks: files are those of ranks.
+        warnings: warnings from opening the checkpoint.
+    """
+
+    root: str
+    tensors: Mapping[str, ValueStats]
+    kinds: Mapping[str, str]
+    not_computed: Mapping[str, str]
+    bytes_read: int = 0
+    seconds: float = 0.0
+    by_ranks: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> ValueStats:
+        """The statistics of all tensors together."""
+        return _joined(self.root, list(self.tensors.values()))
+
+    @property
+    def not_finite(self) -> Mapping[str, NotFinite]:
+        """The first NaN or infinity of each tensor that has any."""
+        return {name: stats.first for name, stats in self.tensors.items() if stats.first is not None}
+
+    def groups(self, by: str = "name") -> dict[str, ValueStats]:
+        """Return the statistics of groups of tensors.
+
+        Args:
+            by: `name` (names that differ only in numbers are one group: `layers.{0-31}.wq.weight`), `prefix` (the part
+                before the first dot), `dtype`, `kind`, or `tensor`: each by itself.
+
+        Raises:
+            reshard.UsageError: an unknown value of `by`.
+        """
+        if by not in GROUPINGS:
+            raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(GROUPINGS)}", code="bad-value")
+        if by == "tensor":
+            return dict(self.tensors)
+        members: dict[str, list[str]] = {}
+        if by == "name":
+            folded = group_members((name, (stats.dtype, stats.shape)) for name, stats in self.tensors.items())
+            for group, _, names_of_group in folded:
+                members.setdefault(group, []).extend(names_of_group)
+        else:
+            for name, stats in self.tensors.items():
+                keys = {"prefix": name.partition(".")[0], "dtype": stats.dtype, "kind": self.kinds[name]}
+                members.setdefault(keys[by], []).append(name)
+        return {
+            group: _joined(group, [self.tensors[name] for name in names_of_group])
+            for group, names_of_group in members.items()
+        }
+
+    def __repr__(self) -> str:
+        count, bad = len(self.tensors), len(self.not_finite)
+        return f"<CheckpointStats of {names([self.root])}: {count} tensors, {bad} with NaN or Inf>"
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
+
+
+def _joined(name: str, members: Sequence[ValueStats]) -> ValueStats:
+    """Join the statistics of several tensors."""
+    if len(members) == 1:
+        return replace(members[0], name=name)
+    sample: dict[int, int] = {}
+    for code, count in chain.from_iterable(stats.sample.items() for stats in members):
+        sample[code] = sample.get(code, 0) + count
+    dtypes = ", ".join(dict.fromkeys(stats.dtype for stats in members))
+    moments = reduce(Moments.joined, (stats.moments for stats in members), Moments())
+    return ValueStats(name, len(members), dtypes, None, moments, sample)
+
+
+class _Measured(NamedTuple):
+    """The statistics of a span.
+
+    Attributes:
+        span: the span.
+        moments: the statistics.
+        codes: sampled codes, each once.
+        counts: how often each occurs.
+        first: the row-major index in the whole tensor of the first NaN or infinity, and its file; None if none.
+        nbytes: number of bytes read.
+    """
+
+    span: Span
+    moments: Moments
+    codes: Array
+    counts: Array
+    first: tuple[int, int] | None
+    nbytes: int
+
+
+def measure(boxes: FileBoxes, spans: Sequence[Span]) -> list[_Measured]:
+    """Measure the spans of one task."""
+    measured: list[_Measured] = []
+    meters: dict[str, Meter] = {}
+    current: _Measuring | None = None
+    for number, box in boxes.read(spans):
+        if number > len(measured) and current is not None:
+            measured.append(current.result())
+            current = None
+        if current is None:
+            tensor = boxes.tensors[box.tensor]
+            dtype = tensor.spec.dtype
+            if dtype.name not in meters:
+                meters[dtype.name] = Meter(dtype)
+            current = _Measuring(spans[number], tensor, meters[dtype.name])
+        current.add(box)
+    if current is not None:
+        measured.append(current.result())
+    return measured
+
+
+class _Measuring:
+    """Joins the statistics of the boxes of a span."""
+
+    def __init__(self, span: Span, tensor: Tensor, meter: Meter) -> None:
+        self._span, self._tensor, self._meter = span, tensor, meter
+        self._moments = Moments()
+        self._sample = np.zeros(1 << 13, np.int64)
+        self._first: tuple[int, int] | None = None
+        self._nbytes = 0
+        self._step = _STEP if tensor.spec.nbytes // tensor.spec.dtype.itemsize > _SAMPLED else 1
+
+    def add(self, box: FileBox) -> None:
+        """Measure a box."""
+        moments = self._meter.measure(box.codes)
+        self._moments = self._moments.joined(moments)
+        self._nbytes += box.codes.nbytes
+        self._sample += np.bincount(self._meter.sample_codes(box.codes[:: self._step]), minlength=1 << 13)
+        if moments.nans or moments.infs:
+            positions = self._meter.bad_positions(box.codes)
+            index = box.first_index(positions, self._tensor.spec.shape, self._tensor.space)
+            self._first = min(filter(None, (self._first, (index, box.file))))
+
+    def result(self) -> _Measured:
+        """Return the statistics of the span."""
+        codes = np.flatnonzero(self._sample).astype(np.uint16)
+        return _Measured(self._span, self._moments, codes, self._sample[codes], self._first, self._nbytes)
+
+
+def stats(
+    checkpoint: Checkpoint,
+    *,
+    memory: int | None = None,
+    threads: int | None = None,
+    client: Any = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> CheckpointStats:
+    """Return the statistics of a checkpoint; see `Checkpoint.stats`. `memory` is in bytes."""
+    began = time.perf_counter()
+    not_computed = {**dict(_without_values(checkpoint)), **checkpoint.unreadable}
+    computed = [name for name in checkpoint.tensors if name not in not_computed]
+    threads = values_budget(
+        [checkpoint], BOX_BYTES + THREAD_BYTES, memory=memory, threads=thread_count(threads)
+    ).threads
+    boxes = FileBoxes.of(checkpoint, computed)
+    total = sum(tensor.spec.nbytes for tensor in boxes.tensors)
+    results: list[_Measured] = []
+    read = 0
+    on_progress = progress_callback(progress, began)
+
+    def add(measured: list[_Measured]) -> None:
+        nonlocal read
+        results.extend(measured)
+        read += sum(result.nbytes for result in measured)
+        on_progress(read, total)
+
+    try:
+        map_tasks(measure, boxes, boxes.spans(), threads=threads, client=client, on_result=add)
+    finally:
+        store_of(checkpoint.coding).close()
+    by_tensor: dict[int, list[_Measured]] = {}
+    for result in sorted(results, key=lambda result: result.span[:2] + (result.span.boxes or (0, 0))):
+        by_tensor.setdefault(result.span.tensor, []).append(result)
+    values = {
+        name: _of_tensor(checkpoint, tensor, by_tensor.get(number, []))
+        for number, (name, tensor) in enumerate(zip(computed, boxes.tensors, strict=True))
+    }
+    return CheckpointStats(
+        checkpoint.root, values, kinds(checkpoint), not_computed, read, time.perf_counter() - began,
+        checkpoint.strategy is not None or len(set(checkpoint.ranks)) > 1, tuple(checkpoint.warnings),
+    )  # fmt: skip
+
+
+def _without_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield tensors that have no numbers or lack blocks, with the reasons."""
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.text is not None:
+            yield name, "is a text"
+        elif not tensor.is_complete:
+            absent = [str(shard.block) for shard in tensor.shards if not shard.replicas]
+            yield name, f"is not complete: no file has block {names(absent)}"
+
+
+def _of_tensor(checkpoint: Checkpoint, tensor: Tensor, results: Sequence[_Measured]) -> ValueStats:
+    """Join the results of all spans of a tensor, in order."""
+    name, dtype, shape = tensor.spec
+    sample = np.zeros(1 << 13, np.int64)
+    for result in results:
+        sample[result.codes] += result.counts
+    codes = np.flatnonzero(sample)
+    moments = reduce(Moments.joined, (result.moments for result in results), Moments())
+    first = min((result.first for result in results if result.first is not None), default=None)
+    return ValueStats(
+        name, 1, dtype.name, shape, moments,
+        dict(zip(codes.tolist(), sample[codes].tolist(), strict=True)),
+        None if first is None else _not_finite(checkpoint, tensor, *first),
+    )  # fmt: skip
+
+
+def _not_finite(checkpoint: Checkpoint, tensor: Tensor, at: int, file: int) -> NotFinite:
+    """Describe a NaN or an infinity, given its row-major index; its value is read again."""
+    shape = tensor.spec.shape
+    index = tuple(int(n) for n in np.unravel_index(at, shape)) if shape else ()
+    with np.errstate(all="ignore"):  # signalling NaNs
+        value = complex(stored_tensor(checkpoint, tensor)[index].astype(np.complex128))
+    parts = [part for part in (value.real, value.imag) if not np.isfinite(part)]
+    text = "nan" if any(np.isnan(part) for part in parts) else f"{parts[0]}"
+    return NotFinite(index, text, checkpoint.ranks[file], checkpoint.files[file].path)

@@ -1,0 +1,1 @@
+"""The results of `reshard.compute` as text, as plain data, and as HTML."""

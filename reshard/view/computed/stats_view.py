@@ -1,0 +1,229 @@
+"""Statistics of a checkpoint as a table, as plain data, and as an HTML page with histograms."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from reshard.errors import bytes_text, printable
+from reshard.layout.block import shape_text
+from reshard.strategy.names import group_names
+from reshard.view.svg import (
+    Markup,
+    Picture,
+    and_more,
+    details,
+    heading,
+    page,
+    section,
+    table,
+    tag,
+    tiles,
+    warnings_listed,
+)
+from reshard.view.text import count_text, fields_data, near, table_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.compute.stats import CheckpointStats, NotFinite, ValueStats
+
+_MOST_SHOWN = 8
+_MOST_ROWS = 240
+_WIDTH, _HEIGHT = 120.0, 24.0
+
+
+def number_text(value: float | None) -> str:
+    """Write a number with four digits, or whole if it is whole.
+
+    >>> number_text(3), number_text(0.000123456), number_text(None), number_text(-0.0)
+    ('3', '0.0001235', '', '0')
+    """
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value + 0.0:.4g}"
+
+
+def stats_text(stats: CheckpointStats, *, by: str = "name", width: int | None = None) -> str:
+    """Write a table of statistics, a row for each group, and where NaNs and infinities are.
+
+    Args:
+        stats: the statistics.
+        by: as for `CheckpointStats.groups`.
+        width: the columns of the terminal; None for any number.
+    """
+    rows = list(stats.groups(by).values())
+    header, cells = _table(stats, rows)
+    lines = []
+    if rows:
+        below = len(header) - header.index("norm")
+        lines += [*table_lines(header, [tuple(map(printable, row)) for row in cells], width, below=below), ""]
+    total = stats.total
+    counts = f"{count_text(total.size, 'element')}, {count_text(total.zeros, 'zero')}"
+    rate = f" ({bytes_text(stats.bytes_read / stats.seconds)}/s)" if stats.seconds else ""
+    read = f"read {bytes_text(stats.bytes_read)} in {stats.seconds:.2f} s{rate}"
+    lines.append(f"{count_text(len(stats.tensors), 'tensor')}: {counts}; {read}")
+    if stats.not_finite:
+        lines += [summary(stats), *_not_finite_lines(stats)]
+    lines += [
+        f"not computed: {printable(name)}: {printable(reason)}"
+        for name, reason, _ in group_names(stats.not_computed.items())
+    ]
+    return "\n".join(lines)
+
+
+def summary(stats: CheckpointStats) -> str:
+    """Return the number of tensors with NaNs or infinities."""
+    count, tensors = len(stats.not_finite), count_text(len(stats.tensors), "tensor")
+    return f"{printable(near(stats.root))} has NaN or Inf in {count:,} of {tensors}"
+
+
+def _not_finite_lines(stats: CheckpointStats) -> list[str]:
+    found = list(stats.not_finite.items())
+    lines = [
+        f"  {printable(name)}{shape_text(first.index)} is {first.value}: {_counted(stats.tensors[name])}, "
+        f"{'' if not stats.by_ranks else f'rank {first.rank}, '}{printable(near(first.path))}"
+        for name, first in found[:_MOST_SHOWN]
+    ]
+    return [*lines, *([f"  and {len(found) - _MOST_SHOWN:,} more"] if len(found) > _MOST_SHOWN else [])]
+
+
+def _counted(stats: ValueStats) -> str:
+    """Write the number of NaNs and infinities of a tensor."""
+    counts = [f"{count:,} {word}" for count, word in ((stats.nans, "NaN"), (stats.infs, "Inf")) if count]
+    return f"{' and '.join(counts)} of {count_text(stats.size, 'element')}"
+
+
+def _table(stats: CheckpointStats, rows: Sequence[ValueStats]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and cells of a table; columns that say nothing are left out."""
+    columns = {
+        "tensor": [row.name for row in rows],
+        "count": [f"{row.tensors:,}" for row in rows],
+        "dtype": [row.dtype for row in rows],
+        **{title: [number_text(getattr(row, title)) for row in rows] for title in ("min", "max", "mean", "std")},
+        "norm": [number_text(row.norm) for row in rows],
+        "zeros": [f"{row.zeros:,}" for row in rows],
+        "NaN": [f"{row.nans:,}" for row in rows],
+        "Inf": [f"{row.infs:,}" for row in rows],
+    }
+    if all(row.tensors == 1 for row in rows):
+        del columns["count"]
+    if not stats.not_finite:
+        del columns["NaN"], columns["Inf"]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+
+def stats_data(stats: CheckpointStats, *, by: str = "name") -> dict[str, object]:
+    """Return statistics as plain data."""
+    return {
+        "source": stats.root,
+        "finite": not stats.not_finite,
+        "bytes_read": stats.bytes_read,
+        "seconds": stats.seconds,
+        "warnings": list(stats.warnings),
+        "not_computed": dict(stats.not_computed),
+        "total": _values_data(stats.total),
+        "by": by,
+        "groups": [{**_values_data(group), "tensors": group.tensors} for group in stats.groups(by).values()],
+        "tensors": [
+            {
+                **_values_data(values),
+                "shape": list(values.shape or ()),
+                "kind": stats.kinds[name],
+                "first": None if values.first is None else _first_data(values.first),
+            }
+            for name, values in stats.tensors.items()
+        ],
+    }
+
+
+def _values_data(values: ValueStats) -> dict[str, object]:
+    numbers = fields_data(values, "min", "max", "mean", "std", "norm")
+    return {
+        **fields_data(values, "name", "dtype", "size"),
+        **{key: finite_or_none(number) for key, number in numbers.items()},
+        **fields_data(values, "zeros", "nans", "infs"),
+    }
+
+
+def finite_or_none(number: float | None) -> float | None:
+    """Return a number that JSON can have; None for a NaN, an infinity or no number."""
+    return None if number is None or not isfinite(number) else number
+
+
+def _first_data(first: NotFinite) -> dict[str, object]:
+    return fields_data(first, "index", "value", "rank", "path")
+
+
+# --- pages ------------------------------------------------------------------------------------------------------
+
+
+def stats_html(stats: CheckpointStats) -> str:
+    """Show statistics: sums, a table with a histogram of each group, and NaNs and infinities."""
+    rows = list(stats.groups().values())
+    total = stats.total
+    bad, rate = len(stats.not_finite), stats.bytes_read / stats.seconds if stats.seconds else 0
+    header, cells = _table(stats, rows[:_MOST_ROWS])
+    with_pictures: list[list[str]] = [
+        [row[0], histogram(group), *row[1:]] for row, group in zip(cells, rows, strict=False)
+    ]
+    parts = [
+        heading("Statistics", stats.root),
+        tiles(
+            ("tensors", f"{len(stats.tensors):,}", f"{len(stats.not_computed):,} not computed"),
+            ("elements", f"{total.size:,}", f"{total.zeros:,} zero"),
+            ("norm", number_text(total.norm), f"{number_text(total.min)} to {number_text(total.max)}"),
+            ("NaN or Inf", f"{total.nans + total.infs:,}", f"in {count_text(bad, 'tensor')}" if bad else ""),
+            ("read", bytes_text(stats.bytes_read), f"{stats.seconds:.2f} s, {bytes_text(rate)}/s"),
+        ),
+    ]
+    if bad:
+        parts.append(
+            section(
+                "NaN or Inf",
+                ("tensor", "first at", "value", "NaN and Inf", "rank", "file"),
+                list(stats.not_finite.items()),
+                lambda item: _not_finite_row(stats, *item),
+                "tensor",
+                opened=True,
+            )
+        )
+    titles = [header[0], "values", *header[1:]]
+    parts.append(
+        details(
+            "Values", table(titles, with_pictures), *and_more(len(rows), _MOST_ROWS, "row"), opened=True,
+            more="of finite elements",
+        )
+    )  # fmt: skip
+    if stats.not_computed:
+        parts.append(section("Not computed", ("tensor", "reason"), list(stats.not_computed.items()), tuple, "tensor"))
+    return page(*parts, *warnings_listed(stats.warnings))
+
+
+def _not_finite_row(stats: CheckpointStats, name: str, first: NotFinite) -> Sequence[str]:
+    rank = f"{first.rank}" if stats.by_ranks else ""
+    return name, shape_text(first.index), first.value, _counted(stats.tensors[name]), rank, first.path
+
+
+def histogram(values: ValueStats) -> Markup:
+    """Draw the histogram of a tensor or a group as a thumbnail, with a line at zero; empty without finite values."""
+    if not values.moments.finite:
+        return Markup("")
+    counts, edges = values.histogram()
+    step, most = _WIDTH / len(counts), float(counts.max()) or 1.0
+    base = _HEIGHT - 1
+    steps = "".join(
+        f"V{base - (base - 1) * float(count) / most:.1f}H{(number + 1) * step:.1f}"
+        for number, count in enumerate(counts)
+    )
+    shape = tag("path", d=Markup(f"M0 {base:.1f}{steps}V{base:.1f}Z"), fill="#77aadd", stroke="none")
+    line = tag("path", d=Markup(f"M0 {base:.1f}H{_WIDTH:.1f}"), stroke="currentColor", stroke_opacity=0.4)
+    drawn = [shape, line]
+    if edges[0] < 0 < edges[-1]:
+        zero = _WIDTH * float(-edges[0] / (edges[-1] - edges[0]))
+        drawn.append(tag("path", d=Markup(f"M{zero:.1f} 1V{base:.1f}"), stroke="currentColor", stroke_opacity=0.4))
+    title = f"{number_text(values.min)} to {number_text(values.max)}"
+    return Picture(title, _WIDTH, _HEIGHT, Markup("".join(drawn))).svg()
