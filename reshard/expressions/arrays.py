@@ -1,18 +1,19 @@
 """Assigned arrays: tensors that a dask array computes.
 
 The chunks of an array are the blocks of its tensor. A run on a local file system adds the array's tasks to its own
-graph, and its tasks get the chunks that they write (`needed`, `given`). Where a run writes files from the first byte
+graph, and its tasks get the chunks that they write (`Needed`, `given`). Where a run writes files from the first byte
 to the last, and for everything else that reads, a chunk is computed when its bytes are read, and the last one is kept.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -203,34 +204,52 @@ def row_edges(transfer: Transfer) -> list[int]:
     return sorted({0, transfer.rows, *(block.start[0] * unit for block in transfer.recipe.sources)})
 
 
-def needed(plan: Plan, task: Task) -> list[Key]:
-    """Return the keys of the chunks that a task writes."""
-    keys: dict[Key, None] = {}
-    for piece in task.pieces:
-        transfer = plan.transfers[piece.transfer]
-        shape = transfer.recipe.shape
-        unit = prod(shape[1 : transfer.axis + 1])
-        first, last = piece.start // unit if unit else 0, -(-piece.stop // unit) if unit else 0
+class Needed:
+    """Finds the chunks that tasks of a plan write."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._keys: dict[int, tuple[list[int], list[int], list[Key]]] = {}
+
+    def of(self, task: Task) -> list[Key]:
+        """Return the keys of the chunks that a task writes."""
+        keys: dict[Key, None] = {}
+        for piece in task.pieces:
+            if piece.transfer not in self._keys:
+                self._keys[piece.transfer] = self._of_transfer(self._plan.transfers[piece.transfer])
+            starts, stops, of_transfer = self._keys[piece.transfer]
+            transfer = self._plan.transfers[piece.transfer]
+            unit = prod(transfer.recipe.shape[1 : transfer.axis + 1]) or 1
+            first, last = bisect_right(stops, piece.start // unit), bisect_left(starts, -(-piece.stop // unit))
+            keys.update(dict.fromkeys(of_transfer[first:last]))
+        return list(keys)
+
+    def _of_transfer(self, transfer: Transfer) -> tuple[list[int], list[int], list[Key]]:
+        """Return the first and last rows of the chunks that a transfer reads, ascending, and their keys."""
+        source = self._plan.source
+        found: list[tuple[int, int, Key]] = []
         for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
-            path = plan.source.files[at.file].path
-            if plan.source.files[at.file].inputs is None or (
-                shape and not (block.start[0] < last and block.stop[0] > first)
-            ):
-                continue
-            for offset, _ in at.runs:
-                array = array_of(plan.source.coding, path, offset)
-                if array is not None:
-                    keys[_key_at(plan.source.coding, path, offset)] = None
-    return list(keys)
+            file = source.files[at.file]
+            for offset, _ in at.runs if file.inputs is not None else ():
+                if key := _key_at(source.coding, file.path, offset):
+                    found.append((*((block.start[0], block.stop[0]) if block.start else (0, 1)), key))
+        found.sort(key=itemgetter(0))
+        return (
+            [start for start, _, _ in found],
+            list(accumulate((stop for _, stop, _ in found), max)),
+            [key for _, _, key in found],
+        )
 
 
-def _key_at(coding: object, path: str, offset: int) -> Key:
-    """Return the key of the chunk at an offset of a file."""
-    while isinstance(coding, Computing) and coding.path != path:
+def _key_at(coding: object, path: str, offset: int) -> Key | None:
+    """Return the key of the chunk at an offset of a file; None if its bytes are not of an array."""
+    while isinstance(coding, Computing):
+        if coding.path == path:
+            span = coding.span_at(offset)
+            array = span.expression
+            if not isinstance(array, FromArray):
+                return None
+            places = zip(array.edges, span.block.start, strict=True)
+            return (array.key, *(bisect_right(edges, start) - 1 for edges, start in places))
         coding = coding.inner
-    assert isinstance(coding, Computing)  # noqa: S101 -- the path is of a computed file
-    span = coding.span_at(offset)
-    expression = span.expression
-    assert isinstance(expression, FromArray)  # noqa: S101 -- as the caller found
-    at = (bisect_right(edges, start) - 1 for edges, start in zip(expression.edges, span.block.start, strict=True))
-    return (expression.key, *at)
+    return None

@@ -22,6 +22,7 @@ from reshard.layout.axes import boxes
 from reshard.plan.bands import Recipe, is_grid
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Plan, Route, Stats, Transfer
+from reshard.source.checkpoint import stored_files
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def build(
     ]
     cuts = _cuts(source, transfers)
     tasks = share_out(transfers, weights, budget.band_bytes, whole_files=destination.coding is not None, cuts=cuts)
-    stats, memory = _stats(files, transfers, budget, len(tasks), destination.cipher)
+    stats, memory = _stats(source, files, transfers, budget, len(tasks), destination.cipher)
     return Plan(
         source,
         files,
@@ -275,7 +276,12 @@ def _runs_of(layout: FileLayout) -> dict[str, list[Runs]]:
 
 
 def _stats(
-    files: Sequence[TargetFile], transfers: Sequence[Transfer], budget: Budget, tasks: int, cipher: Cipher | None
+    source: Checkpoint,
+    files: Sequence[TargetFile],
+    transfers: Sequence[Transfer],
+    budget: Budget,
+    tasks: int,
+    cipher: Cipher | None,
 ) -> tuple[Stats, tuple[tuple[str, int], ...]]:
     """Return the costs of a plan, and the parts of its memory."""
     costs: dict[Route, tuple[int, int, int]] = {}
@@ -302,7 +308,7 @@ def _stats(
         bytes_read=read,
         bytes_written=written,
         target_bytes=sum(map(cipher.encrypted_size, sizes) if cipher else sizes),
-        source_files=len({replica.file for route in costs for replica in route.reads}),
+        source_files=len(stored_files(source.files, {replica.file for route in costs for replica in route.reads})),
         target_files=len(files),
         tasks=tasks,
         peak_memory=sum(nbytes for _, nbytes in memory),

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.layout.block import Block
+from reshard.source.checkpoint import stored_files
 from reshard.source.headers import index_digests
 from reshard.source.records import digest
 
@@ -294,10 +295,7 @@ class Plan:
         files, linked = self.source.files, self.linked
         read = {at.file for route in {transfer.route for transfer in self.transfers} for at in route.reads}
         read.update(number for number, file in enumerate(files) if file.path in linked)
-        while computed := [number for number in read if files[number].inputs is not None]:
-            read.difference_update(computed)
-            read.update(number for file in computed for number in files[file].inputs or ())
-        return sorted(read)
+        return stored_files(files, read)
 
     def blocks(self, rank: int) -> dict[str, RankBlock]:
         """Return the blocks that a target rank will hold, by target name, without texts."""

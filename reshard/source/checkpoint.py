@@ -20,7 +20,7 @@ from reshard.storage.cipher import Cipher
 from reshard.strategy.names import matches, matching, no_match
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.formats.entries import FileIndex, Runs
@@ -470,6 +470,15 @@ class Checkpoint:
             f"<Checkpoint {', '.join(titles)}: {count} tensor{'s' * (count != 1)}, "
             f"{self.nbytes} bytes in {files} file{'s' * (files != 1)}>"
         )
+
+
+def stored_files(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[int]:
+    """Return the numbers of the files that exist, ascending: inputs in place of computed files."""
+    found = set(numbers)
+    while computed := [number for number in found if files[number].inputs is not None]:
+        found.difference_update(computed)
+        found.update(number for file in computed for number in files[file].inputs or ())
+    return sorted(found)
 
 
 def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[str]:
