@@ -21,7 +21,7 @@ from reshard.formats.entries import Replica, part_of
 from reshard.layout.axes import boxes
 from reshard.plan.bands import Recipe, is_grid
 from reshard.plan.partition import share_out
-from reshard.plan.plan import Plan, Route, Stats, Transfer
+from reshard.plan.plan import Plan, Route, Stats, Transfer, stored_files
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def build(
         for item, reads in planned
     ]
     tasks = share_out(transfers, weights, budget.band_bytes, whole_files=destination.coding is not None)
-    stats, memory = _stats(files, transfers, budget, len(tasks))
+    stats, memory = _stats(source, files, transfers, budget, len(tasks))
     result = Plan(
         source,
         files,
@@ -261,7 +261,7 @@ def _runs_of(layout: FileLayout) -> dict[str, list[Runs]]:
 
 
 def _stats(
-    files: Sequence[TargetFile], transfers: Sequence[Transfer], budget: Budget, tasks: int
+    source: Checkpoint, files: Sequence[TargetFile], transfers: Sequence[Transfer], budget: Budget, tasks: int
 ) -> tuple[Stats, tuple[tuple[str, int], ...]]:
     """Return the costs of a plan, and the parts of its memory."""
     costs: dict[Route, tuple[int, int, int]] = {}
@@ -287,7 +287,7 @@ def _stats(
         bytes_read=read,
         bytes_written=written,
         target_bytes=sum(file.layout.size for file in files if file.link is None),
-        source_files=len({replica.file for route in costs for replica in route.reads}),
+        source_files=len(stored_files({replica.file for route in costs for replica in route.reads}, source.files)),
         target_files=len(files),
         tasks=tasks,
         peak_memory=sum(nbytes for _, nbytes in memory),

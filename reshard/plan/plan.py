@@ -16,7 +16,7 @@ from reshard.source.headers import index_digests
 from reshard.source.records import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, FileLayout, Replica, Runs
@@ -294,10 +294,7 @@ class Plan:
         files, linked = self.source.files, self.linked
         read = {at.file for route in {transfer.route for transfer in self.transfers} for at in route.reads}
         read.update(number for number, file in enumerate(files) if file.path in linked)
-        while computed := [number for number in read if files[number].inputs]:
-            read.difference_update(computed)
-            read.update(number for file in computed for number in files[file].inputs)
-        return sorted(read)
+        return sorted(stored_files(read, files))
 
     def blocks(self, rank: int) -> dict[str, RankBlock]:
         """Return the blocks that a target rank will hold, by target name, without texts."""
@@ -322,6 +319,15 @@ class Plan:
             f"<Plan: {stats.tensors} tensors to {stats.target_files} {self.format} files, "
             f"{stats.bytes_read} bytes to read, {stats.target_bytes} to write>"
         )
+
+
+def stored_files(numbers: Iterable[int], files: Sequence[SourceFile]) -> set[int]:
+    """Return the numbers of files that exist; those of a computed file are its inputs."""
+    result = {*numbers}
+    while computed := [number for number in result if files[number].inputs]:
+        result.difference_update(computed)
+        result.update(number for file in computed for number in files[file].inputs)
+    return result
 
 
 def plan_digest(plan: Plan) -> str:
