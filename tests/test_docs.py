@@ -109,7 +109,8 @@ def convert(folder: Path, target: str, *options: str) -> None:
 
 
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
-    "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron, "lora": prepare_lora,
+    "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
+    "lora": prepare_lora,
 }  # fmt: skip
 
 

@@ -7,6 +7,8 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import adapters
+import fsspec
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
@@ -565,3 +567,99 @@ def test_a_colon_in_a_path_is_no_weight(tmp_path: Path) -> None:
         write_file(tmp_path / f"{name}.safetensors", numbers(SHAPES))
     done("average", tmp_path / "x:y.safetensors", tmp_path / "z:1.safetensors", tmp_path / "out.safetensors")
     assert call("average", tmp_path / "nowhere:0.5", tmp_path / "out").exit_code == 4
+
+
+# --- other inputs -------------------------------------------------------------------------------------------------
+
+
+def computed_again(target: Path | str, **keys: Any) -> None:
+    """Verify a target by its path alone, from its inputs and not by checksums."""
+    result = reshard.verify(target, **keys)
+    assert result.equal
+    assert not result.by_checksums
+
+
+def test_an_adapter_in_an_input(tmp_path: Path) -> None:
+    model = adapters.weights("float32")
+    write_file(tmp_path / "base.safetensors", model)
+    lora = adapters.save(tmp_path / "adapter", adapters.matrices(model))
+    base = reshard.open(tmp_path / "base.safetensors")
+    merged = base.merge_lora(lora)
+    average = reshard.average([base, merged])
+    half, name = np.float32(0.5), "model.layers.0.q_proj.weight"
+    expected = model[name] * half + np.asarray(merged[name].compute()) * half
+    assert np.array_equal(average[name].compute(), expected)
+    reshard.convert(average, tmp_path / "out", to="hf")
+    computed_again(tmp_path / "out")
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    plan = reshard.plan(reshard.average([base, base.merge_lora(lora)]))
+    path.write_bytes(path.read_bytes()[:-4] + b"1234")
+    with refused(ChangedError, "source-changed", path):
+        plan.run(tmp_path / "other")
+
+
+def test_an_adapter_for_an_average(tmp_path: Path) -> None:
+    model = adapters.weights("float32")
+    for number in range(2):
+        write_file(tmp_path / f"{number}.safetensors", {name: array + number for name, array in model.items()})
+    lora = adapters.save(tmp_path / "adapter", adapters.matrices(model))
+    average = reshard.average([reshard.open(tmp_path / f"{number}.safetensors") for number in range(2)])
+    reshard.convert(average.merge_lora(lora), tmp_path / "out", to="hf")
+    computed_again(tmp_path / "out")
+    reshard.convert(average, tmp_path / "plain.safetensors")
+    expected = reshard.open(tmp_path / "plain.safetensors").merge_lora(lora)
+    written = reshard.open(tmp_path / "out")
+    assert_same({n: written[n].compute() for n in written}, {n: expected[n].compute() for n in expected})
+
+
+def test_an_encrypted_input(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    cipher = reshard.Cipher("AES-GCM", b"k" * 16)
+    plain = ranks_of(tmp_path / "a")
+    reshard.convert(ranks_of(tmp_path / "b", 1), tmp_path / "secret", to="ckpt", target_cipher=cipher)
+    average = reshard.average([plain, reshard.open(tmp_path / "secret", cipher=cipher)])
+    expected = numbers(SHAPES)["w"] + np.float32(0.5)
+    assert np.array_equal(average["w"].compute(), expected)
+    reshard.convert(average, tmp_path / "out", to="hf")
+    computed_again(tmp_path / "out", source_cipher=cipher)
+    reshard.plan(average).save(tmp_path / "plan.json")
+    with refused(UsageError, "no-key"):
+        reshard.read_plan(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json", cipher=cipher).run(tmp_path / "again")
+    assert np.array_equal(reshard.open(tmp_path / "again")["w"].compute(), expected)
+
+
+def test_stores_as_inputs(tmp_path: Path) -> None:
+    for number, options in enumerate([{}, {"compression": "zstd"}]):
+        ranks_of(tmp_path / f"{number}", number).to_zarr(tmp_path / f"{number}.zarr", **options)
+    average = reshard.average([reshard.open(tmp_path / f"{number}.zarr") for number in range(2)])
+    assert np.array_equal(average["w"].compute(), numbers(SHAPES)["w"] + np.float32(0.5))
+    reshard.plan(average, format="safetensors").save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "out")
+    computed_again(tmp_path / "out")
+
+
+def test_at_urls(tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    ranks_of(tmp_path / "a")
+    ranks_of(tmp_path / "b", 1)
+    files.put(str(tmp_path / "a"), "/averages/a", recursive=True)
+    try:
+        sources = [reshard.open(where, strategy=TWO) for where in ("memory://averages/a", tmp_path / "b")]
+        reshard.plan(reshard.average(sources), format="safetensors").run("memory://averages/out", fsync=False)
+        computed_again("memory://averages/out")
+        written = reshard.open("memory://averages/out")
+        assert np.array_equal(written["w"].compute(), numbers(SHAPES)["w"] + np.float32(0.5))
+    finally:
+        files.rm("/averages", recursive=True)
+
+
+def test_a_copy_of_one_file_in_all_inputs(tmp_path: Path) -> None:
+    """The same checkpoint twice, and an average of itself."""
+    source = ranks_of(tmp_path / "a")
+    twice = reshard.average([source, source], [0.75, 0.25])
+    assert np.array_equal(twice["w"].compute(), numbers(SHAPES)["w"])
+    again = reshard.average([twice, twice, source], [0.25, 0.25, 0.5])
+    reshard.plan(again, format="safetensors").run(tmp_path / "out")
+    assert np.array_equal(reshard.open(tmp_path / "out")["w"].compute(), numbers(SHAPES)["w"])
+    computed_again(tmp_path / "out")
