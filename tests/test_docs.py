@@ -81,6 +81,11 @@ def prepare_dcp(folder: Path, _data: Path) -> None:
     convert(folder, "step-1000", "--to", "dcp")
 
 
+def prepare_steps(folder: Path, _data: Path) -> None:
+    for number in (100, 200, 300):
+        convert(folder, f"step-{number}", "--to", "dcp", "--weights-only")
+
+
 def prepare_run(folder: Path, _data: Path) -> None:
     convert(folder, "run", "--to", "checkpoint2", "--target-step", "4")
 
@@ -104,7 +109,8 @@ def convert(folder: Path, target: str, *options: str) -> None:
 
 
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
-    "step-1000": prepare_dcp, "run": prepare_run, "megatron": prepare_megatron, "lora": prepare_lora,
+    "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
+    "lora": prepare_lora,
 }  # fmt: skip
 
 

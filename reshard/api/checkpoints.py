@@ -92,7 +92,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
 def average(
     checkpoints: Sequence[Checkpoint],
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] | Literal["linear", "minus-sqrt"] | None = None,
     *,
     dtype: str | None = None,
     states: bool = False,
@@ -104,7 +104,9 @@ def average(
 
     Args:
         checkpoints: opened checkpoints with the same names and shapes. Integers and the like must be equal in all.
-        weights: a factor for each, used as it is; by default they are equal, with the sum 1.
+        weights: a factor for each, used as it is; by default they are equal, with the sum 1. Or a schedule, for
+            checkpoints in the order of their steps: their average is as after a decay of the learning rate. `linear`
+            means equal weights, `minus-sqrt` larger ones for older checkpoints.
         dtype: the dtype of all results that are floats; by default those of the first checkpoint.
         states: average optimizer states, too; the step and other training state are those of the first.
 

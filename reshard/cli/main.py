@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "average": "reshard.cli.write:average",
     "completion": "reshard.cli.groups.about:completion",
     "help": "reshard.cli.groups.about:help_command",
     "version": "reshard.cli.groups.about:version",

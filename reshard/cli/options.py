@@ -241,10 +241,36 @@ def _opening_of(**values: Any) -> OpenOptions:
     return OpenOptions(**{name.removeprefix("source_").removeprefix("target_"): values[name] for name in values})
 
 
+class Openings(NamedTuple):
+    """The options of opening several sources.
+
+    Attributes:
+        strategies: one for all sources that need one, or one for each.
+        common: the other options.
+    """
+
+    strategies: tuple[Place, ...]
+    common: OpenOptions
+
+
+def _openings_of(*, strategies: tuple[Place, ...], **values: Any) -> Openings:
+    return Openings(strategies, OpenOptions(**values))
+
+
 source_options = record(
     "opening", _opening_of, source_strategy_option, *(opening.source for opening in _OPENING), key_option
 )
 """Adds the options of opening the source."""
+average_source_options = record(
+    "openings", _openings_of,
+    _source(
+        "--source-strategy", "strategies", in_short_help=True, multiple=True, type=STRATEGY_PLACE, metavar="STRATEGY",
+        help="Strategy file, or a directory of them, for all sources that need one. May be repeated: one for each of "
+        "these sources, in order.",
+    ),
+    *(opening.source for opening in _OPENING), key_option,
+)  # fmt: skip
+"""Adds the options of opening several sources, and passes their `Openings`."""
 opened_target_options = record(
     "target_opening", _opening_of, target_strategy_option, *(opening.target for opening in _OPENING), target_key_option
 )

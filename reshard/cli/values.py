@@ -30,6 +30,7 @@ _MOST_RANKS = 1 << 20
 _LARGEST_NAME_MAP = 1 << 26
 _MOST_KEY = 1 << 20
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_WEIGHT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
 
 
@@ -205,6 +206,21 @@ class PathType(click.Path):
         return path
 
 
+class WeightedType(PathType):
+    """A path or URL, and a weight after its last colon: `step-100:0.25`."""
+
+    def __init__(self) -> None:
+        super().__init__(INPUTS, remote=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the `Place` and the weight, or None."""
+        if isinstance(value, tuple):
+            return value
+        path, _, number = str(value).rpartition(":")
+        is_weighted = path and _WEIGHT.fullmatch(number)
+        return super().convert(path if is_weighted else value, param, ctx), float(number) if is_weighted else None
+
+
 class StyleType(click.Choice[str]):
     """The style of a target: the names of its files, and its index and sidecar files."""
 
@@ -227,7 +243,7 @@ class ToType(click.Choice[str]):
         return super().convert(OTHER_WORDS.get(str(value).lower(), value), param, ctx)
 
 
-READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
+READ, READ_PLACE, WEIGHTED_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True), WeightedType()
 STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
 WRITE, WRITE_PLACE = PathType(OUTPUTS), PathType(OUTPUTS, remote=True)
 TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)

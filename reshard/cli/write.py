@@ -11,10 +11,10 @@ import reshard
 from reshard.api.asked import OpenOptions
 from reshard.cli.carry import KEYS, carry_out
 from reshard.cli.commands import Command, option
-from reshard.cli.options import Running, run_options, source_options, target_options
+from reshard.cli.options import Running, average_source_options, run_options, source_options, target_options
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
-from reshard.cli.values import READ_PLACE, TARGET_PLACE
+from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE
 from reshard.errors import TargetError, UsageError
 from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
@@ -23,10 +23,11 @@ from reshard.storage.small import is_within, refuse_existing
 from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reshard.api.asked import TargetOptions
     from reshard.api.jobs import Verb
+    from reshard.cli.options import Openings
     from reshard.storage.places import AnyName, Place
 
 
@@ -132,6 +133,149 @@ def unify(source: Place, target: Place, **arguments: Any) -> None:
     With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
     """
     _write("unify", source, target, **arguments)
+
+
+@click.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+  reshard average step-100 step-200 step-300 merged --to hf
+  reshard average a:0.5 b:0.3 c:0.2 merged.safetensors --dtype bfloat16
+  reshard average run --last 8 --schedule minus-sqrt merged --to hf
+""",
+    details=KEYS,
+    short_help="Average checkpoints, weighted or by a schedule.",
+)
+@click.argument("sources", type=WEIGHTED_PLACE, nargs=-1, required=True, metavar="SOURCE[:WEIGHT]...")
+@click.argument("target", type=TARGET_PLACE)
+@average_source_options
+@option(
+    "--last",
+    under="Source",
+    in_short_help=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Average the N newest checkpoints of the run whose directory SOURCE is. The newest of them is the one that "
+    "the run names as its last, or --iteration.",
+)
+@option(
+    "--schedule",
+    under="Source",
+    in_short_help=True,
+    type=click.Choice(["linear", "minus-sqrt"]),
+    help="Weights as after such a decay of the learning rate. Sources are in the order of their steps. linear: all "
+    "are equal; minus-sqrt: larger for older ones.  [default: linear]",
+)
+@option(
+    "--dtype",
+    under="Tensors",
+    in_short_help=True,
+    metavar="DTYPE",
+    help="dtype of all averages, such as bfloat16.  [default: those of the first source]",
+)
+@option(
+    "--states",
+    under="Tensors",
+    in_short_help=True,
+    is_flag=True,
+    help="Average optimizer states, too. The step and other training state are those of the first source.",
+)
+@target_options("convert")
+@selection_options
+@run_options
+def average(
+    sources: tuple[tuple[Place, float | None], ...],
+    target: Place,
+    openings: Openings,
+    last: int | None,
+    schedule: str | None,
+    dtype: str | None,
+    states: bool,
+    options: TargetOptions,
+    selection: Selection,
+    running: Running,
+) -> None:
+    """Write the weighted average of checkpoints, of any layouts and formats, to TARGET, as `reshard convert` would.
+
+    A WEIGHT is a number after the last colon, and is used as it is; without weights all are equal, with the sum 1.
+    Sums are in float32, in the given order, and are rounded once. Names and shapes must be equal in all sources, and so
+    must integers. Optimizer states are left out. To resume a stopped run, type it again.
+    """  # fmt: skip
+    from reshard.api.jobs import job, noting_swap  # not on every start
+    from reshard.expressions.average import average as average_of
+    from reshard.readers.open import newest_iterations
+
+    weights = _weights(sources, schedule)
+    paths = [path for path, _ in sources]
+    opening = openings.common
+    with phase(READING, quiet=running.quiet):
+        if last is None:
+            pairs = [(path, opening) for path in paths]
+        elif len(paths) > 1 or sources[0][1] is not None:
+            raise UsageError(
+                "--last is for one run, whose checkpoints have the weights of --schedule", code="conflicting-options",
+                hint="name the directory of the run alone, or leave --last out",
+            )  # fmt: skip
+        else:
+            numbers = newest_iterations(paths[0], last, opening.iteration)
+            pairs = [(paths[0], replace(opening, iteration=number)) for number in numbers]
+        checkpoints = []
+        for (path, each), strategy in zip(pairs, _strategies(pairs, openings), strict=True):
+            with noting_swap(path, replace(each, strategy=strategy), options.target_strategy):
+                checkpoints.append(open_checkpoint(path, **vars(replace(each, strategy=strategy))))
+        checkpoint = average_of(checkpoints, weights, dtype, states)
+        plan, directory, result, notes = job(
+            checkpoint, target, OpenOptions(), options, selection, threads=running.threads
+        )
+    if not running.quiet:
+        for note in notes:
+            say(note)
+    carry_out(plan, directory or target, running, result=result)
+
+
+def _weights(sources: Sequence[tuple[Place, float | None]], schedule: str | None) -> list[float] | str | None:
+    """Return the weights of sources, the name of a schedule, or None for equal ones.
+
+    Raises:
+        UsageError: some sources have no weight, or there are weights and a schedule.
+    """
+    weights = [weight for _, weight in sources if weight is not None]
+    if weights and schedule:
+        raise UsageError(
+            "--schedule makes the weights, and sources have some", code="conflicting-options",
+            hint="leave --schedule out, or the weights",
+        )  # fmt: skip
+    if weights and len(weights) < len(sources):
+        path = next(path for path, weight in sources if weight is None)
+        raise UsageError(
+            f"{path} has no weight, and other sources have one", code="missing-weight",
+            hint=f"give one to each, such as {path}:0.5, or to none",
+        )  # fmt: skip
+    return weights or schedule
+
+
+def _strategies(pairs: Sequence[tuple[Place, OpenOptions]], openings: Openings) -> list[Place | None]:
+    """Return the strategy of each source; None if it needs none.
+
+    Raises:
+        UsageError: there are several strategies, and not one for each source, or for each that has several ranks.
+    """
+    strategies = openings.strategies
+    if len(strategies) == len(pairs):
+        return [*strategies]
+    if not strategies:
+        return [None] * len(pairs)
+    from reshard.readers.open import has_several_ranks
+
+    needed = [has_several_ranks(path, opening.rank_pattern, opening.suffix) for path, opening in pairs]
+    if len(strategies) not in {1, sum(needed)}:
+        raise UsageError(
+            f"{len(strategies)} strategies are given for {len(pairs)} sources, of which {sum(needed)} need one",
+            code="wrong-count", hint="give one for all, or one for each",
+        )  # fmt: skip
+    remaining = iter(strategies * (sum(needed) if len(strategies) == 1 else 1))
+    return [next(remaining) if is_needed else None for is_needed in needed]
 
 
 def _write(

@@ -144,9 +144,40 @@ class Same:
         return f"same of {len(self.operands)}"
 
 
+def schedule(name: str, count: int) -> tuple[float, ...]:
+    """Return the weights of checkpoints, oldest first, whose average is as after a decay of the learning rate.
+
+    If the training goes on from the oldest of n checkpoints, and the update between checkpoints i - 1 and i is scaled
+    by d(i / n), the result is their average with the weights d(i / n) - d((i + 1) / n), where d(0) = 1 and d(1) = 0:
+
+    * `linear`: d(x) = 1 - x, and the weights are 1 / n;
+    * `minus-sqrt`: d(x) = 1 - sqrt(x), and the weights are sqrt((i + 1) / n) - sqrt(i / n).
+
+    Sources: the warmup-stable-merge schedules of arXiv:2507.17634, as in `tools/checkpoint/weighted_merge.py` of
+    Megatron-LM (pull request 5114).
+
+    Raises:
+        UsageError: there is no such schedule.
+
+    >>> schedule("linear", 4)
+    (0.25, 0.25, 0.25, 0.25)
+    >>> [round(weight, 4) for weight in schedule("minus-sqrt", 4)]
+    [0.5, 0.2071, 0.1589, 0.134]
+    """
+    if name not in _DECAYS:
+        raise UsageError(f"unknown schedule {name!r:.60}", code="unknown-schedule", facts=[f"known: {names(_DECAYS)}"])
+    decay = [_DECAYS[name](index / count) for index in range(1, count)]
+    later = [a - b for a, b in zip(decay, [*decay[1:], 0.0], strict=True)]
+    return (1 - math.fsum(later), *later)
+
+
+_DECAYS: dict[str, Callable[[float], float]] = {"linear": lambda x: 1 - x, "minus-sqrt": lambda x: 1 - math.sqrt(x)}
+SCHEDULES = tuple(_DECAYS)
+
+
 def average(
     inputs: Sequence[Checkpoint],
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] | str | None = None,
     dtype: str | None = None,
     states: bool = False,
     *,
@@ -156,7 +187,8 @@ def average(
 
     Args:
         inputs: the checkpoints, of any layouts and formats.
-        weights: a factor for each; by default they are equal, with the sum 1.
+        weights: a factor for each; by default they are equal, with the sum 1. Or the name of a `schedule`; the
+            checkpoints are then in the order of their steps.
         dtype: the dtype of all results that are floats; by default those of the first checkpoint.
         states: average optimizer states, too. Other training state, such as the step, is that of the first.
         compare: compare samples of tensors that are not floats, such as integers, which must be equal; all of their
@@ -203,10 +235,12 @@ def average(
     return computed(base, expressions, others)
 
 
-def _factors(inputs: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:
+def _factors(inputs: Sequence[Checkpoint], weights: Sequence[float] | str | None) -> tuple[float, ...]:
     """Return the weights; raise `UsageError` if they cannot be used."""
     if not inputs:
         raise UsageError("no checkpoint is given to average", code="no-sources", hint="give at least one")
+    if isinstance(weights, str):
+        return schedule(weights, len(inputs))
     if weights is None:
         return (1 / len(inputs),) * len(inputs)
     numbers = [each for each in weights if isinstance(each, int | float | np.number) and not isinstance(each, bool)]

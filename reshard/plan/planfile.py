@@ -204,7 +204,7 @@ class PlanFile:
             iteration = Path(record.root).name
             if is_iteration(iteration) and (root / iteration).is_dir():
                 root /= iteration
-            checkpoint = _checked_source(record, root, cipher)
+            checkpoint = _checked_source(record, root, cipher, Text("say where the source is: ", Option("source")))
         else:
 
             def open_source(each: SourceRecord) -> Checkpoint:
@@ -215,9 +215,9 @@ class PlanFile:
         return replace(checkpoint, warnings=self._content.warnings, opening=opening)
 
 
-def _checked_source(record: SourceRecord, root: Path, cipher: Cipher | None) -> Checkpoint:
-    """Open a source; refuse files that differ from the planned ones."""
-    _check_sizes(record, root)
+def _checked_source(record: SourceRecord, root: Path, cipher: Cipher | None, advice: str = "") -> Checkpoint:
+    """Open a source; refuse files that differ from the planned ones. The advice is for missing files."""
+    _check_sizes(record, root, advice)
     checkpoint = reopen(record, as_place(root), cipher=cipher)
     if checkpoint.extras.described_by != record.described_by:
         raise TargetError(
@@ -228,7 +228,7 @@ def _checked_source(record: SourceRecord, root: Path, cipher: Cipher | None) -> 
     return checkpoint
 
 
-def _check_sizes(record: SourceRecord, root: Path) -> None:
+def _check_sizes(record: SourceRecord, root: Path, advice: str) -> None:
     missing, changed = Faults(str(root)), Faults(str(root))
     for _, path, nbytes, *_ in record.files:
         try:
@@ -241,7 +241,7 @@ def _check_sizes(record: SourceRecord, root: Path) -> None:
         elif status.st_size != nbytes:
             sizes = f"has {status.st_size} bytes; it had {nbytes} when it was planned"
             changed.add(path, sizes, code="source-changed")
-    missing.raise_if_any(SourceError, advice=Text("say where the source is: ", Option("source")))
+    missing.raise_if_any(SourceError, advice=advice)
     changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
 

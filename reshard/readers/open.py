@@ -27,7 +27,7 @@ from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
 from reshard.formats.zarr.files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
-from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
+from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, newest, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, Opening, SourceFile, unreadable_in
 from reshard.source.headers import indexed, key_of
@@ -250,6 +250,24 @@ def iterations_at(path: AnyName) -> list[Iteration]:
     """Return the checkpoints of a run, ascending; [] for any other path."""
     root = as_place(path)
     return iterations(root, root.names(), applied(_open_distributed, contents=False))
+
+
+def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -> list[int]:
+    """Return the numbers of the newest checkpoints of a run, ascending; `iteration` is the newest of them.
+
+    Raises:
+        SourceError: there are fewer, or the path is not the directory of a run.
+    """
+    root = as_place(path)
+    listing = root.names()
+    run = run_at(listing)
+    if run is None:
+        raise SourceError(
+            f"{root} is not the directory of a run", code="not-a-run",
+            facts=["a run has iteration_N or iter_N directories, each with one checkpoint"],
+            hint="name each of its checkpoints",
+        )  # fmt: skip
+    return newest(root, listing, run, count, iteration)
 
 
 def _refuse_other_strategy(

@@ -118,6 +118,29 @@ def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[P
     return result
 
 
+def newest(root: Place, listing: Sequence[str], run: RunFormat, count: int, iteration: int | None) -> list[int]:
+    """Return the numbers of the newest checkpoints of a run, ascending, none of them after `iteration`.
+
+    Args:
+        root: the directory of the run.
+        listing: the names in it.
+        run: the format of the run.
+        count: how many.
+        iteration: the newest; by default the one that the run names as the last.
+
+    Raises:
+        SourceError: there are fewer, or there is no such iteration, or the run names none.
+    """
+    newest_number = iteration_of(checkpoint_of(root, listing, run, iteration))
+    numbers = sorted(n for n, _ in _checkpoints(root, listing, run) if newest_number is None or n <= newest_number)
+    if len(numbers) < count:
+        raise SourceError(
+            f"{root} has fewer than {count} checkpoints up to iteration {newest_number}", code="too-few-checkpoints",
+            facts=[f"it has {names(numbers)}"],
+        )  # fmt: skip
+    return numbers[-count:]
+
+
 def newer(root: Place, listing: Sequence[str], run: RunFormat, current: Place) -> list[str]:
     """Return a warning about checkpoints newer than the one that the run names, if any."""
     last = iteration_of(current)

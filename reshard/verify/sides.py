@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, joined, names
+from reshard.formats.provenance import SourceRecord
 from reshard.plan.inputs import Selection, derived
 from reshard.plan.select import select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
@@ -269,11 +270,13 @@ def _open_copy(side: AnyName | Checkpoint, lineage: _Lineage, cipher: Cipher | N
 def _lineage(side: AnyName | Checkpoint) -> _Lineage:
     """Return the lineage of a checkpoint, as recorded in ledgers."""
     path = side.root if isinstance(side, Checkpoint) else side
+    if isinstance(side, Checkpoint) and side.opened.opening.computation:
+        return _Lineage([_computed_key(SourceRecord.by_path(side.opened))], [])
     lineage = _Lineage([_key(path)], [])
     while len(lineage.steps) < _LONGEST_LINEAGE and (made := made_at(path)):
         source = made.provenance.source
         path = source.root
-        key = _key(path) if source.computation is None else f"{source.title} ({digest(to_json(source))[:8]})"
+        key = _key(path) if source.computation is None else _computed_key(source)
         if key in lineage.places:
             break
         lineage.places.append(key)
@@ -281,6 +284,11 @@ def _lineage(side: AnyName | Checkpoint) -> _Lineage:
         if source.computation is not None:  # it has several sources
             break
     return lineage
+
+
+def _computed_key(source: SourceRecord) -> str:
+    """Return a title of a computed source that is equal for equal ones."""
+    return f"{source.title} ({digest(to_json(source))[:8]})"
 
 
 def _key(path: AnyName) -> str:

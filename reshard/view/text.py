@@ -12,7 +12,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
-from reshard.formats.provenance import computed_title
 from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import Block
@@ -64,17 +63,9 @@ def shortened(name: str, room: int) -> str:
 
 
 def near(path: str) -> str:
-    """Return a path relative to the current directory, if it is below it."""
+    """Return a path, or the paths in the title of a computed checkpoint, relative to the current directory."""
     here = f"{Path.cwd()}/"
-    return "." if f"{path}/" == here else path.removeprefix(here)
-
-
-def near_title(source: Checkpoint) -> str:
-    """Return the title of a source, with paths relative to the current directory."""
-    computation = source.opened.opening.computation
-    if computation is None:
-        return near(source.root)
-    return computed_title(computation.kind, [*map(near_title, computation.inputs)])
+    return "." if f"{path}/" == here else path.removeprefix(here).replace(f" {here}", " ")
 
 
 def list_text(tensors: Sequence[str]) -> str:
@@ -230,7 +221,7 @@ def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | 
     if verbose:
         return joined("\n", [*_plan_table(plan, directory), *commands])
     stats = plan.stats
-    files = f"{count_text(len(plan.source.stored_files), 'file')} of {printable(near_title(plan.source))}"
+    files = f"{count_text(len(plan.source.stored_files), 'file')} of {printable(near(plan.source.title))}"
     reads = f"reads {bytes_text(stats.bytes_read)} from {stats.source_files:,} of {files}"
     return joined(
         "\n",
@@ -287,7 +278,7 @@ def _step_lines(plan: Plan) -> list[Text]:
     """Write the step that is read, if the source has steps, or how the source is computed."""
     step = plan.source.opening.step
     if plan.source.opened.opening.computation:
-        return [Text("  ", printable(near_title(plan.source)))]
+        return [Text("  ", printable(near(plan.source.title)))]
     return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
 
 

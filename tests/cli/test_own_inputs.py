@@ -53,6 +53,11 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "transform",
         ["set/param_name_map.json", "set/part0.safetensors"],
     ),
+    "average": (
+        ["average", "src:0.5", "set:0.5", "out", *READ, "--write-manifest"],
+        "average",
+        ["source.ckpt", "src/rank_1/checkpoint_1.safetensors", "set/param_name_map.json", "set/part0.safetensors"],
+    ),
     "transform of a store": (
         ["transform", "store", "out", "--write-manifest"], "transform", ["store/zarr.json", "store/w/zarr.json"],
     ),

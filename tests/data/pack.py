@@ -14,6 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FOLDERS = (
+    "averages",
     "cases",
     "checkpoint2",
     "checkpoint2_more",
