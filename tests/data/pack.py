@@ -23,6 +23,7 @@ FOLDERS = (
     "encrypted",
     "merged",
     "peft",
+    "quantized",
     "real",
     "strategies",
 )
