@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and w
 
 # The homes of all names, imported on first use: `__main__` takes hold of interrupts before anything slow begins.
 _HOMES = {
-    "average": "api.checkpoints",
+    "average": "api.averages",
     "Block": "layout.block",
     "BudgetError": "errors",
     "ChangedError": "errors",
@@ -125,13 +125,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reshard.api.arrays import write
-    from reshard.api.checkpoints import (
-        Checkpoint,
-        average,
-        open,  # noqa: A004 -- reshard.open, as zarr.open
-        read_object,
-        strategy_of,
-    )
+    from reshard.api.averages import average
+    from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.conversions import convert
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify

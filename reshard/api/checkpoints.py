@@ -17,7 +17,7 @@ from reshard.sizes import size_of
 from reshard.source.holdings import strategy_of as strategy_of_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator
 
     from dask.array import Array
 
@@ -90,38 +90,6 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     )  # fmt: skip
 
 
-def average(
-    checkpoints: Sequence[Checkpoint],
-    weights: Sequence[float] | Literal["linear", "minus-sqrt"] | None = None,
-    *,
-    dtype: str | None = None,
-    states: bool = False,
-) -> Checkpoint:
-    """Return the weighted average of checkpoints, computed when it is read or written.
-
-    The checkpoints may have any layouts and formats; optimizer states and other training state are left out. Sums are
-    in float32, in the given order: each product and each sum is rounded by itself, and the result once, to its dtype.
-
-    Args:
-        checkpoints: opened checkpoints with the same names and shapes. Integers and the like must be equal in all.
-        weights: a factor for each, used as it is; by default they are equal, with the sum 1. Or a schedule, for
-            checkpoints in the order of their steps: their average is as after a decay of the learning rate. `linear`
-            means equal weights, `minus-sqrt` larger ones for older checkpoints.
-        dtype: the dtype of all results that are floats; by default those of the first checkpoint.
-        states: average optimizer states, too; the step and other training state are those of the first.
-
-    Raises:
-        reshard.SourceError: names, shapes, or kinds of dtypes differ, or tensors cannot be averaged; all at once.
-        reshard.UsageError: no checkpoint, or weights or a dtype that cannot be used.
-    """
-    from reshard.expressions.average import average as average_of  # not on every start
-
-    if isinstance(checkpoints, Checkpoint):
-        raise UsageError("one checkpoint is given; expected several, in a list", code="wrong-type")
-    records = [record_of(each, f"checkpoint {number}") for number, each in enumerate(checkpoints)]
-    return Checkpoint(average_of(records, weights, dtype, states))
-
-
 class Checkpoint(Arrays):
     """An opened checkpoint: a mapping of names to lazy dask arrays of whole tensors.
 
@@ -129,8 +97,7 @@ class Checkpoint(Arrays):
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
     ['assign', 'dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'scale',
-     'sel', 'stats', 'strategy',
-     'tensors', 'to_zarr', 'unreadable', 'warnings']
+     'sel', 'stats', 'strategy', 'tensors', 'to_zarr', 'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
