@@ -292,6 +292,23 @@ def test_replicas_are_merged_each(tmp_path: Path, lora: LoRA) -> None:
     assert reshard.verify(tmp_path / "out").equal, "which reads all of them"
 
 
+def test_a_weight_of_several_stages(tmp_path: Path) -> None:
+    """The copies of the stage that is read are compared with the target."""
+    model = weights()
+    halves = Layout.of([2], [0, -1])
+    stages = {
+        name: dict.fromkeys([0, 1] if "embed" in name else [1], halves if one.ndim == 2 else Layout.of([2], [-1]))
+        for name, one in model.items()
+    }
+    strategy = Strategy.of(stages)
+    source = reshard.open(write_ranks(tmp_path / "src", written(model), strategy), strategy=strategy)
+    pairs = matrices(model, ("model.embed_tokens", "model.layers.0.q_proj"))
+    selection = Selection(lora=save(tmp_path / "lora", pairs))
+    reshard.plan(source, format="safetensors", selection=selection).run(tmp_path / "out", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "out"), merged(model, pairs))
+    assert reshard.verify(tmp_path / "out").equal
+
+
 def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     model = weights("float32")
     pairs = matrices(model)
