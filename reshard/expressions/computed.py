@@ -4,6 +4,8 @@
    arrays, rules and comparisons then see blocks and byte ranges as of any other checkpoint.
 2. `ComputingStore` reads it: a range of bytes is a range of elements of a block, which is evaluated box by box.
 3. The files of all operands are files of the checkpoint, too, so that they are watched for changes.
+
+A tensor that is computed from one other, element by element, stays in that one's files (`in_place`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.expressions.in_place import Changing, InPlace, changed
 from reshard.expressions.operand import LOCATED, LOCATED_BYTES
 from reshard.formats.entries import FileIndex, Replica
 from reshard.layout.block import Block, flat_boxes
@@ -110,9 +113,12 @@ def _read_bytes(checkpoint: Checkpoint, name: str) -> float:
 def cost_of(checkpoint: Checkpoint, file: int, runs: Sequence[Runs]) -> float:
     """Return the bytes that are read for each byte of a tensor: 1, unless it is computed."""
     coding, path = checkpoint.coding, checkpoint.files[file].path
-    while isinstance(coding, Computing):
-        if coding.path == path:
-            return coding.cost(next((of_block[0][0] for of_block in runs if of_block), 0))
+    offset = next((of_block[0][0] for of_block in runs if of_block), 0)
+    while isinstance(coding, Computing | Changing):
+        if isinstance(coding, Changing):
+            offset = coding.operand_offset(offset)
+        elif coding.path == path:
+            return coding.cost(offset)
         coding = coding.inner
     return 1.0
 
@@ -194,15 +200,25 @@ def _boxes(shape: Shape, begin: int, end: int, most: int) -> Iterator[Block]:
 
 
 def computed(
-    source: Checkpoint, expressions: Mapping[str, Expression], others: Sequence[Checkpoint] = ()
+    source: Checkpoint, expressions: Mapping[str, Expression | InPlace], others: Sequence[Checkpoint] = ()
 ) -> Checkpoint:
     """Return a checkpoint with computed tensors in place of, or in addition to, its own.
 
     Args:
         source: the checkpoint; tensors without an expression stay stored.
-        expressions: the expressions, by the names of their tensors. A tensor that `source` has keeps its blocks.
+        expressions: the expressions, by the names of their tensors. A tensor that `source` has keeps its blocks; one
+            that is computed in place has the blocks and files of its operand, which is a tensor of `source`.
         others: further checkpoints that expressions read.
     """
+    in_place = {name: each for name, each in expressions.items() if isinstance(each, InPlace)}
+    apart = {name: each for name, each in expressions.items() if not isinstance(each, InPlace)}
+    if in_place:
+        source = changed(source, in_place)
+    return _apart(source, apart, others) if apart else source
+
+
+def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Sequence[Checkpoint]) -> Checkpoint:
+    """Return a checkpoint with tensors in a file of their own."""
     spans: list[Span] = []
     tensors = dict(source.tensors)
     others = [other for other in others if other is not source]

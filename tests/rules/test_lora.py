@@ -181,7 +181,7 @@ def test_embeddings_and_transposed_layers(tmp_path: Path, base: reshard.Checkpoi
 
 
 def test_weights_that_lie_in_strides(tmp_path: Path) -> None:
-    """In items of a DCP, rows or columns lie one behind the other, or apart; of an embedding, the product is turned."""
+    """In items of a DCP, rows, columns or elements lie one behind the other, or apart; an embedding is transposed."""
     shapes = {f"model.{name}.weight": (80, 96) for name in ("turned", "rows", "columns", "embed", "every_other")}
     model = weights("float32", shapes)
     wide = {name: np.full((96 + 80, 96 + 80), 7, np.float32) for name in ("rows", "columns")}
@@ -201,7 +201,7 @@ def test_weights_that_lie_in_strides(tmp_path: Path) -> None:
     items = [(f"model.{name}.weight", box, item(model[f"model.{name}.weight"], **how)) for name, how in lies.items()]
     source = reshard.open(write_torch(tmp_path / "dcp", model, {0: items}))
     assert all(tensor.sharding.is_strided for tensor in source.tensors.values())
-    pairs = matrices(model, ("model.turned", "model.rows", "model.columns"))
+    pairs = matrices(model, ("model.turned", "model.rows", "model.columns", "model.every_other"))
     a, b = (np.random.default_rng(4).standard_normal(shape, dtype=np.float32) for shape in ((RANK, 80), (96, RANK)))
     embedding = {"base_model.model.model.embed.lora_embedding_A": a, "base_model.model.model.embed.lora_embedding_B": b}
     total = model["model.embed.weight"] + np.float32(ALPHA / RANK) * (b @ a).T
@@ -210,8 +210,6 @@ def test_weights_that_lie_in_strides(tmp_path: Path) -> None:
     assert_arrays(found, expected)
     reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
     assert_arrays(reshard.open(tmp_path / "hf"), expected)
-    with refused(SourceError, "unsupported-strides", "every_other", "[192, 2]"):
-        source.merge_lora(save(tmp_path / "other", matrices(model, ("model.every_other",))))
 
 
 RULES = {
@@ -292,6 +290,23 @@ def test_replicas_are_merged_each(tmp_path: Path, lora: LoRA) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", written(model), twice), strategy=twice)
     reshard.plan(source, selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
     assert reshard.verify(tmp_path / "out").equal, "which reads all of them"
+
+
+def test_a_weight_of_several_stages(tmp_path: Path) -> None:
+    """The copies of the stage that is read are compared with the target."""
+    model = weights()
+    halves = Layout.of([2], [0, -1])
+    stages = {
+        name: dict.fromkeys([0, 1] if "embed" in name else [1], halves if one.ndim == 2 else Layout.of([2], [-1]))
+        for name, one in model.items()
+    }
+    strategy = Strategy.of(stages)
+    source = reshard.open(write_ranks(tmp_path / "src", written(model), strategy), strategy=strategy)
+    pairs = matrices(model, ("model.embed_tokens", "model.layers.0.q_proj"))
+    selection = Selection(lora=save(tmp_path / "lora", pairs))
+    reshard.plan(source, format="safetensors", selection=selection).run(tmp_path / "out", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "out"), merged(model, pairs))
+    assert reshard.verify(tmp_path / "out").equal
 
 
 def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:

@@ -26,7 +26,7 @@ import reshard
 from reshard import LoRA, Selection
 from reshard.errors import ChangedError, SourceError, UsageError
 from reshard.plan import budget
-from reshard.rules.lora import merge
+from reshard.rules.lora import low_rank
 from reshard.rules.lora.parts import Adapter
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def test_copies_of_embeddings(tmp_path: Path, peft: Path, name: str, monkeypatch
     assert_arrays(reshard.open(case / "base").merge_lora(lora), merged(case))
     monkeypatch.setattr(budget, "BAND_BYTES", 96)
     monkeypatch.setattr(budget, "TASK_BYTES", 800)
-    monkeypatch.setattr(merge, "_COPY_BYTES", 100)
+    monkeypatch.setattr(low_rank, "_COPY_BYTES", 100)
     done("unify", case / "base", tmp_path / "set", "--style", "hf", "--lora", lora.root, "--no-fsync")
     assert_arrays(reshard.open(tmp_path / "set"), merged(case))
     done("verify", tmp_path / "set")
@@ -87,7 +87,7 @@ def test_copies_and_ranks(tmp_path: Path, peft: Path, how: str, monkeypatch: pyt
     model = arrays(case / "base")
     source = cut(model, how)
     opened = reshard.open(write_ranks(tmp_path / "src", written(model), source, "safetensors"), strategy=source)
-    monkeypatch.setattr(merge, "_COPY_BYTES", 100)
+    monkeypatch.setattr(low_rank, "_COPY_BYTES", 100)
     assert_arrays(opened.merge_lora(LoRA(str(case / "adapter"))), merged(case))
     model[EMBEDDING][17, 11] += 1
     opened = reshard.open(write_ranks(tmp_path / "other", written(model), source, "safetensors"), strategy=source)
@@ -145,7 +145,7 @@ def test_copies_are_compared_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: p
             rows.append(last - first)
         return read(adapter, name, first, last)
 
-    monkeypatch.setattr(merge, "_COPY_BYTES", 4096)
+    monkeypatch.setattr(low_rank, "_COPY_BYTES", 4096)
     monkeypatch.setattr(Adapter, "rows", noted)
     opened["lm_head.weight"].compute()
     assert (max(rows), sum(rows)) == (16, 512)
@@ -207,7 +207,7 @@ def test_memory_for_copies_is_counted(tmp_path: Path) -> None:
         ]
         for name, some in (("pairs", pairs), ("copies", pairs | copy))
     ]
-    assert sizes[1] >= sizes[0] + merge._COPY_BYTES
+    assert sizes[1] >= sizes[0] + low_rank._COPY_BYTES
 
 
 # --- tied weights
@@ -356,3 +356,44 @@ def test_views_of_one_storage(tmp_path: Path) -> None:
     assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
     whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
     assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})
+
+
+@pytest.mark.parametrize("choice", ["both", "untie"])
+def test_views_in_columns_and_transposed(tmp_path: Path, choice: str) -> None:
+    """Parts that are columns of the fused weight, and a part that is transposed."""
+    fused = weights("float32", {"qkv.weight": (24, 48)})["qkv.weight"]
+    model = {f"{name}.weight": fused[:, 16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
+    model |= {"kt.weight": fused[:, 16:32].T, "qkv.weight": fused}
+    firsts = {"q.weight": 0, "k.weight": 16, "v.weight": 32, "kt.weight": 16, "qkv.weight": 0}
+    storage = Storage(fused.reshape(-1))
+    views = {
+        name: tensor(one, storage=storage, first=firsts[name], strides=(1, 48) if "kt" in name else (48, 1))
+        for name, one in model.items()
+    }
+    write_save(tmp_path / "views.pt", views)
+    pairs = matrices({name: np.ascontiguousarray(one) for name, one in model.items()}, ("q", "kt"))
+    lora = save(tmp_path / "lora", pairs)
+    after = plain_merge(model, pairs)
+    if choice == "both":
+        after |= {"k.weight": np.ascontiguousarray(after["kt.weight"].T)}
+        after |= {"qkv.weight": np.concatenate([after[f"{name}.weight"] for name in "qkv"], axis=1)}
+    found = reshard.open(tmp_path / "views.pt").merge_lora(LoRA(lora.root, tied=choice))
+    assert_arrays(found, after)
+    reshard.plan(found, format="safetensors").run(tmp_path / "out", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "out"), after)
+
+
+def test_views_of_another_shape(tmp_path: Path) -> None:
+    """Which elements of a flat tensor an adapter changes is not worked out; untied weights need not be."""
+    model = weights("float32", {"w.weight": (8, 16)})
+    flat = model["w.weight"].reshape(-1)
+    storage = Storage(flat)
+    write_save(
+        tmp_path / "flat.pt",
+        {"w.weight": tensor(model["w.weight"], storage=storage), "flat": tensor(flat, storage=storage)},
+    )
+    pairs = matrices(model, ("w",))
+    lora, source = save(tmp_path / "lora", pairs), reshard.open(tmp_path / "flat.pt")
+    with refused(SourceError, "unsupported-strides", "flat", "rows or columns", "untie"):
+        source.merge_lora(LoRA(lora.root, tied="both"))
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**plain_merge(model, pairs), "flat": flat})

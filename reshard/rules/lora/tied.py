@@ -4,6 +4,9 @@ PEFT trains the adapter of a tied weight as if the other were separate. Its `mer
 which gives another model than the trained one. The user has to choose. Two weights are tied if they have one storage
 in a file of `torch.save`, if the head is not stored, or if the model's `config.json` says so.
 
+Tensors that share bytes in a file may be tied without being equal, such as a fused weight and its parts: `place` finds
+where one lies in the other.
+
 Sources: PEFT 0.21.2, `tuners/tuners_utils.py` (`_check_merge_allowed`), `tuners/lora/model.py` (`_add_targets_to_tie`).
 """
 
@@ -11,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.errors import Option, Text, UsageError, names
+from reshard.errors import Option, SourceError, Text, UsageError, names
+from reshard.layout.axes import row_major
 from reshard.rules.numbers import read_config
 from reshard.storage.places import as_place
 from reshard.strategy.names import optimizer_states
@@ -21,16 +26,18 @@ from reshard.strategy.names import optimizer_states
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from reshard.formats.entries import Extent
+    from reshard.layout.block import Block, Shape
     from reshard.rules.lora.parts import Adapter, Copy, Pair
-    from reshard.source.checkpoint import Checkpoint, Extras
+    from reshard.source.checkpoint import Checkpoint, Extras, Tensor, TensorSpec
 
 T = TypeVar("T")
 
-ALIAS = 1 << 44
-"""Files repeat at every multiple of this offset, so that an untied weight has its own byte range."""
-
 _HEAD, _EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration")
+_FAR = 1 << 62
+"""A stride that nothing reaches."""
+
 _SHARING = "torch.save"
 """The only format in which two tensors may have the same bytes."""
 
@@ -39,14 +46,16 @@ class Resolved(NamedTuple):
     """A checkpoint and an adapter after tied weights were resolved.
 
     Attributes:
-        source: the checkpoint, in which untied weights have their own byte ranges.
+        source: the checkpoint, in which an untied weight is a tensor.
         pairs: the products that are added to weights.
         copies: the copies that are compared with tensors.
+        shared: groups of tensors with the same bytes, which get each other's products.
     """
 
     source: Checkpoint
     pairs: tuple[Pair, ...]
     copies: tuple[Copy, ...]
+    shared: tuple[tuple[str, ...], ...]
 
 
 class _TiedWeights(NamedTuple):
@@ -75,12 +84,13 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     groups = [_TiedWeights(tied, one_storage=True) for tied in _sharing(source, pairs)]
     if head in tensors and embedding in tensors and not any(head in group.names for group in groups):
         groups.append(_TiedWeights((embedding, head), one_storage=absent))
-    merged, warnings, untied = list(pairs.values()), list[str](), list[str]()
+    merged, warnings, untied, shared = list(pairs.values()), list[str](), list[str](), list[tuple[str, ...]]()
     for group in groups:
         changed = [name for name in group.names if name in pairs]
         alike = len(changed) == len(group.names) and _are_alike(adapter, [pairs[name] for name in changed])
         if alike and not (group.one_storage and len({tensors[name].shards for name in changed}) > 1):
             merged = [pair for pair in merged if not (group.one_storage and pair.weight in changed[1:])]
+            shared += [group.names] if group.one_storage else []
         elif not choice:
             how_changed = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
             raise UsageError(
@@ -96,17 +106,15 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
             warnings.append(
                 f"{names(group.names)} are no longer tied; set tie_word_embeddings to false in the model's config.json"
             )
-        elif not group.one_storage:
+        elif group.one_storage:
+            shared.append(group.names)
+        else:
             merged += [
                 pairs[name]._replace(weight=tied_name)
                 for name in changed
                 for tied_name in group.names
                 if tied_name != name
             ]
-    for number, name in enumerate(untied, 1):
-        shift = number * ALIAS
-        runs = (tuple((begin + shift, nbytes) for begin, nbytes in extents) for extents in tensors[name].runs)
-        tensors[name] = tensors[name]._replace(runs=tuple(runs))
     copies, extras = adapter.copies, source.extras
     if absent and not {head, embedding} & set(untied):
         tensors.pop(head, None)
@@ -117,7 +125,103 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     of_heads = {pair.a for pair in adapter.pairs if _ends(pair.weight, _HEAD)}
     merged.sort(key=lambda pair: pair.a in of_heads)  # PEFT adds them last, which matters if both get both
     warnings = [*source.warnings, *warnings]
-    return Resolved(replace(source, tensors=tensors, extras=extras, warnings=tuple(warnings)), tuple(merged), copies)
+    source = replace(source, tensors=tensors, extras=extras, warnings=tuple(warnings))
+    return Resolved(source, tuple(merged), copies, tuple(group for group in shared if tensors.keys() >= {*group}))
+
+
+class Placed(NamedTuple):
+    """The place of a tensor in another one that shares its bytes.
+
+    Attributes:
+        start: the position of its first element there; negative if it begins before.
+        transposed: its rows are columns there.
+    """
+
+    start: tuple[int, ...]
+    transposed: bool
+
+
+def place(tensor: Tensor, other: Tensor) -> Placed | None:
+    """Return the place of a tensor in another one, or None if they have no element in common.
+
+    Raises:
+        SourceError: its rows are neither in rows nor in columns of the other one.
+    """
+    if tensor.shards == other.shards:
+        return Placed((0,) * len(tensor.spec.shape), transposed=False)
+    of_file: dict[int, list[tuple[Block, Extent]]] = {}
+    for block, replicas in other.shards:
+        for at in replicas:
+            of_file.setdefault(at.file, []).append((block, at))
+    places = {
+        _place(other.spec, block, at, *there)
+        for block, replicas in tensor.shards
+        for at in replicas
+        for there in of_file.get(at.file, ())
+    }
+    places.discard(None)
+    if len(places) > 1 or (places and tensor.spec.dtype is not other.spec.dtype):
+        raise _unsupported(other.spec.name)
+    return places.pop() if places else None
+
+
+def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Extent) -> Placed | None:
+    """Return the place of a tensor in another one, from a block of each in one file; `spec` is that of the other."""
+    if not (at.runs and there.runs) or at.runs[0][0] >= sum(there.runs[-1]) or there.runs[0][0] >= sum(at.runs[-1]):
+        return None
+    itemsize = spec.dtype.itemsize
+    offset, rest = divmod(at.runs[0][0] - there.runs[0][0], itemsize)
+    own, others = _steps(block, at, itemsize), _steps(other, there, itemsize)
+    transposed = not _fit(own, others)
+    own = own[::-1] if transposed else own
+    if rest or len(others) != 2 or not _fit(own, others):
+        raise _unsupported(spec.name)
+    extents = block.shape[::-1] if transposed else block.shape
+    row_step, column_step = (a or b or _FAR for a, b in zip(own, others, strict=True))
+    turned = row_step < column_step  # the other one lies column by column
+    pitch, step = max(row_step, column_step), min(row_step, column_step)
+    width, wide = other.shape[not turned], extents[not turned]
+    row, column = divmod(offset, pitch)
+    if column >= width:  # it begins before the other one, or lies beside it
+        row, column = row + 1, column - pitch
+        if column + wide <= 0:
+            return None
+    elif step not in {1, _FAR} or column + wide > pitch:
+        raise _unsupported(spec.name)
+    local = (column, row) if turned else (row, column)
+    start = block.start[::-1] if transposed else block.start
+    return Placed(tuple(a + b - c for a, b, c in zip(local, other.start, start, strict=True)), transposed)
+
+
+def _steps(block: Block, at: Extent, itemsize: int) -> Shape:
+    """Return the strides of a block in a file, in elements; 0 where any would do, and none if there is no such stride.
+
+    >>> from reshard.formats.entries import Extent
+    >>> from reshard.layout.block import Block
+    >>> _steps(Block((0, 0), (2, 3)), Extent(0, ((0, 12), (40, 12))), 4)
+    (10, 1)
+    """
+    shape, begins = block.shape, [begin for begin, _ in at.runs]
+    if at.strides or len(begins) == 1:
+        strides = at.strides or row_major(shape)
+    else:
+        pitches = {after - before for before, after in pairwise(begins)}
+        rows = len(shape) == 2 and len(begins) == shape[0] and {n for _, n in at.runs} == {shape[1] * itemsize}
+        strides = (pitches.pop() // itemsize, 1) if rows and len(pitches) == 1 else ()
+    return tuple(step if extent > 1 else 0 for step, extent in zip(strides, shape, strict=False))
+
+
+def _fit(strides: Shape, others: Shape) -> bool:
+    """Return whether strides are equal where both count."""
+    return len(strides) == len(others) and all(a == b or not (a and b) for a, b in zip(strides, others, strict=True))
+
+
+def _unsupported(name: str) -> SourceError:
+    """Return an error for tensors that share bytes in another way."""
+    return SourceError(
+        f"shares bytes with {name}; expected whole rows or columns of it",
+        code="unsupported-strides", hint=Text("give ", Option("lora_tied", "untie")),
+    )  # fmt: skip
 
 
 def _with_head(extras: Extras, head: str, embedding: str) -> Extras:
