@@ -51,11 +51,12 @@ def in_several_stages(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 def with_all_stages(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
     """Return a tensor with its blocks in all stages; blocks of two stages may overlap.
 
-    A weight that an adapter is merged into has only those of the stage that is read.
+    A computed tensor, such as a weight with a merged adapter, has only those of the stage that is read.
     """
     strategy, origin = checkpoint.strategy, checkpoint.origin
     is_merged = origin is not None and tensor.spec.name in origin.merged
-    if strategy is None or is_merged or not in_several_stages(checkpoint, tensor):
+    is_computed = any(checkpoint.files[at.file].inputs is not None for at in tensor.sharding.replicas[0][:1])
+    if strategy is None or is_merged or is_computed or not in_several_stages(checkpoint, tensor):
         return tensor
     name = tensor.spec.name
     files = checkpoint.files
