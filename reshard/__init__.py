@@ -20,11 +20,13 @@ _HOMES = {
     "BudgetError": "errors",
     "ChangedError": "errors",
     "Checkpoint": "api.checkpoints",
+    "CheckpointDiff": "compute.differences",
     "CheckpointStats": "compute.stats",
     "Checkpoint2": "targets.checkpoint2",
     "Cipher": "storage.cipher",
     "convert": "api.conversions",
     "DCP": "formats.sets",
+    "diff": "api.comparing",
     "EncryptedError": "errors",
     "GoneError": "errors",
     "HuggingFaceSet": "formats.sets",
@@ -74,6 +76,7 @@ __all__ = [
     "ChangedError",
     "Checkpoint",
     "Checkpoint2",
+    "CheckpointDiff",
     "CheckpointStats",
     "Cipher",
     "EncryptedError",
@@ -104,6 +107,7 @@ __all__ = [
     "VerifyError",
     "ZarrGroup",
     "convert",
+    "diff",
     "make_manifest",
     "merge_strategies",
     "open",
@@ -121,9 +125,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
+    from reshard.compute.differences import CheckpointDiff
     from reshard.compute.stats import CheckpointStats
     from reshard.errors import (
         BudgetError,
