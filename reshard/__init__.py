@@ -21,11 +21,13 @@ _HOMES = {
     "BudgetError": "errors",
     "ChangedError": "errors",
     "Checkpoint": "api.checkpoints",
+    "CheckpointDiff": "compute.differences",
     "CheckpointStats": "compute.stats",
     "Checkpoint2": "targets.checkpoint2",
     "Cipher": "storage.cipher",
     "convert": "api.conversions",
     "DCP": "formats.sets",
+    "diff": "api.comparing",
     "EncryptedError": "errors",
     "GoneError": "errors",
     "HuggingFaceSet": "formats.sets",
@@ -76,6 +78,7 @@ __all__ = [
     "ChangedError",
     "Checkpoint",
     "Checkpoint2",
+    "CheckpointDiff",
     "CheckpointStats",
     "Cipher",
     "EncryptedError",
@@ -107,6 +110,7 @@ __all__ = [
     "ZarrGroup",
     "average",
     "convert",
+    "diff",
     "make_manifest",
     "merge_strategies",
     "open",
@@ -127,9 +131,11 @@ if TYPE_CHECKING:
     from reshard.api.arrays import write
     from reshard.api.averages import average
     from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
+    from reshard.compute.differences import CheckpointDiff
     from reshard.compute.stats import CheckpointStats
     from reshard.errors import (
         BudgetError,

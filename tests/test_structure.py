@@ -119,8 +119,8 @@ def test_few_conveniences_look_upward() -> None:
         assert home in MODULES
     users = {name for name, path in MODULES.items() if "reshard.upward.upward" in imports(path)}
     assert users == {
-        "compute.stats", "layout.layout", "strategy.strategy", "rules.show", "run.graph", "run.settings",
-        "verify.verification", "view.tables",
+        "compute.differences", "compute.stats", "layout.layout", "strategy.strategy", "rules.show", "run.graph",
+        "run.settings", "verify.verification", "view.tables",
     }  # fmt: skip
     text = "".join(MODULES[name].read_text() for name in users)
     for name in HOMES:

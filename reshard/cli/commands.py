@@ -48,8 +48,8 @@ _MORE = re.compile(r"(?<=\.) (?=[A-Z]).*?(?=  \[|$)")
 
 _WIDE = 28  # columns for the names of options; longer ones have a line of their own
 _ADVICE = {
-    "check compare diff": "`reshard verify TARGET --against SOURCE` compares checkpoints, `reshard strategy diff` "
-    "strategies",
+    "check compare": "`reshard verify TARGET --against SOURCE` compares checkpoints bit by bit, `reshard diff` as "
+    "numbers, `reshard strategy diff` strategies",
     "combine gather join merge": "`reshard convert SOURCE TARGET --to hf` merges shards into whole tensors, `reshard "
     "strategy merge` the strategy files of a pipeline",
     "continue resume": "type the same command again; it resumes what was begun",

@@ -38,6 +38,7 @@ _HOMES = {
     "help": "reshard.cli.groups.about:help_command",
     "version": "reshard.cli.groups.about:version",
     "convert": "reshard.cli.write:convert",
+    "diff": "reshard.cli.groups.computing:diff",
     "plan": "reshard.cli.plan:plan",
     "run": "reshard.cli.plan:run",
     "rules": "reshard.cli.groups.rules:rules",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reshard.errors import SourceError
+from reshard.errors import SourceError, names
 from reshard.formats.entries import wants
 from reshard.layout.block import Block
 from reshard.plan import budget
@@ -35,7 +35,8 @@ BOX_BYTES = 2 << 20
 """The most bytes of a box, for the dtype with the fewest bytes; it stays in a core's cache."""
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Cut:
     """The boxes that cut a shape, in row-major order; each has at most a number of elements.
 
     Attributes:
@@ -66,7 +67,7 @@ class Cut(NamedTuple):
             return 0
         return prod(self.shape[: self.axis - 1]) * -(-self.shape[self.axis - 1] // self.rows) if self.axis else 1
 
-    def __iter__(self) -> Iterator[Block]:  # type: ignore[override]  # of boxes, not of the fields
+    def __iter__(self) -> Iterator[Block]:
         return (self.box(number) for number in range(len(self)))
 
     def box(self, number: int) -> Block:
@@ -254,10 +255,16 @@ def _strided_reader(piece: StoredBlock, order: Sequence[int], box: Block, flat: 
     return lambda: piece.read_items(items, out)
 
 
-def stored_tensor(checkpoint: Checkpoint, tensor: Tensor) -> StoredTensor:
-    """Return a tensor that can be indexed; the first replica of each block is read."""
+def stored_tensor(tensor: Tensor, paths: Sequence[str], coding: Coding | None) -> StoredTensor:
+    """Return a tensor that can be indexed; the first replica of each block is read.
+
+    Args:
+        tensor: the tensor.
+        paths: the paths of all files of its checkpoint.
+        coding: decodes or decrypts them.
+    """
     pieces = tuple(
-        StoredBlock(block, checkpoint.files[at.file].path, extent.runs, checkpoint.coding, extent.strides)
+        StoredBlock(block, paths[at.file], extent.runs, coding, extent.strides)
         for block, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True)
         for at in replicas[:1]
         for extent in (at.extent(tensor.runs),)
@@ -265,16 +272,26 @@ def stored_tensor(checkpoint: Checkpoint, tensor: Tensor) -> StoredTensor:
     return StoredTensor(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, pieces, tensor.axes)
 
 
+def incomplete(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield tensors that lack blocks, with the reasons."""
+    for name, tensor in checkpoint.tensors.items():
+        if not tensor.is_complete:
+            absent = [str(shard.block) for shard in tensor.shards if not shard.replicas]
+            yield name, f"is not complete: no file has block {names(absent)}"
+
+
 class RowBoxes:
     """Reads boxes of a tensor in ascending order, and looks only at blocks near each box."""
 
     def __init__(self, stored: StoredTensor, cut: Cut) -> None:
         self._stored, self._cut = stored, cut
+        self._carrier = stored.kind.carrier()
+        self._memory = np.empty(0, self._carrier)
         self._outer: Shape | None = None
         self._near: tuple[list[StoredBlock], list[int], int] = ([], [], 0)
 
     def read(self, box: Block) -> Array:
-        """Return the elements of a box.
+        """Return the bits of the elements of a box, one after the other; they are valid until the next call.
 
         Raises:
             SourceError: a file cannot be read, or is shorter than its header says.
@@ -282,7 +299,11 @@ class RowBoxes:
         part = self._stored
         if not part.axes and self._cut.axis and len(part.pieces) > 1:
             part = replace(part, pieces=self._pieces(box))
-        return part[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+        if len(self._memory) < box.size:
+            self._memory = np.empty(box.size, self._carrier)
+        out = self._memory[: box.size]
+        part.read_into([range(a, b) for a, b in zip(box.start, box.stop, strict=True)], out.reshape(box.shape))
+        return out
 
     def _pieces(self, box: Block) -> tuple[StoredBlock, ...]:
         """Return the blocks that may overlap a box."""

@@ -103,6 +103,36 @@ def dot(a: Array, b: Array) -> float:
     return total
 
 
+class Widener:
+    """Converts arrays of one dtype to float64, or complex ones to complex128.
+
+    Attributes:
+        dtype: numpy's dtype.
+        is_complex: the numbers are complex.
+    """
+
+    def __init__(self, dtype: DType) -> None:
+        self.dtype = dtype.numpy()
+        self.is_complex = self.dtype.kind == "c"
+        self._table = _table_of(dtype) if dtype.itemsize == 1 else None
+        self._wide = np.empty(CHUNK, np.complex128 if self.is_complex else np.float64)
+
+    def widen(self, codes: Array) -> Array:
+        """Return at most `CHUNK` elements, given their bits; the result is valid until the next call."""
+        wide = self._wide[: len(codes)]
+        if self._table is not None:
+            np.take(self._table, codes, out=wide, mode="clip")
+        else:
+            np.copyto(wide, codes.view(self.dtype), casting="unsafe")
+        return wide
+
+
+def _table_of(dtype: DType) -> Array:
+    """Return the value of each code of a dtype of one byte, as float64."""
+    codes = np.arange(256, dtype=np.uint8)
+    return (codes != 0 if dtype.name == "bool" else codes.view(dtype.numpy())).astype(np.float64)
+
+
 class Meter:
     """Measures arrays of one dtype.
 
@@ -115,9 +145,7 @@ class Meter:
         self._carrier = dtype.carrier()
         self._is_float = self._dtype.kind not in "biuc"
         if dtype.itemsize == 1:
-            codes = np.arange(256, dtype=np.uint8)
-            values = codes != 0 if dtype.name == "bool" else codes.view(self._dtype)
-            self._table = values.astype(np.float64)
+            self._table = _table_of(dtype)
         else:
             self._wide = np.empty(CHUNK)
         # The bits of infinity, of dtypes whose codes are ordered like their values.

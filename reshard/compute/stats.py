@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reshard.compute.boxes import BOX_BYTES, FileBoxes, stored_tensor
+from reshard.compute.boxes import BOX_BYTES, FileBoxes, incomplete, stored_tensor
 from reshard.compute.moments import THREAD_BYTES, Meter, Moments
 from reshard.errors import UsageError, names
 from reshard.plan.budget import values_budget
@@ -26,7 +26,7 @@ from reshard.upward import upward
 from reshard.verify.sums import progress_callback, thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.compute.boxes import FileBox, Span
     from reshard.layout.block import Shape
@@ -313,7 +313,8 @@ def stats(
 ) -> CheckpointStats:
     """Return the statistics of a checkpoint; see `Checkpoint.stats`. `memory` is in bytes."""
     began = time.perf_counter()
-    not_computed = {**dict(_without_values(checkpoint)), **checkpoint.unreadable}
+    texts = {name: "is a text" for name, tensor in checkpoint.tensors.items() if tensor.text is not None}
+    not_computed = {**dict(incomplete(checkpoint)), **texts, **checkpoint.unreadable}
     computed = [name for name in checkpoint.tensors if name not in not_computed]
     threads = values_budget(
         [checkpoint], BOX_BYTES + THREAD_BYTES, memory=memory, threads=thread_count(threads)
@@ -347,16 +348,6 @@ def stats(
     )  # fmt: skip
 
 
-def _without_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield tensors that have no numbers or lack blocks, with the reasons."""
-    for name, tensor in checkpoint.tensors.items():
-        if tensor.text is not None:
-            yield name, "is a text"
-        elif not tensor.is_complete:
-            absent = [str(shard.block) for shard in tensor.shards if not shard.replicas]
-            yield name, f"is not complete: no file has block {names(absent)}"
-
-
 def _of_tensor(checkpoint: Checkpoint, tensor: Tensor, results: Sequence[_Measured]) -> ValueStats:
     """Join the results of all spans of a tensor, in order."""
     name, dtype, shape = tensor.spec
@@ -377,8 +368,9 @@ def _not_finite(checkpoint: Checkpoint, tensor: Tensor, at: int, file: int) -> N
     """Describe a NaN or an infinity, given its row-major index; its value is read again."""
     shape = tensor.spec.shape
     index = tuple(int(n) for n in np.unravel_index(at, shape)) if shape else ()
+    stored = stored_tensor(tensor, [source.path for source in checkpoint.files], checkpoint.coding)
     with np.errstate(all="ignore"):  # signalling NaNs
-        value = complex(stored_tensor(checkpoint, tensor)[index].astype(np.complex128))
+        value = complex(stored[index].astype(np.complex128))
     parts = [part for part in (value.real, value.imag) if not np.isfinite(part)]
     text = "nan" if any(np.isnan(part) for part in parts) else f"{parts[0]}"
     return NotFinite(index, text, checkpoint.ranks[file], checkpoint.files[file].path)

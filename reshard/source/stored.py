@@ -104,13 +104,21 @@ class StoredTensor:
     def read(self, items: Sequence[range]) -> np.ndarray[Any, Any]:
         """Read the items at ascending indices along each dimension."""
         out = np.empty([len(each) for each in items], self.kind.carrier())
+        self.read_into(items, out)
+        return out.view(self.dtype)
+
+    def read_into(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
+        """Fill an array of the carrier with the items at ascending indices along each dimension.
+
+        Raises:
+            SourceError: an item is in no file; a file cannot be read, or is shorter than its header says.
+        """
         filled = self._fill(items, out) if not self.axes else self._fill_of_axes(items, out)
         if filled < out.size:
             raise SourceError(
                 f"no shard has {out.size - filled} of the {out.size} items asked for of tensor {self.name!r}",
                 code="missing-blocks",
             )
-        return out.view(self.dtype)
 
     def _fill_of_axes(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
         """Fill an array like `_fill`, if dimensions consist of several axes."""

@@ -18,6 +18,7 @@ from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view import words
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail, tiny
+from reshard.view.computed.diff_view import diff_html
 from reshard.view.computed.stats_view import stats_html
 from reshard.view.flow import fusion_picture, plan_picture
 from reshard.view.svg import (
@@ -222,10 +223,9 @@ def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: i
 
 def groups_html(groups: Groups) -> str:
     """Show sizes, counts and dtypes by group."""
-    header = ("group", "tensors", "bytes", "dtype")
     return page(
         heading("Groups", groups.checkpoint.title, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
-        table(header, group_rows(groups)[:_MOST_ROWS]),
+        table(("group", "tensors", "bytes", "dtype"), group_rows(groups)[:_MOST_ROWS]),
         *and_more(len(groups), _MOST_ROWS, "group"),
     )
 
@@ -422,6 +422,7 @@ def fusion_html(fusion: Fusion) -> str:
 
 _HTML: dict[str, Callable[[Any], str]] = {
     "Checkpoint": checkpoint_html,
+    "CheckpointDiff": diff_html,
     "CheckpointStats": stats_html,
     "Fusion": fusion_html,
     "Graph": graph_html,

@@ -32,8 +32,8 @@ _LEAST_NAME = 24
 _WIDEST = 256  # longer cells do not widen their column
 
 NUMBERS = frozenset({
-    "Inf", "NaN", "blocks", "bytes", "count", "in files", "max", "mean", "min", "norm", "parameters", "rank", "read",
-    "std", "tensors", "time of all", "written", "zeros",
+    "Inf", "NaN", "blocks", "bytes", "count", "differing", "in files", "max", "max |A-B|", "mean", "mean |A-B|", "min",
+    "norm", "parameters", "rank", "read", "relative", "std", "tensors", "time of all", "written", "zeros",
 })  # fmt: skip
 """The titles of columns of numbers, which tables in text and HTML align to the right."""
 

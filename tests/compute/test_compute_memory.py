@@ -31,3 +31,13 @@ def test_statistics_take_little_memory(sides: list[str], options: list[str], mos
     took = measured(*RESHARD, "stats", *sides[:3], "--json", *options)
     assert took.code == 0, took.err
     assert took.peak < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "most"), [([], 200e6), (["--threads", "1"], 130e6), (["--memory", "90MB"], 90e6)])
+def test_differences_take_little_memory(sides: list[str], options: list[str], most: float) -> None:
+    source, *source_options = sides[:3]
+    target, *target_options = sides[3:]
+    took = measured(*RESHARD, "diff", source, target, *source_options, *target_options, "--json", *options)
+    assert took.code == 0, took.err
+    assert took.peak < most

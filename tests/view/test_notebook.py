@@ -109,7 +109,7 @@ def test_everything_of_the_demo_is_shown(
         report, plan.graph("elsewhere"), plan.picture(), plan.picture("net.layer1.weight"), layout.picture(),
         layout.picture((8, 6), Layout.of([3], [-1, 0])), source.picture("net.layer1.weight", target),
         target.picture("net.layer3.weight"), reshard.verify(tmp_path / "out"), reshard.verify(tmp_path / "out", target),
-        source.stats(),
+        source.stats(), reshard.diff(source, tmp_path / "out"),
     ]  # fmt: skip
     for each in shown:
         parsed(each)

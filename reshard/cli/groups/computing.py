@@ -1,4 +1,4 @@
-"""`reshard stats`: compute with the values of checkpoints."""
+"""`reshard stats` and `diff`: compute with the values of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from reshard.cli.options import (
     cluster_option,
     json_option,
     memory_option,
+    opened_target_options,
     quiet_option,
     source_options,
     threads_option,
+    verbose_option,
 )
 from reshard.cli.selection import rules_options
 from reshard.cli.terminal import (
@@ -25,13 +27,14 @@ from reshard.cli.terminal import (
     width,
 )
 from reshard.cli.values import READ_PLACE
-from reshard.errors import VerifyError
+from reshard.errors import SourceError, Text, UsageError, VerifyError
 from reshard.readers.open import open as open_checkpoint
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions
     from reshard.rules.rules import Rules
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
 _WORDS = ("reading", "reading", "read")
@@ -128,3 +131,137 @@ def stats(
         click.get_current_context().meta[REPORTED] = error is not None  # the text says it
     if error:
         raise error
+
+
+@click.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+  reshard diff step-1000 step-2000
+  reshard diff weights finetuned --match 'model.*' --tolerance 1e-3
+  reshard diff src_checkpoints weights --source-strategy src_strategy.ckpt
+""",
+    details="""
+Values are compared as numbers in float64, also of different dtypes: 0.0 and
+-0.0 are equal. A NaN equals a NaN of the same bits at the same place, or, of
+another dtype, any NaN. If other NaNs or infinities differ, the largest
+difference is nan or inf, and no tolerance accepts it; the other numbers are of
+elements that are finite in both. `verify --against` compares bits, and
+replicas, which are not read here.
+
+Exits with 0 if names, shapes and texts are the same and the values of all
+tensors are within the tolerance, and with 3 if not. Dtypes that differ are
+listed; they are no difference by themselves.
+
+The object of --json has the keys a, b, same, tolerance, relative, only_a,
+only_b (names), unlike (shapes or texts that differ), not_compared (reasons by
+name), dtypes (of tensors of which they differ), bytes_read, seconds, warnings,
+and tensors, those that changed most first: name, shape, dtypes, size, differing
+(number of elements), not_finite (how many of these have a NaN or an infinity),
+max_abs, mean_abs (null if not finite), relative (norm of the difference,
+divided by the norm in SOURCE), cosine (null if either is zero), first (index of
+the first element that differs), within (the tolerance).
+""",
+    short_help="Show how far the values of two checkpoints are apart.",
+)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=READ_PLACE)
+@source_options
+@opened_target_options
+@match_option
+@option(
+    "--tolerance",
+    under="Output",
+    in_short_help=True,
+    type=float,
+    default=0.0,
+    metavar="X",
+    help="The largest absolute difference of elements that counts as equal.  [default: 0]",
+)
+@option(
+    "--relative",
+    under="Output",
+    in_short_help=True,
+    type=float,
+    metavar="X",
+    help="The largest relative difference of a tensor that counts as equal, whatever its elements differ.  "
+    "[default: none]",
+)
+@memory_option
+@threads_option
+@cluster_option
+@json_option
+@verbose_option
+@quiet_option
+def diff(
+    source: Place,
+    target: Place,
+    opening: OpenOptions,
+    target_opening: OpenOptions,
+    match: tuple[str, ...],
+    tolerance: float,
+    relative: float | None,
+    memory: int | None,
+    threads: int | None,
+    cluster: str | None,
+    as_json: bool,
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Show how the values of the checkpoint TARGET (B) differ from those of SOURCE (A), those that changed most first.
+
+    The two may have any layouts and formats. Names and shapes that differ are listed; of tensors of both the largest
+    and the mean absolute difference, the relative one (of norms), the cosine, and the number of elements that differ.
+    """
+    from reshard.compute.differences import diff as compute_diff
+    from reshard.view.computed.diff_view import diff_data, diff_text, verdict
+
+    sides = chosen(_opened(source, opening), _opened(target, target_opening, of_target=True), match)
+    if not quiet:
+        say_warnings([warning for side in sides for warning in side.warnings])
+    with (
+        cluster_client(cluster, threads, quiet=quiet) as client,
+        progress(quiet=quiet, words=_WORDS) as callback,
+    ):
+        result = compute_diff(
+            *sides, tolerance=tolerance, relative=relative, memory=memory, threads=threads, client=client,
+            progress=callback,
+        )  # fmt: skip
+    error = None if result.same else VerifyError(verdict(result), code="different")
+    if as_json:
+        print_json(diff_data(result), error)
+    elif not quiet:
+        print_text(diff_text(result, width=width(), verbose=verbose))
+        click.get_current_context().meta[REPORTED] = error is not None  # the text says it
+    if error:
+        raise error
+
+
+def _opened(path: Place, opening: OpenOptions, *, of_target: bool = False) -> Checkpoint:
+    """Open a side; errors name the options of the side."""
+    try:
+        return open_checkpoint(path, **vars(opening))
+    except SourceError as error:
+        if not of_target:
+            raise
+        raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
+
+
+def chosen(a: Checkpoint, b: Checkpoint, match: tuple[str, ...]) -> tuple[Checkpoint, Checkpoint]:
+    """Return two checkpoints with only the tensors that match names or globs, if any are given.
+
+    Raises:
+        UsageError: a pattern matches no tensor of either.
+    """
+    if not match:
+        return a, b
+    from reshard.strategy.names import matching, no_match
+
+    every = {**a.all_names, **b.all_names}
+    for pattern in match:
+        if not matching(pattern, every):
+            raise UsageError(f"--match {pattern!r} {no_match(pattern, every)}", code="no-match")
+    kept = {name for pattern in match for name in matching(pattern, every)}
+    first, second = (side.without(side.all_names.keys() - kept) for side in (a, b))
+    return first, second

@@ -1,0 +1,62 @@
+"""`reshard.diff`, as users call it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reshard.api.checkpoints import Checkpoint, record_of
+from reshard.api.checkpoints import open as open_checkpoint
+from reshard.api.choices import progress_of
+from reshard.sizes import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.compute.differences import CheckpointDiff
+    from reshard.run.settings import Progress
+    from reshard.storage.places import AnyName
+
+
+def diff(
+    a: AnyName | Checkpoint,
+    b: AnyName | Checkpoint,
+    *,
+    tolerance: float = 0.0,
+    relative: float | None = None,
+    memory: int | str | None = None,
+    threads: int | None = None,
+    client: Any = None,
+    progress: Callable[[Progress], None] | bool | None = None,
+) -> CheckpointDiff:
+    """Compare the values of two checkpoints of any layouts and formats as numbers.
+
+    Names and shapes that differ are listed; of each tensor of both, the largest and the mean absolute difference, the
+    norm of the difference divided by that of `a`, the cosine, and how many elements differ. Dtypes may differ. Each
+    byte is read once; replicas are not read. `reshard.verify` compares bits, and replicas, too.
+
+    Args:
+        a: a checkpoint, or a path that `reshard.open` can open without options.
+        b: the other one.
+        tolerance: the largest absolute difference of elements that counts as equal.
+        relative: the largest relative difference of a tensor that counts as equal, whatever its absolute one is.
+        memory: the most resident memory to use, in bytes or as `"1GB"`.
+        threads: the number of threads; by default one for each available processor, at most 4.
+        client: a `distributed.Client`, whose workers read; they must reach the files by the same paths.
+        progress: called with bytes read (as `written`) and to be read; True shows a bar.
+
+    Returns:
+        the differences, those that changed most first; true if there are none beyond the tolerance.
+
+    Raises:
+        reshard.SourceError: a checkpoint cannot be opened or read.
+        reshard.UsageError: a tolerance is negative.
+        reshard.BudgetError: `memory` is too little.
+    """
+    from reshard.compute.differences import diff as diff_records  # it brings numpy
+
+    first, second = (side if isinstance(side, Checkpoint) else open_checkpoint(side) for side in (a, b))
+    with progress_of(progress) as callback:
+        return diff_records(
+            record_of(first), record_of(second), tolerance=tolerance, relative=relative,
+            memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback,
+        )  # fmt: skip
