@@ -127,8 +127,8 @@ class Checkpoint(Arrays):
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'sel', 'strategy', 'tensors',
-     'to_zarr', 'unreadable', 'warnings']
+    ['dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'sel', 'strategy',
+     'tensors', 'to_zarr', 'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -223,6 +223,24 @@ class Checkpoint(Arrays):
 
         adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
         return Checkpoint(merged(self._record, adapter))
+
+    def dequantize(self, dtype: str = "bfloat16") -> Checkpoint:
+        """Return the checkpoint with quantized weights multiplied by their scales when they are read.
+
+        Weights are float8 with a scale for each block, or two E2M1 values a byte with E8M0 scales. Scales are left out,
+        and a Hugging Face set that is written from the result gets a `config.json` without `quantization_config`.
+
+        Args:
+            dtype: the dtype of these weights: `bfloat16`, `float16` or `float32`.
+
+        Raises:
+            reshard.SourceError: a weight has no scales, or scales of another shape; nothing is quantized, or in another
+                way; all faults at once.
+            reshard.UsageError: another dtype; rules or an adapter were applied before.
+        """
+        from reshard.expressions.dequantize import dequantize  # not on every start
+
+        return Checkpoint(dequantize(self._record, dtype))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.

@@ -61,6 +61,9 @@ SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
 SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
 """Files that belong to a set by name, even if an index does not list them."""
 
+MODEL_CONFIG = "config.json"
+"""The configuration of a model, next to its Hugging Face set."""
+
 _OF = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.", re.DOTALL)
 _LARGEST_INDEX = 1 << 26
 

@@ -271,6 +271,8 @@ class Extras:
         bound: tensors that only a target of the same format can hold, with the reason.
         paths: the dict keys and list indices under which each tensor was saved, if not only its name; None if they are
             unknown and not needed.
+        model_config: the `config.json` for a Hugging Face set of these tensors, if it differs from the source's; else
+            empty.
     """
 
     described_by: str = ""
@@ -280,6 +282,7 @@ class Extras:
     beside: Mapping[str, Object] = field(default_factory=dict)
     bound: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
+    model_config: bytes = b""
 
     def layout_of(self, name: str) -> Layout | None:
         """Return the layout of a tensor; None if it has none, or it is unknown."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats import by_name
 from reshard.formats.entries import Content, FileLayout, ShardFiles, SizedTensor
+from reshard.formats.sets import MODEL_CONFIG, HuggingFaceSet
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
@@ -42,6 +43,10 @@ class Ranks(Destination):
         self._faults = faults
         self._lay_out = written.lay_out
         stored = [self._stored(item) for item in items]
+        is_renamed = source.origin is not None and source.origin.rules is not None
+        self._model_config = (
+            source.extras.model_config if isinstance(request.files, HuggingFaceSet) and not is_renamed else b""
+        )
         self._shard_files: ShardFiles = request.files.shard_files(stored, written.EXTENSION)
         self._remove_redundancy = request.remove_redundancy
         self._fitted: dict[str, Grid | None] = {}
@@ -140,6 +145,8 @@ class Ranks(Destination):
         if self._shard_files.index:
             path, content_bytes = self._shard_files.index
             result.append(TargetFile(self.ranks[0], path, literal(content_bytes), last=True))
+        if self._model_config:
+            result.append(TargetFile(self.ranks[0], MODEL_CONFIG, literal(self._model_config), last=True))
         if len({file.path for file in result}) < len(result):
             raise UsageError(
                 f"several ranks would write to one file of {names(self._shard_files.paths)}", code="duplicate-name",

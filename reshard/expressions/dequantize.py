@@ -1,0 +1,248 @@
+"""Checkpoints with quantized weights as checkpoints of plain ones.
+
+A quantized weight `X.weight` has its scales in `X.weight_scale_inv` (DeepSeek-V3) or `X.scale` (DeepSeek-V4). The size
+of blocks is in the `quantization_config` of the model's `config.json`; without it, the shapes of the scales tell common
+sizes apart. Scales are not tensors of the result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.dtypes import by_name
+from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.expressions.computed import computed
+from reshard.expressions.operand import Operand
+from reshard.expressions.scaled import E8M0, FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
+from reshard.formats.sets import MODEL_CONFIG
+from reshard.layout.block import shape_text
+from reshard.source.checkpoint import Computation
+from reshard.storage.places import as_place
+from reshard.storage.small import parse_json, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reshard.dtypes import DType
+    from reshard.source.checkpoint import Checkpoint, TensorSpec
+
+RESULTS = ("bfloat16", "float16", "float32")
+"""The dtypes of dequantized weights."""
+
+_SUFFIXES = (("", "_scale_inv"), (".weight", ".scale"))
+"""Ends of the name of a weight, and what its scales have instead."""
+
+_BLOCKS = ((128, 128), (1, 32))
+"""The sizes of blocks that shapes tell apart."""
+
+_PACKED_BLOCK = (1, 32)
+
+_METHODS = ("fp8",)
+_KEYS = ("quantization_config", "compression_config")
+_DTYPES = ("torch_dtype", "dtype")
+_LARGEST_CONFIG = 1 << 22
+
+
+class _Config(NamedTuple):
+    """The model's configuration, as far as it is about weights.
+
+    Attributes:
+        block: the size of a block; None if it is not given.
+        content: the file without its quantization; empty if there is no file.
+    """
+
+    block: tuple[int, int] | None = None
+    content: bytes = b""
+
+
+def result_dtype(name: str) -> DType:
+    """Return the dtype of dequantized weights.
+
+    Raises:
+        UsageError: weights are not dequantized to it.
+
+    >>> str(result_dtype("bf16"))
+    'bfloat16'
+    """
+    dtype = by_name(name, UsageError)
+    if dtype.name not in RESULTS:
+        raise UsageError(
+            f"weights are not dequantized to {dtype}", code="unsupported-dtype", facts=[f"expected {names(RESULTS)}"]
+        )
+    return dtype
+
+
+def dequantize(source: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
+    """Return a checkpoint with quantized weights multiplied by their scales, computed when they are read.
+
+    Args:
+        source: the checkpoint, in its own names.
+        dtype: the dtype of dequantized weights.
+
+    Raises:
+        SourceError: a weight has no scales, or not one for each block; nothing is quantized, or not in blocks of float8
+            or packed E2M1 values; all faults at once.
+        UsageError: weights are not dequantized to this dtype, or rules or an adapter were applied before.
+    """
+    target = result_dtype(dtype)
+    source.require_whole()
+    if source.origin is not None:
+        raise UsageError(
+            f"rules or an adapter were already applied to {source.root}", code="already-derived",
+            hint="dequantize first",
+        )  # fmt: skip
+    config = _config_of(source, target)
+    faults = Faults(source.root)
+    expressions, scales = {}, set()
+    for name, scale in _pairs(source, faults):
+        expression = _expression(Operand(source, name), Operand(source, scale), config.block, target, faults)
+        scales.add(scale)
+        if expression is not None:
+            expressions[name] = expression
+    faults.raise_if_any(SourceError)
+    if not expressions:
+        raise SourceError(
+            f"{source.root} has no quantized weight", code="not-quantized",
+            facts=["expected float8 or packed weights, with scales named X.weight_scale_inv or X.scale"],
+        )  # fmt: skip
+    result = computed(source, expressions).without(scales)
+    opening = replace(source.opening, computation=Computation("dequantize", {"dtype": target.name}, (source,)))
+    extras = replace(result.extras, model_config=config.content)
+    if extras.arrangement is not None and any(expression.packed for expression in expressions.values()):
+        extras = replace(extras, arrangement=None)  # it has the shapes of packed weights
+    return replace(result, opening=opening, extras=extras)
+
+
+def _pairs(source: Checkpoint, faults: Faults) -> Iterator[tuple[str, str]]:
+    """Yield the quantized weights with the names of their scales; add faults for those without."""
+    of_weights = set()
+    for name, tensor in source.tensors.items():
+        dtype = tensor.spec.dtype.name
+        candidates = _scale_names(name)
+        scale = next((each for each in candidates if each in source.tensors), None)
+        if scale is not None and (dtype in FLOAT8 or (dtype in PACKED and _is_e8m0(source, scale))):
+            of_weights.add(scale)
+            yield name, scale
+        elif scale is not None and dtype in PACKED:
+            fault = f"is {dtype} with scales in {source.tensors[scale].spec.dtype}; expected {E8M0}"
+            faults.add(f"tensor {name!r}", fault, code="unsupported-dtype")
+            of_weights.add(scale)
+        elif dtype.startswith("float8") and dtype != E8M0:
+            absent = [each for each in candidates if each in source.left_out or each in source.unreadable]
+            fault = f"is {dtype} and has no scales; expected {' or '.join(candidates)}"
+            hint = f"{names(absent)} was left out: choose tensors afterwards" if absent else ""
+            faults.add(f"tensor {name!r}", fault, code="missing-scale", hint=hint)
+    for name in source.tensors:
+        weight = name.removesuffix(_SUFFIXES[0][1])
+        if weight != name and name not in of_weights:
+            kind = f"is {source.tensors[weight].spec.dtype}" if weight in source.tensors else "is not in the checkpoint"
+            faults.add(f"tensor {name!r}", f"has scales of {weight!r}, which {kind}", code="unused-scale")
+
+
+def _is_e8m0(source: Checkpoint, name: str) -> bool:
+    return source.tensors[name].spec.dtype.name == E8M0
+
+
+def _scale_names(name: str) -> list[str]:
+    """Return the names that the scales of a weight may have.
+
+    >>> _scale_names("layers.0.wq.weight"), _scale_names("experts")
+    (['layers.0.wq.weight_scale_inv', 'layers.0.wq.scale'], ['experts_scale_inv'])
+    """
+    return [name.removesuffix(end) + scales for end, scales in _SUFFIXES if name.endswith(end)]
+
+
+def _expression(
+    values: Operand, scales: Operand, block: tuple[int, int] | None, dtype: DType, faults: Faults
+) -> ScaledBlocks | None:
+    """Return the expression of a weight, or None after adding a fault."""
+    packed = values.spec.dtype.name in PACKED
+    sizes = (_PACKED_BLOCK,) if packed else (block,) if block else _BLOCKS
+    try:
+        for operand in (values, scales):
+            operand.require()
+        size = _block_size(values.spec, scales.spec, sizes, packed=packed)
+    except SourceError as error:
+        faults.add(f"tensor {values.name!r}", error)
+        return None
+    return ScaledBlocks(values, scales, size, dtype, packed)
+
+
+def _block_size(
+    values: TensorSpec, scales: TensorSpec, sizes: Sequence[tuple[int, int]], *, packed: bool
+) -> tuple[int, int]:
+    """Return which of some sizes the blocks of a weight have.
+
+    Raises:
+        SourceError: its scales have the shape of none, or a dtype that scales do not have.
+    """
+    if scales.dtype.name not in SCALES:
+        raise SourceError(f"has scales in {scales.dtype}; expected {names(SCALES)}", code="unsupported-dtype")
+    if len(values.shape) < 2:
+        raise SourceError(f"has shape {shape_text(values.shape)}; expected rows and columns", code="wrong-shape")
+    shape = (*values.shape[:-1], values.shape[-1] * (2 if packed else 1))
+    expected = {size: scales_shape(shape, size) for size in sizes}
+    for size in sizes:
+        if expected[size] == scales.shape:
+            return size
+    shapes = " or ".join(f"{shape_text(expected[size])} for blocks of {shape_text(size)}" for size in sizes)
+    fault = f"has shape {shape_text(shape)} and scales of shape {shape_text(scales.shape)}; expected {shapes}"
+    raise SourceError(fault, code="wrong-shape")
+
+
+def _config_of(source: Checkpoint, dtype: DType) -> _Config:
+    """Read the model's configuration, if there is one next to the files.
+
+    Raises:
+        SourceError: it cannot be read, or its quantization is of another kind.
+    """
+    root = as_place(source.root)
+    path = (root.parent if root.is_file() else root) / MODEL_CONFIG
+    if not path.is_file():
+        return _Config()
+    try:
+        content = parse_json(read_small(path, "model configuration", _LARGEST_CONFIG, SourceError), [])
+    except ValueError as error:
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} is a {type(content).__name__}; expected a JSON object", code="wrong-type")
+    block = None
+    for part in (content, content.get("text_config")):
+        for key in _KEYS:
+            if isinstance(part, Mapping) and part.get(key) is not None:
+                block = _block_of(part[key], f"{key} of {path}") or block
+    return _Config(block, json.dumps(_plain(content, dtype), indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def _block_of(quantization: Any, subject: str) -> tuple[int, int] | None:
+    """Return the size of blocks that a configuration gives, or None.
+
+    Raises:
+        SourceError: weights are not quantized in blocks of float8.
+    """
+    if not isinstance(quantization, Mapping):
+        raise SourceError(f"{subject} is a {type(quantization).__name__}; expected a JSON object", code="wrong-type")
+    method = quantization.get("quant_method")
+    if method not in {None, *_METHODS}:
+        raise SourceError(
+            f"{subject} says {method!r:.60}, which is not dequantized", code="unsupported-quantization",
+            facts=["expected fp8: float8 in blocks, or two E2M1 values a byte, with scales"],
+        )  # fmt: skip
+    size = quantization.get("weight_block_size")
+    if size is None:
+        return None
+    if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)):
+        raise SourceError(f"{subject} has the weight_block_size {size!r:.60}; expected two numbers", code="bad-value")
+    return size[0], size[1]
+
+
+def _plain(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
+    """Return a configuration without its quantization, and with the dtype of dequantized weights."""
+    result = {key: value for key, value in config.items() if key not in _KEYS}
+    result.update({key: dtype.name for key in _DTYPES if isinstance(result.get(key), str)})
+    if isinstance(inner := result.get("text_config"), Mapping):
+        result["text_config"] = _plain(inner, dtype)
+    return result
