@@ -39,7 +39,9 @@ class Words(NamedTuple):
 
 
 _FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
-_BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
+_BARE = {
+    "allow_missing", "cast", "dequantize", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only",
+}  # fmt: skip
 """Options that Python's texts name without a value."""
 
 

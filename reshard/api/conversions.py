@@ -50,6 +50,7 @@ def convert(
     weights_only: bool = False,
     name_map: Mapping[str, str] | None = None,
     cast: Mapping[str, str] | None = None,
+    dequantize: str | None = None,
     drop: Globs = (),
     allow_missing: Globs = (),
     rules: Rules | Mapping[str, Any] | AnyName | None = None,
@@ -95,6 +96,7 @@ def convert(
         weights_only: as in `reshard.Selection`.
         name_map: as in `reshard.Selection`.
         cast: as in `reshard.Selection`.
+        dequantize: multiply quantized weights by their scales first, as `Checkpoint.dequantize` to this dtype.
         drop: as in `reshard.Selection`.
         allow_missing: as in `reshard.Selection`.
         rules: as in `reshard.Selection`, or a rules file.
@@ -133,6 +135,7 @@ def convert(
     conversion = job(
         record_of(source) if isinstance(source, Checkpoint) else as_place(source),
         path, OpenOptions(strategy=source_strategy, cipher=cipher), options, selection or Selection(), threads=threads,
+        dequantize=dequantize,
     )  # fmt: skip
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:

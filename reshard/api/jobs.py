@@ -85,6 +85,7 @@ def job(
     *,
     verb: Verb = "convert",
     threads: int | None = None,
+    dequantize: str | None = None,
 ) -> Job:
     """Plan the conversion that the options describe.
 
@@ -96,10 +97,13 @@ def job(
         selection: which tensors.
         verb: the command, for its defaults.
         threads: the most threads that a run may have.
+        dequantize: the dtype to which quantized weights are dequantized, before the selection; None to keep them.
 
     Raises:
         UsageError: options that contradict each other or the format.
     """
+    if dequantize is not None:
+        _refuse_copies(options)
     if target is not None and not (options.to or options.format):
         _refuse_foreign_name(target)
     to, reason = _stated(options, target, verb)
@@ -113,11 +117,15 @@ def job(
             )  # fmt: skip
         checkpoint = source
     else:
-        note = _kept_ranks(source, target, opening, options, to, selection, verb)
+        note = None if dequantize else _kept_ranks(source, target, opening, options, to, selection, verb)
         if note is not None:
             return _of_same_ranks(source, target, opening, options, to, selection, threads, note, reason)
         with noting_swap(source, opening, options.target_strategy):
             checkpoint = open_checkpoint(source, **vars(opening))
+    if dequantize is not None:
+        from reshard.expressions.dequantize import dequantize as dequantized  # not on every start
+
+        checkpoint = dequantized(checkpoint, dequantize)
     if to is None:
         to, reason = _of_source(checkpoint, options, verb)
         _refuse_misfits(options, to)
@@ -284,6 +292,19 @@ def _refuse_misfits(options: TargetOptions, to: str) -> None:
                 Text(Option("link"), " keeps files and blocks as they are"), code="option-of-another-format",
                 hint=Text("leave ", _listed(conflicting), " out, or ", Option("link")),
             )  # fmt: skip
+
+
+def _refuse_copies(options: TargetOptions) -> None:
+    """Refuse options that keep the bytes of tensors, if weights are dequantized.
+
+    Raises:
+        UsageError: there is such an option.
+    """
+    for name in options.given(("link", "same_ranks")):
+        raise UsageError(
+            Text(Option(name), " keeps blocks as they are, and ", Option("dequantize"), " computes others"),
+            code="conflicting-options", hint=Text("leave ", Option(name), " out"),
+        )  # fmt: skip
 
 
 def _file_name(source: Place, target: Place | None, options: TargetOptions, to: str, verb: Verb) -> str | None:

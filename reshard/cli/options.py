@@ -237,6 +237,14 @@ target_strategy_option = _target(
 )  # fmt: skip
 
 
+dequantize_option = option(
+    "--dequantize", under="Tensors", in_short_help=True, metavar="DTYPE",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Multiply float8 weights, and 4-bit ones in pairs, by the scales of their blocks: to bfloat16, float16 or "
+    "float32, before anything else here.",
+)  # fmt: skip
+
+
 def _opening_of(**values: Any) -> OpenOptions:
     return OpenOptions(**{name.removeprefix("source_").removeprefix("target_"): values[name] for name in values})
 

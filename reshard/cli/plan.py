@@ -11,6 +11,7 @@ from reshard.cli.carry import KEYS, carry_out, key_typed, print_plan
 from reshard.cli.commands import Command, option
 from reshard.cli.options import (
     Running,
+    dequantize_option,
     json_option,
     key_option,
     overwrite_file_option,
@@ -62,6 +63,7 @@ Example:
 @overwrite_file_option
 @source_options
 @target_options("plan")
+@dequantize_option
 @selection_options
 @json_option
 @verbose_option
@@ -73,6 +75,7 @@ def plan(
     overwrite: bool,
     opening: OpenOptions,
     options: TargetOptions,
+    dequantize: str | None,
     selection: Selection,
     as_json: bool,
     verbose: bool,
@@ -95,7 +98,7 @@ def plan(
         if target is not None:
             plan_file.check_directory(str(target))
     with phase(READING, quiet=quiet):
-        planned, directory, _, notes = job(source, target, opening, options, selection)
+        planned, directory, _, notes = job(source, target, opening, options, selection, dequantize=dequantize)
     if output is not None:
         saved = None if directory is None else str(directory)
         plan_file.save(planned, output, directory=saved, overwrite=overwrite)

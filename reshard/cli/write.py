@@ -11,7 +11,14 @@ import reshard
 from reshard.api.asked import OpenOptions
 from reshard.cli.carry import KEYS, carry_out, check_manifest_place
 from reshard.cli.commands import Command, option
-from reshard.cli.options import Running, average_source_options, run_options, source_options, target_options
+from reshard.cli.options import (
+    Running,
+    average_source_options,
+    dequantize_option,
+    run_options,
+    source_options,
+    target_options,
+)
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE
@@ -46,6 +53,7 @@ def _writing(verb: Verb) -> Callable[..., Any]:
         for add in (
             run_options,
             selection_options,
+            dequantize_option,
             via_zarr,
             target_options(verb),
             source_options,
@@ -286,6 +294,7 @@ def _write(
     opening: OpenOptions,
     options: TargetOptions,
     via_zarr: Place | None,
+    dequantize: str | None,
     selection: Selection,
     running: Running,
 ) -> None:
@@ -297,6 +306,11 @@ def _write(
             raise UsageError(
                 "--same-ranks keeps files as they are cut", code="conflicting-options", hint="leave --via-zarr out"
             )
+        if dequantize is not None:
+            raise UsageError(
+                "--dequantize reads the config.json of SOURCE, which a store does not have", code="conflicting-options",
+                hint="leave --via-zarr out",
+            )  # fmt: skip
         _check_apart(via_zarr, source, target, running.write_manifest)
         check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         plain = str(via_zarr) if options.target_cipher else f"{via_zarr} and {target}"
@@ -306,7 +320,7 @@ def _write(
         options = with_format(options, target, _format_before(via_zarr))
     with phase(READING, quiet=running.quiet):
         plan, directory, result, notes = job(
-            source, target, opening, options, selection, verb=verb, threads=running.threads
+            source, target, opening, options, selection, verb=verb, threads=running.threads, dequantize=dequantize
         )
     if not running.quiet:
         for note in notes:
