@@ -40,7 +40,8 @@ class Words(NamedTuple):
 
 _FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
 _BARE = {
-    "allow_missing", "cast", "dequantize", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only",
+    "allow_missing", "cast", "dequantize", "exclude", "include", "layout", "lora", "same_ranks", "stage",
+    "weights_only",
 }  # fmt: skip
 """Options that Python's texts name without a value."""
 

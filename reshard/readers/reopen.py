@@ -105,7 +105,17 @@ def _average(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkp
     return average(inputs, **options, compare=False)
 
 
-_KINDS: dict[str, Callable[[Sequence[Checkpoint], Mapping[str, Any]], Checkpoint]] = {"average": _average}
+def _dequantize(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
+    from reshard.expressions.dequantize import dequantize  # seldom
+
+    (source,) = inputs
+    return dequantize(source, **options)
+
+
+_KINDS: dict[str, Callable[[Sequence[Checkpoint], Mapping[str, Any]], Checkpoint]] = {
+    "average": _average,
+    "dequantize": _dequantize,
+}
 """The functions that compute a checkpoint, by kind of computation; they take its inputs and options."""
 
 

@@ -24,6 +24,7 @@ FOLDERS = (
     "encrypted",
     "merged",
     "peft",
+    "quantized",
     "real",
     "strategies",
 )
