@@ -101,6 +101,10 @@ def prepare_lora(folder: Path, _data: Path) -> None:
     adapters.save(folder / "adapter", adapters.matrices(model))
 
 
+def prepare_quantized(folder: Path, data: Path) -> None:
+    shutil.copytree(data / "quantized" / "fp8_v3" / "checkpoint", folder / "deepseek")
+
+
 def convert(folder: Path, target: str, *options: str) -> None:
     done(
         "convert", folder / "src_checkpoints", folder / target, "--source-strategy", folder / "src_strategy.ckpt",
@@ -110,7 +114,7 @@ def convert(folder: Path, target: str, *options: str) -> None:
 
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
-    "lora": prepare_lora,
+    "lora": prepare_lora, "quantized": prepare_quantized,
 }  # fmt: skip
 
 

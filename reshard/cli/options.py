@@ -238,7 +238,7 @@ target_strategy_option = _target(
 
 
 dequantize_option = option(
-    "--dequantize", under="Tensors", in_short_help=True, metavar="DTYPE",
+    "--dequantize", under="Tensors", metavar="DTYPE",
     type=click.Choice(["bfloat16", "float16", "float32"]),
     help="Multiply float8 weights, and 4-bit ones in pairs, by the scales of their blocks: to bfloat16, float16 or "
     "float32, before anything else here.",
