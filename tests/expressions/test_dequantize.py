@@ -38,6 +38,7 @@ CASES = ("fp8_v3", "fp8_v3_odd_values", "fp8_other_block", "fp4_v4", "fp4_v4_odd
 E4M3, E5M2, E8M0, BF16 = (
     np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16")
 )
+FLOAT8 = [E4M3, E5M2, np.dtype(ml_dtypes.float8_e4m3fnuz), np.dtype(ml_dtypes.float8_e5m2fnuz)]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -156,7 +157,7 @@ def test_any_box_of_any_blocks(tmp_path_factory: pytest.TempPathFactory, data: s
     block = (1, 32) if packed else data.draw(st.sampled_from([(128, 128), (64, 96), (1, 32), (3, 5), (1, 128)]))
     leading = data.draw(st.sampled_from([(), (2,)]))
     rows, columns = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
-    stored = values((*leading, rows, columns), 3, np.int8 if packed else data.draw(st.sampled_from([E4M3, E5M2])))
+    stored = values((*leading, rows, columns), 3, np.int8 if packed else data.draw(st.sampled_from(FLOAT8)))
     whole = unpacked(stored) if packed else stored
     shape = (*leading, -(-rows // block[0]), -(-whole.shape[-1] // block[1]))
     scales = scales_of(shape, 4, kind)
