@@ -406,6 +406,19 @@ def test_without_a_config(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_averages(tmp_path: Path) -> None:
+    """Inputs that are quantized are dequantized first; others are as they are."""
+    stored, full = model()
+    one, two = save_set(tmp_path / "one", stored, CONFIG), save_set(tmp_path / "two", full)
+    with refused(SourceError, "not-averageable"):
+        reshard.average([reshard.open(one), reshard.open(one)])
+    done("average", f"{one}:0.5", f"{two}:0.5", tmp_path / "out", "--to", "hf", "--dequantize", "bfloat16")
+    assert_same(reshard.open(tmp_path / "out"), full)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert reshard.verify(tmp_path / "out").equal
+    failed(4, "not-quantized", "average", two, two, tmp_path / "none", "--dequantize", "bfloat16")
+
+
 def test_commands(tmp_path: Path) -> None:
     """convert, plan and run; a run that is typed again; the ledger says what it is."""
     stored, full = model()
