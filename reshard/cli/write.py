@@ -190,6 +190,7 @@ Examples:
     help="Average optimizer states, too. The step and other training state are those of the first source.",
 )
 @target_options("convert")
+@dequantize_option
 @selection_options
 @run_options
 def average(
@@ -200,6 +201,7 @@ def average(
     schedule: str | None,
     dtype: str | None,
     states: bool,
+    dequantize: str | None,
     options: TargetOptions,
     selection: Selection,
     running: Running,
@@ -232,6 +234,10 @@ def average(
         for (path, each), strategy in zip(pairs, _strategies(pairs, openings), strict=True):
             with noting_swap(path, replace(each, strategy=strategy), options.target_strategy):
                 checkpoints.append(open_checkpoint(path, **vars(replace(each, strategy=strategy))))
+        if dequantize is not None:
+            from reshard.expressions.dequantize import dequantize_each  # seldom
+
+            checkpoints = dequantize_each(checkpoints, dequantize)
         checkpoint = average_of(checkpoints, weights, dtype, states)
         plan, directory, result, notes = job(
             checkpoint, target, OpenOptions(), options, selection, threads=running.threads

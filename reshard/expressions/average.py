@@ -230,7 +230,10 @@ def average(
     base = replace(
         first, strategy=None, origin=None, warnings=(*_warnings(inputs), *_sum_warning(factors)),
         opening=Opening(computation=Computation("average", options, tuple(inputs))),
-        extras=Extras(first.extras.described_by, paths=first.extras.paths),
+        extras=Extras(
+            first.extras.described_by, paths=first.extras.paths,
+            model_config=b"" if target else first.extras.model_config,
+        ),
     )  # fmt: skip
     return computed(base, expressions, others)
 

@@ -116,6 +116,26 @@ def dequantize(source: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     return replace(result, opening=opening, extras=extras)
 
 
+def dequantize_each(sources: Sequence[Checkpoint], dtype: str) -> list[Checkpoint]:
+    """Return checkpoints, of which those with quantized weights are dequantized.
+
+    Raises:
+        SourceError, UsageError: as `dequantize`, or no checkpoint has quantized weights.
+    """
+    result, plain = [], []
+    for source in sources:
+        try:
+            result.append(dequantize(source, dtype))
+        except SourceError as error:
+            if error.code != "not-quantized":
+                raise
+            result.append(source)
+            plain.append(error)
+    if plain and len(plain) == len(sources):
+        raise plain[0]
+    return result
+
+
 def _pairs(source: Checkpoint, faults: Faults) -> Iterator[tuple[str, str]]:
     """Yield the quantized weights with the names of their scales; add faults for those without."""
     of_weights = set()

@@ -41,7 +41,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _CODES = 256
 
-_CHUNK = 1 << 15
+_CHUNK = 1 << 16
 """How many bytes are looked up at once, so that they stay in a core's own cache."""
 
 _MOST_COLUMNS = 1 << 13

@@ -38,6 +38,7 @@ CASES = ("fp8_v3", "fp8_v3_odd_values", "fp8_other_block", "fp4_v4", "fp4_v4_odd
 E4M3, E5M2, E8M0, BF16 = (
     np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16")
 )
+FLOAT8 = [E4M3, E5M2, np.dtype(ml_dtypes.float8_e4m3fnuz), np.dtype(ml_dtypes.float8_e5m2fnuz)]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -156,7 +157,7 @@ def test_any_box_of_any_blocks(tmp_path_factory: pytest.TempPathFactory, data: s
     block = (1, 32) if packed else data.draw(st.sampled_from([(128, 128), (64, 96), (1, 32), (3, 5), (1, 128)]))
     leading = data.draw(st.sampled_from([(), (2,)]))
     rows, columns = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
-    stored = values((*leading, rows, columns), 3, np.int8 if packed else data.draw(st.sampled_from([E4M3, E5M2])))
+    stored = values((*leading, rows, columns), 3, np.int8 if packed else data.draw(st.sampled_from(FLOAT8)))
     whole = unpacked(stored) if packed else stored
     shape = (*leading, -(-rows // block[0]), -(-whole.shape[-1] // block[1]))
     scales = scales_of(shape, 4, kind)
@@ -403,6 +404,19 @@ def test_config_of_a_set(tmp_path: Path) -> None:
 def test_without_a_config(tmp_path: Path) -> None:
     reshard.convert(save_set(tmp_path / "set", model()[0]), tmp_path / "out", dequantize="bfloat16")
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_averages(tmp_path: Path) -> None:
+    """Inputs that are quantized are dequantized first; others are as they are."""
+    stored, full = model()
+    one, two = save_set(tmp_path / "one", stored, CONFIG), save_set(tmp_path / "two", full)
+    with refused(SourceError, "not-averageable"):
+        reshard.average([reshard.open(one), reshard.open(one)])
+    done("average", f"{one}:0.5", f"{two}:0.5", tmp_path / "out", "--to", "hf", "--dequantize", "bfloat16")
+    assert_same(reshard.open(tmp_path / "out"), full)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert reshard.verify(tmp_path / "out").equal
+    failed(4, "not-quantized", "average", two, two, tmp_path / "none", "--dequantize", "bfloat16")
 
 
 def test_commands(tmp_path: Path) -> None:
