@@ -65,7 +65,7 @@ _HOMES = {
     "Verification": "verify.verification",
     "verify": "api.verification",
     "VerifyError": "errors",
-    "write": "api.arrays",
+    "write": "api.writing",
     "write_manifest": "verify.manifest",
     "write_strategy": "strategy.files",
     "ZarrGroup": "formats.zarr",
@@ -128,13 +128,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from reshard.api.arrays import write
     from reshard.api.averages import average
     from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
+    from reshard.api.writing import write
     from reshard.compute.differences import CheckpointDiff
     from reshard.compute.stats import CheckpointStats
     from reshard.errors import (

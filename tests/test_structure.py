@@ -26,7 +26,7 @@ ROOT = {"__init__", "__main__", "dtypes", "errors", "sizes", "upward"}
 
 MOST_ROOMS = 10  # of a shelf
 
-DASK_USERS = {"api.arrays", "run.executor", "run.graph", "run.run", "view.arrays"}
+DASK_USERS = {"api.writing", "run.executor", "run.graph", "run.run", "view.arrays"}
 
 
 def module_name(path: Path) -> str:

@@ -210,7 +210,7 @@ class Checkpoint(Arrays):
         >>> list(Checkpoint(Record("ckpt", {}, (), ())).assign({"layers.0.w": np.ones((2, 3))}, b=np.zeros(3)))
         ['layers.0.w', 'b']
         """
-        from reshard.api.arrays import assign  # it brings dask
+        from reshard.api.writing import assign  # it brings dask
 
         return Checkpoint(assign(self._record, {**(arrays or {}), **named}))
 

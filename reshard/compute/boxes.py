@@ -36,7 +36,7 @@ BOX_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BoxGrid:
     """The boxes that cut a shape, in row-major order; each has at most a number of elements.
 
     Attributes:
@@ -50,10 +50,10 @@ class Cut:
     rows: int
 
     @classmethod
-    def of(cls, shape: Shape, most: int) -> Cut:
+    def of(cls, shape: Shape, most: int) -> BoxGrid:
         """Return the cut of a shape into boxes of at most `most` elements.
 
-        >>> [str(box) for box in Cut.of((2, 5, 3), 9)], len(Cut.of((0, 3), 9))
+        >>> [str(box) for box in BoxGrid.of((2, 5, 3), 9)], len(BoxGrid.of((0, 3), 9))
         (['[0:1, 0:3, 0:3]', '[0:1, 3:5, 0:3]', '[1:2, 0:3, 0:3]', '[1:2, 3:5, 0:3]'], 0)
         """
         axis, inner = len(shape), 1
@@ -85,7 +85,7 @@ class Cut:
         )
 
 
-class Span(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor: some of its blocks, or some boxes of one block.
 
     Attributes:
@@ -163,9 +163,9 @@ class FileBoxes:
         tensors = tuple(checkpoint.tensors[name] for name in names)
         return cls(tensors, tuple(file.path for file in checkpoint.files), checkpoint.coding)
 
-    def spans(self) -> list[tuple[Span, ...]]:
+    def spans(self) -> list[tuple[TensorPart, ...]]:
         """Divide all tensors into tasks of about `budget.TASK_BYTES`."""
-        tasks: list[list[Span]] = [[]]
+        tasks: list[list[TensorPart]] = [[]]
         room = budget.TASK_BYTES
         for number, tensor in enumerate(self.tensors):
             itemsize = tensor.spec.dtype.itemsize
@@ -176,7 +176,7 @@ class FileBoxes:
                     room -= nbytes
                     continue
                 if place > first:
-                    tasks[-1].append(Span(number, (first, place)))
+                    tasks[-1].append(TensorPart(number, (first, place)))
                 tasks.append([])
                 room = budget.TASK_BYTES - nbytes
                 first = place
@@ -184,16 +184,16 @@ class FileBoxes:
                     step = max(1, budget.TASK_BYTES // self.box_bytes)
                     count = len(self._cut(tensor, place)[1])
                     tasks[-1:] = [
-                        [Span(number, (place, place + 1), (begin, min(count, begin + step)))]
+                        [TensorPart(number, (place, place + 1), (begin, min(count, begin + step)))]
                         for begin in range(0, count, step)
                     ]
                     tasks.append([])
                     first, room = place + 1, budget.TASK_BYTES
             if first < len(blocks):
-                tasks[-1].append(Span(number, (first, len(blocks))))
+                tasks[-1].append(TensorPart(number, (first, len(blocks))))
         return [tuple(task) for task in tasks if task]
 
-    def read(self, spans: Sequence[Span]) -> Iterator[tuple[int, FileBox]]:
+    def read(self, spans: Sequence[TensorPart]) -> Iterator[tuple[int, FileBox]]:
         """Read the boxes of a task, each with the number of its span; a buffer is used again for the next box.
 
         Raises:
@@ -204,7 +204,7 @@ class FileBoxes:
                 reader()
             yield number, box
 
-    def _steps(self, spans: Sequence[Span]) -> Iterator[tuple[tuple[Any, ...], ReadStore, list[Want]]]:
+    def _steps(self, spans: Sequence[TensorPart]) -> Iterator[tuple[tuple[Any, ...], ReadStore, list[Want]]]:
         """Yield read steps: a box, and the function that reads it unless the read requests do."""
         store = store_of(self.coding)
         memory = np.empty(self.box_bytes, np.uint8)
@@ -227,7 +227,7 @@ class FileBoxes:
                     else:
                         yield (found, None, _flat_reader(piece, box, flat)), store, []
 
-    def _cut(self, tensor: Tensor, place: int) -> tuple[tuple[StoredBlock, int], Cut, tuple[int, ...]]:
+    def _cut(self, tensor: Tensor, place: int) -> tuple[tuple[StoredBlock, int], BoxGrid, tuple[int, ...]]:
         """Return a block with the number of its file, its cut, and the order of its axes if it is strided."""
         block = tensor.sharding.blocks[place]
         extent = tensor.sharding.replicas[place][0].extent(tensor.runs)
@@ -237,9 +237,9 @@ class FileBoxes:
         if not extent.strides:
             if extent.runs and (missing := block.size * itemsize - sum(nbytes for _, nbytes in extent.runs)) > 0:
                 raise SourceError(f"{piece.path} lacks {missing} bytes of block {block}", code="truncated")
-            return (piece, extent.file), Cut.of((block.size,), most), ()
+            return (piece, extent.file), BoxGrid.of((block.size,), most), ()
         order = tuple(sorted(range(len(block.shape)), key=lambda axis: -extent.strides[axis]))
-        return (piece, extent.file), Cut.of(tuple(block.shape[axis] for axis in order), most), order
+        return (piece, extent.file), BoxGrid.of(tuple(block.shape[axis] for axis in order), most), order
 
 
 def _flat_reader(piece: StoredBlock, box: Block, flat: Array) -> Any:
@@ -283,7 +283,7 @@ def incomplete(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 class RowBoxes:
     """Reads boxes of a tensor in ascending order, and looks only at blocks near each box."""
 
-    def __init__(self, stored: StoredTensor, cut: Cut) -> None:
+    def __init__(self, stored: StoredTensor, cut: BoxGrid) -> None:
         self._stored, self._cut = stored, cut
         self._carrier = stored.kind.carrier()
         self._memory = np.empty(0, self._carrier)

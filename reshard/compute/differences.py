@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reshard.compute.boxes import BOX_BYTES, Cut, RowBoxes, incomplete, stored_tensor
+from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes, incomplete, stored_tensor
 from reshard.compute.pairs import PAIR_BYTES, PairMeter, PairSums
 from reshard.errors import BudgetError, UsageError, names
 from reshard.layout.axes import common
@@ -157,7 +157,7 @@ class _Pair(NamedTuple):
 
     a: Tensor
     b: Tensor
-    cut: Cut
+    cut: BoxGrid
 
 
 class _Task(NamedTuple):
@@ -177,7 +177,7 @@ class _Result(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
+class BoxComparison:
     """The pairs of tensors to compare; small enough to send to workers.
 
     Attributes:
@@ -210,12 +210,12 @@ class Comparison:
         return [tuple(task) for task in tasks if task]
 
 
-def compare(comparison: Comparison, tasks: Sequence[_Task]) -> list[_Result]:
+def compare(comparison: BoxComparison, tasks: Sequence[_Task]) -> list[_Result]:
     """Compare the boxes of one task."""
     return [_compared(comparison, task) for task in tasks]
 
 
-def _compared(comparison: Comparison, task: _Task) -> _Result:
+def _compared(comparison: BoxComparison, task: _Task) -> _Result:
     pair = comparison.pairs[task.pair]
     readers = [
         RowBoxes(stored_tensor(tensor, paths, coding), pair.cut)
@@ -268,7 +268,7 @@ def diff(
     numbers = [name for name in comparable if name not in unlike and a.tensors[name].text is None]
     thread_number = thread_count(threads)
     pairs, thread_number = _planned(a, b, numbers, memory, thread_number)
-    comparison = Comparison(
+    comparison = BoxComparison(
         tuple(pairs), (tuple(file.path for file in a.files), tuple(file.path for file in b.files)), (a.coding, b.coding)
     )
     total = sum(pair.a.spec.nbytes + pair.b.spec.nbytes for pair in pairs)
@@ -335,7 +335,7 @@ def _planned(
             continue
         break
     pairs = [
-        _Pair(*pair, Cut.of(pair[0].spec.shape, _elements(pair, size)))
+        _Pair(*pair, BoxGrid.of(pair[0].spec.shape, _elements(pair, size)))
         for pair, size in zip(tensors, nbytes, strict=True)
     ]
     return pairs, limits.threads

@@ -28,7 +28,7 @@ from reshard.verify.sums import progress_callback, thread_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.compute.boxes import FileBox, Span
+    from reshard.compute.boxes import FileBox, TensorPart
     from reshard.layout.block import Shape
     from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint, Tensor
@@ -246,7 +246,7 @@ class _Measured(NamedTuple):
         nbytes: number of bytes read.
     """
 
-    span: Span
+    span: TensorPart
     moments: Moments
     codes: Array
     counts: Array
@@ -254,7 +254,7 @@ class _Measured(NamedTuple):
     nbytes: int
 
 
-def measure(boxes: FileBoxes, spans: Sequence[Span]) -> list[_Measured]:
+def measure(boxes: FileBoxes, spans: Sequence[TensorPart]) -> list[_Measured]:
     """Measure the spans of one task."""
     measured: list[_Measured] = []
     meters: dict[str, Meter] = {}
@@ -278,7 +278,7 @@ def measure(boxes: FileBoxes, spans: Sequence[Span]) -> list[_Measured]:
 class _Measuring:
     """Joins the statistics of the boxes of a span."""
 
-    def __init__(self, span: Span, tensor: Tensor, meter: Meter) -> None:
+    def __init__(self, span: TensorPart, tensor: Tensor, meter: Meter) -> None:
         self._span, self._tensor, self._meter = span, tensor, meter
         self._moments = Moments()
         self._sample = np.zeros(1 << 13, np.int64)

@@ -48,7 +48,7 @@ _SPAN_BYTES = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ComputedBlock:
     """A block of a computed tensor, and the offset of its first byte in the file."""
 
     begin: int
@@ -71,12 +71,12 @@ class Computing:
     inner: Coding | None
     path: str
     nbytes_of_file: int
-    spans: tuple[Span, ...]
+    spans: tuple[ComputedBlock, ...]
     piece: int
 
     def nbytes(self, threads: int) -> int:
         """Return the memory that evaluating takes: the buffers of each thread, and the spans."""
-        expressions = {id(span.expression): span.expression for span in self.spans}.values()
+        expressions = dict.fromkeys(span.expression for span in self.spans)
         scratch = max((each.scratch + each.dtype.itemsize for each in expressions), default=0)
         fixed = sum({getattr(each, "held_bytes", 0) for each in expressions})
         codings = {op.checkpoint.coding for each in expressions for op in each.operands} | {self.inner}
@@ -89,7 +89,7 @@ class Computing:
         of_thread = max((getattr(each, "thread_bytes", 0) for each in expressions), default=0)
         return _SPAN_BYTES * len(self.spans) + threads * (self.piece * scratch + of_thread) + fixed + inner
 
-    def span_at(self, offset: int) -> Span:
+    def span_at(self, offset: int) -> ComputedBlock:
         """Return the span at an offset of the file."""
         return self.spans[bisect_right(self.spans, offset, key=lambda span: span.begin) - 1]
 
@@ -219,7 +219,7 @@ def computed(
 
 def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Sequence[Checkpoint]) -> Checkpoint:
     """Return a checkpoint with tensors in a file of their own."""
-    spans: list[Span] = []
+    spans: list[ComputedBlock] = []
     tensors = dict(source.tensors)
     others = [other for other in others if other is not source]
     stripped: list[SourceFile] = []
@@ -230,11 +230,11 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
         headers += index_digests([file.index for file in other.files])
     number = len(source.files) + len(stripped)
     position = 0
-    laid_out: dict[int, Tensor] = {}
+    laid_out: dict[Expression, Tensor] = {}
     for name, expression in expressions.items():
         spec = TensorSpec(name, expression.dtype, expression.shape)
-        if id(expression) in laid_out:  # tied tensors are computed once
-            tensors[name] = laid_out[id(expression)]._replace(spec=spec)
+        if expression in laid_out:  # tied tensors are computed once
+            tensors[name] = laid_out[expression]._replace(spec=spec)
             continue
         before = source.tensors.get(name)
         blocks = getattr(expression, "blocks", ())
@@ -244,18 +244,18 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
         runs = []
         for block in blocks:
             runs.append(((position, block.size * spec.dtype.itemsize),))
-            spans.append(Span(position, block, expression))
+            spans.append(ComputedBlock(position, block, expression))
             position += -(-max(block.size * spec.dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
         replicas = tuple((Replica(number, index),) for index in range(len(blocks)))
         tensor = Tensor(spec, Sharding(blocks, replicas), tuple(runs), listed=before.listed if before else True)
-        tensors[name] = laid_out[id(expression)] = tensor
+        tensors[name] = laid_out[expression] = tensor
     rules = [(name, each.definition(), [op.name for op in each.operands]) for name, each in expressions.items()]
     digest = sha256(repr((rules, headers)).encode()).hexdigest()
     path = f"computed:{digest[:16]}"
     files = (*source.files, *stripped)
     index = FileIndex(source.format or "safetensors", {}, header_id=-1)
-    read = {id(op.checkpoint) for each in expressions.values() for op in each.operands}
-    inputs = [*range(len(source.files))] if id(source) in read else []
+    read = {op.checkpoint for each in expressions.values() for op in each.operands}
+    inputs = [*range(len(source.files))] if source in read else []
     inputs += range(len(source.files), len(files))
     virtual = SourceFile(path, position, 0, index, inputs=tuple(inputs))
     remote = any(can(file.path).has_latency for file in files)

@@ -46,7 +46,7 @@ _DTYPES = ("torch_dtype", "dtype")
 _LARGEST_CONFIG = 1 << 22
 
 
-class _Config(NamedTuple):
+class _Quantization(NamedTuple):
     """The model's configuration, as far as it is about weights.
 
     Attributes:
@@ -213,7 +213,7 @@ def _block_size(
     raise SourceError(fault, code="wrong-shape")
 
 
-def _config_of(source: Checkpoint, dtype: DType) -> _Config:
+def _config_of(source: Checkpoint, dtype: DType) -> _Quantization:
     """Read the model's configuration, if there is one next to the files.
 
     Raises:
@@ -222,7 +222,7 @@ def _config_of(source: Checkpoint, dtype: DType) -> _Config:
     root = as_place(source.root)
     path = (root.parent if root.is_file() else root) / MODEL_CONFIG
     if not path.is_file():
-        return _Config()
+        return _Quantization()
     try:
         content = parse_json(read_small(path, "model configuration", _LARGEST_CONFIG, SourceError), [])
     except ValueError as error:
@@ -234,7 +234,7 @@ def _config_of(source: Checkpoint, dtype: DType) -> _Config:
         for key in _KEYS:
             if isinstance(part, Mapping) and part.get(key) is not None:
                 block = _block_of(part[key], f"{key} of {path}") or block
-    return _Config(block, json.dumps(_plain(content, dtype), indent=2, ensure_ascii=False).encode() + b"\n")
+    return _Quantization(block, json.dumps(_plain(content, dtype), indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def _block_of(quantization: Any, subject: str) -> tuple[int, int] | None:

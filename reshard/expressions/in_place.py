@@ -50,7 +50,7 @@ class Resource(Protocol):
         """Return the memory that it takes with a number of threads."""
 
 
-class Change(Protocol):
+class InPlaceRule(Protocol):
     """A rule that changes elements of a tensor, and keeps its dtype and shape."""
 
     @property
@@ -77,7 +77,7 @@ class InPlace(NamedTuple):
     """An expression over one tensor, which is changed in the buffer that it is read into."""
 
     operand: Operand
-    rule: Change
+    rule: InPlaceRule
 
 
 class _Copies(NamedTuple):
@@ -135,7 +135,7 @@ class _Changed(NamedTuple):
     dtype: DType
     runs: tuple[Runs, ...]
     copies: _Copies
-    rule: Change
+    rule: InPlaceRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,8 +154,8 @@ class Changing:
 
     def nbytes(self, threads: int) -> int:
         """Return the memory that changing takes: of rules, of strided reads, and of where everything is."""
-        resources = {id(each.rule.resource): each.rule.resource for each in self.tensors}.values()
-        copies = {id(each.copies): each.copies for each in self.tensors}.values()
+        resources = dict.fromkeys(each.rule.resource for each in self.tensors)
+        copies = {each.copies.sharding: each.copies for each in self.tensors}.values()
         strided = any(strides for each in copies for _, strides in each.of_file.values())
         located = _CHANGED_BYTES * len(self.tensors) + _COPY_BYTES * sum(len(each.of_file) for each in copies)
         nbytes = located + sum(each.nbytes(threads) for each in resources) + strided * threads * (SCRATCH + TILE_BYTES)
@@ -188,7 +188,7 @@ class ChangingStore(Around):
     def read(self, wants: Sequence[Want]) -> None:
         """Fill buffers; what is stored is read together."""
         stored: list[Want] = []
-        changes: list[tuple[Change, str, Block, int, NDArray[Any]]] = []
+        changes: list[tuple[InPlaceRule, str, Block, int, NDArray[Any]]] = []
         strided: list[tuple[StoredBlock, int, NDArray[Any]]] = []
         for path, offset, buffer in wants:
             if offset < self._changing.first:

@@ -228,7 +228,7 @@ def _cuts(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[i
     """Return the rows at which tasks may be cut, for transfers of assigned arrays."""
     if all(file.inputs is None for file in source.files):
         return {}
-    from reshard.expressions.arrays import array_of, row_edges  # rarely needed
+    from reshard.expressions.assigned import array_of, row_edges  # rarely needed
 
     cuts = {}
     for number, transfer in enumerate(transfers):

@@ -160,7 +160,7 @@ def plan(
 
 def _advise_rechunk(error: BudgetError, source: Checkpoint) -> None:
     """Add the largest chunks of assigned arrays to an error, with smaller ones that would do."""
-    from reshard.expressions.arrays import arrays_in  # rarely needed
+    from reshard.expressions.assigned import arrays_in  # rarely needed
 
     largest = max(arrays_in(source.coding), key=lambda array: array.row_bytes, default=None)
     if largest is not None and largest.row_bytes > BAND_BYTES:

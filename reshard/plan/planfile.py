@@ -26,7 +26,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
-from reshard.expressions.arrays import arrays_in
+from reshard.expressions.assigned import arrays_in
 from reshard.formats.directories import is_iteration
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord

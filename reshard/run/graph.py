@@ -48,7 +48,7 @@ from reshard.upward import upward
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard.expressions.arrays import FromArray, Key
+    from reshard.expressions.assigned import FromArray, Key
     from reshard.plan.plan import Plan
     from reshard.run.tasks import Receipt
     from reshard.targets.destination import TargetFile
@@ -142,7 +142,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return the assigned arrays of the source."""
         if all(file.inputs is None for file in self.plan.source.files):
             return []
-        from reshard.expressions.arrays import arrays_in  # rarely needed
+        from reshard.expressions.assigned import arrays_in  # rarely needed
 
         return [array for array in arrays_in(self.plan.source.coding) if array.array is not None]
 
@@ -163,7 +163,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         moves = [(number, self.directory, self.options, created) for number in range(len(self.plan.tasks))]
         if not self.has_arrays:
             return moves
-        from reshard.expressions.arrays import Needed
+        from reshard.expressions.assigned import Needed
 
         needed = Needed(self.plan)
         keys = [needed.of(task) for task in self.plan.tasks]

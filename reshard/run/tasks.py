@@ -31,7 +31,7 @@ from reshard.storage.threads import live_runs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.expressions.arrays import Key
+    from reshard.expressions.assigned import Key
     from reshard.formats.entries import Crc, FileLayout
     from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.source.records import Range
@@ -155,7 +155,7 @@ def move_task(
 ) -> Receipt:
     """Move the pieces of one task; it needs these chunks of assigned arrays."""
     if keys:
-        from reshard.expressions.arrays import given  # rarely needed
+        from reshard.expressions.assigned import given  # rarely needed
 
         with given(dict(zip(keys, chunks, strict=True))):
             return move_task(plan, number, directory, options, _made)

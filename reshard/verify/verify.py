@@ -283,7 +283,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
     ]
     if several and target.extras.described_by and (nbytes or target.extras.arrangement is None):
-        from reshard.verify.compare.replicas import compare_replicas  # lazy import: needs numpy
+        from reshard.verify.compare.every_replica import compare_replicas  # lazy import: needs numpy
 
         compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)
         differences += compared.differences

@@ -25,7 +25,7 @@ from dask.array.core import BlockView
 from dask.base import normalize_token, tokenize
 
 from reshard.errors import SourceError, names
-from reshard.expressions.arrays import assigned
+from reshard.expressions.assigned import assigned
 from reshard.layout.block import Block
 from reshard.source.stored import StoredBlock, StoredTensor, full_index
 

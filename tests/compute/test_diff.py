@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.compute.boxes import BOX_BYTES, Cut, RowBoxes
+from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes
 from reshard.compute.moments import CHUNK
 from reshard.compute.pairs import PairMeter
 from reshard.dtypes import BY_NAME
@@ -271,7 +271,7 @@ def test_boxes_of_any_blocks_are_read(tmp_path_factory: pytest.TempPathFactory, 
         pieces.append(StoredBlock(block, str(path), ((len(contents), len(content)),)))
         contents += content
     path.write_bytes(contents)
-    cut = Cut.of(shape, data.draw(st.integers(1, 40)))
+    cut = BoxGrid.of(shape, data.draw(st.integers(1, 40)))
     reader = RowBoxes(StoredTensor("w", BY_NAME["uint16"], shape, tuple(pieces)), cut)
     for box in cut:
         expected = array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
@@ -288,7 +288,7 @@ def test_few_blocks_are_looked_at_for_a_box(tmp_path: Path, shape: tuple[int, ..
         start, stop = [0] * len(shape), list(shape)
         start[axis], stop[axis] = place * rows, (place + 1) * rows
         pieces.append(StoredBlock(Block(tuple(start), tuple(stop)), str(tmp_path), ()))
-    cut = Cut.of(shape, BOX_BYTES // 4 if len(shape) == 2 else 1024 * 256)
+    cut = BoxGrid.of(shape, BOX_BYTES // 4 if len(shape) == 2 else 1024 * 256)
     reader = RowBoxes(StoredTensor("w", BY_NAME["float32"], shape, tuple(pieces)), cut)
     looked_at = [len(reader._pieces(box)) for box in cut]
     assert max(looked_at) <= 2 + cut.rows // rows

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.compute.boxes import BOX_BYTES, Cut
+from reshard.compute.boxes import BOX_BYTES, BoxGrid
 from reshard.compute.moments import CHUNK, Meter, Moments
 from reshard.dtypes import BY_NAME
 
@@ -121,7 +121,7 @@ def test_joined_statistics_are_those_of_all(parts: list[list[float]]) -> None:
 @given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 60))
 @settings(max_examples=200)
 def test_boxes_cover_a_shape_once(shape: list[int], most: int) -> None:
-    cut = Cut.of(tuple(shape), most)
+    cut = BoxGrid.of(tuple(shape), most)
     seen = np.zeros(shape, np.int64)
     boxes = list(cut)
     assert len(boxes) == len(cut)

@@ -129,7 +129,7 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     return Resolved(source, tuple(merged), copies, tuple(group for group in shared if tensors.keys() >= {*group}))
 
 
-class Placed(NamedTuple):
+class PlaceInTensor(NamedTuple):
     """The place of a tensor in another one that shares its bytes.
 
     Attributes:
@@ -141,14 +141,14 @@ class Placed(NamedTuple):
     transposed: bool
 
 
-def place(tensor: Tensor, other: Tensor) -> Placed | None:
+def place(tensor: Tensor, other: Tensor) -> PlaceInTensor | None:
     """Return the place of a tensor in another one, or None if they have no element in common.
 
     Raises:
         SourceError: its rows are neither in rows nor in columns of the other one.
     """
     if tensor.shards == other.shards:
-        return Placed((0,) * len(tensor.spec.shape), transposed=False)
+        return PlaceInTensor((0,) * len(tensor.spec.shape), transposed=False)
     of_file: dict[int, list[tuple[Block, Extent]]] = {}
     for block, replicas in other.shards:
         for at in replicas:
@@ -165,7 +165,7 @@ def place(tensor: Tensor, other: Tensor) -> Placed | None:
     return places.pop() if places else None
 
 
-def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Extent) -> Placed | None:
+def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Extent) -> PlaceInTensor | None:
     """Return the place of a tensor in another one, from a block of each in one file; `spec` is that of the other."""
     if not (at.runs and there.runs) or at.runs[0][0] >= sum(there.runs[-1]) or there.runs[0][0] >= sum(at.runs[-1]):
         return None
@@ -190,7 +190,7 @@ def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Exte
         raise _unsupported(spec.name)
     local = (column, row) if turned else (row, column)
     start = block.start[::-1] if transposed else block.start
-    return Placed(tuple(a + b - c for a, b, c in zip(local, other.start, start, strict=True)), transposed)
+    return PlaceInTensor(tuple(a + b - c for a, b, c in zip(local, other.start, start, strict=True)), transposed)
 
 
 def _steps(block: Block, at: Extent, itemsize: int) -> Shape:

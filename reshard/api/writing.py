@@ -14,7 +14,7 @@ from reshard.api.choices import run_plan
 from reshard.api.jobs import job, with_format
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, UsageError
-from reshard.expressions.arrays import FromArray
+from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
 from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions

@@ -37,7 +37,7 @@ Key = tuple[Any, ...]
 """The key of a chunk in dask: the name of its array, and its place in the grid of chunks."""
 
 
-class _Chunks(threading.local):
+class _ThreadChunks(threading.local):
     """The chunks that a thread has: given ones, and the last one that it computed."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Chunks(threading.local):
         self.last: tuple[Key, Any] = ((), None)
 
 
-_chunks = _Chunks()
+_chunks = _ThreadChunks()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,13 +187,13 @@ def assigned(checkpoint: Checkpoint, tensor: Tensor) -> Any:
 
 def arrays_in(coding: object) -> list[FromArray]:
     """Return all assigned arrays of a checkpoint."""
-    found: dict[int, FromArray] = {}
+    found: dict[FromArray, None] = {}
     while isinstance(coding, Computing):
         for span in coding.spans:
             if isinstance(span.expression, FromArray):
-                found[id(span.expression)] = span.expression
+                found[span.expression] = None
         coding = coding.inner
-    return list(found.values())
+    return list(found)
 
 
 def row_edges(transfer: Transfer) -> list[int]:
