@@ -254,8 +254,9 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
     path = f"computed:{digest[:16]}"
     files = (*source.files, *stripped)
     index = FileIndex(source.format or "safetensors", {}, header_id=-1)
-    read = {op.checkpoint for each in expressions.values() for op in each.operands}
-    inputs = [*range(len(source.files))] if source in read else []
+    # An operand's checkpoint may be the source before some of its options were replaced: its files are the same.
+    reads_source = any(op.checkpoint.files is source.files for each in expressions.values() for op in each.operands)
+    inputs = [*range(len(source.files))] if reads_source else []
     inputs += range(len(source.files), len(files))
     virtual = SourceFile(path, position, 0, index, inputs=tuple(inputs))
     remote = any(can(file.path).has_latency for file in files)

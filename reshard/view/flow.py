@@ -23,7 +23,7 @@ from reshard.view.svg import Markup, Picture, colour, cut, join, label, moved, r
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.plan.bands import Segment
     from reshard.plan.plan import Plan, Route, Transfer
@@ -103,7 +103,10 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
 
 def _of_plan(plan: Plan) -> Flow:
     """Return the bytes between source files, folded tensors and target files."""
-    source_of, target_of = _shared(len(plan.source.files)), _shared(len(plan.files))
+    files = plan.source.files
+    inputs = {number for file in files for number in file.inputs or ()}  # a computed file stands for its inputs
+    shown = [number for number in range(len(files)) if number not in inputs]
+    source_of, target_of = dict(zip(shown, _shared(len(shown)), strict=True)), _shared(len(plan.files))
     folded = group_members((transfer.name, transfer.recipe.shape) for transfer in plan.transfers)
     middle_of, tensors = _middles(plan, folded)
     alike: Counter[tuple[int, int, int, int]] = Counter()
@@ -121,7 +124,7 @@ def _of_plan(plan: Plan) -> Flow:
     nbytes = _sums(read, 1)
     return Flow(
         ("source files", "tensors", f"target files ({plan.format})"),
-        _files(source_of, plan.source.ranks, _paths(plan.source), _sums(read, 0), "not read"),
+        _files([*source_of.values()], *_sources(plan.source, shown), _sums(read, 0), "not read"),
         [Node(name, f"{remark}{bytes_text(nbytes[n])}", nbytes[n]) for n, (name, remark) in enumerate(tensors)],
         _files(target_of, [file.rank for file in plan.files], [f.path for f in plan.files], _sums(written, 1), "-"),
         read,
@@ -129,9 +132,11 @@ def _of_plan(plan: Plan) -> Flow:
     )
 
 
-def _paths(source: Checkpoint) -> list[str]:
-    """Return the paths of a source's files; a computed file has a title."""
-    return [source.title if file.inputs is not None else file.path for file in source.files]
+def _sources(source: Checkpoint, shown: Iterable[int]) -> tuple[list[int | None], list[str]]:
+    """Return the ranks and the paths of a source's files; a computed file has no rank, and a title for a path."""
+    files = [(source.ranks[number], source.files[number]) for number in shown]
+    ranks = [None if file.inputs is not None else rank for rank, file in files]
+    return ranks, [source.title if file.inputs is not None else file.path for _, file in files]
 
 
 def _middles(
@@ -241,14 +246,15 @@ def _sums(flows: Flows, side: int) -> Counter[int]:
 
 
 def _files(
-    box_of: Sequence[int], ranks: Sequence[int], paths: Sequence[str], nbytes: Counter[int], nothing: str
+    box_of: Sequence[int], ranks: Sequence[int | None], paths: Sequence[str], nbytes: Counter[int], nothing: str
 ) -> list[Node]:
-    """Return the boxes of files, each with its ranks."""
+    """Return the boxes of files, each with its ranks; a file without a rank is computed."""
     nodes = []
     for n, files in enumerate(_inside(box_of, list(zip(ranks, paths, strict=True)))):
-        distinct = sorted({rank for rank, _ in files})
+        distinct = sorted({rank for rank, _ in files if rank is not None})
+        label = ranks_label(distinct) if distinct else "computed"
         remark = bytes_text(nbytes[n]) if nbytes[n] else nothing
-        nodes.append(Node(ranks_label(distinct), remark, nbytes[n], ", ".join(p for _, p in files[:3]), distinct[0]))
+        nodes.append(Node(label, remark, nbytes[n], ", ".join(p for _, p in files[:3]), distinct[0] if distinct else 0))
     return nodes
 
 

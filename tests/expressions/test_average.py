@@ -396,10 +396,11 @@ def test_against_an_input_it_is_not_equal(tmp_path: Path) -> None:
     assert reshard.verify(tmp_path / "second", against=tmp_path / "out").equal
 
 
+@pytest.mark.parametrize("changed", ["a", "b"])
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_an_input_that_changes(tmp_path: Path, faults: Faults, when: str) -> None:
+def test_an_input_that_changes(tmp_path: Path, faults: Faults, when: str, changed: str) -> None:
     plan = reshard.plan(reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)]), format="safetensors")
-    path = tmp_path / "b/rank_1/checkpoint_1.safetensors"
+    path = tmp_path / changed / "rank_1/checkpoint_1.safetensors"
 
     def change(_call: Call) -> None:
         path.write_bytes(bytes(path.stat().st_size))

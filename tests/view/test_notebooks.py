@@ -21,6 +21,7 @@ ENDS = {
     "4_larger_than_memory": ("text/plain", "of 256 MB"),
     "5_believable_size": ("text/plain", "2,166 tensors on 512 ranks"),
     "6_pytorch": ("text/plain", "equal bit for bit: True"),
+    "7_compute": ("text/plain", "equal bit for bit: True"),
 }
 LONG = {"3_cluster", "4_larger_than_memory"}  # half a minute each; `.ci/run` runs them
 
