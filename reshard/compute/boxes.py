@@ -170,25 +170,25 @@ class FileBoxes:
         for number, tensor in enumerate(self.tensors):
             itemsize = tensor.spec.dtype.itemsize
             first, blocks = 0, tensor.sharding.blocks
-            for place, block in enumerate(blocks):
+            for at, block in enumerate(blocks):
                 nbytes = block.size * itemsize
                 if nbytes <= room:
                     room -= nbytes
                     continue
-                if place > first:
-                    tasks[-1].append(TensorPart(number, (first, place)))
+                if at > first:
+                    tasks[-1].append(TensorPart(number, (first, at)))
                 tasks.append([])
                 room = budget.TASK_BYTES - nbytes
-                first = place
+                first = at
                 if nbytes > budget.TASK_BYTES:
                     step = max(1, budget.TASK_BYTES // self.box_bytes)
-                    count = len(self._cut(tensor, place)[1])
+                    count = len(self._cut(tensor, at)[1])
                     tasks[-1:] = [
-                        [TensorPart(number, (place, place + 1), (begin, min(count, begin + step)))]
+                        [TensorPart(number, (at, at + 1), (begin, min(count, begin + step)))]
                         for begin in range(0, count, step)
                     ]
                     tasks.append([])
-                    first, room = place + 1, budget.TASK_BYTES
+                    first, room = at + 1, budget.TASK_BYTES
             if first < len(blocks):
                 tasks[-1].append(TensorPart(number, (first, len(blocks))))
         return [tuple(task) for task in tasks if task]
@@ -212,25 +212,25 @@ class FileBoxes:
         for number, span in enumerate(spans):
             tensor = self.tensors[span.tensor]
             carrier = tensor.spec.dtype.carrier()
-            for place in range(*span.blocks):
-                (piece, file), cut, order = self._cut(tensor, place)
+            for index in range(*span.blocks):
+                (piece, file), cut, order = self._cut(tensor, index)
                 for at in range(*(span.boxes or (0, len(cut)))):
                     box = cut.box(at)
                     flat = memory[: box.size * carrier.itemsize].view(carrier)
-                    found = (number, FileBox(span.tensor, file, flat, piece.block, order, box))
+                    step = (number, FileBox(span.tensor, file, flat, piece.block, order, box))
                     if order:
-                        yield (found, None, _strided_reader(piece, order, box, flat)), store, []
+                        yield (step, None, _strided_reader(piece, order, box, flat)), store, []
                     elif remote and piece.runs:
                         begin = box.start[0] * carrier.itemsize
                         view = flat.view(np.uint8).data
-                        yield (found, None, None), store, wants(piece.path, piece.runs, begin, view)
+                        yield (step, None, None), store, wants(piece.path, piece.runs, begin, view)
                     else:
-                        yield (found, None, _flat_reader(piece, box, flat)), store, []
+                        yield (step, None, _flat_reader(piece, box, flat)), store, []
 
-    def _cut(self, tensor: Tensor, place: int) -> tuple[tuple[StoredBlock, int], BoxGrid, tuple[int, ...]]:
+    def _cut(self, tensor: Tensor, index: int) -> tuple[tuple[StoredBlock, int], BoxGrid, tuple[int, ...]]:
         """Return a block with the number of its file, its cut, and the order of its axes if it is strided."""
-        block = tensor.sharding.blocks[place]
-        extent = tensor.sharding.replicas[place][0].extent(tensor.runs)
+        block = tensor.sharding.blocks[index]
+        extent = tensor.sharding.replicas[index][0].extent(tensor.runs)
         itemsize = tensor.spec.dtype.itemsize
         piece = StoredBlock(block, self.paths[extent.file], extent.runs, self.coding, extent.strides)
         most = max(1, self.box_bytes // itemsize)
@@ -251,7 +251,7 @@ def _strided_reader(piece: StoredBlock, order: Sequence[int], box: Block, flat: 
     """Return a function that reads a box of a strided block into an array in the order of the file."""
     inverse = [order.index(axis) for axis in range(len(order))]
     out = flat.reshape(box.shape).transpose(inverse)
-    items = [range(box.start[place], box.stop[place]) for place in inverse]
+    items = [range(box.start[axis], box.stop[axis]) for axis in inverse]
     return lambda: piece.read_items(items, out)
 
 

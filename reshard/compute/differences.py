@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Coding
 
 _MOST_BOX_BYTES = 16 << 20
-"""The most bytes of a box of a tensor that is cut into many columns, of which each is read by itself."""
+"""The most bytes of a box of a tensor that is cut into many columns, of which each is read by itself, or is strided."""
 
 _COLUMN_BYTES = 32 << 10
 """The bytes of a box for each of its columns: a read of that many takes about as long as its call."""
@@ -46,14 +46,14 @@ _COLUMN_BYTES = 32 << 10
 class TensorDiff:
     """The difference of two tensors of a name and a shape.
 
-    Norms, means and maxima are those of elements that are finite on both sides.
+    Norms, means and maxima are computed from elements that are finite on both sides.
 
     Attributes:
         name: the name.
         shape: the shape.
         dtypes: the name of the dtype of each side.
         differing: number of elements that differ.
-        not_finite: number of these with a NaN or an infinity on either side.
+        not_finite: number of differing elements with a NaN or an infinity on either side.
         max_abs: the largest absolute difference; infinity or NaN if elements that are not finite differ.
         mean_abs: the mean absolute difference of all elements.
         relative: the norm of the difference, divided by the norm of the first side; infinity if that is zero.
@@ -74,7 +74,7 @@ class TensorDiff:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
@@ -85,12 +85,12 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDiff:
-    """The differences of two checkpoints; it is true if they are the same within the tolerance.
+    """The result of `diff`: true if two checkpoints are the same within the tolerance.
 
     Attributes:
         a: the directory or file of the first side.
-        b: that of the second side.
-        tensors: the tensors of both sides, those that changed most first.
+        b: the directory or file of the second side.
+        tensors: the tensors of both sides, by descending relative difference.
         only_a: names that only the first side has.
         only_b: names that only the second side has.
         unlike: names whose shapes or texts differ, with the reasons.
@@ -117,17 +117,17 @@ class CheckpointDiff:
 
     @property
     def dtypes(self) -> dict[str, tuple[str, str]]:
-        """The dtypes of both sides, of each tensor of which they differ; this is no difference by itself."""
+        """Return the dtypes of both sides for each tensor whose dtypes differ; this alone is no difference."""
         return {name: diff.dtypes for name, diff in self.tensors.items() if diff.dtypes[0] != diff.dtypes[1]}
 
     @property
     def changed(self) -> list[str]:
-        """The names of tensors with an element that differs, those that changed most first."""
+        """Return the names of tensors that differ, by descending relative difference."""
         return [name for name, diff in self.tensors.items() if not diff.equal]
 
     @property
     def beyond(self) -> list[str]:
-        """The names of tensors whose difference exceeds the tolerance."""
+        """Return the names of tensors whose difference exceeds the tolerance."""
         return [name for name, diff in self.tensors.items() if not self.accepts(diff)]
 
     def accepts(self, diff: TensorDiff) -> bool:
@@ -161,7 +161,13 @@ class _Pair(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Some boxes of a pair: the number of the pair, that of the first box, and that of the one after the last."""
+    """Consecutive boxes of a pair.
+
+    Attributes:
+        pair: the number of the pair.
+        begin: the number of the first box.
+        end: the number after that of the last box.
+    """
 
     pair: int
     begin: int
@@ -226,13 +232,13 @@ def _compared(comparison: BoxComparison, task: _Task) -> _Result:
     for number in range(task.begin, task.end):
         box = pair.cut.box(number)
         contents = [reader.read(box) for reader in readers]
-        found = meter.measure(*contents)
+        of_box = meter.measure(*contents)
         nbytes += sum(content.nbytes for content in contents)
-        if found.first >= 0 and box.shape:
-            inside = np.unravel_index(found.first, box.shape)
+        if of_box.first >= 0 and box.shape:
+            inside = np.unravel_index(of_box.first, box.shape)
             at = tuple(int(n) + start for n, start in zip(inside, box.start, strict=True))
-            found = found._replace(first=int(np.ravel_multi_index(at, pair.cut.shape)))
-        sums = sums.joined(found)
+            of_box = of_box._replace(first=int(np.ravel_multi_index(at, pair.cut.shape)))
+        sums = sums.joined(of_box)
     return _Result(task, sums, nbytes)
 
 
@@ -342,7 +348,7 @@ def _planned(
 
 
 def _elements(pair: tuple[Tensor, Tensor], nbytes: int) -> int:
-    """Return the number of elements of a box of so many bytes."""
+    """Return the number of elements in a box of `nbytes` bytes."""
     return max(1, nbytes // max(side.spec.dtype.itemsize for side in pair))
 
 
@@ -350,7 +356,7 @@ def _in_one_space(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return two tensors of one shape whose blocks are boxes of it, if there is such a shape."""
     shape = a.spec.shape
     space = common(shape, [side.space or shape for side in (a, b)]) if a.space or b.space else None
-    if space is None:  # the axes of a fused tensor, if any, are those of one side; they are divided at each read
+    if space is None:  # `StoredTensor` splits the axes at each read
         return a, b
     shared = Shared()
     first, second = (
@@ -360,7 +366,9 @@ def _in_one_space(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _box_bytes(a: Tensor, b: Tensor) -> int:
-    """Return the bytes of a box: more if each of its rows is in many blocks."""
+    """Return the bytes of a box: more if each of its rows is in many blocks, or if elements are strided."""
+    if a.sharding.is_strided or b.sharding.is_strided:
+        return _MOST_BOX_BYTES
     columns = max(len(side.sharding.blocks) // max(len(_first_rows(side)), 1) for side in (a, b))
     return min(_MOST_BOX_BYTES, max(BOX_BYTES, columns * _COLUMN_BYTES))
 

@@ -1,7 +1,7 @@
 """Count, sum and square the elements of arrays, in float64 and in a fixed order.
 
 Arrays are taken in chunks that stay in a core's cache. Elements of one byte are counted by their 256 codes. Only chunks
-with a NaN or an infinity take the slower way that leaves these out.
+with a NaN or an infinity are filtered, which is slower.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Moments(NamedTuple):
     """Statistics of elements that can be joined with those of other elements.
 
     Attributes:
-        finite: number of finite elements; the other attributes, but for the counts, are of these.
+        finite: number of finite elements; `zeros` to `spread` describe these.
         nans: number of NaNs.
         infs: number of infinities.
         zeros: number of zeros.
@@ -52,25 +52,26 @@ class Moments(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.finite + self.nans + self.infs
 
     @property
     def std(self) -> float:
-        """The standard deviation."""
+        """Return the standard deviation."""
         return sqrt(self.spread / self.finite) if self.finite else 0.0
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of squares."""
+        """Return the square root of the sum of squares."""
         return sqrt(self.spread + self.finite * self.mean**2)
 
     def joined(self, other: Moments) -> Moments:
         """Return the statistics of the elements of both.
 
         >>> a, b = Moments(2, least=1, most=3, mean=2.0, spread=2.0), Moments(1, zeros=1, least=0, most=0)
-        >>> tuple(a.joined(b)), a.joined(b).norm ** 2
-        ((3, 0, 0, 1, 0, 3, 1.3333333333333335, 4.666666666666666), 10.0)
+        >>> joined = a.joined(b)
+        >>> joined.finite, joined.zeros, joined.least, joined.most, round(joined.mean, 3), round(joined.norm**2, 3)
+        (3, 1, 0, 3, 1.333, 10.0)
         """
         if not (self.finite and other.finite):
             values = self if self.finite else other
@@ -98,8 +99,8 @@ def dot(a: Array, b: Array) -> float:
     end = rows * _ROW
     total = float(a[end:] @ b[end:])
     if rows:
-        left, right = (array[:end].reshape(rows, _ROW) for array in (a, b))
-        total += float((left[:, None, :] @ right[:, :, None]).sum())
+        rows_a, rows_b = (array[:end].reshape(rows, _ROW) for array in (a, b))
+        total += float((rows_a[:, None, :] @ rows_b[:, :, None]).sum())
     return total
 
 
@@ -240,7 +241,7 @@ class Meter:
         return Moments(len(wide), 0, 0, zeros, *self._range(*ends), mean, spread)
 
     def _of_finite(self, wide: Array) -> Moments:
-        """Return the moments of float64 elements, some of which are not finite."""
+        """Return the moments of the finite elements among float64 elements."""
         nans = int(np.count_nonzero(np.isnan(wide)))
         finite = wide[np.isfinite(wide)]
         infs = len(wide) - nans - len(finite)

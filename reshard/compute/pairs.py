@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_FEW = 16  # if fewer than one in so many elements differ, only these are subtracted
+_FEW = 16  # if fewer than 1 in 16 elements differ, only the differing ones are subtracted
 
 PAIR_BYTES = 64 * CHUNK
 """The memory that a `PairMeter` takes: chunks of both sides and their difference as float64, and masks."""
 
 
 class PairSums(NamedTuple):
-    """Sums over elements, of which those of finite pairs are in float64.
+    """Sums over pairs of elements; floats are sums over pairs that are finite on both sides.
 
     Attributes:
         differing, not_finite: as in `TensorDiff`.
-        has_nan: a NaN is among the elements that differ.
+        has_nan: a differing element is a NaN.
         largest: the largest absolute difference.
         distance: the sum of absolute differences.
         of_diff, of_a, of_b, of_both: the dot products of the difference with itself, of each side with itself, and of
@@ -74,8 +74,8 @@ class PairMeter:
         sums = PairSums()
         with np.errstate(all="ignore"):
             for begin in range(0, len(a), CHUNK):
-                found = self._of_chunk(*(side[begin : begin + CHUNK] for side in (a, b)))
-                sums = sums.joined(found if found.first < 0 else found._replace(first=found.first + begin))
+                of_chunk = self._of_chunk(*(side[begin : begin + CHUNK] for side in (a, b)))
+                sums = sums.joined(of_chunk if of_chunk.first < 0 else of_chunk._replace(first=of_chunk.first + begin))
         return sums
 
     def _of_chunk(self, codes_a: Array, codes_b: Array) -> PairSums:
@@ -130,7 +130,7 @@ class PairMeter:
         return PairSums(of_a=square, of_b=square, of_both=square)
 
     def _of_not_finite(self, codes_a: Array, codes_b: Array) -> PairSums:
-        """Return the sums over elements of which some are NaN or infinite."""
+        """Return the sums if some elements are NaN or infinite."""
         a, b = (widener.widen(codes) for widener, codes in zip(self._wideners, (codes_a, codes_b), strict=True))
         equal = a == b
         equal |= codes_a == codes_b if self._same else np.isnan(a) & np.isnan(b)

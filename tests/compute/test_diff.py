@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.compute import differences
 from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes
 from reshard.compute.moments import CHUNK
 from reshard.compute.pairs import PairMeter
@@ -295,8 +296,10 @@ def test_few_blocks_are_looked_at_for_a_box(tmp_path: Path, shape: tuple[int, ..
     assert len(cut) > 4
 
 
-def test_tensors_that_rules_fuse_are_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [40, 1 << 20])
+def test_tensors_that_rules_fuse_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Their blocks are boxes of several axes, or lie in strides; both sides are read in one space."""
+    monkeypatch.setattr(differences, "_MOST_BOX_BYTES", most)
     stacked, qkv = values("float32", (6, 8, 5)), values("float32", (12, 5))
     q, k, v = (qkv.reshape(2, 3, 2, 5)[:, part].reshape(4, 5) for part in range(3))
     parts = {f"experts.{n}": stacked[n].T.copy() for n in range(6)} | {"q": q.copy(), "k": k.copy(), "v": v.copy()}

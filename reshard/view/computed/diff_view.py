@@ -49,11 +49,13 @@ def diff_text(diff: CheckpointDiff, *, width: int | None = None, verbose: bool =
     lines = [verdict(diff)]
     changed = [diff.tensors[name] for name in diff.changed]
     if changed:
-        shown = changed if verbose else changed[:_MOST_SHOWN]
-        rows = [tuple(map(printable, _row(each))) for each in shown]
+        first_changed = changed if verbose else changed[:_MOST_SHOWN]
+        rows = [tuple(map(printable, _row(each))) for each in first_changed]
         lines += ["", *table_lines(_HEADER, rows, width, below=2)]
-        if len(changed) > len(shown):
-            lines.append(f"and {len(changed) - len(shown):,} more tensors that differ less; --verbose lists all")
+        if len(changed) > len(first_changed):
+            lines.append(
+                f"and {len(changed) - len(first_changed):,} more tensors that differ less; --verbose lists all"
+            )
         lines.append("")
     for title, only in ((f"only in A, {near(diff.a)}", diff.only_a), (f"only in B, {near(diff.b)}", diff.only_b)):
         if only:
@@ -82,11 +84,11 @@ def verdict(diff: CheckpointDiff) -> str:
         within = f"{count:,} of {of} differ, within the tolerance" if count else f"all values of {of} are equal"
         return f"{sides}: {within}"
     parts = [f"{count:,} of {of} differ"] if count else [f"the values of {of} are equal"]
-    others = {
+    counts = {
         "only in A": diff.only_a, "only in B": diff.only_b, "of other shapes or texts": diff.unlike,
         "not compared": diff.not_compared,
     }  # fmt: skip
-    parts += [f"{len(items):,} {title}" for title, items in others.items() if items]
+    parts += [f"{len(items):,} {title}" for title, items in counts.items() if items]
     return f"{sides}: {', '.join(parts)}"
 
 
@@ -174,7 +176,7 @@ def _tolerance(diff: CheckpointDiff) -> str:
 
 
 def _bar(each: TensorDiff, relatives: Sequence[float]) -> Markup:
-    """Draw a bar whose length is the relative difference, among those of all tensors, on a logarithmic scale."""
+    """Draw the relative difference of a tensor as a bar, on a logarithmic scale."""
     share = 1.0
     if relatives and isfinite(each.relative) and not each.not_finite:
         low, high = log10(min(relatives)), log10(max(relatives))

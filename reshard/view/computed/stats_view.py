@@ -79,13 +79,13 @@ def summary(stats: CheckpointStats) -> str:
 
 
 def _not_finite_lines(stats: CheckpointStats) -> list[str]:
-    found = list(stats.not_finite.items())
+    places = list(stats.not_finite.items())
     lines = [
         f"  {printable(name)}{shape_text(first.index)} is {first.value}: {_counted(stats.tensors[name])}, "
         f"{'' if not stats.by_ranks else f'rank {first.rank}, '}{printable(near(first.path))}"
-        for name, first in found[:_MOST_SHOWN]
+        for name, first in places[:_MOST_SHOWN]
     ]
-    return [*lines, *([f"  and {len(found) - _MOST_SHOWN:,} more"] if len(found) > _MOST_SHOWN else [])]
+    return [*lines, *([f"  and {len(places) - _MOST_SHOWN:,} more"] if len(places) > _MOST_SHOWN else [])]
 
 
 def _counted(stats: ValueStats) -> str:
@@ -209,7 +209,7 @@ def _not_finite_row(stats: CheckpointStats, name: str, first: NotFinite) -> Sequ
 
 
 def histogram(values: ValueStats) -> Markup:
-    """Draw the histogram of a tensor or a group as a thumbnail, with a line at zero; empty without finite values."""
+    """Draw a histogram as a thumbnail with a line at zero; empty without finite values."""
     if not values.moments.finite:
         return Markup("")
     counts, edges = values.histogram()
