@@ -47,7 +47,7 @@ _LARGEST_CONFIG = 1 << 22
 
 
 class _Quantization(NamedTuple):
-    """The model's configuration, as far as it is about weights.
+    """The size of blocks in a model's configuration, and the configuration without it.
 
     Attributes:
         block: the size of a block; None if it is not given.
@@ -206,8 +206,8 @@ def _block_size(
     shape = (*values.shape[:-1], values.shape[-1] * (2 if packed else 1))
     expected = {size: scales_shape(shape, size) for size in sizes}
     for size in sizes:
-        if expected[size] == scales.shape:
-            return size
+        if expected[size] == scales.shape:  # a block is no larger than the weight, whatever the configuration says
+            return min(size[0], max(shape[-2], 1)), min(size[1], max(shape[-1], 1))
     shapes = " or ".join(f"{shape_text(expected[size])} for blocks of {shape_text(size)}" for size in sizes)
     fault = f"has shape {shape_text(shape)} and scales of shape {shape_text(scales.shape)}; expected {shapes}"
     raise SourceError(fault, code="wrong-shape")

@@ -113,11 +113,12 @@ class ScaledBlocks:
         (row, column), (first_row, first) = box.start[-2:], stored.start[-2:]
         for begin in range(first, stored.stop[-1], _MOST_COLUMNS):
             end = min(begin + _MOST_COLUMNS, stored.stop[-1])
-            left, right = max(begin * self.per_byte, column), min(end * self.per_byte, box.stop[-1])
-            part = slice(left - begin * self.per_byte, right - begin * self.per_byte)
+            columns = range(max(begin * self.per_byte, column), min(end * self.per_byte, box.stop[-1]))
+            part = slice(columns.start - begin * self.per_byte, columns.stop - begin * self.per_byte)
             lookup = _Lookup(self, range(begin, end))
             for plane, factors, target in zip(codes, scales, results, strict=True):
-                cells, lines = plane[:, begin - first : end - first], target[:, left - column : right - column]
+                cells = plane[:, begin - first : end - first]
+                lines = target[:, columns.start - column : columns.stop - column]
                 of_columns = factors[:, lookup.blocks.start - blocks.start[-1] : lookup.blocks.stop - blocks.start[-1]]
                 for rows, of_rows in _row_groups(range(row, box.stop[-2]), self.block[0], lookup.step):
                     bits_of = lookup.of(of_columns[of_rows], len(rows))
@@ -201,7 +202,7 @@ def _as_float32(numbers: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _row_groups(rows: range, of_block: int, step: int) -> Iterator[tuple[range, slice]]:
-    """Yield ranges of rows, with the rows of their scales: one row of blocks, or `step` rows if blocks have one row.
+    """Yield ranges of rows with the rows of their scales: a row of blocks, or `step` rows if blocks have one.
 
     >>> [*_row_groups(range(100, 300), 128, 10)]
     [(range(100, 128), slice(0, 1, None)), (range(128, 256), slice(1, 2, None)), (range(256, 300), slice(2, 3, None))]

@@ -199,6 +199,16 @@ def test_targets_dtypes(tmp_path: Path, dtype: str) -> None:
     assert_same(pickle.loads(pickle.dumps(opened.dequantize(dtype))), full)  # noqa: S301 -- of this test
 
 
+def test_blocks_larger_than_weights(tmp_path: Path) -> None:
+    """A scale for each row, for all of a weight, or of no elements; a size in a file takes no memory."""
+    for block, shape in (((1, 1 << 50), (5, 300)), ((1 << 50, 1 << 50), (5, 300)), ((64, 1 << 50), (130, 9000))):
+        stored = {"w.weight": values(shape), "w.scale": scales_of((-(-shape[0] // block[0]), 1))}
+        stored |= {"empty.weight": values((0, 4)), "empty.scale": scales_of((0, 1))}
+        root = save_set(tmp_path / f"{block[0]}", stored, {"quantization_config": fp8(weight_block_size=block)})
+        wide = times_scales(stored["w.weight"], stored["w.scale"], (min(block[0], shape[0]), shape[1]))
+        assert_same(reshard.open(root).dequantize(), {"w.weight": wide, "empty.weight": np.empty((0, 4), BF16)})
+
+
 # --- layouts ----------------------------------------------------------------------------------------------------
 
 
