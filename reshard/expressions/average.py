@@ -17,6 +17,7 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
+from reshard.expressions.scratch import scratch
 from reshard.layout.block import flat_boxes
 from reshard.source.checkpoint import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states
@@ -81,17 +82,23 @@ class WeightedSum:
     def evaluate(self, box: Block, out: NDArray[Any]) -> None:
         """Fill an array with sums."""
         wide = self.wide
-        total, product = np.empty(out.size, wide), np.empty(min(out.size, CHUNK), wide)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with (
+            scratch((out.size,), wide) as total,
+            scratch((min(out.size, CHUNK),), wide) as product,
+            np.errstate(over="ignore", invalid="ignore"),
+        ):
             for number, (operand, weight) in enumerate(zip(self.operands, self.weights, strict=True)):
-                content, factor = operand.read(box).reshape(-1), wide.type(weight)
-                for begin in range(0, out.size, CHUNK):
-                    part = total[begin : begin + CHUNK]
-                    target = product[: len(part)] if number else part
-                    np.copyto(target, content[begin : begin + CHUNK])
-                    np.multiply(target, factor, out=target)
-                    if number:
-                        np.add(part, target, out=part)
+                factor = wide.type(weight)
+                with scratch(box.shape, operand.spec.dtype.carrier()) as bits:
+                    operand.read_into(box, bits)
+                    content = bits.reshape(-1).view(operand.spec.dtype.numpy())
+                    for begin in range(0, out.size, CHUNK):
+                        part = total[begin : begin + CHUNK]
+                        target = product[: len(part)] if number else part
+                        np.copyto(target, content[begin : begin + CHUNK])
+                        np.multiply(target, factor, out=target)
+                        if number:
+                            np.add(part, target, out=part)
             if self.shift:
                 np.add(total, wide.type(self.shift), out=total)
             np.copyto(out.reshape(-1), total, casting="unsafe")

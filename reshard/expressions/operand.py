@@ -46,7 +46,13 @@ class Operand(NamedTuple):
         Raises:
             SourceError: a file cannot be read, or has no such block.
         """
-        return _located(self.checkpoint, self.name).read(box)
+        out = np.empty(box.shape, self.spec.dtype.carrier())
+        self.read_into(box, out)
+        return out.view(self.spec.dtype.numpy())
+
+    def read_into(self, box: Block, out: NDArray[Any]) -> None:
+        """Fill an array of the box's shape with the bits of its elements, in row-major order; errors as for `read`."""
+        _located(self.checkpoint, self.name).read_into(box, out)
 
     def require(self) -> None:
         """Check that every block of the tensor is in a file, and that its copies are equal.
@@ -101,25 +107,24 @@ class _Located:
 
     def __init__(self, tensor: StoredTensor) -> None:
         pieces = sorted(tensor.pieces, key=lambda piece: piece.block.start)
-        self._tensor, self._pieces, self._carrier = tensor, pieces, tensor.kind.carrier()
+        self._tensor, self._pieces = tensor, pieces
         self._starts = [piece.block.start[:1] for piece in pieces]
         self._reaches = list(accumulate((piece.block.stop[:1] for piece in pieces), max))
 
-    def read(self, box: Block) -> NDArray[Any]:
-        """Return a box of the tensor."""
+    def read_into(self, box: Block, out: NDArray[Any]) -> None:
+        """Fill an array with the bits of a box of the tensor."""
         tensor = self._tensor
         if box.start and not tensor.axes:
             first, last = bisect_right(self._reaches, box.start[:1]), bisect_left(self._starts, box.stop[:1])
             pieces = self._pieces[first:last]
             if len(pieces) == 1 and not pieces[0].strides and is_flat(box, pieces[0].block):
-                out = np.empty(box.shape, self._carrier)
                 shape, start = pieces[0].block.shape, pieces[0].block.start
                 begin = position(box.start, start, row_major(shape)) * out.itemsize
                 pieces[0].read(begin, memoryview(out.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]  # numpy's
-                return out.view(tensor.dtype)
+                return
             tensor = StoredTensor(tensor.name, tensor.kind, tensor.shape, tuple(pieces))
         items = [range(start, stop) for start, stop in zip(box.start, box.stop, strict=True)]
-        return tensor.read(items)
+        tensor.read_into(items, out)
 
 
 @lru_cache(maxsize=LOCATED)
