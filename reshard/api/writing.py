@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,13 @@ import dask.array as da
 import numpy as np
 
 from reshard.api.asked import OpenOptions, TargetOptions
-from reshard.api.choices import run_plan
+from reshard.api.conversions import carried_out
 from reshard.api.jobs import job, with_format
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
+from reshard.formats.provenance import ARRAYS
 from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
@@ -24,15 +26,16 @@ from reshard.storage.places import as_place
 from reshard.view import arrays as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from reshard.run.settings import Progress, Report
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
-ROOT = "(arrays)"
-"""The root of a checkpoint that consists of assigned arrays."""
+
+_OTHER = {INT4.name, STR.name}
+"""The dtypes that numpy does not have."""
 
 
 def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
@@ -41,20 +44,19 @@ def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     Raises:
         UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; all at once.
     """
+    if not isinstance(arrays, Mapping):
+        raise UsageError(f"arrays is a {type(arrays).__name__}; expected arrays by name", code="wrong-type")
     faults = Faults("arrays")
     expressions = {}
     for name, value in arrays.items():
         fault = None
-        array = (
-            value
-            if isinstance(value, da.Array)
-            else da.from_array(np.ascontiguousarray(value).reshape(np.shape(value)))
-        )
+        array = value if isinstance(value, da.Array) else da.from_array(np.asarray(value, order="C"))
+        array = array.astype(array.dtype.newbyteorder("="))  # as they are if they are little-endian
         dtype = BY_NAME.get(array.dtype.name)
         if not isinstance(name, str) or not name:
             fault = f"has the name {name!r}; expected a text"
-        elif dtype is None or dtype in {INT4, STR}:
-            fault = f"is {array.dtype}; expected one of {', '.join(set(BY_NAME) - {INT4.name, STR.name})}"
+        elif dtype is None or dtype.name in _OTHER:
+            fault = f"is {array.dtype}; expected {', '.join(name for name in BY_NAME if name not in _OTHER)}"
         elif any(isnan(extent) for extent in array.shape):
             fault = "has chunks of unknown sizes; call compute_chunk_sizes() first"
         else:
@@ -130,7 +132,9 @@ def write(
         reshard.BudgetError: `memory` is too little for chunks of the same rows; the error says how to rechunk.
         reshard.StrategyError, reshard.SourceError, reshard.TargetError: as `reshard.plan` and `Plan.run` do.
     """
-    source = assign(Checkpoint(ROOT, {}, (), (), opening=Opening(by_file=True)), arrays)
+    if not arrays:
+        raise UsageError("there are no arrays to write", code="no-tensors")
+    source = assign(Checkpoint(ARRAYS, {}, (), (), opening=Opening(by_file=True)), arrays)
     options = TargetOptions(
         to=format, target_strategy=strategy, ranks=ranks, remove_redundancy=remove_redundancy,
         link_replicas=link_replicas, prefix=prefix, target_step=step,
@@ -142,4 +146,4 @@ def write(
     options = with_format(options, path, "safetensors" if strategy is not None else "hf")
     conversion = job(source, path, OpenOptions(), options, Selection(), threads=threads)
     running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
-    return run_plan(conversion.plan, conversion.directory or path, running, progress)
+    return carried_out(conversion, path, running, progress)

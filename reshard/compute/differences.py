@@ -302,7 +302,7 @@ def diff(
     ]
     diffs.sort(key=lambda each: (not each.not_finite, -each.relative, -each.differing))
     return CheckpointDiff(
-        a.root, b.root, {each.name: each for each in diffs},
+        a.title, b.title, {each.name: each for each in diffs},
         tuple(name for name in a.all_names if name in names_a - names_b),
         tuple(name for name in b.all_names if name in names_b - names_a),
         unlike, not_compared, tolerance, relative, read, time.perf_counter() - began, (*a.warnings, *b.warnings),

@@ -142,7 +142,8 @@ class ValueStats:
         codes = np.array([*self.sample], np.uint32)
         counts = np.array([*self.sample.values()], np.float64)
         # A code stands for an interval, which is shared among the bins that it overlaps.
-        ends = np.stack([codes << 19, ((codes + 1) << 19) - 1]).view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # codes of NaNs are left out below
+            ends = np.stack([codes << 19, ((codes + 1) << 19) - 1]).view(np.float32).astype(np.float64)
         ends = ends[:, is_finite := np.isfinite(ends).all(axis=0)]
         ends.sort(axis=0)
         low, high = ends.clip(least, most)
@@ -343,7 +344,7 @@ def stats(
         for number, (name, tensor) in enumerate(zip(computed, boxes.tensors, strict=True))
     }
     return CheckpointStats(
-        checkpoint.root, values, kinds(checkpoint), not_computed, read, time.perf_counter() - began,
+        checkpoint.title, values, kinds(checkpoint), not_computed, read, time.perf_counter() - began,
         checkpoint.strategy is not None or len(set(checkpoint.ranks)) > 1, tuple(checkpoint.warnings),
     )  # fmt: skip
 

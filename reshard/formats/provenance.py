@@ -30,7 +30,10 @@ PlacedRow = tuple[Count, Count, tuple[Count, ...] | None, bool]
 """A pipeline stage, the index of a layout, a shape, and whether the shape is expanded."""
 
 
-_TITLES = {"assign": "arrays in place of tensors", "dequantize": "dequantized weights", "scale": "scaled tensors"}
+ARRAYS = "(arrays)"
+"""The root of a checkpoint of no files, to which arrays are assigned."""
+
+_TITLES = {"dequantize": "dequantized weights", "scale": "scaled tensors"}
 """Nouns for the kinds of computations, if they are not nouns."""
 
 
@@ -92,6 +95,8 @@ def computed_title(kind: str, titles: Sequence[str]) -> str:
     >>> computed_title("average", ["a", "b", "c"])
     'average of a, b, c'
     """
+    if kind == "assign":  # of nothing, or to a checkpoint
+        return " and ".join(["arrays", *(title for title in titles if not title.endswith(ARRAYS))])
     return f"{_TITLES.get(kind, kind)} of {', '.join(titles)}"
 
 

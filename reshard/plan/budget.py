@@ -123,7 +123,7 @@ class Budget(NamedTuple):
         megabytes = ceil((fixed + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
             f"{bytes_text(memory)} of memory is not enough", code="not-enough-memory",
-            facts=[f"{bytes_text(fixed)} is for {what}, the rest for a band of {band_of}"],
+            facts=[f"{bytes_text(fixed)} is needed for {what}, and more for a band of {band_of}"],
             hint=Text("the least that works is ", Option("memory", megabytes * 1_000_000, f"{megabytes}MB")),
         )  # fmt: skip
 
