@@ -19,7 +19,8 @@ from reshard.expressions.computed import computed
 from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
-from reshard.source.checkpoint import Checkpoint, Computation, Opening
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.facts import Computation, Opening
 from reshard.storage.places import as_place
 from reshard.view import arrays as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 

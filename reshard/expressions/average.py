@@ -18,7 +18,7 @@ from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
 from reshard.layout.block import flat_boxes
-from reshard.source.checkpoint import Computation, Extras, Opening
+from reshard.source.facts import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states
 
 if TYPE_CHECKING:

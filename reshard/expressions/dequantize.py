@@ -19,7 +19,7 @@ from reshard.expressions.operand import Operand
 from reshard.expressions.scaled import E8M0, FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
 from reshard.formats.sets import MODEL_CONFIG
 from reshard.layout.block import shape_text
-from reshard.source.checkpoint import Computation
+from reshard.source.facts import Computation
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
 

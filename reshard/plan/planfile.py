@@ -40,7 +40,7 @@ from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
 from reshard.readers.open import files_of_sources
 from reshard.readers.reopen import recomputed, reopen
-from reshard.source.checkpoint import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.source.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.source.headers import index_digests, pages_digest
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole

@@ -29,7 +29,8 @@ from reshard.formats.zarr.files import is_of_store, is_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, newest, run_at
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, Opening, SourceFile, unreadable_in
+from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
+from reshard.source.facts import Opening
 from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents

@@ -10,7 +10,8 @@ from reshard.formats.rank_dirs import Step
 from reshard.readers.open import index_ranks, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, Opening, unreadable_in
+from reshard.source.checkpoint import Checkpoint, unreadable_in
+from reshard.source.facts import Opening
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:

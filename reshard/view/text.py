@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.plan.plan import Plan
     from reshard.run.settings import Report
-    from reshard.source.checkpoint import Checkpoint, SampleStats, SourceFile
+    from reshard.source.checkpoint import Checkpoint, SourceFile
+    from reshard.source.facts import SampleStats
 
 _MOST_NAMES = 10
 _MOST_FILES = 8

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Extent
     from reshard.layout.block import Block, Shape
     from reshard.rules.lora.parts import Adapter, Copy, Pair
-    from reshard.source.checkpoint import Checkpoint, Extras, Tensor, TensorSpec
+    from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
+    from reshard.source.facts import Extras
 
 T = TypeVar("T")
 
