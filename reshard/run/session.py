@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import FileLayout, Spans
     from reshard.plan.plan import Plan
     from reshard.run.beside import Older
-    from reshard.run.settings import RunOptions
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt, RunOptions
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
 
