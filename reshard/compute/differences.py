@@ -152,7 +152,7 @@ class CheckpointDiff:
         return str(upward("html")(self))
 
 
-class _Pair(NamedTuple):
+class _TensorPair(NamedTuple):
     """The two tensors of a name, in one coordinate space, and the cut of that space."""
 
     a: Tensor
@@ -160,7 +160,7 @@ class _Pair(NamedTuple):
     cut: BoxGrid
 
 
-class _Task(NamedTuple):
+class _DiffTask(NamedTuple):
     """Some boxes of a pair: the number of the pair, that of the first box, and that of the one after the last."""
 
     pair: int
@@ -171,7 +171,7 @@ class _Task(NamedTuple):
 class _Result(NamedTuple):
     """The sums over the boxes of a task, and the number of bytes read."""
 
-    task: _Task
+    task: _DiffTask
     sums: PairSums
     nbytes: int
 
@@ -186,13 +186,13 @@ class BoxComparison:
         codings: decode or decrypt the files of each side.
     """
 
-    pairs: tuple[_Pair, ...]
+    pairs: tuple[_TensorPair, ...]
     paths: tuple[tuple[str, ...], tuple[str, ...]]
     codings: tuple[Coding | None, Coding | None]
 
-    def tasks(self) -> list[tuple[_Task, ...]]:
+    def tasks(self) -> list[tuple[_DiffTask, ...]]:
         """Divide the boxes into tasks of about `budget.TASK_BYTES`."""
-        tasks: list[list[_Task]] = [[]]
+        tasks: list[list[_DiffTask]] = [[]]
         room = budget.TASK_BYTES
         for number, pair in enumerate(self.pairs):
             count = len(pair.cut)
@@ -204,18 +204,18 @@ class BoxComparison:
                     tasks.append([])
                     room = budget.TASK_BYTES
                     continue
-                tasks[-1].append(_Task(number, begin, begin + boxes))
+                tasks[-1].append(_DiffTask(number, begin, begin + boxes))
                 room -= boxes * each
                 begin += boxes
         return [tuple(task) for task in tasks if task]
 
 
-def compare(comparison: BoxComparison, tasks: Sequence[_Task]) -> list[_Result]:
+def compare(comparison: BoxComparison, tasks: Sequence[_DiffTask]) -> list[_Result]:
     """Compare the boxes of one task."""
     return [_compared(comparison, task) for task in tasks]
 
 
-def _compared(comparison: BoxComparison, task: _Task) -> _Result:
+def _compared(comparison: BoxComparison, task: _DiffTask) -> _Result:
     pair = comparison.pairs[task.pair]
     readers = [
         RowBoxes(stored_tensor(tensor, paths, coding), pair.cut)
@@ -315,7 +315,7 @@ def _unlike(a: Tensor, b: Tensor) -> str:
 
 def _planned(
     a: Checkpoint, b: Checkpoint, numbers: Sequence[str], memory: int | None, threads: int
-) -> tuple[list[_Pair], int]:
+) -> tuple[list[_TensorPair], int]:
     """Return the pairs to compare and the number of threads that fit in `memory`.
 
     If memory is short, boxes are smaller.
@@ -335,7 +335,7 @@ def _planned(
             continue
         break
     pairs = [
-        _Pair(*pair, BoxGrid.of(pair[0].spec.shape, _elements(pair, size)))
+        _TensorPair(*pair, BoxGrid.of(pair[0].spec.shape, _elements(pair, size)))
         for pair, size in zip(tensors, nbytes, strict=True)
     ]
     return pairs, limits.threads
