@@ -1,8 +1,8 @@
 """Differences of two checkpoints: names, shapes, dtypes, and for each tensor how far its values are apart.
 
-Both sides are read in the same boxes, whatever their layouts and formats are. Values are compared as numbers in
-float64: 0.0 and -0.0 are equal, as are a bfloat16 and the float32 of the same value. A NaN equals only a NaN of the
-same bits, or any NaN of another dtype.
+Both sides are read in the same boxes; their layouts and formats may differ. Values are compared as numbers in float64:
+0.0 and -0.0 are equal, as are a bfloat16 and the float32 of the same value. A NaN equals only a NaN of the same bits,
+or any NaN of another dtype.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from reshard.storage.base import Coding
 
 _MOST_BOX_BYTES = 16 << 20
-"""The most bytes of a box of a tensor that is cut into many columns, of which each is read by itself."""
+"""The most bytes of a box, if the tensor is cut into many columns, which are read one by one."""
 
 _COLUMN_BYTES = 32 << 10
-"""The bytes of a box for each of its columns: a read of that many takes about as long as its call."""
+"""The bytes of a box for each of its columns: reading them takes about as long as the call itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
     """The difference of two tensors of a name and a shape.
 
-    Norms, means and maxima are those of elements that are finite on both sides.
+    Norms, means and maxima cover the elements that are finite on both sides.
 
     Attributes:
         name: the name.
@@ -74,7 +74,7 @@ class TensorDiff:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
@@ -89,14 +89,14 @@ class CheckpointDiff:
 
     Attributes:
         a: the directory or file of the first side.
-        b: that of the second side.
-        tensors: the tensors of both sides, those that changed most first.
+        b: the directory or file of the second side.
+        tensors: the tensors of both sides, by descending difference.
         only_a: names that only the first side has.
         only_b: names that only the second side has.
         unlike: names whose shapes or texts differ, with the reasons.
-        not_compared: names that both sides have, and that cannot be read, with the reasons.
+        not_compared: names on both sides whose tensors cannot be read, with the reasons.
         tolerance: the largest absolute difference that counts as equal.
-        relative: the largest relative difference that counts as equal; None for none.
+        relative: the largest relative difference that counts as equal; None if only `tolerance` counts.
         bytes_read: number of bytes read, of both sides.
         seconds: the duration.
         warnings: warnings from opening the two.
@@ -117,17 +117,17 @@ class CheckpointDiff:
 
     @property
     def dtypes(self) -> dict[str, tuple[str, str]]:
-        """The dtypes of both sides, of each tensor of which they differ; this is no difference by itself."""
+        """Return both dtypes of each tensor whose dtypes differ; such a tensor may still be equal."""
         return {name: diff.dtypes for name, diff in self.tensors.items() if diff.dtypes[0] != diff.dtypes[1]}
 
     @property
     def changed(self) -> list[str]:
-        """The names of tensors with an element that differs, those that changed most first."""
+        """Return the names of tensors with an element that differs, by descending difference."""
         return [name for name, diff in self.tensors.items() if not diff.equal]
 
     @property
     def beyond(self) -> list[str]:
-        """The names of tensors whose difference exceeds the tolerance."""
+        """Return the names of tensors whose difference exceeds the tolerance."""
         return [name for name, diff in self.tensors.items() if not self.accepts(diff)]
 
     def accepts(self, diff: TensorDiff) -> bool:
@@ -153,7 +153,7 @@ class CheckpointDiff:
 
 
 class _TensorPair(NamedTuple):
-    """The two tensors of a name, in one coordinate space, and the cut of that space."""
+    """The two tensors of one name, in one coordinate space, and the boxes that cut this space."""
 
     a: Tensor
     b: Tensor
@@ -161,7 +161,7 @@ class _TensorPair(NamedTuple):
 
 
 class _DiffTask(NamedTuple):
-    """Some boxes of a pair: the number of the pair, that of the first box, and that of the one after the last."""
+    """A range of boxes of a pair: the index of the pair, and the begin and end of the range."""
 
     pair: int
     begin: int
@@ -342,15 +342,15 @@ def _planned(
 
 
 def _elements(pair: tuple[Tensor, Tensor], nbytes: int) -> int:
-    """Return the number of elements of a box of so many bytes."""
+    """Return the number of elements of a box of `nbytes` bytes."""
     return max(1, nbytes // max(side.spec.dtype.itemsize for side in pair))
 
 
 def _in_one_space(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of one shape whose blocks are boxes of it, if there is such a shape."""
+    """Return both tensors in a common shape in which all their blocks are boxes; if there is none, as they are."""
     shape = a.spec.shape
     space = common(shape, [side.space or shape for side in (a, b)]) if a.space or b.space else None
-    if space is None:  # the axes of a fused tensor, if any, are those of one side; they are divided at each read
+    if space is None:  # if a side is fused, its blocks are divided at each read
         return a, b
     shared = Shared()
     first, second = (
@@ -370,7 +370,7 @@ def _first_rows(tensor: Tensor) -> set[int]:
 
 
 def _of_sums(name: str, shape: Shape, dtypes: tuple[str, str], sums: PairSums) -> TensorDiff:
-    """Return the difference of two tensors, given its sums."""
+    """Return the difference of two tensors, given the sums over their elements."""
     size = prod(shape)
     largest = sums.largest if not sums.not_finite else nan if sums.has_nan else inf
     both = sqrt(sums.of_a) * sqrt(sums.of_b)

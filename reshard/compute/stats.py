@@ -1,7 +1,7 @@
 """Statistics of the values of a checkpoint, for each tensor and for groups of tensors.
 
-Each byte of a tensor is read once; replicas are not read. Sums are joined in the order of the blocks, whichever thread
-is first, so that the same files give the same bits.
+Each byte of a tensor is read once; replicas are not read. Sums are joined in the order of the blocks, not of the
+threads, so that the same files give the same bits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 GROUPINGS = ("name", "prefix", "dtype", "kind", "tensor")
 """The properties by which tensors are grouped; `tensor` is each by itself."""
 
-_SAMPLED = 1 << 16  # the elements of a tensor of which the histogram has all
-_STEP = 61  # of a larger tensor it has each 61st: no multiple of a row's length
+_SAMPLED = 1 << 16  # the histogram of a tensor with at most this number of elements counts all of them
+_STEP = 61  # of a larger tensor it counts each 61st; row lengths are rarely multiples of this prime
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,16 @@ class NotFinite:
 class ValueStats:
     """Statistics of the values of a tensor, or of a group of tensors.
 
-    Minimum, maximum, mean, standard deviation and norm are those of finite values. Of complex numbers, magnitudes are
-    measured.
+    Minimum, maximum, mean, standard deviation and norm cover the finite values, and of complex numbers the magnitudes.
 
     Attributes:
         name: the name of the tensor or of the group.
         tensors: the number of tensors.
-        dtype: the name of the dtype; of a group, of each dtype.
+        dtype: the name of the dtype; the names of all dtypes of a group.
         shape: the shape of the tensor; None for a group.
         moments: the statistics.
-        sample: the first 13 bits of sampled values as float32, and how often each occurs.
-        first: the first NaN or infinity; None if there is none, or for a group.
+        sample: how often each pattern of the first 13 bits occurs among sampled values as float32.
+        first: the first NaN or infinity; None without one, and for a group.
     """
 
     name: str
@@ -86,53 +85,53 @@ class ValueStats:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.moments.size
 
     @property
     def min(self) -> float | None:
-        """The minimum; None without a finite value."""
+        """Return the minimum; None without a finite value."""
         return self.moments.least if self.moments.finite else None
 
     @property
     def max(self) -> float | None:
-        """The maximum; None without a finite value."""
+        """Return the maximum; None without a finite value."""
         return self.moments.most if self.moments.finite else None
 
     @property
     def mean(self) -> float | None:
-        """The mean; None without a finite value."""
+        """Return the mean; None without a finite value."""
         return self.moments.mean if self.moments.finite else None
 
     @property
     def std(self) -> float | None:
-        """The standard deviation; None without a finite value."""
+        """Return the standard deviation; None without a finite value."""
         return self.moments.std if self.moments.finite else None
 
     @property
     def norm(self) -> float | None:
-        """The square root of the sum of squares; None without a finite value."""
+        """Return the square root of the sum of squares; None without a finite value."""
         return self.moments.norm if self.moments.finite else None
 
     @property
     def zeros(self) -> int:
-        """The number of zeros."""
+        """Return the number of zeros."""
         return self.moments.zeros
 
     @property
     def nans(self) -> int:
-        """The number of NaNs."""
+        """Return the number of NaNs."""
         return self.moments.nans
 
     @property
     def infs(self) -> int:
-        """The number of infinities."""
+        """Return the number of infinities."""
         return self.moments.infs
 
     def histogram(self, bins: int = 24) -> tuple[Array, Array]:
-        """Return the counts of finite values in bins of one width, and the edges of the bins, as `numpy.histogram`.
+        """Count finite values in bins of equal width; return counts and edges, as `numpy.histogram`.
 
-        Of a tensor of more than 65,536 elements it is made from a sample. Values are rounded to 5 significant bits.
+        A tensor of more than 65,536 elements is sampled. Values are rounded to 5 significant bits.
         """
         least, most = float(self.moments.least), float(self.moments.most)
         if not self.moments.finite:
@@ -141,7 +140,7 @@ class ValueStats:
         edges = np.linspace(least - margin, most + margin, bins + 1)
         codes = np.array([*self.sample], np.uint32)
         counts = np.array([*self.sample.values()], np.float64)
-        # A code stands for an interval, of which each bin gets a share.
+        # A code stands for an interval of values; its count is shared out among the bins that overlap it.
         ends = np.stack([codes << 19, ((codes + 1) << 19) - 1]).view(np.float32).astype(np.float64)
         ends = ends[:, is_finite := np.isfinite(ends).all(axis=0)]
         ends.sort(axis=0)
@@ -163,7 +162,7 @@ class CheckpointStats:
         not_computed: tensors without statistics, with the reasons.
         bytes_read: number of bytes read.
         seconds: the duration.
-        by_ranks: files are those of ranks.
+        by_ranks: each file belongs to a rank.
         warnings: warnings from opening the checkpoint.
     """
 
@@ -178,12 +177,12 @@ class CheckpointStats:
 
     @property
     def total(self) -> ValueStats:
-        """The statistics of all tensors together."""
+        """Return the statistics of all tensors together."""
         return _joined(self.root, list(self.tensors.values()))
 
     @property
     def not_finite(self) -> Mapping[str, NotFinite]:
-        """The first NaN or infinity of each tensor that has any."""
+        """Return the first NaN or infinity of each tensor that has any."""
         return {name: stats.first for name, stats in self.tensors.items() if stats.first is not None}
 
     def groups(self, by: str = "name") -> dict[str, ValueStats]:

@@ -58,7 +58,7 @@ def reopen(record: SourceRecord, root: Place | None = None, *, cipher: Cipher | 
 
 
 def recomputed(record: SourceRecord, open_source: Callable[[SourceRecord], Checkpoint]) -> Checkpoint:
-    """Compute a checkpoint again from its inputs; what is computed is checked when it is read.
+    """Compute a checkpoint again from its inputs; computed tensors are checked when they are read.
 
     Args:
         record: the record of a computed source.

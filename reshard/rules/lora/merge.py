@@ -1,4 +1,4 @@
-"""Merge an adapter into the weights of a checkpoint: each becomes an expression, computed where it is read."""
+"""Merge an adapter into the weights of a checkpoint: each becomes an expression, computed on reading."""
 
 from __future__ import annotations
 

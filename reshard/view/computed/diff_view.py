@@ -174,7 +174,7 @@ def _tolerance(diff: CheckpointDiff) -> str:
 
 
 def _bar(each: TensorDiff, relatives: Sequence[float]) -> Markup:
-    """Draw a bar whose length is the relative difference, among those of all tensors, on a logarithmic scale."""
+    """Draw a relative difference as a bar, on a logarithmic scale from the smallest to the largest one."""
     share = 1.0
     if relatives and isfinite(each.relative) and not each.not_finite:
         low, high = log10(min(relatives)), log10(max(relatives))
