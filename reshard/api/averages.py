@@ -29,8 +29,8 @@ def average(
         weights: a factor for each, used as it is; by default they are equal, with the sum 1. Or a schedule, for
             checkpoints in the order of their steps: their average is as after a decay of the learning rate. `linear`
             means equal weights, `minus-sqrt` larger ones for older checkpoints.
-        dtype: the dtype of all results that are floats; by default those of the first checkpoint.
-        states: average optimizer states, too; the step and other training state are those of the first.
+        dtype: the dtype of all results that are floats; by default each has the dtype in the first checkpoint.
+        states: average optimizer states, too; the step and other training state are taken from the first.
 
     Raises:
         reshard.SourceError: names, shapes, or kinds of dtypes differ, or tensors cannot be averaged; all at once.

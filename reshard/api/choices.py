@@ -18,11 +18,12 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.api.jobs import Job
     from reshard.plan.plan import Plan
     from reshard.rules.rules import Rules
     from reshard.run.settings import Progress, Report, RunOptions
     from reshard.source.checkpoint import Checkpoint as Record
-    from reshard.storage.places import AnyName
+    from reshard.storage.places import AnyName, Place
 
 Globs = str | Iterable[str]
 """A glob, or several."""
@@ -120,3 +121,15 @@ def run_plan(
 
     with progress_of(progress) as callback:
         return run(plan, directory, options, progress=callback)
+
+
+def carried_out(
+    conversion: Job, target: Place, options: RunOptions, progress: Callable[[Progress], None] | bool | None
+) -> Report:
+    """Run the plan of a conversion, and warn of other files in the target directory."""
+    plan = conversion.plan
+    if conversion.result in {None, conversion.directory}:
+        from reshard.run.beside import with_neighbours  # it imports the modules that run a plan
+
+        plan = with_neighbours(plan, target, starts_over=options.starts_over)
+    return run_plan(plan, conversion.directory or target, options, progress)

@@ -31,21 +31,21 @@ def diff(
     """Compare the values of two checkpoints of any layouts and formats as numbers.
 
     Names and shapes that differ are listed; of each tensor of both, the largest and the mean absolute difference, the
-    norm of the difference divided by that of `a`, the cosine, and how many elements differ. Dtypes may differ. Each
+    norm of the difference divided by the norm of `a`, the cosine, and how many elements differ. Dtypes may differ. Each
     byte is read once; replicas are not read. `reshard.verify` compares bits, and replicas, too.
 
     Args:
         a: a checkpoint, or a path that `reshard.open` can open without options.
         b: the other one.
         tolerance: the largest absolute difference of elements that counts as equal.
-        relative: the largest relative difference of a tensor that counts as equal, whatever its absolute one is.
+        relative: the largest relative difference of a tensor that counts as equal, even beyond `tolerance`.
         memory: the most resident memory to use, in bytes or as `"1GB"`.
         threads: the number of threads; by default one for each available processor, at most 4.
         client: a `distributed.Client`, whose workers read; they must reach the files by the same paths.
         progress: called with bytes read (as `written`) and to be read; True shows a bar.
 
     Returns:
-        the differences, those that changed most first; true if there are none beyond the tolerance.
+        the differences, largest first; true if all are within the tolerance.
 
     Raises:
         reshard.SourceError: a checkpoint cannot be opened or read.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.api.choices import run_plan, selection_of
+from reshard.api.choices import carried_out, selection_of
 from reshard.api.jobs import job
 from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from reshard.api.choices import Globs
-    from reshard.api.jobs import Job
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.settings import Progress, Report
     from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName, Place
+    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 
@@ -140,15 +139,3 @@ def convert(
     )  # fmt: skip
     running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
     return carried_out(conversion, path, running, progress)
-
-
-def carried_out(
-    conversion: Job, target: Place, options: RunOptions, progress: Callable[[Progress], None] | bool | None
-) -> Report:
-    """Run the plan of a conversion, and warn of other files in the target directory."""
-    plan = conversion.plan
-    if conversion.result in {None, conversion.directory}:
-        from reshard.run.beside import with_neighbours  # it imports the modules that run a plan
-
-        plan = with_neighbours(plan, target, starts_over=options.starts_over)
-    return run_plan(plan, conversion.directory or target, options, progress)

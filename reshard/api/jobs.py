@@ -41,6 +41,7 @@ from reshard.targets.kinds import (
     files_of,
     is_file_name,
     named_word,
+    refuse_foreign_name,
     source_word,
     word_of,
 )
@@ -105,7 +106,7 @@ def job(
     if dequantize is not None:
         _refuse_copies(options)
     if target is not None and not (options.to or options.format):
-        _refuse_foreign_name(target)
+        refuse_foreign_name(target)
     to, reason = _stated(options, target, verb)
     if to is not None:
         _refuse_misfits(options, to)
@@ -202,22 +203,6 @@ def _fits_other(path: AnyName, opening: OpenOptions, other_strategy: Strategy | 
 
 
 # --- the format -------------------------------------------------------------------------------------------------
-
-
-_OTHER_FILES = {".npz", ".npy", ".pt", ".pth", ".bin", ".h5", ".pkl", ".json", ".gguf", ".onnx", ".zip", ".tar", ".gz"}
-
-
-def _refuse_foreign_name(target: Place) -> None:
-    """Refuse a target whose name has the extension of a format that is not written.
-
-    Raises:
-        UsageError: it has such an extension, and is not an existing directory.
-    """
-    if target.suffix in _OTHER_FILES and not target.is_dir():
-        raise UsageError(
-            f"{target.name} is the name of a {target.suffix} file, which reshard does not write", code="unknown-format",
-            hint="name a directory, or a file that ends with .safetensors or .ckpt",
-        )  # fmt: skip
 
 
 def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[str | None, str]:

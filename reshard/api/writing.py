@@ -11,7 +11,7 @@ import dask.array as da
 import numpy as np
 
 from reshard.api.asked import OpenOptions, TargetOptions
-from reshard.api.conversions import carried_out
+from reshard.api.choices import carried_out
 from reshard.api.jobs import job, with_format
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, UsageError
@@ -21,7 +21,8 @@ from reshard.formats.provenance import ARRAYS
 from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
-from reshard.source.checkpoint import Checkpoint, Computation, Opening
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.facts import Computation, Opening
 from reshard.storage.places import as_place
 from reshard.view import arrays as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 

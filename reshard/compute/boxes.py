@@ -1,7 +1,7 @@
-"""Cut tensors into boxes of a few megabytes, and read these from the files of a checkpoint.
+"""Cut tensors into boxes of a few megabytes, and read the boxes from the files of a checkpoint.
 
 * `FileBoxes` reads each byte of a tensor once, in the order of the files: the first replica of each block.
-* `RowBoxes` reads the same boxes of several checkpoints, whatever their blocks are. To find the blocks that overlap a
+* `RowBoxes` reads the same boxes of several checkpoints, even if their blocks differ. To find the blocks that overlap a
   box, blocks are sorted along the axis that is cut, so that a tensor of many shards takes no longer.
 """
 
@@ -37,12 +37,12 @@ BOX_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class BoxGrid:
-    """The boxes that cut a shape, in row-major order; each has at most a number of elements.
+    """The boxes that cut a shape, in row-major order, each up to a maximum number of elements.
 
     Attributes:
         shape: the shape.
-        axis: the number of leading axes of which a box has one index or, for the last of them, some rows.
-        rows: the most rows of a box along the last of these axes.
+        axis: the number of leading axes that are cut: a box has one index along each, but a range along the last.
+        rows: the maximum length of this range.
     """
 
     shape: Shape
@@ -71,7 +71,7 @@ class BoxGrid:
         return (self.box(number) for number in range(len(self)))
 
     def box(self, number: int) -> Block:
-        """Return a box by its number."""
+        """Return the box with an index."""
         if not self.axis:
             return Block.whole(self.shape)
         extent = self.shape[self.axis - 1]
@@ -120,7 +120,7 @@ class FileBox:
     box: Block
 
     def first_index(self, positions: Array, shape: Shape, space: Shape | None) -> int:
-        """Return the row-major index in the whole tensor of the first of some elements.
+        """Return the smallest row-major index in the whole tensor among chosen elements.
 
         Args:
             positions: the positions of the elements in `codes`.
@@ -194,7 +194,7 @@ class FileBoxes:
         return [tuple(task) for task in tasks if task]
 
     def read(self, spans: Sequence[TensorPart]) -> Iterator[tuple[int, FileBox]]:
-        """Read the boxes of a task, each with the number of its span; a buffer is used again for the next box.
+        """Read the boxes of a task, each with the index of its span; the next box overwrites the buffer.
 
         Raises:
             SourceError: a file cannot be read, or is shorter than its header says.
@@ -205,7 +205,7 @@ class FileBoxes:
             yield number, box
 
     def _steps(self, spans: Sequence[TensorPart]) -> Iterator[tuple[tuple[Any, ...], ReadStore, list[Want]]]:
-        """Yield read steps: a box, and the function that reads it unless the read requests do."""
+        """Yield read steps: a box, with the function or the requests that read it."""
         store = store_of(self.coding)
         memory = np.empty(self.box_bytes, np.uint8)
         remote = any(can(path).has_latency for path in self.paths)

@@ -1,8 +1,8 @@
 """Differences of two checkpoints: names, shapes, dtypes, and for each tensor how far its values are apart.
 
-Both sides are read in the same boxes, whatever their layouts and formats are. Values are compared as numbers in
-float64: 0.0 and -0.0 are equal, as are a bfloat16 and the float32 of the same value. A NaN equals only a NaN of the
-same bits, or any NaN of another dtype.
+Both sides are read in the same boxes; their layouts and formats may differ. Values are compared as numbers in float64:
+0.0 and -0.0 are equal, as are a bfloat16 and the float32 of the same value. A NaN equals only a NaN of the same bits,
+or any NaN of another dtype.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from reshard.storage.base import Coding
 
 _MOST_BOX_BYTES = 16 << 20
-"""The most bytes of a box of a tensor that is cut into many columns, of which each is read by itself, or is strided."""
+"""The most bytes of a box, if the tensor is cut into many columns, which are read one by one."""
 
 _COLUMN_BYTES = 32 << 10
-"""The bytes of a box for each of its columns: a read of that many takes about as long as its call."""
+"""The bytes of a box for each of its columns: reading them takes about as long as the call itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
     """The difference of two tensors of a name and a shape.
 
-    Norms, means and maxima are computed from elements that are finite on both sides.
+    Norms, means and maxima cover the elements that are finite on both sides.
 
     Attributes:
         name: the name.
@@ -90,13 +90,13 @@ class CheckpointDiff:
     Attributes:
         a: the directory or file of the first side.
         b: the directory or file of the second side.
-        tensors: the tensors of both sides, by descending relative difference.
+        tensors: the tensors of both sides, by descending difference.
         only_a: names that only the first side has.
         only_b: names that only the second side has.
         unlike: names whose shapes or texts differ, with the reasons.
-        not_compared: names that both sides have, and that cannot be read, with the reasons.
+        not_compared: names on both sides whose tensors cannot be read, with the reasons.
         tolerance: the largest absolute difference that counts as equal.
-        relative: the largest relative difference that counts as equal; None for none.
+        relative: the largest relative difference that counts as equal; None if only `tolerance` counts.
         bytes_read: number of bytes read, of both sides.
         seconds: the duration.
         warnings: warnings from opening the two.
@@ -117,12 +117,12 @@ class CheckpointDiff:
 
     @property
     def dtypes(self) -> dict[str, tuple[str, str]]:
-        """Return the dtypes of both sides for each tensor whose dtypes differ; this alone is no difference."""
+        """Return both dtypes of each tensor whose dtypes differ; such a tensor may still be equal."""
         return {name: diff.dtypes for name, diff in self.tensors.items() if diff.dtypes[0] != diff.dtypes[1]}
 
     @property
     def changed(self) -> list[str]:
-        """Return the names of tensors that differ, by descending relative difference."""
+        """Return the names of tensors with an element that differs, by descending difference."""
         return [name for name, diff in self.tensors.items() if not diff.equal]
 
     @property
@@ -152,22 +152,16 @@ class CheckpointDiff:
         return str(upward("html")(self))
 
 
-class _Pair(NamedTuple):
-    """The two tensors of a name, in one coordinate space, and the cut of that space."""
+class _TensorPair(NamedTuple):
+    """The two tensors of one name, in one coordinate space, and the boxes that cut this space."""
 
     a: Tensor
     b: Tensor
     cut: BoxGrid
 
 
-class _Task(NamedTuple):
-    """Consecutive boxes of a pair.
-
-    Attributes:
-        pair: the number of the pair.
-        begin: the number of the first box.
-        end: the number after that of the last box.
-    """
+class _DiffTask(NamedTuple):
+    """A range of boxes of a pair: the index of the pair, and the begin and end of the range."""
 
     pair: int
     begin: int
@@ -177,7 +171,7 @@ class _Task(NamedTuple):
 class _Result(NamedTuple):
     """The sums over the boxes of a task, and the number of bytes read."""
 
-    task: _Task
+    task: _DiffTask
     sums: PairSums
     nbytes: int
 
@@ -192,13 +186,13 @@ class BoxComparison:
         codings: decode or decrypt the files of each side.
     """
 
-    pairs: tuple[_Pair, ...]
+    pairs: tuple[_TensorPair, ...]
     paths: tuple[tuple[str, ...], tuple[str, ...]]
     codings: tuple[Coding | None, Coding | None]
 
-    def tasks(self) -> list[tuple[_Task, ...]]:
+    def tasks(self) -> list[tuple[_DiffTask, ...]]:
         """Divide the boxes into tasks of about `budget.TASK_BYTES`."""
-        tasks: list[list[_Task]] = [[]]
+        tasks: list[list[_DiffTask]] = [[]]
         room = budget.TASK_BYTES
         for number, pair in enumerate(self.pairs):
             count = len(pair.cut)
@@ -210,18 +204,18 @@ class BoxComparison:
                     tasks.append([])
                     room = budget.TASK_BYTES
                     continue
-                tasks[-1].append(_Task(number, begin, begin + boxes))
+                tasks[-1].append(_DiffTask(number, begin, begin + boxes))
                 room -= boxes * each
                 begin += boxes
         return [tuple(task) for task in tasks if task]
 
 
-def compare(comparison: BoxComparison, tasks: Sequence[_Task]) -> list[_Result]:
+def compare(comparison: BoxComparison, tasks: Sequence[_DiffTask]) -> list[_Result]:
     """Compare the boxes of one task."""
     return [_compared(comparison, task) for task in tasks]
 
 
-def _compared(comparison: BoxComparison, task: _Task) -> _Result:
+def _compared(comparison: BoxComparison, task: _DiffTask) -> _Result:
     pair = comparison.pairs[task.pair]
     readers = [
         RowBoxes(stored_tensor(tensor, paths, coding), pair.cut)
@@ -321,7 +315,7 @@ def _unlike(a: Tensor, b: Tensor) -> str:
 
 def _planned(
     a: Checkpoint, b: Checkpoint, numbers: Sequence[str], memory: int | None, threads: int
-) -> tuple[list[_Pair], int]:
+) -> tuple[list[_TensorPair], int]:
     """Return the pairs to compare and the number of threads that fit in `memory`.
 
     If memory is short, boxes are smaller.
@@ -341,22 +335,22 @@ def _planned(
             continue
         break
     pairs = [
-        _Pair(*pair, BoxGrid.of(pair[0].spec.shape, _elements(pair, size)))
+        _TensorPair(*pair, BoxGrid.of(pair[0].spec.shape, _elements(pair, size)))
         for pair, size in zip(tensors, nbytes, strict=True)
     ]
     return pairs, limits.threads
 
 
 def _elements(pair: tuple[Tensor, Tensor], nbytes: int) -> int:
-    """Return the number of elements in a box of `nbytes` bytes."""
+    """Return the number of elements of a box of `nbytes` bytes."""
     return max(1, nbytes // max(side.spec.dtype.itemsize for side in pair))
 
 
 def _in_one_space(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of one shape whose blocks are boxes of it, if there is such a shape."""
+    """Return both tensors in a common shape in which all their blocks are boxes; if there is none, as they are."""
     shape = a.spec.shape
     space = common(shape, [side.space or shape for side in (a, b)]) if a.space or b.space else None
-    if space is None:  # `StoredTensor` splits the axes at each read
+    if space is None:  # if a side is fused, its blocks are divided at each read
         return a, b
     shared = Shared()
     first, second = (
@@ -378,7 +372,7 @@ def _first_rows(tensor: Tensor) -> set[int]:
 
 
 def _of_sums(name: str, shape: Shape, dtypes: tuple[str, str], sums: PairSums) -> TensorDiff:
-    """Return the difference of two tensors, given its sums."""
+    """Return the difference of two tensors, given the sums over their elements."""
     size = prod(shape)
     largest = sums.largest if not sums.not_finite else nan if sums.has_nan else inf
     both = sqrt(sums.of_a) * sqrt(sums.of_b)

@@ -1,7 +1,7 @@
 """Count, sum and square the elements of arrays, in float64 and in a fixed order.
 
-Arrays are taken in chunks that stay in a core's cache. Elements of one byte are counted by their 256 codes. Only chunks
-with a NaN or an infinity are filtered, which is slower.
+Arrays are taken in chunks that stay in a core's cache. Elements of one byte are counted by their 256 codes. Chunks with
+a NaN or an infinity are slower, as their finite elements are selected first.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ THREAD_BYTES = 24 * CHUNK
 
 
 class Moments(NamedTuple):
-    """Statistics of elements that can be joined with those of other elements.
+    """Statistics of elements; `joined` combines the statistics of two sets of elements.
 
     Attributes:
-        finite: number of finite elements; `zeros` to `spread` describe these.
+        finite: number of finite elements; `least`, `most`, `mean` and `spread` cover only these.
         nans: number of NaNs.
         infs: number of infinities.
         zeros: number of zeros.
@@ -66,7 +66,7 @@ class Moments(NamedTuple):
         return sqrt(self.spread + self.finite * self.mean**2)
 
     def joined(self, other: Moments) -> Moments:
-        """Return the statistics of the elements of both.
+        """Return the statistics of the elements of both together.
 
         >>> a, b = Moments(2, least=1, most=3, mean=2.0, spread=2.0), Moments(1, zeros=1, least=0, most=0)
         >>> joined = a.joined(b)
@@ -94,7 +94,7 @@ class Moments(NamedTuple):
 
 
 def dot(a: Array, b: Array) -> float:
-    """Return the dot product of two flat float64 arrays; threads of the library do not change it."""
+    """Return the dot product of two flat float64 arrays; the result does not depend on the library's threads."""
     rows = len(a) // _ROW
     end = rows * _ROW
     total = float(a[end:] @ b[end:])
@@ -174,7 +174,7 @@ class Meter:
         return np.concatenate(parts)
 
     def sample_codes(self, codes: Array) -> Array:
-        """Return the first bits of some elements as float32: the sign, the exponent and 4 bits of the fraction."""
+        """Return the first 13 bits of elements as float32: sign, exponent and 4 bits of the fraction."""
         if self._infinity == 0x7F80:
             return codes >> 3
         values = self._table[codes] if self._carrier.itemsize == 1 else self._values(codes)
@@ -206,7 +206,7 @@ class Meter:
     def _range(self, least: Any, most: Any) -> tuple[float, float]:
         """Return the minimum and the maximum; whole numbers stay exact."""
         kind: Any = float if self._is_float or self._dtype.kind == "c" else int
-        return kind(least) + 0, kind(most) + 0  # 0.0 in place of -0.0
+        return kind(least) + 0, kind(most) + 0  # +0.0, not -0.0
 
     def _of_chunk(self, codes: Array) -> Moments:
         if self._infinity is not None:
@@ -225,7 +225,7 @@ class Meter:
         return Moments(len(wide), 0, 0, zeros, *self._range(least, most), mean, dot(wide, wide))
 
     def _of_half(self, codes: Array, infinity: int) -> Moments:
-        """Return the moments of floats of two bytes, whose codes are integers of sign and magnitude."""
+        """Return the moments of two-byte floats, whose codes are sign-magnitude integers."""
         positive, negative = int(codes.view(np.int16).max()), int(codes.max())  # of the largest magnitude
         wide = self._wide[: len(codes)]
         np.copyto(wide, codes.view(self._dtype), casting="unsafe")
@@ -241,7 +241,7 @@ class Meter:
         return Moments(len(wide), 0, 0, zeros, *self._range(*ends), mean, spread)
 
     def _of_finite(self, wide: Array) -> Moments:
-        """Return the moments of the finite elements among float64 elements."""
+        """Return the moments of float64 elements that include NaN or infinity."""
         nans = int(np.count_nonzero(np.isnan(wide)))
         finite = wide[np.isfinite(wide)]
         infs = len(wide) - nans - len(finite)

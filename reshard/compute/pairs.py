@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_FEW = 16  # if fewer than 1 in 16 elements differ, only the differing ones are subtracted
+_FEW = 16  # if fewer than one element in 16 differs, only the differing ones are subtracted
 
 PAIR_BYTES = 64 * CHUNK
 """The memory that a `PairMeter` takes: chunks of both sides and their difference as float64, and masks."""
 
 
 class PairSums(NamedTuple):
-    """Sums over pairs of elements; floats are sums over pairs that are finite on both sides.
+    """Sums in float64 over the pairs of finite elements, and counts over all pairs.
 
     Attributes:
         differing, not_finite: as in `TensorDiff`.
@@ -44,7 +44,7 @@ class PairSums(NamedTuple):
     first: int = -1
 
     def joined(self, other: PairSums) -> PairSums:
-        """Return the sums over the elements of both; `other` is behind."""
+        """Return the sums over both ranges of elements; the elements of `other` come later."""
         return PairSums(
             self.differing + other.differing,
             self.not_finite + other.not_finite,
@@ -121,7 +121,7 @@ class PairMeter:
         )  # fmt: skip
 
     def _of_equal(self, codes: Array) -> PairSums:
-        """Return the sums over elements of equal bits."""
+        """Return the sums over elements with equal bits on both sides."""
         a = self._wideners[0].widen(codes)
         square = _product(a, a)
         if not np.isfinite(square):
@@ -130,7 +130,7 @@ class PairMeter:
         return PairSums(of_a=square, of_b=square, of_both=square)
 
     def _of_not_finite(self, codes_a: Array, codes_b: Array) -> PairSums:
-        """Return the sums if some elements are NaN or infinite."""
+        """Return the sums over elements that include NaN or infinity."""
         a, b = (widener.widen(codes) for widener, codes in zip(self._wideners, (codes_a, codes_b), strict=True))
         equal = a == b
         equal |= codes_a == codes_b if self._same else np.isnan(a) & np.isnan(b)

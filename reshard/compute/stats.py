@@ -1,7 +1,7 @@
 """Statistics of the values of a checkpoint, for each tensor and for groups of tensors.
 
-Each byte of a tensor is read once; replicas are not read. Sums are joined in the order of the blocks, whichever thread
-is first, so that the same files give the same bits.
+Each byte of a tensor is read once; replicas are not read. Sums are joined in the order of the blocks, not of the
+threads, so that the same files give the same bits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 GROUPINGS = ("name", "prefix", "dtype", "kind", "tensor")
 """The properties by which tensors are grouped; `tensor` is each by itself."""
 
-_SAMPLED = 1 << 16  # tensors of up to this many elements are not sampled for their histogram
-_STEP = 61  # larger tensors are sampled at this step, which rarely divides a row's length
+_SAMPLED = 1 << 16  # the histogram of a tensor with at most this number of elements counts all of them
+_STEP = 61  # of a larger tensor it counts each 61st; row lengths are rarely multiples of this prime
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,16 @@ class NotFinite:
 class ValueStats:
     """Statistics of the values of a tensor, or of a group of tensors.
 
-    Minimum, maximum, mean, standard deviation and norm are computed from finite values; from magnitudes if numbers are
-    complex.
+    Minimum, maximum, mean, standard deviation and norm cover the finite values, and of complex numbers the magnitudes.
 
     Attributes:
         name: the name of the tensor or of the group.
         tensors: the number of tensors.
-        dtype: the name of the dtype; for a group, the names of its dtypes.
+        dtype: the name of the dtype; the names of all dtypes of a group.
         shape: the shape of the tensor; None for a group.
         moments: the statistics.
-        sample: the first 13 bits of sampled values as float32, and how often each occurs.
-        first: the first NaN or infinity; None if there is none, or for a group.
+        sample: how often each pattern of the first 13 bits occurs among sampled values as float32.
+        first: the first NaN or infinity; None without one, and for a group.
     """
 
     name: str
@@ -130,9 +129,9 @@ class ValueStats:
         return self.moments.infs
 
     def histogram(self, bins: int = 24) -> tuple[Array, Array]:
-        """Return the counts of finite values in bins of one width, and the edges of the bins, as `numpy.histogram`.
+        """Count finite values in bins of equal width; return counts and edges, as `numpy.histogram`.
 
-        Tensors of more than 65,536 elements are sampled. Values are rounded to 5 significant bits.
+        A tensor of more than 65,536 elements is sampled. Values are rounded to 5 significant bits.
         """
         least, most = float(self.moments.least), float(self.moments.most)
         if not self.moments.finite:
@@ -164,7 +163,7 @@ class CheckpointStats:
         not_computed: tensors without statistics, with the reasons.
         bytes_read: number of bytes read.
         seconds: the duration.
-        by_ranks: files are those of ranks.
+        by_ranks: each file belongs to a rank.
         warnings: warnings from opening the checkpoint.
     """
 

@@ -1,8 +1,9 @@
 """Assigned arrays: tensors that a dask array computes.
 
 The chunks of an array are the blocks of its tensor. A run on a local file system adds the array's tasks to its own
-graph, and its tasks get the chunks that they write (`Needed`, `given`). Where a run writes files from the first byte
-to the last, and for everything else that reads, a chunk is computed when its bytes are read, and the last one is kept.
+graph, and its tasks get the chunks that they write (`Needed`, `given`). In every other case (files that are written
+from the first byte to the last, verification, arrays) a chunk is computed when its bytes are read, and each thread
+keeps the last chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Key = tuple[Any, ...]
 
 
 class _ThreadChunks(threading.local):
-    """The chunks that a thread has: given ones, and the last one that it computed."""
+    """The chunks of a thread: the ones that `given` set, and the last one that it computed."""
 
     def __init__(self) -> None:
         self.given: Mapping[Key, Any] = {}
@@ -54,9 +55,9 @@ class FromArray:
 
     Attributes:
         name: the name of the tensor, for messages.
-        array: the array; None in another process, which is given the chunks.
-        key: its name in dask, which tells arrays apart.
-        edges: for each dimension, where its chunks begin, and its extent.
+        array: the array; None in another process, which gets chunks by `given`.
+        key: the name of the array in dask, which is unique.
+        edges: for each dimension, the begins of its chunks, and its extent.
         dtype: the dtype of the elements.
     """
 
@@ -79,7 +80,7 @@ class FromArray:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Return the tensors that it reads: none that is known."""
+        """Return no operands: the tensors that the array reads are unknown."""
         return ()
 
     @property
@@ -90,18 +91,18 @@ class FromArray:
 
     @property
     def scratch(self) -> int:
-        """Return the bytes for each element, beside chunks."""
+        """Return 0: evaluation needs no memory except for chunks, which `thread_bytes` counts."""
         return 0
 
     @property
     def row_bytes(self) -> int:
-        """Return the size of the chunks of the same rows, which are written together."""
+        """Return the bytes of all chunks of the same rows, which are written together."""
         rows = max((b - a for edges in self.edges[:1] for a, b in pairwise(edges)), default=1)
         return self.dtype.itemsize * rows * prod(self.shape[1:])
 
     @property
     def thread_bytes(self) -> int:
-        """Return the memory of a thread: chunks that are written, and as many that wait for it."""
+        """Return the memory of a thread: the chunks that it writes, and the next ones, already computed."""
         return 2 * self.row_bytes
 
     def smaller(self, nbytes: int) -> Shape:
@@ -118,7 +119,7 @@ class FromArray:
         """Fill an array with elements of one chunk.
 
         Raises:
-            SourceError: the chunk is of another shape or dtype than the array said, or cannot be computed here.
+            SourceError: the chunk has another shape or dtype than the array declares, or cannot be computed here.
         """
         at = tuple(bisect_right(edges, start) - 1 for edges, start in zip(self.edges, box.start, strict=True))
         begin = tuple(edges[number] for edges, number in zip(self.edges, at, strict=True))
@@ -152,13 +153,13 @@ class FromArray:
         return f"array {self.key} {self.edges} {self.dtype}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the expression without its array: another process is given the chunks."""
+        """Pickle the expression without its array; another process gets chunks by `given`."""
         return FromArray, (self.name, None, self.key, self.edges, self.dtype)
 
 
 @contextmanager
 def given(chunks: Mapping[Key, Any]) -> Iterator[None]:
-    """Give this thread computed chunks."""
+    """Provide this thread with computed chunks."""
     _chunks.given = chunks
     try:
         yield
@@ -168,7 +169,7 @@ def given(chunks: Mapping[Key, Any]) -> Iterator[None]:
 
 
 def array_of(coding: object, path: str, offset: int) -> FromArray | None:
-    """Return the array that computes the bytes at an offset of a file; None if they are not of an array."""
+    """Return the array that computes the bytes at an offset of a file; None if no array computes them."""
     expression = expression_at(coding, path, offset)
     return expression if isinstance(expression, FromArray) else None
 
@@ -197,7 +198,7 @@ def arrays_in(coding: object) -> list[FromArray]:
 
 
 def row_edges(transfer: Transfer) -> list[int]:
-    """Return the rows of a transfer at which chunks begin, and their number."""
+    """Return the rows of a transfer at which chunks begin, and last the number of rows."""
     if not transfer.recipe.shape:
         return [0, transfer.rows]
     unit = prod(transfer.recipe.shape[1 : transfer.axis + 1])
@@ -225,7 +226,7 @@ class Needed:
         return list(keys)
 
     def _of_transfer(self, transfer: Transfer) -> tuple[list[int], list[int], list[Key]]:
-        """Return the first and last rows of the chunks that a transfer reads, ascending, and their keys."""
+        """Return begins and ends of the rows of the chunks that a transfer reads, ascending, and their keys."""
         source = self._plan.source
         found: list[tuple[int, int, Key]] = []
         for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
@@ -242,7 +243,7 @@ class Needed:
 
 
 def _key_at(coding: object, path: str, offset: int) -> Key | None:
-    """Return the key of the chunk at an offset of a file; None if its bytes are not of an array."""
+    """Return the key of the chunk at an offset of a file; None if no array computes its bytes."""
     while isinstance(coding, Computing):
         if coding.path == path:
             span = coding.span_at(offset)

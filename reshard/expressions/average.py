@@ -19,7 +19,7 @@ from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
 from reshard.expressions.scratch import scratch
 from reshard.layout.block import flat_boxes
-from reshard.source.checkpoint import Computation, Extras, Opening
+from reshard.source.facts import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class WeightedSum:
 
     @property
     def scratch(self) -> int:
-        """Return the bytes for each element: a sum, a product, and an operand."""
+        """Return the scratch bytes for each element: a sum, a product, and an operand."""
         return 2 * self.wide.itemsize + max(op.spec.dtype.itemsize for op in self.operands)
 
     def evaluate(self, box: Block, out: NDArray[Any]) -> None:
@@ -117,7 +117,7 @@ class Same:
 
     @property
     def dtype(self) -> DType:
-        """Return the dtype of the first."""
+        """Return the dtype of the first operand."""
         return self.operands[0].spec.dtype
 
     @property
@@ -127,7 +127,7 @@ class Same:
 
     @property
     def scratch(self) -> int:
-        """Return the bytes for each element: two operands, and whether they are equal."""
+        """Return the scratch bytes for each element: two operands, and a flag for equality."""
         return 2 * self.dtype.itemsize + 1
 
     def evaluate(self, box: Block, out: NDArray[Any]) -> None:
@@ -152,7 +152,7 @@ class Same:
 
 
 def schedule(name: str, count: int) -> tuple[float, ...]:
-    """Return the weights of checkpoints, oldest first, whose average is as after a decay of the learning rate.
+    """Return weights, oldest first, for an average that imitates a decay of the learning rate.
 
     If the training goes on from the oldest of n checkpoints, and the update between checkpoints i - 1 and i is scaled
     by d(i / n), the result is their average with the weights d(i / n) - d((i + 1) / n), where d(0) = 1 and d(1) = 0:
@@ -190,14 +190,14 @@ def average(
     *,
     compare: bool = True,
 ) -> Checkpoint:
-    """Return the weighted sum of checkpoints; nothing but samples of integers is read.
+    """Return the weighted sum of checkpoints; only samples of integers and the like are read.
 
     Args:
         inputs: the checkpoints, of any layouts and formats.
         weights: a factor for each; by default they are equal, with the sum 1. Or the name of a `schedule`; the
             checkpoints are then in the order of their steps.
-        dtype: the dtype of all results that are floats; by default those of the first checkpoint.
-        states: average optimizer states, too. Other training state, such as the step, is that of the first.
+        dtype: the dtype of all results that are floats; by default each has the dtype in the first checkpoint.
+        states: average optimizer states, too. Other training state, such as the step, is taken from the first.
         compare: compare samples of tensors that are not floats, such as integers, which must be equal; all of their
             bytes are compared when they are read.
 
@@ -286,7 +286,7 @@ def _warnings(inputs: Sequence[Checkpoint]) -> dict[str, None]:
 
 
 def _left_out(inputs: Sequence[Checkpoint], *, states: bool) -> tuple[set[str], set[str]]:
-    """Return the names that are left out, and those that are as in the first checkpoint."""
+    """Return the names that are left out, and the names taken unchanged from the first checkpoint."""
     every = set[str]().union(*(each.all_names for each in inputs))
     objects = set[str]().union(*(each.extras.objects for each in inputs))
     training: set[str] = set()
@@ -316,7 +316,7 @@ def _check_names(chosen: Sequence[Checkpoint], kept: set[str], faults: Faults) -
 
 
 def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool:
-    """Add the faults of a tensor; return whether there is none."""
+    """Add the faults of a tensor; return whether it fits."""
     count = faults.count
     first, *others = operands
     name, specs = first.name, [operand.spec for operand in operands]
@@ -346,7 +346,7 @@ def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool
 
 
 def _kind(dtype: DType) -> str:
-    """Return `float` for dtypes that are averaged, else the dtype's name, as others must be equal."""
+    """Return `float` for dtypes that are averaged, else the dtype's name, which must be equal in all."""
     return "float" if dtype.name in {"float16", "bfloat16", "float32", "float64"} else dtype.name
 
 
@@ -402,7 +402,7 @@ def _alike(
 
 
 def _start_of(tensor: Tensor, name: str) -> Hashable:
-    """Return where the first block of a tensor begins; its name if that is in no file."""
+    """Return the file and first byte range of a tensor's first block; its name if there is none."""
     replicas = tensor.sharding.replicas[0] if tensor.sharding.replicas else ()
     runs = tensor.runs[replicas[0].runs_index] if replicas else ()
     return (replicas[0].file, runs[0]) if runs else name

@@ -1,11 +1,11 @@
-"""Checkpoints with computed tensors: their bytes are read from a file that does not exist, and evaluated on reading.
+"""Checkpoints with computed tensors: they are laid out in a virtual file, and evaluated when it is read.
 
-1. `computed` lays the blocks of all computed tensors out one after the other in this file, in row-major order. Plans,
+1. `computed` lays the blocks of all computed tensors out one after the other in that file, in row-major order. Plans,
    arrays, rules and comparisons then see blocks and byte ranges as of any other checkpoint.
 2. `ComputingStore` reads it: a range of bytes is a range of elements of a block, which is evaluated box by box.
 3. The files of all operands are files of the checkpoint, too, so that they are watched for changes.
 
-A tensor that is computed from one other, element by element, stays in that one's files (`in_place`).
+A tensor that is computed from a single operand, element by element, stays in the operand's files (`in_place`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Computing:
 
     Attributes:
         inner: the coding of the stored files.
-        path: the path of the file of computed tensors, which does not exist.
-        nbytes_of_file: its size.
+        path: the path of the virtual file of computed tensors.
+        nbytes_of_file: the size of the virtual file.
         spans: the blocks in it, in order.
         piece: the most elements that are evaluated at once.
     """
@@ -75,7 +75,7 @@ class Computing:
     piece: int
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that evaluating takes: the buffers of each thread, and the spans."""
+        """Return the memory for evaluation: the buffers of each thread, and the spans."""
         expressions = dict.fromkeys(span.expression for span in self.spans)
         scratch = max((each.scratch + each.dtype.itemsize for each in expressions), default=0)
         fixed = sum({getattr(each, "held_bytes", 0) for each in expressions})
@@ -218,7 +218,7 @@ def computed(
 
 
 def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Sequence[Checkpoint]) -> Checkpoint:
-    """Return a checkpoint with tensors in a file of their own."""
+    """Return a checkpoint with computed tensors in a virtual file."""
     spans: list[ComputedBlock] = []
     tensors = dict(source.tensors)
     others = [other for other in others if other is not source]
@@ -268,6 +268,6 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
 
 
 def _without_index(file: SourceFile, source: Checkpoint, begin: int) -> SourceFile:
-    """Return a file of another checkpoint, which is only watched for changes; its files are numbered from `begin`."""
+    """Return a file of an input as one that is only watched for changes; its inputs are numbered from `begin`."""
     inputs = None if file.inputs is None else tuple(number + begin for number in file.inputs)
     return replace(file, index=FileIndex(source.format or "safetensors", {}, header_id=-1), inputs=inputs)

@@ -1,4 +1,4 @@
-"""Checkpoints with quantized weights as checkpoints of plain ones.
+"""Checkpoints with quantized weights, as checkpoints with plain weights.
 
 A quantized weight `X.weight` has its scales in `X.weight_scale_inv` (DeepSeek-V3) or `X.scale` (DeepSeek-V4). The size
 of blocks is in the `quantization_config` of the model's `config.json`; without it, the shapes of the scales tell common
@@ -19,7 +19,7 @@ from reshard.expressions.operand import Operand
 from reshard.expressions.scaled import E8M0, FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
 from reshard.formats.sets import MODEL_CONFIG
 from reshard.layout.block import shape_text
-from reshard.source.checkpoint import Computation
+from reshard.source.facts import Computation
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
 
@@ -47,7 +47,7 @@ _LARGEST_CONFIG = 1 << 22
 
 
 class _Quantization(NamedTuple):
-    """The size of blocks in a model's configuration, and the configuration without it.
+    """The part of the model's configuration that describes quantized weights.
 
     Attributes:
         block: the size of a block; None if it is not given.
@@ -117,10 +117,10 @@ def dequantize(source: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
 
 
 def dequantize_each(sources: Sequence[Checkpoint], dtype: str) -> list[Checkpoint]:
-    """Return checkpoints, of which those with quantized weights are dequantized.
+    """Dequantize the checkpoints that have quantized weights; return all of them.
 
     Raises:
-        SourceError, UsageError: as `dequantize`, or no checkpoint has quantized weights.
+        SourceError, UsageError: as for `dequantize`, or no checkpoint has quantized weights.
     """
     result, plain = [], []
     for source in sources:
@@ -137,7 +137,7 @@ def dequantize_each(sources: Sequence[Checkpoint], dtype: str) -> list[Checkpoin
 
 
 def _pairs(source: Checkpoint, faults: Faults) -> Iterator[tuple[str, str]]:
-    """Yield the quantized weights with the names of their scales; add faults for those without."""
+    """Yield the quantized weights with the names of their scales; add a fault for each weight without scales."""
     of_weights = set()
     for name, tensor in source.tensors.items():
         dtype = tensor.spec.dtype.name
@@ -194,10 +194,10 @@ def _expression(
 def _block_size(
     values: TensorSpec, scales: TensorSpec, sizes: Sequence[tuple[int, int]], *, packed: bool
 ) -> tuple[int, int]:
-    """Return which of some sizes the blocks of a weight have.
+    """Return the one of several block sizes that fits the shape of a weight's scales.
 
     Raises:
-        SourceError: its scales have the shape of none, or a dtype that scales do not have.
+        SourceError: no size fits, or the scales have an unsupported dtype.
     """
     if scales.dtype.name not in SCALES:
         raise SourceError(f"has scales in {scales.dtype}; expected {names(SCALES)}", code="unsupported-dtype")

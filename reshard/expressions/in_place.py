@@ -1,4 +1,4 @@
-"""Tensors that are computed from one other tensor, element by element: each copy of a block from the same copy.
+"""Tensors that are computed from a single operand, element by element, each copy of a block from its own copy.
 
 1. A computed tensor has the blocks, the files and so the ranks of its operand. Its bytes are in the same files, at
    offsets behind every stored byte (`LAYER`); so plans, pictures and comparisons see its replicas, and reading one rank
@@ -60,7 +60,7 @@ class InPlaceRule(Protocol):
     def change(self, path: str, block: Block, first: int, elements: NDArray[Any]) -> None:
         """Change elements of a block, which follow each other in row-major order.
 
-        An element becomes the same, whichever others are read with it.
+        The result of an element does not depend on the other elements of the call.
 
         Args:
             path: the file of the block, for messages.
@@ -69,7 +69,7 @@ class InPlaceRule(Protocol):
             elements: the elements.
 
         Raises:
-            SourceError: they do not have the values that the rule requires.
+            SourceError: their values are not valid for the rule.
         """
 
 
@@ -85,9 +85,9 @@ class _Copies(NamedTuple):
 
     Attributes:
         sharding: the sharding of the computed tensors.
-        elements: the elements of each run of bytes, by its number in the computed tensor.
-        runs: the number of the same run in the operand.
-        of_file: the block of each run in each file, and its strides there.
+        elements: for each run of bytes of the computed tensor, the number of elements.
+        runs: for each of them, the index of the same run in the operand.
+        of_file: by path and index of the run, the block and its strides.
     """
 
     sharding: Sharding
@@ -97,7 +97,7 @@ class _Copies(NamedTuple):
 
     @classmethod
     def of(cls, sharding: Sharding, paths: Sequence[str]) -> _Copies:
-        """Number the runs as in the operand if a number means one block of each file, and else one by one."""
+        """Number the runs: as in the operand if each stands for one block in each file, else one by one."""
         copies = [
             (block, at) for block, replicas in zip(sharding.blocks, sharding.replicas, strict=True) for at in replicas
         ]
@@ -153,7 +153,7 @@ class Changing:
     tensors: tuple[_Changed, ...]
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that changing takes: of rules, of strided reads, and of where everything is."""
+        """Return the memory for changes: of rules, of strided reads, and of the tables of offsets."""
         resources = dict.fromkeys(each.rule.resource for each in self.tensors)
         copies = {each.copies.sharding: each.copies for each in self.tensors}.values()
         strided = any(strides for each in copies for _, strides in each.of_file.values())
@@ -166,12 +166,12 @@ class Changing:
         return ChangingStore(self)
 
     def at(self, offset: int) -> tuple[_Changed, int]:
-        """Return the tensor with a computed byte, and the number of the run."""
+        """Return the tensor and the index of its run that contain a computed byte."""
         found = self.tensors[bisect_right(self.tensors, offset, key=lambda each: each.begins[0]) - 1]
         return found, bisect_right(found.begins, offset) - 1
 
     def operand_offset(self, offset: int) -> int:
-        """Return where the run of a computed byte begins in the operand; other offsets stay."""
+        """Return the begin in the operand of the run with a computed byte; return other offsets unchanged."""
         if offset < self.first:
             return offset
         found, number = self.at(offset)
@@ -179,14 +179,14 @@ class Changing:
 
 
 class ChangingStore(Around):
-    """A store that changes what it reads; thread-safe."""
+    """A store that computes tensors in the buffers that it fills; thread-safe."""
 
     def __init__(self, changing: Changing) -> None:
         super().__init__(store_of(changing.inner))
         self._changing = changing
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill buffers; what is stored is read together."""
+        """Fill buffers; all stored bytes are read together."""
         stored: list[Want] = []
         changes: list[tuple[InPlaceRule, str, Block, int, NDArray[Any]]] = []
         strided: list[tuple[StoredBlock, int, NDArray[Any]]] = []

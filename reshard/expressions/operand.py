@@ -1,4 +1,4 @@
-"""Operands and expressions: what a computed tensor is computed from, and how a box of it is evaluated."""
+"""Operands and expressions: the inputs of a computed tensor, and the rule that evaluates a box of it."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class Expression(Protocol):
 
     @property
     def scratch(self) -> int:
-        """Return the bytes of memory for each element of the result, while it is evaluated."""
+        """Return the scratch bytes for each element of the result during evaluation."""
 
     def evaluate(self, box: Block, out: NDArray[Any]) -> None:
-        """Fill an array of the box's shape, in the dtype of the result.
+        """Evaluate a box into an array of its shape, in the dtype of the result.
 
-        An element has the same bits in every box.
+        The bits of an element do not depend on the box.
 
         Raises:
-            SourceError: an operand cannot be read, or does not have the values that the expression requires.
+            SourceError: an operand cannot be read, or its values are not valid for the expression.
         """
 
     def definition(self) -> str:
@@ -129,7 +129,7 @@ class _Located:
 
 @lru_cache(maxsize=LOCATED)
 def _located(checkpoint: Checkpoint, name: str) -> _Located:
-    """Return the blocks of a tensor; a checkpoint is compared by identity."""
+    """Return the blocks of a tensor, cached by the identity of its checkpoint."""
     return _Located(stored(checkpoint, name))
 
 
@@ -144,7 +144,7 @@ def stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
 
 
 def is_flat(box: Block, block: Block) -> bool:
-    """Return whether a box is in a block, and its elements are next to each other there, in row-major order.
+    """Return whether a box is in a block, and contiguous there in row-major order.
 
     >>> from reshard.layout.block import Block
     >>> whole = Block((0, 0), (4, 6))

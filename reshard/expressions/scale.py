@@ -10,7 +10,8 @@ from reshard.errors import Faults, SourceError, UsageError
 from reshard.expressions.average import WeightedSum
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
-from reshard.source.checkpoint import Computation, matched
+from reshard.source.checkpoint import matched
+from reshard.source.facts import Computation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

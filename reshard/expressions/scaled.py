@@ -2,8 +2,8 @@
 
 The arithmetic: `float32(value) * float32(scale)`, rounded to float32, then once to the dtype of the result.
 
-A stored byte has 256 codes, so that the results are looked up: for E8M0 scales, of which there are 256, in one table of
-all products; for others in a table of each block. Blocks that are smaller than a table are multiplied.
+A stored byte has only 256 codes, so results are looked up in tables: one of all products for E8M0 scales, which have
+256 codes too, and one for each block for other scales. Blocks that are smaller than a table are multiplied.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ScaledBlocks:
         scales: the scales: one for each block, with short blocks at the end of rows and columns.
         block: the rows and columns of a block, in the last two dimensions.
         dtype: the dtype of the result.
-        packed: each byte has two values, of which the first is in the low four bits. Scales are E8M0 then.
+        packed: each byte has two values, the first in its low four bits. Scales are then E8M0.
     """
 
     values: Operand
@@ -131,8 +131,8 @@ class _Lookup:
     """Looks up results in a range of columns.
 
     Attributes:
-        blocks: the columns of blocks that it meets.
-        step: how many rows are looked up at once.
+        blocks: the columns of blocks that overlap the range.
+        step: the number of rows that are looked up at once.
     """
 
     def __init__(self, expression: ScaledBlocks, cells: range) -> None:
@@ -148,8 +148,8 @@ class _Lookup:
         """Return a function that takes stored bytes and returns the bits of results.
 
         Args:
-            scales: the scales of its columns, for each row or for all.
-            rows: how many rows it is called for.
+            scales: the scales of these columns, for each row or one row for all.
+            rows: the number of rows in a call.
         """
         if self._is_e8m0:
             table = _e8m0_products(self._values, self._dtype.name, packed=self._packed)
@@ -164,13 +164,13 @@ class _Lookup:
         return lambda codes: table.take(tables + codes, mode="wrap").view(carrier)
 
     def _widened(self, by_block: NDArray[Any]) -> NDArray[Any]:
-        """Return the item of the block for each column."""
+        """Repeat the items of blocks for each of their columns."""
         return np.repeat(by_block, self._columns, axis=1)[:, self._skipped : self._skipped + self._width]
 
 
 @lru_cache(maxsize=4)
 def _e8m0_products(values: str, dtype: str, *, packed: bool) -> NDArray[np.unsignedinteger]:
-    """Return the bits of the products of all scales and codes, for packed values in pairs."""
+    """Return the bits of the products of all scales and codes; of packed values, in pairs."""
     scales = _as_float32(np.arange(_CODES, dtype=np.uint8).view(BY_NAME[E8M0].numpy()))
     if not packed:
         return _products(_values(values), scales[:, None], BY_NAME[dtype]).reshape(-1)
@@ -194,7 +194,7 @@ def _values(dtype: str) -> NDArray[np.float32]:
 
 
 def _as_float32(numbers: NDArray[Any]) -> NDArray[np.float32]:
-    """Return numbers in float32; all NaNs have the same bits."""
+    """Return numbers in float32, with the same bits for all NaNs."""
     with np.errstate(invalid="ignore"):
         result = numbers.astype(np.float32)
     result[np.isnan(result)] = np.nan
@@ -202,7 +202,7 @@ def _as_float32(numbers: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _row_groups(rows: range, of_block: int, step: int) -> Iterator[tuple[range, slice]]:
-    """Yield ranges of rows with the rows of their scales: a row of blocks, or `step` rows if blocks have one.
+    """Yield ranges of rows and the rows of their scales: a row of blocks each, or `step` one-row blocks.
 
     >>> [*_row_groups(range(100, 300), 128, 10)]
     [(range(100, 128), slice(0, 1, None)), (range(128, 256), slice(1, 2, None)), (range(256, 300), slice(2, 3, None))]
@@ -219,7 +219,7 @@ def _row_groups(rows: range, of_block: int, step: int) -> Iterator[tuple[range, 
 
 
 def _divided(box: Block, size: tuple[int, int]) -> Block:
-    """Return the box of blocks of a size that a box meets.
+    """Return the box, in units of blocks of a size, of the blocks that a box overlaps.
 
     >>> str(_divided(Block((0, 100, 5), (1, 200, 6)), (64, 2)))
     '[0:1, 1:4, 2:3]'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -10,7 +11,7 @@ from reshard.errors import SourceError, UsageError
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file, to be read one after the other as one block's contents: (offset, number of bytes)."""
+
+Spans = list[tuple[int, int]]
+"""Ascending byte ranges of a file, as begins and ends, that do not touch."""
 
 
 class Extent(NamedTuple):
@@ -101,6 +105,31 @@ def wants(path: str, runs: Runs, begin: int, buffer: memoryview) -> list[Want]:
     if len(runs) == 1:
         return [(path, runs[0][0] + begin, buffer)]
     return [(path, offset, buffer[start:stop]) for offset, start, stop in ranges(runs, begin, len(buffer))]
+
+
+def covers(spans: Spans, begin: int, end: int) -> bool:
+    """Return whether a single span covers a range.
+
+    >>> [covers([(0, 4), (6, 9)], *span) for span in ((0, 4), (3, 7), (6, 6), (9, 10))]
+    [True, False, True, False]
+    """
+    index = bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    return begin == end or (index >= 0 and end <= spans[index][1])
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Return byte ranges, as begins and ends, with touching or overlapping ones joined.
+
+    >>> merged([(4, 6), (0, 2), (2, 3), (5, 9)])
+    [(0, 3), (4, 9)]
+    """
+    result: Spans = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((begin, end))
+    return result
 
 
 class Entry(NamedTuple):

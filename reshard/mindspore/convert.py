@@ -20,7 +20,8 @@ from reshard.plan.inputs import Selection
 from reshard.plan.make import plan_files
 from reshard.run.run import run
 from reshard.run.settings import RunOptions
-from reshard.source.checkpoint import Checkpoint, Opening
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.facts import Opening
 from reshard.source.headers import indexed
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place

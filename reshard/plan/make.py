@@ -21,7 +21,8 @@ from reshard.plan.select import select, select_listed
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers, self_described
 from reshard.source.assemble import assemble_whole
-from reshard.source.checkpoint import Checkpoint, Opening
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.facts import Opening
 from reshard.source.holdings import strategy_of
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import MODE

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
-from reshard.formats.entries import ranges
+from reshard.formats.entries import covers, ranges
 from reshard.plan import budget
 from reshard.plan.bands import AHEAD, Recipe
 from reshard.plan.budget import band_buffers, thread_bytes
@@ -39,7 +39,7 @@ from reshard.storage.urls.remote import part_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from reshard.formats.entries import FileLayout
+    from reshard.formats.entries import FileLayout, Spans
     from reshard.layout.block import Block
     from reshard.plan.bands import Columns
     from reshard.plan.plan import Plan, Transfer
@@ -366,10 +366,6 @@ def _library_bytes(plan: Plan, directory: str) -> int:
     return 0 if any(can(file.path).library_bytes for file in plan.source.files) else can(directory).library_bytes
 
 
-Spans = list[tuple[int, int]]
-"""Ascending byte ranges of a file, as begins and ends, that do not touch."""
-
-
 def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], complete: Iterable[int] = ()) -> Plan:
     """Return the unfinished remainder of a plan; files keep their numbers.
 
@@ -441,28 +437,3 @@ def bytes_left(plan: Plan) -> int:
                 )
                 total += (next(rows) - next(rows)) * transfer.target_dtype.itemsize * len(written)
     return total
-
-
-def covers(spans: Spans, begin: int, end: int) -> bool:
-    """Return whether a single span covers a range.
-
-    >>> [covers([(0, 4), (6, 9)], *span) for span in ((0, 4), (3, 7), (6, 6), (9, 10))]
-    [True, False, True, False]
-    """
-    index = bisect_right(spans, begin, key=lambda span: span[0]) - 1
-    return begin == end or (index >= 0 and end <= spans[index][1])
-
-
-def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges, with touching or overlapping ones joined.
-
-    >>> merged([(4, 6), (0, 2), (2, 3), (5, 9)])
-    [(0, 3), (4, 9)]
-    """
-    result: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if result and begin <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], end))
-        else:
-            result.append((begin, end))
-    return result

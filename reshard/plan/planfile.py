@@ -19,19 +19,17 @@ the storage entries of similar tensors, are listed once; the same plan gives the
 from __future__ import annotations
 
 import os
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.expressions.assigned import arrays_in
 from reshard.formats.directories import is_iteration
-from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
-from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
-from reshard.formats.zarr import METADATA, ZarrGroup
+from reshard.formats.zarr import METADATA
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.arrangement import Arrangement
 from reshard.layout.grid import MOST_DEVICES
@@ -40,44 +38,23 @@ from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
 from reshard.readers.open import files_of_sources
 from reshard.readers.reopen import recomputed, reopen
-from reshard.source.checkpoint import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.source.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.source.headers import index_digests, pages_digest
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
 from reshard.strategy.schema import read as read_record
 from reshard.targets.arrangements import ArrangementRecord
-from reshard.targets.checkpoint2 import Checkpoint2
+from reshard.targets.kinds import FilesRecord
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
-    from reshard.targets.kinds import AnyFiles
 
 VERSION = 2
 
 _LARGEST_FILE = 1 << 28
-
-# Classes that lay out the target's files: name in a plan file, class, and type of the class's fields.
-_FILES_CLASSES: dict[str, tuple[type[Any], Any]] = {
-    "rank_files": (RankFiles, tuple[str, str]),
-    "named_file": (NamedFile, tuple[InnerPath]),
-    "mindspore_set": (MindSporeSet, tuple[Count]),
-    "hugging_face_set": (HuggingFaceSet, tuple[Count]),
-    "checkpoint2": (Checkpoint2, tuple[Count | None, str | None, Count, str | None]),
-    "zarr_group": (ZarrGroup, tuple[Count | None, Count | None, str | None, bool]),
-    "dcp": (DCP, tuple[Count, Count | None]),
-    "linked_dcp": (LinkedDCP, tuple[()]),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _FilesRecord:
-    """How the target's files are laid out: a name in `_FILES_CLASSES`, and the fields of the class."""
-
-    way: str
-    fields: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +79,7 @@ class _PlanRecord:
     warnings: tuple[Line, ...]
     looked: SampleStats | None
     arrangement: ArrangementRecord | None
-    files: _FilesRecord
+    files: FilesRecord
     ranks: tuple[Count, ...] | None
     link_replicas: bool
     memory: Count | None
@@ -322,7 +299,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> _PlanRecord:
         tuple(source.warnings),
         source.opening.looked,
         ArrangementRecord.of(request.target) if isinstance(request.target, Arrangement) else None,
-        _files_data(request.files),
+        FilesRecord.of(request.files),
         request.ranks,
         request.link_replicas,
         request.memory,
@@ -362,19 +339,6 @@ def _source_record(source: Checkpoint) -> SourceRecord:
         files.append(FileRecord(rank, Path(path).relative_to(root).as_posix(), nbytes, number, pages_digest(path)))
     named = os.path.abspath(Path(source.root).absolute())  # noqa: PTH100 -- without `..`, links as they are
     return SourceRecord.of(source, named, files, list(numbers))
-
-
-def _files_data(files: AnyFiles) -> _FilesRecord:
-    fields: Any = files  # each of the classes in `_FILES_CLASSES` is a tuple or a dataclass
-    if isinstance(files, ZarrGroup) and files.times:
-        raise UsageError(
-            "a plan of a zarr store with the times of its source files cannot be saved", code="not-savable",
-            hint="leave the times out",
-        )  # fmt: skip
-    for name, (kind, _) in _FILES_CLASSES.items():
-        if type(files) is kind:
-            return _FilesRecord(name, fields if isinstance(fields, tuple) else astuple(fields))
-    raise UsageError(f"a plan with files of {type(files).__name__} cannot be saved", code="not-savable")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -424,15 +388,12 @@ def _check_files(source: SourceRecord) -> None:
 def _request(content: _PlanRecord) -> Request:
     from reshard.plan.plan import Request
 
-    target, files = content.provenance.target, content.files
-    if files.way not in _FILES_CLASSES:
-        raise ValueError(f"$.files.way is {files.way!r:.60}; known are {', '.join(_FILES_CLASSES)}")
-    kind, types = _FILES_CLASSES[files.way]
+    target, files = content.provenance.target, content.files.read()
     strategy = target.strategy.read() if target.strategy else None
     return Request(
         content.arrangement.read() if content.arrangement else strategy,
         target.format,
-        kind(*read_record(types, files.fields, "$.files.fields")),
+        files,
         content.ranks,
         selection_of(content.provenance.selection),
         target.remove_redundancy,

@@ -17,7 +17,8 @@ from reshard.formats.directories import BLOCKS, SHARDING_INFO
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block, is_possible, shape_text
 from reshard.readers.listed import BlockList, nothing_readable
-from reshard.source.checkpoint import Checkpoint, Extras, TensorSpec
+from reshard.source.checkpoint import Checkpoint, TensorSpec
+from reshard.source.facts import Extras
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json

@@ -9,7 +9,7 @@ from functools import partial as applied
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from reshard.errors import Faults, LayoutError, Option, SourceError, Text, UsageError, names
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.formats import is_known
 from reshard.formats.directories import (
     BLOCKS,
@@ -26,10 +26,11 @@ from reshard.formats.directories import (
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
 from reshard.formats.zarr.files import is_of_store, is_store
-from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
+from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, refuse_other_strategy, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, newest, run_at
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, Opening, SourceFile, unreadable_in
+from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
+from reshard.source.facts import Opening
 from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.directories import DirectoryFormat, RunFormat
     from reshard.readers.runs import Iteration
-    from reshard.source.checkpoint import Tensor
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
 
@@ -127,7 +127,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     with _explained(path, knows=ledger_strategy is not None and not (by_ledger or layouts)):
         tensors = assemble(root, files, ranks, strategy, partial=partial)
     if ledger_strategy and strategy is not None and part is None and (layouts or not by_ledger):
-        _refuse_other_strategy(root, strategy, ledger_strategy, tensors, ruled)
+        refuse_other_strategy(root, strategy, ledger_strategy, tensors, ruled)
     unreadable = unreadable_in(files)
     opening = Opening(
         part, frozenset(other_stage_names), partial, by_file=isinstance(path, Mapping), lone_rank=lone_reason, step=step
@@ -268,40 +268,6 @@ def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -
             hint="name each of its checkpoints",
         )  # fmt: skip
     return newest(root, listing, run, count, iteration)
-
-
-def _refuse_other_strategy(
-    root: str, strategy: Strategy, ledger_strategy: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
-) -> None:
-    """Refuse a strategy or rules that contradict the strategy in the ledger.
-
-    Args:
-        root: the path that was opened.
-        strategy: the strategy with the rules applied.
-        ledger_strategy: the strategy in the ledger.
-        tensors: the tensors by name.
-        ruled: the rules that the user gave, by tensor name.
-    """
-    wrong = []
-    for name, tensor in tensors.items():
-        if name in ledger_strategy.tensors and (tensor.listed or name in ruled):
-            try:
-                is_same = tensor.listed and (
-                    ledger_strategy.grid(name, tensor.spec.shape) == strategy.grid(name, tensor.spec.shape)
-                )
-            except LayoutError:
-                is_same = False
-            if not is_same:
-                wrong.append(name)
-    if wrong:
-        by_rule = next((name for name in wrong if name in ruled), None)
-        option = Option("layout", by_rule, ruled[by_rule]) if by_rule else Option("strategy")
-        raise SourceError(
-            f"{root} was written with another strategy, according to its ledger",
-            code="strategy-mismatch",
-            facts=[f"it cuts {names(wrong, most=3)} differently"],
-            hint=Text("leave ", option, " out"),
-        )
 
 
 def made_at(path: AnyName, *, mixed: bool = False, described: bool | None = None) -> Made | None:

@@ -7,7 +7,7 @@ from shlex import quote
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError
+from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats.directories import is_later_part
 from reshard.formats.rank_dirs import rank_of
 from reshard.layout.layout import Layout
@@ -19,7 +19,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from reshard.source.checkpoint import SourceFile
+    from reshard.source.checkpoint import SourceFile, Tensor
     from reshard.source.made import Made
 
 COPY = "copy"
@@ -231,3 +231,37 @@ def with_rules(
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):
                 confirmed.add(name)
     return Ruled(result, ruled, confirmed)
+
+
+def refuse_other_strategy(
+    root: str, strategy: Strategy, ledger_strategy: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
+) -> None:
+    """Refuse a strategy or rules that contradict the strategy in the ledger.
+
+    Args:
+        root: the path that was opened.
+        strategy: the strategy with the rules applied.
+        ledger_strategy: the strategy in the ledger.
+        tensors: the tensors by name.
+        ruled: the rules that the user gave, by tensor name.
+    """
+    wrong = []
+    for name, tensor in tensors.items():
+        if name in ledger_strategy.tensors and (tensor.listed or name in ruled):
+            try:
+                is_same = tensor.listed and (
+                    ledger_strategy.grid(name, tensor.spec.shape) == strategy.grid(name, tensor.spec.shape)
+                )
+            except LayoutError:
+                is_same = False
+            if not is_same:
+                wrong.append(name)
+    if wrong:
+        by_rule = next((name for name in wrong if name in ruled), None)
+        option = Option("layout", by_rule, ruled[by_rule]) if by_rule else Option("strategy")
+        raise SourceError(
+            f"{root} was written with another strategy, according to its ledger",
+            code="strategy-mismatch",
+            facts=[f"it cuts {names(wrong, most=3)} differently"],
+            hint=Text("leave ", option, " out"),
+        )

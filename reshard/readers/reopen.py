@@ -10,7 +10,8 @@ from reshard.formats.rank_dirs import Step
 from reshard.readers.open import index_ranks, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, Opening, unreadable_in
+from reshard.source.checkpoint import Checkpoint, unreadable_in
+from reshard.source.facts import Opening
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def reopen(record: SourceRecord, root: Place | None = None, *, cipher: Cipher | 
 
 
 def recomputed(record: SourceRecord, open_source: Callable[[SourceRecord], Checkpoint]) -> Checkpoint:
-    """Compute a checkpoint again from its inputs; what is computed is checked when it is read.
+    """Compute a checkpoint again from its inputs; computed tensors are checked when they are read.
 
     Args:
         record: the record of a computed source.

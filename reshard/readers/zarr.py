@@ -27,7 +27,8 @@ from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
 from reshard.formats.zarr.files import V2, StoreFiles, own_notes, read_metadata, strings
 from reshard.layout.block import Block, shape_text
-from reshard.source.checkpoint import Checkpoint, Extras, Shard, SourceFile, Tensor, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.source.facts import Extras
 from reshard.storage.crc import crc32c
 from reshard.storage.places import any_store, in_batches
 

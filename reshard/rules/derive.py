@@ -22,7 +22,8 @@ from reshard.rules.matching import match_names
 from reshard.rules.numbers import numbers_in, read_config
 from reshard.rules.patterns import SCALES, STEP, Family
 from reshard.rules.ranges import Ranges, layers_fault
-from reshard.source.checkpoint import Checkpoint, Origin, Shard, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Shard, TensorSpec
+from reshard.source.facts import Origin
 from reshard.source.reshape import Shared, shards_in
 from reshard.storage.places import as_place
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def _here(
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt
 
     sorts = all(isinstance(task, str) for task in tasks)  # others are of arrays, which dask puts into an order
 
@@ -123,7 +123,7 @@ def _on_cluster(
     """Execute a graph on a cluster."""
     import dask
 
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt
 
     receipts: list[Receipt] = []
 

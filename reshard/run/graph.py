@@ -31,9 +31,8 @@ from dask.threaded import get as threaded_get
 from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.run.preflight import check_sources
-from reshard.run.settings import Report, report_of
+from reshard.run.settings import Report, TaskOptions, report_of
 from reshard.run.tasks import (
-    TaskOptions,
     close_files,
     commit_files,
     crcs_of_files,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
     from reshard.expressions.assigned import FromArray, Key
     from reshard.plan.plan import Plan
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt
     from reshard.targets.destination import TargetFile
 
 _KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.settings import RunOptions
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt, RunOptions
     from reshard.source.records import State
     from reshard.storage.base import Status
 

@@ -17,8 +17,8 @@ from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
 from reshard.run.preflight import changed_sources, check_sources, check_target
 from reshard.run.session import Session
-from reshard.run.settings import Progress, Report, report_of
-from reshard.run.tasks import Receipt, TaskOptions, drop_sources
+from reshard.run.settings import Progress, Receipt, Report, TaskOptions, report_of
+from reshard.run.tasks import drop_sources
 from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store

@@ -17,8 +17,9 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
+from reshard.formats.entries import covers, merged
 from reshard.plan.inputs import ledger_provenance
-from reshard.plan.partition import bytes_left, covers, merged, remaining
+from reshard.plan.partition import bytes_left, remaining
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.run.beside import remove_older
 from reshard.run.ledger import Ledger, in_files, refuse_foreign
@@ -47,12 +48,10 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.entries import FileLayout
-    from reshard.plan.partition import Spans
+    from reshard.formats.entries import FileLayout, Spans
     from reshard.plan.plan import Plan
     from reshard.run.beside import Older
-    from reshard.run.settings import RunOptions
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt, RunOptions
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
 

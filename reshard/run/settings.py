@@ -1,9 +1,13 @@
-"""The options of a run, its progress and its report. It imports little, since the help of the command line needs it."""
+"""The options of a run and of its tasks, their receipts, its progress and its report.
+
+The module imports little, since the help of the command line needs it.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.tasks import Receipt
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
 
@@ -62,6 +65,31 @@ class RunOptions:
         return self.overwrite or self.restart
 
 
+class TaskOptions(NamedTuple):
+    """Options of the tasks of a graph.
+
+    Attributes:
+        fsync: sync every file to the disk before it gets its name.
+        drop_cache: evict source and target files from the page cache.
+        multi_process: the tasks may run in several processes.
+        checksums: compute CRC-32C sums of the written bytes.
+        crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
+        cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is
+            written, as by one process, and not by every task that wrote into them.
+        run: the identifier of the run; set by the graph.
+        sentinel: a file in the target directory that every writing process must see; empty if there is none.
+    """
+
+    fsync: bool = True
+    drop_cache: bool = False
+    multi_process: bool = False
+    checksums: bool = False
+    crcs: bool = False
+    cached: str = ""
+    run: str = ""
+    sentinel: str = ""
+
+
 class Progress(NamedTuple):
     """The progress of a run.
 
@@ -76,6 +104,28 @@ class Progress(NamedTuple):
     total: int
     seconds: float
     resumed: int = 0
+
+
+class Receipt(NamedTuple):
+    """The result of a task.
+
+    Attributes:
+        task: `create`, `move`, `close`, `commit` or (for whole files) `files`, with a number.
+        bytes_read, bytes_written: bytes of contents.
+        seconds: duration of the task.
+        crc32c_ranges, crc32_ranges: the ranges that were written, as in `engine.Moved`.
+        file_ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
+        ready: the complete files: number, size, and time or version.
+    """
+
+    task: str
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    crc32c_ranges: array[int] = array("Q")
+    crc32_ranges: array[int] = array("Q")
+    file_ranges: array[int] = array("Q")
+    ready: tuple[tuple[int, int, int], ...] = ()
 
 
 class Report(NamedTuple):

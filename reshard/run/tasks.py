@@ -13,13 +13,14 @@ from array import array
 from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import merge
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, TargetError
 from reshard.plan.partition import whole_files
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files, longest, sum_of
 from reshard.run.preflight import check_sources
+from reshard.run.settings import Receipt, TaskOptions
 from reshard.storage.base import Ordered, Sinks, Summing
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, crc32, crc_of_range
@@ -48,53 +49,6 @@ _ADJOINED_BYTES = 64 << 10
 """The most bytes of literals and sums that are joined into one write."""
 
 _ZEROS = memoryview(bytes(1 << 20))
-
-
-class Receipt(NamedTuple):
-    """The result of a task.
-
-    Attributes:
-        task: `create`, `move`, `close`, `commit` or (for whole files) `files`, with a number.
-        bytes_read, bytes_written: bytes of contents.
-        seconds: duration of the task.
-        crc32c_ranges, crc32_ranges: the ranges that were written, as in `Moved`.
-        file_ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
-        ready: the complete files: number, size, and time or version.
-    """
-
-    task: str
-    bytes_read: int
-    bytes_written: int
-    seconds: float
-    crc32c_ranges: array[int] = array("Q")
-    crc32_ranges: array[int] = array("Q")
-    file_ranges: array[int] = array("Q")
-    ready: tuple[tuple[int, int, int], ...] = ()
-
-
-class TaskOptions(NamedTuple):
-    """Options of the tasks of a graph.
-
-    Attributes:
-        fsync: sync every file to the disk before it gets its name.
-        drop_cache: evict source and target files from the page cache.
-        multi_process: the tasks may run in several processes.
-        checksums: compute CRC-32C sums of the written bytes.
-        crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
-        cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is
-            written, as by one process, and not by every task that wrote into them.
-        run: the identifier of the run; set by the graph.
-        sentinel: a file in the target directory that every writing process must see; empty if there is none.
-    """
-
-    fsync: bool = True
-    drop_cache: bool = False
-    multi_process: bool = False
-    checksums: bool = False
-    crcs: bool = False
-    cached: str = ""
-    run: str = ""
-    sentinel: str = ""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from reshard.formats.entries import wants
 from reshard.layout.axes import row_major
 from reshard.layout.block import flat_boxes
 from reshard.source.assemble import unlisted_hint
-from reshard.source.checkpoint import SampleStats
+from reshard.source.facts import SampleStats
 from reshard.source.holdings import with_all_stages
 from reshard.storage.cipher import store_of
 from reshard.storage.places import can, in_batches

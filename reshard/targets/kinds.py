@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, Text, UsageError, joined
-from reshard.formats.entries import NamedFile, TargetFiles
+from reshard.formats.entries import NamedFile, RankFiles, TargetFiles
 from reshard.formats.sets import CHECKPOINT2_NAME as CHECKPOINT2
 from reshard.formats.sets import (
     DCP,
@@ -24,13 +25,15 @@ from reshard.formats.zarr import ZarrGroup
 from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.storage.places import as_place
+from reshard.strategy.schema import Count, InnerPath
+from reshard.strategy.schema import read as read_record
 from reshard.targets.checkpoint2 import Checkpoint2
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import AnyName
+    from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import Destination
 
 RANKS = ("safetensors", "ckpt")
@@ -61,6 +64,9 @@ TAKEN_BY: Mapping[str, Sequence[str]] = {
 CUT = ("layouts_of", "target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
 """Options for the ranks of the target."""
 
+_FOREIGN = {".npz", ".npy", ".pt", ".pth", ".bin", ".h5", ".pkl", ".json", ".gguf", ".onnx", ".zip", ".tar", ".gz"}
+"""Extensions of files that are not written."""
+
 AnyFiles = TargetFiles | ZarrGroup | DCP | LinkedDCP
 """A file layout of a target."""
 
@@ -73,6 +79,52 @@ _DESTINATIONS: dict[type, str] = {
     LinkedDCP: "dcp.relinked.Relinked",
     ZarrGroup: "zarr.ZarrStore",
 }
+
+_IN_PLAN_FILES: dict[str, tuple[type[Any], Any]] = {
+    "rank_files": (RankFiles, tuple[str, str]),
+    "named_file": (NamedFile, tuple[InnerPath]),
+    "mindspore_set": (MindSporeSet, tuple[Count]),
+    "hugging_face_set": (HuggingFaceSet, tuple[Count]),
+    "checkpoint2": (Checkpoint2, tuple[Count | None, str | None, Count, str | None]),
+    "zarr_group": (ZarrGroup, tuple[Count | None, Count | None, str | None, bool]),
+    "dcp": (DCP, tuple[Count, Count | None]),
+    "linked_dcp": (LinkedDCP, tuple[()]),
+}
+"""The classes that lay out the target's files: name in a plan file, class, and type of the class's fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesRecord:
+    """How the target's files are laid out, in a plan file: a name in `_IN_PLAN_FILES`, and the fields of the class."""
+
+    way: str
+    fields: Any
+
+    @classmethod
+    def of(cls, files: AnyFiles) -> FilesRecord:
+        """Return the record of a file layout.
+
+        Raises:
+            UsageError: a plan with such files cannot be saved.
+        """
+        fields: Any = files  # each of the classes in `_IN_PLAN_FILES` is a tuple or a dataclass
+        if isinstance(files, ZarrGroup) and files.times:
+            raise UsageError(
+                "a plan of a zarr store with the times of its source files cannot be saved", code="not-savable",
+                hint="leave the times out",
+            )  # fmt: skip
+        for name, (kind, _) in _IN_PLAN_FILES.items():
+            if type(files) is kind:
+                return cls(name, fields if isinstance(fields, tuple) else astuple(fields))
+        raise UsageError(f"a plan with files of {type(files).__name__} cannot be saved", code="not-savable")
+
+    def read(self) -> AnyFiles:
+        """Return the file layout; raise `ValueError` if the record is invalid."""
+        if self.way not in _IN_PLAN_FILES:
+            raise ValueError(f"$.files.way is {self.way!r:.60}; known are {', '.join(_IN_PLAN_FILES)}")
+        kind, types = _IN_PLAN_FILES[self.way]
+        files: AnyFiles = kind(*read_record(types, self.fields, "$.files.fields"))
+        return files
 
 
 def destination_of(files: AnyFiles) -> type[Destination]:
@@ -113,6 +165,19 @@ def is_file_name(target: AnyName) -> bool:
     """Return whether a target has the name of a single file, and is not a directory."""
     path = as_place(target)
     return path.suffix[1:] in RANKS and not path.is_dir()
+
+
+def refuse_foreign_name(target: Place) -> None:
+    """Refuse a target whose name has the extension of a format that is not written.
+
+    Raises:
+        UsageError: it has such an extension, and is not an existing directory.
+    """
+    if target.suffix in _FOREIGN and not target.is_dir():
+        raise UsageError(
+            f"{target.name} is the name of a {target.suffix} file, which reshard does not write", code="unknown-format",
+            hint="name a directory, or a file that ends with .safetensors or .ckpt",
+        )  # fmt: skip
 
 
 def source_word(checkpoint: Checkpoint) -> str:

@@ -27,7 +27,8 @@ from reshard.plan.select import select_listed
 from reshard.readers.open import iteration_at, made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.reopen import reopen_target
-from reshard.source.checkpoint import Checkpoint, Opening, unreadable_in
+from reshard.source.checkpoint import Checkpoint, unreadable_in
+from reshard.source.facts import Opening
 from reshard.source.records import digest
 from reshard.storage.places import as_place
 from reshard.strategy.schema import to_json

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reshard.run.settings import Progress
-    from reshard.source.checkpoint import SampleStats
+    from reshard.source.facts import SampleStats
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Transfer
     from reshard.rules.show import Fusion
     from reshard.run.graph import Graph
-    from reshard.run.settings import Report
-    from reshard.run.tasks import Receipt
+    from reshard.run.settings import Receipt, Report
     from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile

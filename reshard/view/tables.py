@@ -17,7 +17,8 @@ from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Replica
 from reshard.layout.block import Block
 from reshard.plan.select import kinds
-from reshard.source.checkpoint import Checkpoint, Opening, Sharding, Tensor, TensorSpec, matched, unreadable_in
+from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched, unreadable_in
+from reshard.source.facts import Opening
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, natural, ranges_text
 from reshard.upward import upward

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.plan.plan import Plan
     from reshard.run.settings import Report
-    from reshard.source.checkpoint import Checkpoint, SampleStats, SourceFile
+    from reshard.source.checkpoint import Checkpoint, SourceFile
+    from reshard.source.facts import SampleStats
 
 _MOST_NAMES = 10
 _MOST_FILES = 8
@@ -184,7 +185,7 @@ def files_lines(
 def looked_text(looked: SampleStats | None) -> str | None:
     """Describe the content sampling done on open, or return None if there is nothing to report.
 
-    >>> from reshard.source.checkpoint import SampleStats
+    >>> from reshard.source.facts import SampleStats
     >>> looked_text(SampleStats(2, 10, 4, 1, 70))
     '2 of 10 tensors; 4 of 70 replicas, 1 of them bit for bit; verify compares all'
     >>> looked_text(SampleStats(10, 10, 70, 70, 70))
@@ -314,10 +315,8 @@ def _written(plan: Plan, directory: str, *, write: str, link: str) -> str:
         path = f"{target.rstrip('/')}/{printable(plan.files[0].path)}"
         return f"{write} {path}{_encrypted(plan)}".replace(" ./", " ")
     ranks = sorted(set(plan.ranks))
-    if ranks == list(range(len(ranks))) and len(ranks) > 1:
-        of = f" for {count_text(len(ranks), 'rank')}"
-    else:
-        of = of_ranks(" for ", ranks)
+    from_zero = len(ranks) > 1 and ranks == list(range(len(ranks)))
+    of = f" for {count_text(len(ranks), 'rank')}" if from_zero else of_ranks(" for ", ranks)
     return f"{write} {_written_text(plan)}{of} to {target}{_encrypted(plan)}"
 
 
@@ -325,13 +324,8 @@ def _left_out(plan: Plan) -> list[Text]:
     """Write the tensors of the source that are left out, and the options that leave them out."""
     if not (plan.left_out and plan.request):
         return []
-    selection = plan.request.selection
-    options = {
-        Option("weights_only"): selection.weights_only,
-        Option("include"): selection.include,
-        Option("exclude"): selection.exclude,
-    }
-    used = joined(" and ", [Text(option) for option, value in options.items() if value])
+    options = [name for name in ("weights_only", "include", "exclude") if getattr(plan.request.selection, name)]
+    used = joined(" and ", [Text(Option(name)) for name in options])
     return [Text("by ", used, f": {list_text(plan.left_out)}")]
 
 

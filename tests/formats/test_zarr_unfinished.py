@@ -18,7 +18,8 @@ from reshard.errors import BudgetError, SourceError, TargetError
 from reshard.plan import budget
 from reshard.plan.plan import file_digests
 from reshard.run.session import Session
-from reshard.run.tasks import TaskOptions, close_files, commit_files, create_files, move_task, withdraw_index
+from reshard.run.settings import TaskOptions
+from reshard.run.tasks import close_files, commit_files, create_files, move_task, withdraw_index
 from reshard.storage.base import stem_of_unfinished, unfinished_path
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from reshard.plan import partition as tasks_of
 from reshard.plan.plan import file_digests
 from reshard.run import executor as reshard_cluster
 from reshard.run import graph, tasks
+from reshard.run.settings import TaskOptions
 from reshard.storage.local import _LocalSink
 from reshard.storage.page_cache import cache_of
 from reshard.storage.threads import live_runs
@@ -163,8 +164,8 @@ def test_dask_does_not_walk_through_the_plan(
     monkeypatch.setattr(reshard.Plan, "__dask_tokenize__", walked, raising=False)
     with pytest.raises(AssertionError):
         tokenize(made)
-    work = graph.Graph(made._record, str(tmp_path / "a"), tasks.TaskOptions(multi_process=True)).work()
-    other = graph.Graph(made._record, str(tmp_path / "b"), tasks.TaskOptions(multi_process=True)).work()
+    work = graph.Graph(made._record, str(tmp_path / "a"), TaskOptions(multi_process=True)).work()
+    other = graph.Graph(made._record, str(tmp_path / "b"), TaskOptions(multi_process=True)).work()
     assert tokenize(work) == tokenize(pickle.loads(pickle.dumps(work))) != tokenize(other)  # noqa: S301 -- our own
 
 
@@ -179,7 +180,7 @@ def test_workers_of_one_machine_sync_at_the_end(
     monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
     assert reshard_cluster.check_workers(plan, root, wired[1]) == ""
     for cached, waited in ((here, 0), ("another machine", len(plan.files)), ("", len(plan.files))):
-        how = tasks.TaskOptions(multi_process=True, cached=cached)
+        how = TaskOptions(multi_process=True, cached=cached)
         tasks.create_files(plan, range(len(plan.files)), root, how)
         assert len(faults.of("sync")) == waited
         faults.clear()

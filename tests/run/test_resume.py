@@ -39,10 +39,11 @@ from stopped_runs import (
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import TargetError, bytes_text
+from reshard.formats.entries import covers
 from reshard.layout.block import Block
 from reshard.plan import budget, partition
 from reshard.plan.bands import Recipe
-from reshard.plan.partition import bytes_left, covers, remaining
+from reshard.plan.partition import bytes_left, remaining
 from reshard.plan.plan import file_digests
 from reshard.run import session as resume
 from reshard.run.preflight import Do, files_with, preflight

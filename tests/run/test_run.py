@@ -25,11 +25,13 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.formats import ckpt
 from reshard.formats.entries import Content
-from reshard.run import engine, graph, tasks
+from reshard.run import engine, graph
 from reshard.storage import local as store
 
 if TYPE_CHECKING:
     from faulty import Faults
+
+    from reshard.run.settings import Receipt
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
@@ -90,7 +92,7 @@ def test_files_are_read_in_order(
     """dask alone would take the tasks as they come out of a set, and the disk would wait for each of them."""
     move_task, begun = graph.move_task, []
 
-    def noted(plan: Any, number: int, *given: Any) -> tasks.Receipt:
+    def noted(plan: Any, number: int, *given: Any) -> Receipt:
         begun.append(number)
         assert faults.of("drop_glances")
         return move_task(plan, number, *given)

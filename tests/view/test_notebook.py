@@ -26,8 +26,7 @@ from reshard.dtypes import BY_NAME
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
-from reshard.run.settings import Report
-from reshard.run.tasks import Receipt
+from reshard.run.settings import Receipt, Report
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
 from reshard.verify.difference import Difference

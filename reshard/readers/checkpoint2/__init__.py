@@ -26,7 +26,8 @@ from reshard.layout.block import Block, shape_text
 from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
 from reshard.readers.listed import nothing_readable
 from reshard.source.assemble import assemble_whole, by_header, where
-from reshard.source.checkpoint import Checkpoint, Extras, Sharding, Tensor, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
+from reshard.source.facts import Extras
 from reshard.source.headers import indexed
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json, read_small

@@ -40,7 +40,8 @@ from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import describe
-from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
+from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
+from reshard.source.facts import Extras, Object
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.source.reshape import laid

@@ -27,7 +27,8 @@ from reshard.storage.small import parse_json
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reshard.source.checkpoint import Checkpoint, Object
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.facts import Object
     from reshard.storage.base import ReadStore, Want
 
 LARGEST = 1 << 28

@@ -24,7 +24,8 @@ from reshard.readers.dcp.archive import Archive, Archives, ZipPart
 from reshard.readers.dcp.dtensors import Tensors, is_tensor
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe, unpickled
-from reshard.source.checkpoint import Checkpoint, Extras, Object, SourceFile, TensorSpec
+from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
+from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
 from reshard.storage.places import workers_at
 from reshard.storage.small import is_text

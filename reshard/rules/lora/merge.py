@@ -1,4 +1,4 @@
-"""Merge an adapter into the weights of a checkpoint: each becomes an expression, computed where it is read."""
+"""Merge an adapter into the weights of a checkpoint: each becomes an expression, computed on reading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.rules.lora.adapter import read_adapter
 from reshard.rules.lora.low_rank import Added, LowRank, Matrices
 from reshard.rules.lora.parts import Copy, Pair
 from reshard.rules.lora.tied import place, resolve
-from reshard.source.checkpoint import Origin
+from reshard.source.facts import Origin
 from reshard.storage.cipher import store_of
 from reshard.strategy.names import no_match
 

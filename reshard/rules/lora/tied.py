@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Extent
     from reshard.layout.block import Block, Shape
     from reshard.rules.lora.parts import Adapter, Copy, Pair
-    from reshard.source.checkpoint import Checkpoint, Extras, Tensor, TensorSpec
+    from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
+    from reshard.source.facts import Extras
 
 T = TypeVar("T")
 
@@ -166,7 +167,7 @@ def place(tensor: Tensor, other: Tensor) -> PlaceInTensor | None:
 
 
 def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Extent) -> PlaceInTensor | None:
-    """Return the place of a tensor in another one, from a block of each in one file; `spec` is that of the other."""
+    """Return the place of a tensor in another one, from a block of each in one file; `spec` belongs to the other."""
     if not (at.runs and there.runs) or at.runs[0][0] >= sum(there.runs[-1]) or there.runs[0][0] >= sum(at.runs[-1]):
         return None
     itemsize = spec.dtype.itemsize
@@ -182,7 +183,7 @@ def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Exte
     pitch, step = max(row_step, column_step), min(row_step, column_step)
     width, wide = other.shape[not turned], extents[not turned]
     row, column = divmod(offset, pitch)
-    if column >= width:  # it begins before the other one, or lies beside it
+    if column >= width:  # it begins before the other one, or outside its columns
         row, column = row + 1, column - pitch
         if column + wide <= 0:
             return None

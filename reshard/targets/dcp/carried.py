@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from reshard.errors import Faults
     from reshard.readers.dcp.metadata import KeyPath
-    from reshard.source.checkpoint import Checkpoint, Object
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.facts import Object
 
 _WITH_PARAMETER_NAMES = re.compile(r"(?:.*\.)?param_groups(?:\.\d+\.params)?", re.DOTALL)
 

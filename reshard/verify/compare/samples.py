@@ -8,7 +8,8 @@ from reshard.source.probe import torn_blocks
 from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
-    from reshard.source.checkpoint import Checkpoint, SampleStats
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.facts import SampleStats
 
 
 def sample_replicas(target: Checkpoint) -> tuple[list[Difference], SampleStats]:

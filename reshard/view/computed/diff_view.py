@@ -176,7 +176,7 @@ def _tolerance(diff: CheckpointDiff) -> str:
 
 
 def _bar(each: TensorDiff, relatives: Sequence[float]) -> Markup:
-    """Draw the relative difference of a tensor as a bar, on a logarithmic scale."""
+    """Draw a relative difference as a bar, on a logarithmic scale from the smallest to the largest one."""
     share = 1.0
     if relatives and isfinite(each.relative) and not each.not_finite:
         low, high = log10(min(relatives)), log10(max(relatives))

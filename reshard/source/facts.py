@@ -1,0 +1,153 @@
+"""Facts about a checkpoint other than its tensors: how it was opened or derived, and the metadata of its format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from reshard.formats.rank_dirs import Step
+    from reshard.layout.arrangement import Arrangement
+    from reshard.layout.layout import Layout
+    from reshard.rules.lora import LoRA
+    from reshard.rules.rules import Rules
+    from reshard.source.checkpoint import Checkpoint, Tensor
+
+
+class Object(NamedTuple):
+    """An object that is not a tensor: opaque bytes that are copied unchanged.
+
+    Attributes:
+        path: the file.
+        begin, nbytes: the range of its bytes in the file.
+        problem: the reason if it cannot be read; else empty.
+    """
+
+    path: str = ""
+    begin: int = 0
+    nbytes: int = 0
+    problem: str = ""
+
+
+class SampleStats(NamedTuple):
+    """Statistics of the content sampling done on open (`source.probe`).
+
+    Attributes:
+        tensors: number of tensors sampled.
+        of_tensors: number of tensors with comparable files.
+        copies: number of replicas compared by samples with the first one of their block.
+        whole: number of these that were compared bit for bit, because they are small.
+        of_copies: number of replicas in total, beyond the first of each block.
+    """
+
+    tensors: int
+    of_tensors: int
+    copies: int
+    whole: int
+    of_copies: int
+
+
+class Origin(NamedTuple):
+    """The origin of a derived checkpoint.
+
+    Attributes:
+        checkpoint: the original checkpoint, which has the same files.
+        rules: the rules between the names and shapes of the two; None if these are the same.
+        left_out: names of original tensors that the rules leave out.
+        lora: the adapter that was merged into the weights first.
+        ties: tensors that the rules join into one, by its name; samples of them were compared, and the first is read.
+        merged: the original names of the weights with a merged adapter.
+        side: the name in the rules of the derived side; empty without rules.
+    """
+
+    checkpoint: Checkpoint
+    rules: Rules | None
+    left_out: frozenset[str]
+    lora: LoRA | None = None
+    ties: tuple[tuple[str, tuple[Tensor, ...]], ...] = ()
+    merged: frozenset[str] = frozenset()
+    side: str = ""
+
+
+class Computation(NamedTuple):
+    """How the tensors of a checkpoint were computed from those of others.
+
+    Attributes:
+        kind: `average`, `dequantize` and so on.
+        options: its options, as plain data.
+        inputs: the checkpoints, in order.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    inputs: tuple[Checkpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Options with which a checkpoint was opened, and facts found about its files.
+
+    Attributes:
+        stage: the pipeline stage if the source is one stage of a longer pipeline.
+        elsewhere: names of tensors that only other stages have, if known.
+        partial: whether files of some ranks may be missing.
+        by_file: whether its files were named one by one; the root, the directory of the first, may have other files.
+        lone_rank: why tensors that were opened as whole seem to be the blocks of one rank; else empty.
+        looked: statistics of the content sampling done on open, or None.
+        step: the training step of the checkpoint, if the names of its files have one.
+        computation: how its tensors were computed from other checkpoints; None if they are in files.
+    """
+
+    stage: int | None = None
+    elsewhere: frozenset[str] = frozenset()
+    partial: bool = False
+    by_file: bool = False
+    lone_rank: str = ""
+    looked: SampleStats | None = None
+    step: Step | None = None
+    computation: Computation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Metadata of a format beyond names, shapes and byte ranges of tensors.
+
+    Attributes:
+        described_by: the metadata file, or the format, that lists the blocks; empty if a strategy defines them.
+        arrangement: the layouts and ranks of tensors, as the metadata say; None if they say nothing.
+        defects: warnings about harmless errors in the metadata.
+        objects: objects of the program that wrote it, by name. Only targets of the same format receive them.
+        beside: sidecar files that the training needs, by name. Only targets of the same format receive them.
+        bound: tensors that only a target of the same format can hold, with the reason.
+        paths: the dict keys and list indices under which each tensor was saved, if not only its name; None if they are
+            unknown and not needed.
+        model_config: the `config.json` for a Hugging Face set of these tensors, if it differs from the source's; else
+            empty.
+    """
+
+    described_by: str = ""
+    arrangement: Arrangement | None = None
+    defects: tuple[str, ...] = ()
+    objects: Mapping[str, Object] = field(default_factory=dict)
+    beside: Mapping[str, Object] = field(default_factory=dict)
+    bound: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
+    model_config: bytes = b""
+
+    def layout_of(self, name: str) -> Layout | None:
+        """Return the layout of a tensor; None if it has none, or it is unknown."""
+        arranged = self.arrangement.tensors.get(name) if self.arrangement else None
+        return arranged.layout if arranged else None
+
+    @property
+    def has_layouts(self) -> bool:
+        """Return whether the metadata give the layout of any tensor."""
+        return self.arrangement is not None and any(arranged.meshes for arranged in self.arrangement.tensors.values())
+
+    def without(self, names: Collection[str]) -> Extras:
+        """Return the extras without some objects and bound tensors."""
+        objects = {name: item for name, item in self.objects.items() if name not in names}
+        bound = {name: reason for name, reason in self.bound.items() if name not in names}
+        return replace(self, objects=objects, bound=bound)
