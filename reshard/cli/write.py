@@ -21,11 +21,12 @@ from reshard.cli.options import (
 )
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
-from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE
+from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_weight
 from reshard.errors import TargetError, UsageError
 from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
 from reshard.readers.open import open as open_checkpoint
+from reshard.storage.places import as_place
 from reshard.storage.small import is_within, refuse_existing
 from reshard.view.progress import READING, phase
 
@@ -162,7 +163,7 @@ Examples:
     "--last",
     under="Source",
     in_short_help=True,
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=2),
     metavar="N",
     help="Average the N newest checkpoints of the run whose directory SOURCE is. The newest of them is the one that "
     "the run names as its last, or --iteration.",
@@ -216,10 +217,16 @@ def average(
     from reshard.expressions.average import average as average_of
     from reshard.readers.open import newest_iterations
 
+    _refuse_weighted(target)
     weights = _weights(sources, schedule)
     paths = [path for path, _ in sources]
     opening = openings.common
     with phase(READING, quiet=running.quiet):
+        if last is None and len(paths) == 1:
+            raise UsageError(
+                f"{paths[0]} is the only source", code="one-source",
+                hint="name two or more, and TARGET after them; of the directory of a run, give --last N",
+            )  # fmt: skip
         if last is None:
             pairs = [(path, opening) for path in paths]
         elif len(paths) > 1 or sources[0][1] is not None:
@@ -246,6 +253,17 @@ def average(
         for note in notes:
             say(note)
     carry_out(plan, directory or target, running, result=result)
+
+
+def _refuse_weighted(target: Place) -> None:
+    """Refuse a target that is a source with a weight.
+
+    Raises:
+        UsageError: it is; the target was left out.
+    """
+    path, weight = split_weight(str(target))
+    if weight is not None and ((place := as_place(path)).is_dir() or place.is_file()):
+        raise UsageError(f"{target} is a source with a weight", code="no-target", hint="add TARGET after the sources")
 
 
 def _weights(sources: Sequence[tuple[Place, float | None]], schedule: str | None) -> list[float] | str | None:

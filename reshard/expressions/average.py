@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +174,8 @@ def schedule(name: str, count: int) -> tuple[float, ...]:
     """
     if name not in _DECAYS:
         raise UsageError(f"unknown schedule {name!r:.60}", code="unknown-schedule", facts=[f"known: {names(_DECAYS)}"])
-    decay = [_DECAYS[name](index / count) for index in range(1, count)]
-    later = [a - b for a, b in zip(decay, [*decay[1:], 0.0], strict=True)]
+    decay = [*(_DECAYS[name](index / count) for index in range(1, count)), 0.0]
+    later = [a - b for a, b in pairwise(decay)]
     return (1 - math.fsum(later), *later)
 
 
@@ -204,7 +205,7 @@ def average(
     Raises:
         SourceError: the checkpoints have other names, shapes or kinds of dtypes, or tensors that cannot be averaged;
             all at once.
-        UsageError: no checkpoint, or weights or a dtype that cannot be used.
+        UsageError: fewer than two checkpoints, or weights or a dtype that cannot be used.
     """
     factors = _factors(inputs, weights)
     target = None if dtype is None else _float(dtype)
@@ -248,7 +249,11 @@ def average(
 def _factors(inputs: Sequence[Checkpoint], weights: Sequence[float] | str | None) -> tuple[float, ...]:
     """Return the weights; raise `UsageError` if they cannot be used."""
     if not inputs:
-        raise UsageError("no checkpoint is given to average", code="no-sources", hint="give at least one")
+        raise UsageError("no checkpoint is given to average", code="no-sources", hint="give two or more")
+    if len(inputs) == 1:
+        raise UsageError(
+            f"{inputs[0].root} is the only checkpoint to average", code="one-source", hint="give two or more"
+        )
     if isinstance(weights, str):
         return schedule(weights, len(inputs))
     if weights is None:

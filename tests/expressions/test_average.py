@@ -164,7 +164,6 @@ def test_equal_weights_by_default(tmp_path: Path) -> None:
     assert np.array_equal(reshard.average(sources)["w"].compute(), expected)
     assert reshard.average(sources).warnings == ()
     assert "1.5" in reshard.average(sources, [0.5, 0.5, 0.5]).warnings[0]
-    assert np.array_equal(reshard.average(sources[:1])["w"].compute(), full)
 
 
 def test_float64_is_summed_in_float64(tmp_path: Path) -> None:
@@ -345,6 +344,9 @@ def test_no_list_of_checkpoints(tmp_path: Path) -> None:
         reshard.average([])
     with refused(UsageError, "wrong-type"):
         reshard.average(ranks_of(tmp_path / "a"))  # type: ignore[arg-type]
+    for weights in (None, "linear", "minus-sqrt", [1.0]):
+        with refused(UsageError, "one-source"):
+            reshard.average([ranks_of(tmp_path / "a")], weights)
     with refused(UsageError, "not-a-checkpoint"):
         reshard.average([tmp_path / "a"])  # type: ignore[list-item]
 
@@ -531,6 +533,7 @@ def test_the_last_checkpoints_of_a_run(mindspore_data: Path, tmp_path: Path) -> 
     assert_same({n: written[n].compute() for n in written}, {n: expected[n].compute() for n in expected})
     failed(4, "too-few-checkpoints", "average", run, "--last", "4", tmp_path / "x", places=("1, 2, 3",))
     failed(4, "not-a-run", "average", case / "a", "--last", "2", tmp_path / "x")
+    failed(2, "one-source", "average", run, "--schedule", "linear", tmp_path / "x")
     failed(2, "conflicting-options", "average", f"{run}:1", "--last", "2", tmp_path / "x")
 
 
@@ -554,6 +557,8 @@ def test_strategies_of_the_command(tmp_path: Path) -> None:
         (["a:0.5", "b"], "missing-weight"),
         (["a:0.5", "b:0.5", "--schedule", "linear"], "conflicting-options"),
         (["a", "b", "--same-ranks"], "needs-path"),
+        (["a"], "one-source"),
+        *((["a:0.5", f"b:{word}"], "bad-weight") for word in ("abc", "O.5", "nan", "0,5", "1/2", "")),
     ],
 )
 def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: str) -> None:
@@ -563,11 +568,20 @@ def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments:
     failed(2, code, "average", *arguments, "out")
 
 
+def test_a_forgotten_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        write_file(tmp_path / name / "model.safetensors", numbers(SHAPES))
+    failed(2, "no-target", "average", "a:0.5", "b:0.2", "c:0.3")
+    assert not (tmp_path / "c:0.3").exists()
+
+
 def test_a_colon_in_a_path_is_no_weight(tmp_path: Path) -> None:
     for name in ("x:y", "z:1"):
         write_file(tmp_path / f"{name}.safetensors", numbers(SHAPES))
     done("average", tmp_path / "x:y.safetensors", tmp_path / "z:1.safetensors", tmp_path / "out.safetensors")
-    assert call("average", tmp_path / "nowhere:0.5", tmp_path / "out").exit_code == 4
+    assert call("average", tmp_path / "x:y.safetensors", tmp_path / "nowhere:0.5", tmp_path / "out").exit_code == 2
+    assert call("average", tmp_path / "nowhere", tmp_path / "not:here", tmp_path / "out").exit_code == 4
 
 
 # --- other inputs -------------------------------------------------------------------------------------------------
