@@ -75,6 +75,15 @@ def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[st
     return casts
 
 
+def dequantized_dtype(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Return the name of the dtype of dequantized weights, given a name or a short one."""
+    if value is None:
+        return None
+    from reshard.expressions.dequantize import result_dtype  # seldom
+
+    return result_dtype(value).name
+
+
 def numbers(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, int]:
     """Parse numbers such as `heads=32`, by name."""
     result: dict[str, int] = {}

@@ -215,6 +215,7 @@ def average(
     """  # fmt: skip
     from reshard.api.jobs import job, noting_swap  # not on every start
     from reshard.expressions.average import average as average_of
+    from reshard.plan.select import excluding
     from reshard.readers.open import newest_iterations
 
     _refuse_weighted(target)
@@ -245,6 +246,7 @@ def average(
             from reshard.expressions.dequantize import dequantize_each  # seldom
 
             checkpoints = dequantize_each(checkpoints, dequantize)
+        checkpoints, selection = excluding(checkpoints, selection)
         checkpoint = average_of(checkpoints, weights, dtype, states)
         plan, directory, result, notes = job(
             checkpoint, target, OpenOptions(), options, selection, threads=running.threads
@@ -303,7 +305,7 @@ def _strategies(pairs: Sequence[tuple[Place, OpenOptions]], openings: Openings) 
     needed = [has_several_ranks(path, opening.rank_pattern, opening.suffix) for path, opening in pairs]
     if len(strategies) not in {1, sum(needed)}:
         raise UsageError(
-            f"{len(strategies)} strategies are given for {len(pairs)} sources, of which {sum(needed)} need one",
+            f"{len(strategies)} strategies are given for {len(pairs)} sources; {sum(needed)} of these can use one",
             code="wrong-count", hint="give one for all, or one for each",
         )  # fmt: skip
     remaining = iter(strategies * (sum(needed) if len(strategies) == 1 else 1))

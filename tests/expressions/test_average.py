@@ -256,6 +256,41 @@ def test_checkpoints_that_differ(mindspore_data: Path, other: str) -> None:
         reshard.average([reshard.open(folder / "a"), reshard.open(folder / other)])
 
 
+def test_names_in_one_checkpoint_alone(tmp_path: Path) -> None:
+    """Each direction is told, and the command can leave the names out of the inputs."""
+    arrays = numbers({"w": (4, 4), "only_a": (2,), "only_b": (3,), "shape": (2, 2)})
+    write_file(tmp_path / "a.safetensors", {name: arrays[name] for name in ("w", "only_a", "shape")})
+    more = {name: arrays[name] for name in ("w", "only_b")} | {"shape": arrays["w"]}
+    write_file(tmp_path / "b.safetensors", more)
+    a, b = (reshard.open(tmp_path / f"{name}.safetensors") for name in "ab")
+    with pytest.raises(SourceError) as caught:
+        reshard.average([a, b])
+    assert {"missing-tensor", "different-shapes"} == set(caught.value.codes)
+    assert len([fact for fact in caught.value.facts if "only_" in fact]) == 2
+    inputs = ("average", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    failed(2, "no-match", *inputs, tmp_path / "out", "--exclude", "nowhere")
+    done(*inputs, tmp_path / "out", "--to", "hf", "--exclude", "only_*@2", "--exclude", "shape")
+    assert [*reshard.open(tmp_path / "out")] == ["w"]
+    computed_again(tmp_path / "out")
+
+
+def test_the_configuration_of_the_first_set_goes_along(tmp_path: Path) -> None:
+    for name in "ab":
+        write_file(tmp_path / name / "model.safetensors", numbers(SHAPES))
+    config = {"model_type": "llama", "torch_dtype": "float32"}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    inputs = ("average", tmp_path / "a", tmp_path / "b")
+    done(*inputs, tmp_path / "out", "--to", "hf")
+    assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "a" / "config.json").read_bytes()
+    done(*inputs, tmp_path / "narrow", "--to", "hf", "--dtype", "bf16")
+    assert json.loads((tmp_path / "narrow" / "config.json").read_text()) == config | {"torch_dtype": "bfloat16"}
+    done(*inputs, tmp_path / "files", "--to", "ckpt")
+    assert not [*(tmp_path / "files").rglob("config.json")]
+    computed_again(tmp_path / "out")
+    done("average", tmp_path / "b", tmp_path / "a", tmp_path / "other", "--to", "hf")
+    assert not (tmp_path / "other" / "config.json").exists()
+
+
 def test_all_faults_at_once(mindspore_data: Path) -> None:
     folder = mindspore_data / "averages" / "refuse"
     with pytest.raises(SourceError) as caught:
