@@ -363,7 +363,8 @@ def test_a_narrow_table_tells_names_apart() -> None:
     numbers = ["1,000 of 1,000,000", "1.2345678", "1.2345678", "1.2345678"]
     for below in (0, 2):
         for width in (40, 60, 80):
-            lines = table_lines(["tensor", "a", "b", "c", "d"], [(name, *numbers) for name in names], width, below=below)
+            rows = [(name, *numbers) for name in names]
+            lines = table_lines(["tensor", "a", "b", "c", "d"], rows, width, below=below)
             firsts = [line.split("  ")[0] for line in lines if not line.startswith(" ")]
             assert len(set(firsts)) == len(names) + 1
 
