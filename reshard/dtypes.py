@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
 
     from reshard.errors import ReshardError
@@ -112,8 +114,8 @@ def _interned(name: str) -> DType:
     return BY_NAME[name]
 
 
-def by_name(name: str, error: type[ReshardError]) -> DType:
-    """Return the dtype of a name, which may be a short one, or raise `error` naming the known ones.
+def by_name(name: str, error: type[ReshardError], known: Iterable[str] = BY_NAME) -> DType:
+    """Return the dtype of a name, which may be a short one, or raise `error` naming those that can be given: `known`.
 
     >>> from reshard.errors import UsageError
     >>> [by_name(name, UsageError).name for name in ("bfloat16", "bf16", "FP32", "f8_e4m3")]
@@ -125,6 +127,6 @@ def by_name(name: str, error: type[ReshardError]) -> DType:
         raise error(
             f"unknown dtype {name!r}",
             code="unknown-dtype",
-            facts=[f"known dtypes: {', '.join(BY_NAME)}, and short names such as bf16 or fp32"],
+            facts=[f"known dtypes: {', '.join(known)}, and short names such as bf16 or fp32"],
         )
     return dtype

@@ -60,8 +60,11 @@ PYTHON = Words(
     _argument,
     {
         "cast": ("cast", "cast={{{!r}: {!r}}}"),
+        "dequantize": ("dequantize", "checkpoint.dequantize({!r})"),
+        "diff": ("reshard.diff({0[0]!r}, {0[1]!r})",),
         "key": _CIPHER,
         "layout": ("layout", "layout={{{!r}: {!r}}}"),
+        "left_out_of_inputs": ("checkpoint.sel(...)",),
         "layouts_of": ("target=reshard.read_layouts(...)",),
         "let": ("let={{{!r}: N}}",),
         "link": ("files=reshard.LinkedDCP()",),
@@ -327,7 +330,10 @@ class Faults:
         self.count = 0
         self._causes: dict[tuple[str, str], _Cause] = {}
 
-    def add(self, path: str, fault: str | ReshardError | Callable[[], str], *, code: str = "", hint: str = "") -> None:
+    def add(
+        self, path: str, fault: str | ReshardError | Callable[[], str], *, code: str = "", hint: str = "",
+        alike: str = "",
+    ) -> None:  # fmt: skip
         """Record one fault.
 
         Args:
@@ -336,19 +342,21 @@ class Faults:
                 shown.
             code: the cause. Faults of one code are shown as one example and a count; without a code each is shown.
             hint: advice; the hints of shown faults are joined.
+            alike: of the faults of one code, those with the same text here are shown as one example.
         """
         self.count += 1
         if isinstance(fault, ReshardError):
             code, hint = code or fault.code, hint or fault.hint
             fault = joined("; ", [fault.message, *fault.facts])
-        cause = self._causes.get((code, "" if code else path))
+        key = code, alike if code else path
+        cause = self._causes.get(key)
         if cause is not None:
             cause.add(path)
         elif len(self._causes) < _SHOWN_FAULTS:  # a hostile file has millions
             sentence = fault if isinstance(fault, str) else fault()
             subject = path if isinstance(path, Text) or path.isprintable() else repr(path)
             example = Text(subject, " " if _VERB.match(sentence) else ": ", sentence)
-            self._causes[code, "" if code else path] = _Cause(path, example, code, hint)
+            self._causes[key] = _Cause(path, example, code, hint)
 
     def unexpected(self, where: str, value: object, expected: str, *, code: str = "wrong-type") -> None:
         """Record a value that is not of the expected kind."""
@@ -438,6 +446,15 @@ def printable(text: object, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number and its noun, in the plural if needed.
+
+    >>> counted(1, "file"), counted(1200, "tensor")
+    ('1 file', '1200 tensors')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def names(items: Iterable[object], *, most: int = 5) -> str:

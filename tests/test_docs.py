@@ -84,6 +84,7 @@ def prepare_dcp(folder: Path, _data: Path) -> None:
 def prepare_steps(folder: Path, _data: Path) -> None:
     for number in (100, 200, 300):
         convert(folder, f"step-{number}", "--to", "dcp", "--weights-only")
+        convert(folder, "run", "--to", "dcp", "--weights-only", "--target-step", f"{number}")
 
 
 def prepare_run(folder: Path, _data: Path) -> None:

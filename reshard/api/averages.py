@@ -34,7 +34,7 @@ def average(
 
     Raises:
         reshard.SourceError: names, shapes, or kinds of dtypes differ, or tensors cannot be averaged; all at once.
-        reshard.UsageError: no checkpoint, or weights or a dtype that cannot be used.
+        reshard.UsageError: fewer than two checkpoints, or weights or a dtype that cannot be used.
     """
     if isinstance(checkpoints, Checkpoint):
         raise UsageError("one checkpoint is given; expected several, in a list", code="wrong-type")

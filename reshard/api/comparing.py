@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.checkpoints import open as open_checkpoint
 from reshard.api.choices import progress_of
+from reshard.errors import Option, ReshardError, Text
 from reshard.sizes import size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reshard.compute.differences import CheckpointDiff
     from reshard.run.settings import Progress
@@ -54,9 +55,24 @@ def diff(
     """
     from reshard.compute.differences import diff as diff_records  # it brings numpy
 
-    first, second = (side if isinstance(side, Checkpoint) else open_checkpoint(side) for side in (a, b))
+    first, second = (side if isinstance(side, Checkpoint) else _opened(side) for side in (a, b))
     with progress_of(progress) as callback:
         return diff_records(
             record_of(first), record_of(second), tolerance=tolerance, relative=relative,
             memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback,
         )  # fmt: skip
+
+
+def _opened(path: AnyName) -> Checkpoint:
+    """Open a side; errors say where its options are given."""
+    try:
+        return open_checkpoint(path)
+    except ReshardError as error:
+        raise error.changed(lambda text: Text(*_of_open(text, path))) from None
+
+
+def _of_open(text: str, path: AnyName) -> Iterator[str]:
+    """Yield the parts of a text, with options as arguments of `reshard.open`."""
+    for part in Text(text).parts:
+        written = Text(part)
+        yield f"reshard.open({str(path)!r}, {written})" if isinstance(part, Option) else written

@@ -23,6 +23,7 @@ from reshard.cli.values import (
     StyleType,
     ToType,
     cluster_address,
+    dequantized_dtype,
     layout_rules,
     rank_list,
     read_cipher,
@@ -239,7 +240,7 @@ target_strategy_option = _target(
 
 dequantize_option = option(
     "--dequantize", under="Tensors", metavar="DTYPE",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
+    callback=dequantized_dtype,
     help="Multiply float8 weights, and 4-bit ones in pairs, by the scales of their blocks: to bfloat16, float16 or "
     "float32, before anything else here.",
 )  # fmt: skip

@@ -75,6 +75,15 @@ def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[st
     return casts
 
 
+def dequantized_dtype(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Return the name of the dtype of dequantized weights, given a name or a short one."""
+    if value is None:
+        return None
+    from reshard.expressions.dequantize import result_dtype  # seldom
+
+    return result_dtype(value).name
+
+
 def numbers(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, int]:
     """Parse numbers such as `heads=32`, by name."""
     result: dict[str, int] = {}
@@ -216,9 +225,24 @@ class WeightedType(PathType):
         """Return the `Place` and the weight, or None."""
         if isinstance(value, tuple):
             return value
-        path, _, number = str(value).rpartition(":")
-        is_weighted = path and _WEIGHT.fullmatch(number)
-        return super().convert(path if is_weighted else value, param, ctx), float(number) if is_weighted else None
+        path, weight = split_weight(str(value))
+        if weight is None and isinstance(whole := as_place(value), Path) and not whole.exists():
+            name, _, number = str(value).rpartition(":")
+            if name and Path(name).exists():
+                raise UsageError(
+                    f"{value}: {number!r} is not a number", code="bad-weight", hint=f"write a weight such as {name}:0.5"
+                )
+        return super().convert(path, param, ctx), weight
+
+
+def split_weight(text: str) -> tuple[str, float | None]:
+    """Return a path, and the weight after its last colon or None.
+
+    >>> split_weight("step-100:0.25"), split_weight("a:b")
+    (('step-100', 0.25), ('a:b', None))
+    """
+    path, _, number = text.rpartition(":")
+    return (path, float(number)) if path and _WEIGHT.fullmatch(number) else (text, None)
 
 
 class StyleType(click.Choice[str]):

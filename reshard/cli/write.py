@@ -21,11 +21,12 @@ from reshard.cli.options import (
 )
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
-from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE
+from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_weight
 from reshard.errors import TargetError, UsageError
 from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
 from reshard.readers.open import open as open_checkpoint
+from reshard.storage.places import as_place
 from reshard.storage.small import is_within, refuse_existing
 from reshard.view.progress import READING, phase
 
@@ -162,7 +163,7 @@ Examples:
     "--last",
     under="Source",
     in_short_help=True,
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=2),
     metavar="N",
     help="Average the N newest checkpoints of the run whose directory SOURCE is. The newest of them is the one that "
     "the run names as its last, or --iteration.",
@@ -214,12 +215,19 @@ def average(
     """  # fmt: skip
     from reshard.api.jobs import job, noting_swap  # not on every start
     from reshard.expressions.average import average as average_of
+    from reshard.plan.select import excluding
     from reshard.readers.open import newest_iterations
 
+    _refuse_weighted(target)
     weights = _weights(sources, schedule)
     paths = [path for path, _ in sources]
     opening = openings.common
     with phase(READING, quiet=running.quiet):
+        if last is None and len(paths) == 1:
+            raise UsageError(
+                f"{paths[0]} is the only source", code="one-source",
+                hint="name two or more, and TARGET after them; of the directory of a run, give --last N",
+            )  # fmt: skip
         if last is None:
             pairs = [(path, opening) for path in paths]
         elif len(paths) > 1 or sources[0][1] is not None:
@@ -238,6 +246,7 @@ def average(
             from reshard.expressions.dequantize import dequantize_each  # seldom
 
             checkpoints = dequantize_each(checkpoints, dequantize)
+        checkpoints, selection = excluding(checkpoints, selection)
         checkpoint = average_of(checkpoints, weights, dtype, states)
         plan, directory, result, notes = job(
             checkpoint, target, OpenOptions(), options, selection, threads=running.threads
@@ -246,6 +255,17 @@ def average(
         for note in notes:
             say(note)
     carry_out(plan, directory or target, running, result=result)
+
+
+def _refuse_weighted(target: Place) -> None:
+    """Refuse a target that is a source with a weight.
+
+    Raises:
+        UsageError: it is; the target was left out.
+    """
+    path, weight = split_weight(str(target))
+    if weight is not None and ((place := as_place(path)).is_dir() or place.is_file()):
+        raise UsageError(f"{target} is a source with a weight", code="no-target", hint="add TARGET after the sources")
 
 
 def _weights(sources: Sequence[tuple[Place, float | None]], schedule: str | None) -> list[float] | str | None:
@@ -285,7 +305,7 @@ def _strategies(pairs: Sequence[tuple[Place, OpenOptions]], openings: Openings) 
     needed = [has_several_ranks(path, opening.rank_pattern, opening.suffix) for path, opening in pairs]
     if len(strategies) not in {1, sum(needed)}:
         raise UsageError(
-            f"{len(strategies)} strategies are given for {len(pairs)} sources, of which {sum(needed)} need one",
+            f"{len(strategies)} strategies are given for {len(pairs)} sources; {sum(needed)} of these can use one",
             code="wrong-count", hint="give one for all, or one for each",
         )  # fmt: skip
     remaining = iter(strategies * (sum(needed) if len(strategies) == 1 else 1))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reshard.dtypes import by_name
-from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
+from reshard.expressions.model_config import config_of_average
 from reshard.expressions.operand import Operand
 from reshard.expressions.scratch import scratch
 from reshard.layout.block import flat_boxes
@@ -42,6 +44,9 @@ COMPARED_BYTES = 1 << 20
 
 _SAMPLES, _SAMPLE = 8, 16 << 10
 """The number of samples of larger tensors, and the bytes of each."""
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes that are averaged."""
 
 _SUM_TOLERANCE = 1e-6
 """How far a sum of weights may be from 1 without a warning."""
@@ -173,8 +178,8 @@ def schedule(name: str, count: int) -> tuple[float, ...]:
     """
     if name not in _DECAYS:
         raise UsageError(f"unknown schedule {name!r:.60}", code="unknown-schedule", facts=[f"known: {names(_DECAYS)}"])
-    decay = [_DECAYS[name](index / count) for index in range(1, count)]
-    later = [a - b for a, b in zip(decay, [*decay[1:], 0.0], strict=True)]
+    decay = [*(_DECAYS[name](index / count) for index in range(1, count)), 0.0]
+    later = [a - b for a, b in pairwise(decay)]
     return (1 - math.fsum(later), *later)
 
 
@@ -204,7 +209,7 @@ def average(
     Raises:
         SourceError: the checkpoints have other names, shapes or kinds of dtypes, or tensors that cannot be averaged;
             all at once.
-        UsageError: no checkpoint, or weights or a dtype that cannot be used.
+        UsageError: fewer than two checkpoints, or weights or a dtype that cannot be used.
     """
     factors = _factors(inputs, weights)
     target = None if dtype is None else _float(dtype)
@@ -239,7 +244,7 @@ def average(
         opening=Opening(computation=Computation("average", options, tuple(inputs))),
         extras=Extras(
             first.extras.described_by, paths=first.extras.paths,
-            model_config=b"" if target else first.extras.model_config,
+            model_config=config_of_average(inputs[0], target),
         ),
     )  # fmt: skip
     return computed(base, expressions, others)
@@ -248,7 +253,11 @@ def average(
 def _factors(inputs: Sequence[Checkpoint], weights: Sequence[float] | str | None) -> tuple[float, ...]:
     """Return the weights; raise `UsageError` if they cannot be used."""
     if not inputs:
-        raise UsageError("no checkpoint is given to average", code="no-sources", hint="give at least one")
+        raise UsageError("no checkpoint is given to average", code="no-sources", hint="give two or more")
+    if len(inputs) == 1:
+        raise UsageError(
+            f"{inputs[0].root} is the only checkpoint to average", code="one-source", hint="give two or more"
+        )
     if isinstance(weights, str):
         return schedule(weights, len(inputs))
     if weights is None:
@@ -266,11 +275,11 @@ def _factors(inputs: Sequence[Checkpoint], weights: Sequence[float] | str | None
 
 def _float(dtype: str) -> DType:
     """Return the dtype of averages; raise `UsageError` if it is not a plain float."""
-    result = by_name(dtype, UsageError)
+    result = by_name(dtype, UsageError, FLOATS)
     if _kind(result) != "float":
         raise UsageError(
             f"averages cannot be {result}", code="unsupported-dtype",
-            hint="give float32, bfloat16, float16 or float64",
+            hint=f"give {names(FLOATS)}",
         )  # fmt: skip
     return result
 
@@ -311,8 +320,11 @@ def _check_names(chosen: Sequence[Checkpoint], kept: set[str], faults: Faults) -
             faults.add(f"tensor {name!r} of {each.root}", reason, code="unreadable-tensor")
         for name in every:
             if name not in each.tensors and name not in each.unreadable:
-                other = next(other.root for other in chosen if name in other.tensors)
-                faults.add(f"tensor {name!r}", f"is not in {each.root}, but in {other}", code="missing-tensor")
+                having = names([other.root for other in chosen if name in other.tensors], most=3)
+                faults.add(
+                    f"tensor {name!r}", f"is in {having} and not in {each.root}", code="missing-tensor",
+                    alike=f"{having} {each.root}", hint=Text("leave such tensors out: ", Option("left_out_of_inputs")),
+                )  # fmt: skip
 
 
 def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool:
@@ -327,7 +339,7 @@ def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool
         except SourceError as error:
             faults.add(where, error)
         if fault := _unsupported(operand):
-            hint = "dequantize it first" if "quantized" in fault else ""
+            hint = Text("to dequantize it: ", Option("dequantize", "bfloat16")) if "quantized" in fault else ""
             faults.add(where, f"{fault} in {operand.checkpoint.root}", code="not-averageable", hint=hint)
     for operand in others:
         mine, its = first.spec, operand.spec
@@ -346,8 +358,8 @@ def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool
 
 
 def _kind(dtype: DType) -> str:
-    """Return `float` for dtypes that are averaged, else the dtype's name, which must be equal in all."""
-    return "float" if dtype.name in {"float16", "bfloat16", "float32", "float64"} else dtype.name
+    """Return `float` for dtypes that are averaged, else the dtype's name, as others must be equal."""
+    return "float" if dtype.name in FLOATS else dtype.name
 
 
 def _unsupported(operand: Operand) -> str:

@@ -7,21 +7,18 @@ sizes apart. Scales are not tensors of the result.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import by_name
-from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
+from reshard.expressions.model_config import QUANTIZATION, config_path, read_config, written_config
 from reshard.expressions.operand import Operand
 from reshard.expressions.scaled import E8M0, FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
-from reshard.formats.sets import MODEL_CONFIG
 from reshard.layout.block import shape_text
 from reshard.source.facts import Computation
-from reshard.storage.places import as_place
-from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,9 +38,6 @@ _BLOCKS = ((128, 128), (1, 32))
 _PACKED_BLOCK = (1, 32)
 
 _METHODS = ("fp8",)
-_KEYS = ("quantization_config", "compression_config")
-_DTYPES = ("torch_dtype", "dtype")
-_LARGEST_CONFIG = 1 << 22
 
 
 class _Quantization(NamedTuple):
@@ -67,7 +61,7 @@ def result_dtype(name: str) -> DType:
     >>> str(result_dtype("bf16"))
     'bfloat16'
     """
-    dtype = by_name(name, UsageError)
+    dtype = by_name(name, UsageError, RESULTS)
     if dtype.name not in RESULTS:
         raise UsageError(
             f"weights are not dequantized to {dtype}", code="unsupported-dtype", facts=[f"expected {names(RESULTS)}"]
@@ -107,6 +101,7 @@ def dequantize(source: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
         raise SourceError(
             f"{source.root} has no quantized weight", code="not-quantized",
             facts=["expected float8 or packed weights, with scales named X.weight_scale_inv or X.scale"],
+            hint=Text("if its weights are plain already, leave ", Option("dequantize"), " out"),
         )  # fmt: skip
     result = computed(source, expressions).without(scales)
     opening = replace(source.opening, computation=Computation("dequantize", {"dtype": target.name}, (source,)))
@@ -219,22 +214,16 @@ def _config_of(source: Checkpoint, dtype: DType) -> _Quantization:
     Raises:
         SourceError: it cannot be read, or its quantization is of another kind.
     """
-    root = as_place(source.root)
-    path = (root.parent if root.is_file() else root) / MODEL_CONFIG
+    path = config_path(source)
     if not path.is_file():
         return _Quantization()
-    try:
-        content = parse_json(read_small(path, "model configuration", _LARGEST_CONFIG, SourceError), [])
-    except ValueError as error:
-        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
-    if not isinstance(content, dict):
-        raise SourceError(f"{path} is a {type(content).__name__}; expected a JSON object", code="wrong-type")
+    content = read_config(path)
     block = None
     for part in (content, content.get("text_config")):
-        for key in _KEYS:
+        for key in QUANTIZATION:
             if isinstance(part, Mapping) and part.get(key) is not None:
                 block = _block_of(part[key], f"{key} of {path}") or block
-    return _Quantization(block, json.dumps(_plain(content, dtype), indent=2, ensure_ascii=False).encode() + b"\n")
+    return _Quantization(block, written_config(content, dtype))
 
 
 def _block_of(quantization: Any, subject: str) -> tuple[int, int] | None:
@@ -257,12 +246,3 @@ def _block_of(quantization: Any, subject: str) -> tuple[int, int] | None:
     if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)):
         raise SourceError(f"{subject} has the weight_block_size {size!r:.60}; expected two numbers", code="bad-value")
     return size[0], size[1]
-
-
-def _plain(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
-    """Return a configuration without its quantization, and with the dtype of dequantized weights."""
-    result = {key: value for key, value in config.items() if key not in _KEYS}
-    result.update({key: dtype.name for key in _DTYPES if isinstance(result.get(key), str)})
-    if isinstance(inner := result.get("text_config"), Mapping):
-        result["text_config"] = _plain(inner, dtype)
-    return result

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.errors import counted
 from reshard.layout.block import Block
 from reshard.source.checkpoint import stored_files
 from reshard.source.headers import index_digests
@@ -317,7 +318,7 @@ class Plan:
     def __repr__(self) -> str:
         stats = self.stats
         return (
-            f"<Plan: {stats.tensors} tensors to {stats.target_files} {self.format} files, "
+            f"<Plan: {counted(stats.tensors, 'tensor')} to {counted(stats.target_files, f'{self.format} file')}, "
             f"{stats.bytes_read} bytes to read, {stats.target_bytes} to write>"
         )
 

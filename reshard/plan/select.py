@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,7 +37,7 @@ from reshard.strategy.names import (
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.names import State
@@ -204,6 +205,23 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
     if source_names and not chosen:
         raise UsageError("the selection leaves no tensor of the source", code="no-tensors")
     return chosen
+
+
+def excluding(sources: Sequence[Checkpoint], selection: Selection) -> tuple[list[Checkpoint], Selection]:
+    """Return checkpoints without what a selection excludes, and the rest of the selection.
+
+    With rules or an adapter, whose names are others, they are returned as they are.
+
+    Raises:
+        UsageError: a pattern matches no tensor of any of them, or not its number of tensors.
+    """
+    if not selection.exclude or selection.rules is not None or selection.lora is not None:
+        return [*sources], selection
+    faults = Faults("selection")
+    every = dict.fromkeys(name for each in sources for name in each.all_names)
+    excluded = _matched(every, selection.exclude, Option("exclude"), faults, ())
+    faults.raise_if_any(UsageError)
+    return [each.without(excluded & each.all_names.keys()) for each in sources], replace(selection, exclude=())
 
 
 def _before_rules(source: Checkpoint) -> Collection[str]:

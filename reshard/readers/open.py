@@ -242,7 +242,10 @@ def _open_iteration(
 def _open_distributed(directory: Place, *, contents: bool | Literal["blocks"]) -> Checkpoint:
     opener = _described(directory, directory.names())
     if opener is None:
-        raise SourceError(f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint")
+        raise SourceError(
+            f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint",
+            facts=["the checkpoints of a run are DCPs or Checkpoint 2.0"], hint="open it by its own path",
+        )  # fmt: skip
     return opener(contents=contents)
 
 
@@ -250,6 +253,12 @@ def iterations_at(path: AnyName) -> list[Iteration]:
     """Return the checkpoints of a run, ascending; [] for any other path."""
     root = as_place(path)
     return iterations(root, root.names(), applied(_open_distributed, contents=False))
+
+
+_RUN_NAMES = (
+    "iteration_00000100, iter_0000100 or global_step_100, as MindSpore Transformers, Megatron and hyper-parallel "
+    "name checkpoints"
+)
 
 
 def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -> list[int]:
@@ -264,8 +273,8 @@ def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -
     if run is None:
         raise SourceError(
             f"{root} is not the directory of a run", code="not-a-run",
-            facts=["a run has iteration_N or iter_N directories, each with one checkpoint"],
-            hint="name each of its checkpoints",
+            facts=[f"expected {_RUN_NAMES}"],
+            hint="name each checkpoint, in the order of the steps",
         )  # fmt: skip
     return newest(root, listing, run, count, iteration)
 

@@ -28,7 +28,7 @@ from dask.optimization import cull
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
-from reshard.errors import names
+from reshard.errors import counted, names
 from reshard.plan.partition import partitioned
 from reshard.run.preflight import check_sources
 from reshard.run.settings import Report, TaskOptions, report_of
@@ -315,8 +315,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return str(upward("html")(self))
 
     def __repr__(self) -> str:
-        tasks, files = self.plan.stats.tasks, len(self.plan.files)
-        return f"<Graph: {tasks} tasks to write {files} files below {names([self.directory])}>"
+        tasks, files = counted(self.plan.stats.tasks, "task"), counted(len(self.plan.files), "file")
+        return f"<Graph: {tasks} to write {files} below {names([self.directory])}>"
 
 
 def _tasks_of(arrays: Sequence[FromArray], keys: Sequence[Key]) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, names
+from reshard.errors import UsageError, counted, names
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Report(NamedTuple):
 
     def __repr__(self) -> str:
         return (
-            f"<Report: {len(self.files)} files in {names([self.directory])}, {self.bytes_read} bytes read, "
+            f"<Report: {counted(len(self.files), 'file')} in {names([self.directory])}, {self.bytes_read} bytes read, "
             f"{self.bytes_written} written, {self.seconds:.2f} s>"
         )
 

@@ -290,7 +290,8 @@ def _layouts(
             if extent % ways and not (dim == 0 and layouts[name].param_split_shape):
                 fault = f"cannot cut dimension {dim}, of size {extent}, into {ways} equal parts"
                 ways_that_fit = ", ".join(str(n) for n in range(2, min(extent, _MOST_WAYS) + 1) if extent % n == 0)
-                hints.setdefault(fault, f"{extent} can be cut into {ways_that_fit or 'no'} parts; null leaves it whole")
+                can = f"can be cut into {ways_that_fit} parts" if ways_that_fit else "cannot be cut into equal parts"
+                hints.setdefault(fault, f"{extent} {can}; null leaves it whole")
                 wrong.setdefault((glob or "", fault, "not-divisible"), []).append(name)
     for (glob, fault, code), tensors in wrong.items():
         faults.add(key_path_of(key, glob), f"{fault} ({names(tensors)})", code=code, hint=hints.get(fault, ""))

@@ -403,7 +403,10 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         source.title,
         source.opening.step,
         changes(source, selection, pairs.items()),
-        joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),
+        joined(
+            "; ",
+            [*([note] if note else []), *([] if selection.cast else _casts(differences, (target.root, source.root)))],
+        ),
         sample,
         seed if sample is not None else None,
         independent=_read_by_library(target) if options.independent else 0,
@@ -437,9 +440,9 @@ def _unread_by_library(target: Checkpoint) -> Iterator[str]:
         yield f"{names(target.coding.unread, most=3)} by the safetensors library, as numpy has no float8"
 
 
-def _casts(differences: list[Difference]) -> Iterator[Text]:
+def _casts(differences: list[Difference], sides: tuple[str, str]) -> Iterator[Text]:
     """Yield advice on comparing tensors whose dtypes differ."""
     pairs = Counter((difference.found, difference.expected) for difference in differences if difference.kind == "dtype")
     for (actual, expected), count in pairs.items():
-        if actual and expected and (advice := cast_advice(actual, expected, count)):
+        if actual and expected and (advice := cast_advice(actual, expected, count, sides)):
             yield advice

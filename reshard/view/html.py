@@ -277,7 +277,8 @@ def strategy_html(strategy: Strategy) -> str:
 def plan_html(plan: Plan) -> str:
     """Show a plan: its costs, the flow of its bytes, and dropped and missing tensors."""
     stats = plan.stats
-    read = f"{stats.source_files:,} files, {stats.read_amplification:.2f} x needed"
+    written = f"{count_text(stats.target_files, 'file')}, {ranges_text(plan.ranks)}"
+    read = f"{count_text(stats.source_files, 'file')}, {stats.read_amplification:.2f} x needed"
     changed = changed_text(plan)
 
     def file_row(file: TargetFile) -> Sequence[str]:
@@ -289,7 +290,7 @@ def plan_html(plan: Plan) -> str:
         tiles(
             ("tensors", f"{stats.tensors:,}", ""),
             ("read", bytes_text(stats.bytes_read), read),
-            ("write", bytes_text(stats.target_bytes), f"{stats.target_files:,} files, {ranges_text(plan.ranks)}"),
+            ("write", bytes_text(stats.target_bytes), written),
             ("tasks", f"{stats.tasks:,}", f"bands of up to {bytes_text(plan.band_bytes)}"),
             ("memory", bytes_text(stats.peak_memory), f"at the peak, {count_text(plan.threads, 'thread')}"),
         ),

@@ -89,20 +89,30 @@ def table_lines(
     Args:
         header: the titles; the first column holds names.
         rows: the cells.
-        width: the longest line, or None for any length; names are cut in the middle.
-        below: the number of last columns that get lines of their own if the table is too wide.
+        width: the longest line, or None for any length; names are cut in the middle, but not so that two are equal.
+        below: the number of last columns that get lines of their own if the table is too wide; there are more of these
+            if names would be equal.
     """
     lines = [tuple(header), *map(tuple, rows)]
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
         return _columns(header, lines)
-    kept = len(header) - below
-    room = max(_LEAST_NAME, width - sum(sizes[1:kept]) - 2 * (kept - 1))
-    above = _columns(header[:kept], [(shortened(line[0], room), *line[1:kept]) for line in lines])
+    first = [line[0] for line in lines]
+    for kept in range(len(header) - below, 0, -1):
+        room = max(_LEAST_NAME, width - sum(sizes[1:kept]) - 2 * (kept - 1))
+        cut = [shortened(name, room) for name in first]
+        if len(set(cut)) == len(set(first)):
+            break
+    else:
+        kept, cut = 1, first
+    above = _columns(header[:kept], [(name, *line[1:kept]) for name, line in zip(cut, lines, strict=True)])
+    under = _columns(header[kept:], [line[kept:] for line in lines])
+    if max(map(len, under)) > width - 4:
+        under = ["  ".join(line[kept:]) for line in lines]
     return [
         text
-        for line, first in zip(lines, above, strict=True)
-        for text in (first, *wrap("  ".join(line[kept:]), width, initial_indent="    ", subsequent_indent="    "))
+        for line, rest in zip(above, under, strict=True)
+        for text in (line, *wrap(rest, width, initial_indent="    ", subsequent_indent="    "))
     ]
 
 

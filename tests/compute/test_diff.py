@@ -24,6 +24,7 @@ from reshard.compute.pairs import PairMeter
 from reshard.dtypes import BY_NAME
 from reshard.layout.block import Block
 from reshard.source.stored import StoredBlock, StoredTensor
+from reshard.view.text import table_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -355,3 +356,22 @@ def test_what_a_notebook_shows(tmp_path: Path) -> None:
     assert page.count("<rect") == len(diff.changed)
     assert "more" in page
     assert repr(diff).isprintable()
+
+
+def test_a_narrow_table_tells_names_apart() -> None:
+    names = [f"model.layers.{number}.{word}_projection.weight" for number in range(12) for word in ("up", "down")]
+    numbers = ["1,000 of 1,000,000", "1.2345678", "1.2345678", "1.2345678"]
+    for below in (0, 2):
+        for width in (40, 60, 80):
+            rows = [(name, *numbers) for name in names]
+            lines = table_lines(["tensor", "a", "b", "c", "d"], rows, width, below=below)
+            firsts = [line.split("  ")[0] for line in lines if not line.startswith(" ")]
+            assert len(set(firsts)) == len(names) + 1
+
+
+def test_the_options_of_a_path_are_those_of_open(tmp_path: Path) -> None:
+    full = {"l.w": np.ones((4, 4), np.float32)}
+    write_ranks(tmp_path / "src", full, Strategy.of({"l.w": Layout.of([2], [0, -1])}))
+    with pytest.raises(reshard.SourceError) as caught:
+        reshard.diff(tmp_path / "src", tmp_path / "src")
+    assert f"reshard.open({str(tmp_path / 'src')!r}, strategy=" in caught.value.hint

@@ -164,7 +164,6 @@ def test_equal_weights_by_default(tmp_path: Path) -> None:
     assert np.array_equal(reshard.average(sources)["w"].compute(), expected)
     assert reshard.average(sources).warnings == ()
     assert "1.5" in reshard.average(sources, [0.5, 0.5, 0.5]).warnings[0]
-    assert np.array_equal(reshard.average(sources[:1])["w"].compute(), full)
 
 
 def test_float64_is_summed_in_float64(tmp_path: Path) -> None:
@@ -257,6 +256,41 @@ def test_checkpoints_that_differ(mindspore_data: Path, other: str) -> None:
         reshard.average([reshard.open(folder / "a"), reshard.open(folder / other)])
 
 
+def test_names_in_one_checkpoint_alone(tmp_path: Path) -> None:
+    """Each direction is told, and the command can leave the names out of the inputs."""
+    arrays = numbers({"w": (4, 4), "only_a": (2,), "only_b": (3,), "shape": (2, 2)})
+    write_file(tmp_path / "a.safetensors", {name: arrays[name] for name in ("w", "only_a", "shape")})
+    more = {name: arrays[name] for name in ("w", "only_b")} | {"shape": arrays["w"]}
+    write_file(tmp_path / "b.safetensors", more)
+    a, b = (reshard.open(tmp_path / f"{name}.safetensors") for name in "ab")
+    with pytest.raises(SourceError) as caught:
+        reshard.average([a, b])
+    assert {"missing-tensor", "different-shapes"} == set(caught.value.codes)
+    assert len([fact for fact in caught.value.facts if "only_" in fact]) == 2
+    inputs = ("average", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    failed(2, "no-match", *inputs, tmp_path / "out", "--exclude", "nowhere")
+    done(*inputs, tmp_path / "out", "--to", "hf", "--exclude", "only_*@2", "--exclude", "shape")
+    assert [*reshard.open(tmp_path / "out")] == ["w"]
+    computed_again(tmp_path / "out")
+
+
+def test_the_configuration_of_the_first_set_goes_along(tmp_path: Path) -> None:
+    for name in "ab":
+        write_file(tmp_path / name / "model.safetensors", numbers(SHAPES))
+    config = {"model_type": "llama", "torch_dtype": "float32"}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    inputs = ("average", tmp_path / "a", tmp_path / "b")
+    done(*inputs, tmp_path / "out", "--to", "hf")
+    assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "a" / "config.json").read_bytes()
+    done(*inputs, tmp_path / "narrow", "--to", "hf", "--dtype", "bf16")
+    assert json.loads((tmp_path / "narrow" / "config.json").read_text()) == config | {"torch_dtype": "bfloat16"}
+    done(*inputs, tmp_path / "files", "--to", "ckpt")
+    assert not [*(tmp_path / "files").rglob("config.json")]
+    computed_again(tmp_path / "out")
+    done("average", tmp_path / "b", tmp_path / "a", tmp_path / "other", "--to", "hf")
+    assert not (tmp_path / "other" / "config.json").exists()
+
+
 def test_all_faults_at_once(mindspore_data: Path) -> None:
     folder = mindspore_data / "averages" / "refuse"
     with pytest.raises(SourceError) as caught:
@@ -345,6 +379,9 @@ def test_no_list_of_checkpoints(tmp_path: Path) -> None:
         reshard.average([])
     with refused(UsageError, "wrong-type"):
         reshard.average(ranks_of(tmp_path / "a"))  # type: ignore[arg-type]
+    for weights in (None, "linear", "minus-sqrt", [1.0]):
+        with refused(UsageError, "one-source"):
+            reshard.average([ranks_of(tmp_path / "a")], weights)
     with refused(UsageError, "not-a-checkpoint"):
         reshard.average([tmp_path / "a"])  # type: ignore[list-item]
 
@@ -531,6 +568,7 @@ def test_the_last_checkpoints_of_a_run(mindspore_data: Path, tmp_path: Path) -> 
     assert_same({n: written[n].compute() for n in written}, {n: expected[n].compute() for n in expected})
     failed(4, "too-few-checkpoints", "average", run, "--last", "4", tmp_path / "x", places=("1, 2, 3",))
     failed(4, "not-a-run", "average", case / "a", "--last", "2", tmp_path / "x")
+    failed(2, "one-source", "average", run, "--schedule", "linear", tmp_path / "x")
     failed(2, "conflicting-options", "average", f"{run}:1", "--last", "2", tmp_path / "x")
 
 
@@ -554,6 +592,8 @@ def test_strategies_of_the_command(tmp_path: Path) -> None:
         (["a:0.5", "b"], "missing-weight"),
         (["a:0.5", "b:0.5", "--schedule", "linear"], "conflicting-options"),
         (["a", "b", "--same-ranks"], "needs-path"),
+        (["a"], "one-source"),
+        *((["a:0.5", f"b:{word}"], "bad-weight") for word in ("abc", "O.5", "nan", "0,5", "1/2", "")),
     ],
 )
 def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: str) -> None:
@@ -563,11 +603,20 @@ def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments:
     failed(2, code, "average", *arguments, "out")
 
 
+def test_a_forgotten_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        write_file(tmp_path / name / "model.safetensors", numbers(SHAPES))
+    failed(2, "no-target", "average", "a:0.5", "b:0.2", "c:0.3")
+    assert not (tmp_path / "c:0.3").exists()
+
+
 def test_a_colon_in_a_path_is_no_weight(tmp_path: Path) -> None:
     for name in ("x:y", "z:1"):
         write_file(tmp_path / f"{name}.safetensors", numbers(SHAPES))
     done("average", tmp_path / "x:y.safetensors", tmp_path / "z:1.safetensors", tmp_path / "out.safetensors")
-    assert call("average", tmp_path / "nowhere:0.5", tmp_path / "out").exit_code == 4
+    assert call("average", tmp_path / "x:y.safetensors", tmp_path / "nowhere:0.5", tmp_path / "out").exit_code == 2
+    assert call("average", tmp_path / "nowhere", tmp_path / "not:here", tmp_path / "out").exit_code == 4
 
 
 # --- other inputs -------------------------------------------------------------------------------------------------

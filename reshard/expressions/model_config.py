@@ -1,0 +1,81 @@
+"""The `config.json` of a model, for a Hugging Face set of computed tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import SourceError
+from reshard.formats.sets import MODEL_CONFIG
+from reshard.storage.places import as_place
+from reshard.storage.small import parse_json, read_small
+
+if TYPE_CHECKING:
+    from reshard.dtypes import DType
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
+
+QUANTIZATION = ("quantization_config", "compression_config")
+"""The keys of how weights are quantized."""
+
+_DTYPES = ("torch_dtype", "dtype")
+_LARGEST = 1 << 22
+
+
+def config_path(source: Checkpoint) -> Place:
+    """Return where the configuration of a model is, if there is one next to the files."""
+    root = as_place(source.root)
+    return (root.parent if root.is_file() else root) / MODEL_CONFIG
+
+
+def read_config(path: Place) -> Mapping[str, Any]:
+    """Read the configuration of a model.
+
+    Raises:
+        SourceError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        content = parse_json(read_small(path, "model configuration", _LARGEST, SourceError), [])
+    except ValueError as error:
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} is a {type(content).__name__}; expected a JSON object", code="wrong-type")
+    return content
+
+
+def written_config(config: Mapping[str, Any], dtype: DType) -> bytes:
+    """Return a configuration as text, without its quantization, and with a dtype."""
+    return json.dumps(_plain(config, dtype), indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def config_of_average(first: Checkpoint, dtype: DType | None) -> bytes:
+    """Return the configuration of an average, given its first checkpoint; empty if that is no Hugging Face set.
+
+    Args:
+        first: the first checkpoint.
+        dtype: the dtype of all averages; None if it is that of the first.
+
+    Raises:
+        SourceError: the configuration cannot be read.
+    """
+    content = first.extras.model_config
+    if not content:
+        is_set = not (first.strategy or first.extras.described_by or (first.origin and first.origin.rules))
+        if not is_set or any(file.index.format != "safetensors" for _, file in first.stored_files):
+            return b""
+        path = config_path(first)
+        if not path.is_file():
+            return b""
+        if dtype is None:
+            return read_small(path, "model configuration", _LARGEST, SourceError)
+        return written_config(read_config(path), dtype)
+    return content if dtype is None else written_config(json.loads(content), dtype)
+
+
+def _plain(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
+    result = {key: value for key, value in config.items() if key not in QUANTIZATION}
+    result.update({key: dtype.name for key in _DTYPES if isinstance(result.get(key), str)})
+    if isinstance(inner := result.get("text_config"), Mapping):
+        result["text_config"] = _plain(inner, dtype)
+    return result
