@@ -70,7 +70,7 @@ def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     computation = Computation("assign", {"names": sorted(expressions)}, (source,))
     opening = replace(source.opening, computation=computation, elsewhere=source.opening.elsewhere - expressions.keys())
     extras = source.extras.without(expressions.keys())
-    return replace(result, unreadable=unreadable, opening=opening, extras=extras)
+    return replace(result, unreadable=unreadable, opening=opening, extras=extras, origin=None)
 
 
 def write(

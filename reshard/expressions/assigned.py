@@ -21,6 +21,7 @@ import numpy as np
 
 from reshard.errors import SourceError
 from reshard.expressions.computed import Computing, expression_at
+from reshard.expressions.in_place import Changing
 from reshard.layout.block import Block
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.plan.plan import Plan, Task, Transfer
     from reshard.source.checkpoint import Checkpoint, Tensor
+
+_TASK_BYTES = 4000  # a chunk's task in dask; if it is computed by several, these are usually fused
 
 Key = tuple[Any, ...]
 """The key of a chunk in dask: the name of its array, and its place in the grid of chunks."""
@@ -102,8 +105,13 @@ class FromArray:
 
     @property
     def thread_bytes(self) -> int:
-        """Return the memory of a thread: the chunks that it writes, and the next ones, already computed."""
-        return 2 * self.row_bytes
+        """Return the memory of a thread: the chunks that it writes, the next ones, already computed, and a copy."""
+        return 3 * self.row_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the memory of the tasks of dask."""
+        return _TASK_BYTES * prod(len(edges) - 1 for edges in self.edges)
 
     def smaller(self, nbytes: int) -> Shape:
         """Return a shape of chunks of whole rows that have at most `nbytes` bytes, or of one row.
@@ -189,12 +197,24 @@ def assigned(checkpoint: Checkpoint, tensor: Tensor) -> Any:
 def arrays_in(coding: object) -> list[FromArray]:
     """Return all assigned arrays of a checkpoint."""
     found: dict[FromArray, None] = {}
-    while isinstance(coding, Computing):
-        for span in coding.spans:
+    while isinstance(coding, Computing | Changing):
+        for span in coding.spans if isinstance(coding, Computing) else ():
             if isinstance(span.expression, FromArray):
                 found[span.expression] = None
         coding = coding.inner
     return list(found)
+
+
+def reads_arrays(coding: object) -> bool:
+    """Return whether any tensor of a checkpoint is computed from an assigned array."""
+    if arrays_in(coding):
+        return True
+    operands: set[object] = set()
+    while isinstance(coding, Computing | Changing):
+        if isinstance(coding, Computing):
+            operands |= {op.checkpoint.coding for span in coding.spans for op in span.expression.operands}
+        coding = coding.inner
+    return any(map(reads_arrays, operands))
 
 
 def row_edges(transfer: Transfer) -> list[int]:
@@ -244,8 +264,8 @@ class Needed:
 
 def _key_at(coding: object, path: str, offset: int) -> Key | None:
     """Return the key of the chunk at an offset of a file; None if no array computes its bytes."""
-    while isinstance(coding, Computing):
-        if coding.path == path:
+    while isinstance(coding, Computing | Changing):
+        if isinstance(coding, Computing) and coding.path == path:
             span = coding.span_at(offset)
             array = span.expression
             if not isinstance(array, FromArray):

@@ -19,6 +19,7 @@ from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
 from reshard.expressions.model_config import config_of_average
 from reshard.expressions.operand import Operand
+from reshard.expressions.rounding import rounded
 from reshard.expressions.scratch import scratch
 from reshard.layout.block import flat_boxes
 from reshard.source.facts import Computation, Extras, Opening
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
 
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest weight."""
 
 CHUNK = 1 << 15
 """How many elements are added at once, so that they stay in a core's own cache."""
@@ -106,7 +110,7 @@ class WeightedSum:
                             np.add(part, target, out=part)
             if self.shift:
                 np.add(total, wide.type(self.shift), out=total)
-            np.copyto(out.reshape(-1), total, casting="unsafe")
+            rounded(total, out.reshape(-1))
 
     def definition(self) -> str:
         """Return the weights and the dtype."""
@@ -262,15 +266,16 @@ def _factors(inputs: Sequence[Checkpoint], weights: Sequence[float] | str | None
         return schedule(weights, len(inputs))
     if weights is None:
         return (1 / len(inputs),) * len(inputs)
-    numbers = [each for each in weights if isinstance(each, int | float | np.number) and not isinstance(each, bool)]
-    wrong = next((each for each in weights if each not in numbers or not math.isfinite(each)), None)
-    if wrong is not None:
-        raise UsageError(f"weight {wrong!r:.60} is not a finite number", code="bad-weight")
-    if len(numbers) != len(inputs):
+    weights = list(weights)
+    if len(weights) != len(inputs):
         raise UsageError(
-            f"{len(inputs)} checkpoints have {len(numbers)} weights", code="wrong-count", hint="give one for each"
+            f"{len(inputs)} checkpoints have {len(weights)} weights", code="wrong-count", hint="give one for each"
         )
-    return tuple(map(float, numbers))
+    for each in weights:
+        is_number = isinstance(each, int | float | np.number) and not isinstance(each, bool)
+        if not (is_number and abs(each) <= LARGEST):
+            raise UsageError(f"weight {each!r:.60} is not a finite number of float32", code="bad-weight")
+    return tuple(map(float, weights))
 
 
 def _float(dtype: str) -> DType:

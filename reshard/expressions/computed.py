@@ -22,6 +22,7 @@ from reshard.expressions.in_place import Changing, InPlace, changed
 from reshard.expressions.operand import LOCATED, LOCATED_BYTES
 from reshard.formats.entries import FileIndex, Replica
 from reshard.layout.block import Block, flat_boxes
+from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.source.checkpoint import Sharding, SourceFile, Tensor, TensorSpec
 from reshard.source.headers import index_digests
 from reshard.storage.base import Around
@@ -31,7 +32,7 @@ from reshard.storage.places import can
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from reshard.expressions.operand import Expression
+    from reshard.expressions.operand import Expression, Operand
     from reshard.formats.entries import Runs
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint
@@ -45,6 +46,7 @@ _REMOTE_PIECE = 1 << 21
 
 _ALIGNMENT = 64
 _SPAN_BYTES = 300
+_IMPORTED_BYTES = 6 << 20  # numpy's and ml_dtypes' conversions
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Computing:
         """Return the memory for evaluation: the buffers of each thread, and the spans."""
         expressions = dict.fromkeys(span.expression for span in self.spans)
         scratch = max((each.scratch + each.dtype.itemsize for each in expressions), default=0)
-        fixed = sum({getattr(each, "held_bytes", 0) for each in expressions})
+        fixed = sum(getattr(each, "held_bytes", 0) for each in expressions) + _IMPORTED_BYTES
         codings = {op.checkpoint.coding for each in expressions for op in each.operands} | {self.inner}
         inner = sum(coding.nbytes(threads) for coding in codings if coding is not None)
         fixed += (
@@ -87,7 +89,8 @@ class Computing:
             * max((len(op.tensor.sharding.blocks) for each in expressions for op in each.operands), default=0)
         )
         of_thread = max((getattr(each, "thread_bytes", 0) for each in expressions), default=0)
-        return _SPAN_BYTES * len(self.spans) + threads * (self.piece * scratch + of_thread) + fixed + inner
+        of_thread += self.piece * scratch + SCRATCH + TILE_BYTES  # of operands that are gathered from several blocks
+        return _SPAN_BYTES * len(self.spans) + threads * of_thread + fixed + inner
 
     def span_at(self, offset: int) -> ComputedBlock:
         """Return the span at an offset of the file."""
@@ -125,8 +128,8 @@ def cost_of(checkpoint: Checkpoint, file: int, runs: Sequence[Runs]) -> float:
 
 def expression_at(coding: object, path: str, offset: int) -> Expression | None:
     """Return the expression that computes the bytes at an offset of a file; None for a stored file."""
-    while isinstance(coding, Computing):
-        if coding.path == path:
+    while isinstance(coding, Computing | Changing):
+        if isinstance(coding, Computing) and coding.path == path:
             return coding.span_at(offset).expression
         coding = coding.inner
     return None
@@ -223,7 +226,7 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
     tensors = dict(source.tensors)
     others = [other for other in others if other is not source]
     stripped: list[SourceFile] = []
-    headers: list[str] = []
+    headers = index_digests([file.index for file in source.files])
     for other in others:
         begin = len(source.files) + len(stripped)
         stripped += [_without_index(file, source, begin) for file in other.files]
@@ -249,9 +252,10 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
         replicas = tuple((Replica(number, index),) for index in range(len(blocks)))
         tensor = Tensor(spec, Sharding(blocks, replicas), tuple(runs), listed=before.listed if before else True)
         tensors[name] = laid_out[expression] = tensor
-    rules = [(name, each.definition(), [op.name for op in each.operands]) for name, each in expressions.items()]
+    identities = _Identities([source, *others])
+    rules = [(name, each.definition(), list(map(identities.of, each.operands))) for name, each in expressions.items()]
     digest = sha256(repr((rules, headers)).encode()).hexdigest()
-    path = f"computed:{digest[:16]}"
+    path = f"computed:{digest[:32]}"
     files = (*source.files, *stripped)
     index = FileIndex(source.format or "safetensors", {}, header_id=-1)
     # An operand's checkpoint may be the source before some of its options were replaced: its files are the same.
@@ -265,6 +269,33 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
     )  # fmt: skip
     ranks = (*source.ranks, *(source.ranks[-1:] or (0,)) * (len(stripped) + 1))
     return replace(source, tensors=tensors, files=(*files, virtual), ranks=ranks, coding=coding)
+
+
+class _Identities:
+    """Tells operands apart: their checkpoints, blocks, byte ranges, and how their bytes are computed in turn."""
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self._files = [checkpoint.files for checkpoint in checkpoints]
+        self._shardings: dict[Sharding, str] = {}
+
+    def of(self, operand: Operand) -> tuple[object, ...]:
+        """Return an identity that does not depend on where and when files were written."""
+        checkpoint, (spec, sharding, runs, *_, space) = operand.checkpoint, operand.tensor
+        if sharding not in self._shardings:
+            copies = [of_block[:1] for of_block in sharding.replicas]
+            blocks = [(block.start, block.stop) for block in sharding.blocks], copies
+            self._shardings[sharding] = sha256(repr(blocks).encode()).hexdigest()
+        number = next((number for number, files in enumerate(self._files) if files is checkpoint.files), -1)
+        facts = (spec.name, spec.dtype.name, spec.shape, space, self._shardings[sharding], runs)
+        return (number, *facts, *_codings(checkpoint))
+
+
+def _codings(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield what tells computations of a checkpoint's tensors apart, from the last to the first."""
+    coding = checkpoint.coding
+    while isinstance(coding, Computing | Changing):
+        yield coding.path if isinstance(coding, Computing) else coding.digest
+        coding = coding.inner
 
 
 def _without_index(file: SourceFile, source: Checkpoint, begin: int) -> SourceFile:

@@ -235,7 +235,7 @@ def _block_of(quantization: Any, subject: str) -> tuple[int, int] | None:
     if not isinstance(quantization, Mapping):
         raise SourceError(f"{subject} is a {type(quantization).__name__}; expected a JSON object", code="wrong-type")
     method = quantization.get("quant_method")
-    if method not in {None, *_METHODS}:
+    if method is not None and method not in tuple(_METHODS):
         raise SourceError(
             f"{subject} says {method!r:.60}, which is not dequantized", code="unsupported-quantization",
             facts=["expected fp8: float8 in blocks, or two E2M1 values a byte, with scales"],

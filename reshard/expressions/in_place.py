@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +57,9 @@ class InPlaceRule(Protocol):
     @property
     def resource(self) -> Resource:
         """Return the memory that it needs."""
+
+    def definition(self) -> str:
+        """Return a text that tells rules apart."""
 
     def change(self, path: str, block: Block, first: int, elements: NDArray[Any]) -> None:
         """Change elements of a block, which follow each other in row-major order.
@@ -146,11 +150,13 @@ class Changing:
         inner: the coding of the stored files.
         first: the offset of the first computed byte of each file.
         tensors: the computed tensors, in the order of their offsets.
+        digest: a digest of the rules and of the tensors that they are of.
     """
 
     inner: Coding | None
     first: int
     tensors: tuple[_Changed, ...]
+    digest: str
 
     def nbytes(self, threads: int) -> int:
         """Return the memory for changes: of rules, of strided reads, and of the tables of offsets."""
@@ -255,4 +261,6 @@ def changed(source: Checkpoint, expressions: Mapping[str, InPlace]) -> Checkpoin
         )  # fmt: skip
         if begins:
             laid_out.append(_Changed(tuple(begins), dtype, tensor.runs, of_tensor, expression.rule))
-    return replace(source, tensors=tensors, coding=Changing(source.coding, first, tuple(laid_out)))
+    rules = [(name, each.rule.definition(), each.operand.name) for name, each in expressions.items()]
+    digest = sha256(repr(rules).encode()).hexdigest()
+    return replace(source, tensors=tensors, coding=Changing(source.coding, first, tuple(laid_out), digest))

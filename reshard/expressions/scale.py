@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
-from math import isfinite
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, SourceError, UsageError
-from reshard.expressions.average import WeightedSum
+from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.expressions.average import FLOATS, LARGEST, WeightedSum
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
 from reshard.source.checkpoint import matched
@@ -32,9 +32,7 @@ def scale(source: Checkpoint, patterns: Sequence[str], factor: float, shift: flo
         UsageError: a pattern matches no tensor, or a number is not finite.
         SourceError: a tensor is not of floats, or has blocks in no file; all at once.
     """
-    for word, number in (("factor", factor), ("shift", shift)):
-        if not isfinite(number):
-            raise UsageError(f"{word} is {number}; expected a finite number", code="bad-value")
+    factor, shift = (_number(word, number) for word, number in (("factor", factor), ("shift", shift)))
     faults = Faults(source.root)
     expressions = {}
     for name in sorted(matched(source.root, source.all_names, patterns)):
@@ -46,11 +44,19 @@ def scale(source: Checkpoint, patterns: Sequence[str], factor: float, shift: flo
             faults.add(f"tensor {name!r}", error)
             continue
         dtype = operand.spec.dtype
-        if "float" in dtype.name:
+        if dtype.name in FLOATS:
             expressions[name] = WeightedSum((operand,), (factor,), dtype, shift)
         else:
-            faults.add(f"tensor {name!r}", f"is {dtype}; expected floats", code="wrong-dtype")
+            faults.add(f"tensor {name!r}", f"is {dtype}; expected {names(FLOATS)}", code="wrong-dtype")
     faults.raise_if_any(SourceError)
     options = {"patterns": list(patterns), "factor": factor, "shift": shift}
     opening = replace(source.opening, computation=Computation("scale", options, (source,)))
-    return replace(computed(source, expressions), opening=opening)
+    return replace(computed(source, expressions), opening=opening, origin=None)
+
+
+def _number(word: str, value: object) -> float:
+    """Return a number of float32; raise `UsageError` for other values."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if abs(number := float(value)) <= LARGEST:  # type: ignore[arg-type]  # others raise
+            return number
+    raise UsageError(f"{word} is {value!r:.60}; expected a number that float32 can hold", code="bad-value")

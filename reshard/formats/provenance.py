@@ -33,6 +33,8 @@ PlacedRow = tuple[Count, Count, tuple[Count, ...] | None, bool]
 ARRAYS = "(arrays)"
 """The root of a checkpoint of no files, to which arrays are assigned."""
 
+_DEEPEST, _MOST_SOURCES = 16, 1000
+
 _TITLES = {"dequantize": "dequantized weights", "scale": "scaled tensors"}
 """Nouns for the kinds of computations, if they are not nouns."""
 
@@ -176,6 +178,21 @@ class ComputationRecord:
     kind: Line
     options: dict[str, Any]
     inputs: tuple[InputRecord, ...]
+
+    def __post_init__(self) -> None:
+        if self.depth > _DEEPEST or self.sources > _MOST_SOURCES:
+            raise ValueError(f"computations of more than {_MOST_SOURCES} sources, or {_DEEPEST} on top of each other")
+
+    @property
+    def depth(self) -> int:
+        """Return how many computations are on top of each other."""
+        return 1 + max((each.source.computation.depth for each in self.inputs if each.source.computation), default=0)
+
+    @property
+    def sources(self) -> int:
+        """Return the number of sources in files."""
+        computations = (each.source.computation for each in self.inputs)
+        return sum(computation.sources if computation else 1 for computation in computations)
 
     @classmethod
     def of(cls, source: Checkpoint, record: Callable[[Checkpoint], SourceRecord]) -> ComputationRecord | None:

@@ -427,5 +427,5 @@ def changes_digest(plan: Plan) -> str:
 
     Inode numbers are not used, because some network file systems reuse them.
     """
-    changes = [(file.path, file.change[0]) for file in plan.source.files if not file.inputs]
+    changes = [(file.path, file.change[0]) for file in plan.source.files if file.inputs is None]
     return digest(changes) if all(changed for _, changed in changes) else ""

@@ -26,7 +26,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
-from reshard.expressions.assigned import arrays_in
+from reshard.expressions.assigned import reads_arrays
 from reshard.formats.directories import is_iteration
 from reshard.formats.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
 from reshard.formats.zarr import METADATA
@@ -272,7 +272,7 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
             "a plan to convert file by file cannot be saved", code="not-savable",
             hint="run it where the files are; it needs nothing else",
         )  # fmt: skip
-    if arrays_in(plan.source.coding):
+    if reads_arrays(plan.source.coding):
         raise UsageError(
             "a plan with assigned arrays cannot be saved, as arrays are in no file", code="not-savable",
             hint="run it, or write the arrays first",

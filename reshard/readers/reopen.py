@@ -74,12 +74,12 @@ def recomputed(record: SourceRecord, open_source: Callable[[SourceRecord], Check
         raise SourceError(
             f"{computation.kind!r:.60} is not a known computation", code="bad-ledger", facts=[f"of {record.root}"]
         )
-    inputs = tuple(_input(each, open_source) for each in computation.inputs)
     try:
+        inputs = tuple(_input(each, open_source) for each in computation.inputs)
         checkpoint = _KINDS[computation.kind](inputs, computation.options)
     except SourceError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SourceError(
             f"the record of a computed checkpoint ({record.title}) is not valid", code="bad-ledger", facts=[f"{error}"]
         ) from None

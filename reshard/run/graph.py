@@ -106,7 +106,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.options = options._replace(run=self.run, crcs=plan.has_crcs)
         # A dask token of all this would take more memory than the plan: it repeats the shared parts of the moves.
         self._token = self.run
-        self.created = self._key("create-all")
+        self.created = self._key("created")
         self.ready = self._key("ready")
         self.closed = self._key("closed")
         self.key = self._key("done")
@@ -148,7 +148,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def creating(self) -> dict[str, Any]:
         """Return the tasks that create files, for a graph of their own."""
         graph = self._with_plan()
-        self._add_creating(graph)
+        graph[self.created] = Task(self.created, collect, self._add_creating(graph))
         return graph
 
     def _add_creating(self, graph: dict[str, Any]) -> TaskRef:
@@ -177,14 +177,15 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             created: the receipts of `creating`, if that was executed before.
         """
         plan, directory, options = self.plan, self.directory, self.options
-        graph = self._after(self.created, created)
+        known = self._key("made")  # a cluster still has the task of that key
+        graph = self._after(known, created)
         if self._by_file:
             tasks = [(number, directory, options) for number in range(len(plan.tasks))]
             done = [self._add(graph, "files", files_task, tasks)]
             if plan.exclusive:  # the tasks of other plans check the sources before they complete a file
                 done.append(self._unchanged(graph, done[0]))
         else:
-            made = self._add_creating(graph) if created is None else TaskRef(self.created)
+            made = self._add_creating(graph) if created is None else TaskRef(known)
             moves = self._moves(made, graph)
             moved = self._add(graph, "move", move_task, moves) if moves else made
             done = [made, moved, self._unchanged(graph, moved)]

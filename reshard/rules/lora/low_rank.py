@@ -71,6 +71,10 @@ class LowRank:
         """Return the matrices, which all weights share."""
         return self.matrices
 
+    def definition(self) -> str:
+        """Return the digest of the adapter, the products and the copies."""
+        return repr((self.matrices.adapter.digest, self.products, self.copies))
+
     def change(self, path: str, block: Block, first: int, elements: NDArray[Any]) -> None:
         """Add the products to elements.
 

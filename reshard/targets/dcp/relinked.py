@@ -122,7 +122,7 @@ class Relinked(Destination):
             raise UsageError("linked files keep their dtypes", code="not-linkable", hint=_hint("the cast"))
         if request.selection.rules:
             raise UsageError("linked files keep their shapes", code="not-linkable", hint=_hint("the rules"))
-        if any(file.inputs for file in source.files):
+        if any(file.inputs is not None for file in source.files):
             raise UsageError("computed tensors are in no file", code="not-linkable", hint=_COPY)
         if source.lora:
             raise UsageError("linked files keep their bytes", code="not-linkable", hint=_hint("the adapter"))

@@ -1,0 +1,33 @@
+"""Round sums once, to any dtype."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def rounded(numbers: NDArray[Any], out: NDArray[Any]) -> None:
+    """Round numbers to nearest, ties to even; too large ones become infinity.
+
+    ml_dtypes rounds float64 to float32 first, and then again. So the first rounding is to odd, which makes the second
+    right: an inexact number gets an odd last bit.
+
+    >>> import ml_dtypes
+    >>> number, out = np.array([1 + 2**-8 + 2**-40]), np.empty(1, ml_dtypes.bfloat16)
+    >>> rounded(number, out)
+    >>> float(out[0]), float(number.astype(ml_dtypes.bfloat16)[0])
+    (1.0078125, 1.0)
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if numbers.dtype != np.float64 or out.dtype.isbuiltin:
+            np.copyto(out, numbers, casting="unsafe")
+            return
+        single = numbers.astype(np.float32)
+        bits = single.view(np.int32)
+        inexact = np.isfinite(single) & (single != numbers) & (bits & 1 == 0)
+        bits[inexact] += np.where(np.abs(single[inexact]) < np.abs(numbers[inexact]), 1, -1).astype(np.int32)
+        np.copyto(out, single, casting="unsafe")
