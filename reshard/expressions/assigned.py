@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.errors import SourceError
-from reshard.expressions.computed import Computing, expression_at
+from reshard.expressions.computed import Computing, block_at, expression_at
 from reshard.expressions.in_place import Changing
 from reshard.layout.block import Block
 
@@ -264,13 +264,8 @@ class Needed:
 
 def _key_at(coding: object, path: str, offset: int) -> Key | None:
     """Return the key of the chunk at an offset of a file; None if no array computes its bytes."""
-    while isinstance(coding, Computing | Changing):
-        if isinstance(coding, Computing) and coding.path == path:
-            span = coding.span_at(offset)
-            array = span.expression
-            if not isinstance(array, FromArray):
-                return None
-            places = zip(array.edges, span.block.start, strict=True)
-            return (array.key, *(bisect_right(edges, start) - 1 for edges, start in places))
-        coding = coding.inner
-    return None
+    found = block_at(coding, path, offset)
+    if found is None or not isinstance(found.expression, FromArray):
+        return None
+    places = zip(found.expression.edges, found.block.start, strict=True)
+    return (found.expression.key, *(bisect_right(edges, start) - 1 for edges, start in places))

@@ -128,9 +128,17 @@ def cost_of(checkpoint: Checkpoint, file: int, runs: Sequence[Runs]) -> float:
 
 def expression_at(coding: object, path: str, offset: int) -> Expression | None:
     """Return the expression that computes the bytes at an offset of a file; None for a stored file."""
+    block = block_at(coding, path, offset)
+    return block.expression if block else None
+
+
+def block_at(coding: object, path: str, offset: int) -> ComputedBlock | None:
+    """Return the computed block at an offset of a file, below changes in place; None for a stored file."""
     while isinstance(coding, Computing | Changing):
-        if isinstance(coding, Computing) and coding.path == path:
-            return coding.span_at(offset).expression
+        if isinstance(coding, Changing):
+            offset = coding.operand_offset(offset)
+        elif coding.path == path:
+            return coding.span_at(offset)
         coding = coding.inner
     return None
 
@@ -275,7 +283,8 @@ class _Identities:
     """Tells operands apart: their checkpoints, blocks, byte ranges, and how their bytes are computed in turn."""
 
     def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
-        self._files = [checkpoint.files for checkpoint in checkpoints]
+        self._paths = [[file.path for file in checkpoint.files] for checkpoint in checkpoints]
+        self._numbers: dict[Checkpoint, int] = {}
         self._shardings: dict[Sharding, str] = {}
 
     def of(self, operand: Operand) -> tuple[object, ...]:
@@ -285,9 +294,10 @@ class _Identities:
             copies = [of_block[:1] for of_block in sharding.replicas]
             blocks = [(block.start, block.stop) for block in sharding.blocks], copies
             self._shardings[sharding] = sha256(repr(blocks).encode()).hexdigest()
-        number = next((number for number, files in enumerate(self._files) if files is checkpoint.files), -1)
+        if checkpoint not in self._numbers:
+            self._numbers[checkpoint] = self._paths.index([file.path for file in checkpoint.files])
         facts = (spec.name, spec.dtype.name, spec.shape, space, self._shardings[sharding], runs)
-        return (number, *facts, *_codings(checkpoint))
+        return (self._numbers[checkpoint], *facts, *_codings(checkpoint))
 
 
 def _codings(checkpoint: Checkpoint) -> Iterator[str]:
