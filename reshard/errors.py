@@ -60,11 +60,8 @@ PYTHON = Words(
     _argument,
     {
         "cast": ("cast", "cast={{{!r}: {!r}}}"),
-        "dequantize": ("dequantize", "checkpoint.dequantize({!r})"),
-        "diff": ("reshard.diff({0[0]!r}, {0[1]!r})",),
         "key": _CIPHER,
         "layout": ("layout", "layout={{{!r}: {!r}}}"),
-        "left_out_of_inputs": ("checkpoint.sel(...)",),
         "layouts_of": ("target=reshard.read_layouts(...)",),
         "let": ("let={{{!r}: N}}",),
         "link": ("files=reshard.LinkedDCP()",),

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.errors import UsageError
+from reshard.errors import Option, ReshardError, Text, UsageError
 from reshard.expressions.average import average as average_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_METHODS = {"dequantize": "checkpoint.dequantize('bfloat16')", "exclude": "checkpoint.sel(...)"}
+"""What is done to the inputs, by the option of the command."""
 
 
 def average(
@@ -39,4 +42,13 @@ def average(
     if isinstance(checkpoints, Checkpoint):
         raise UsageError("one checkpoint is given; expected several, in a list", code="wrong-type")
     records = [record_of(each, f"checkpoint {number}") for number, each in enumerate(checkpoints)]
-    return Checkpoint(average_of(records, weights, dtype, states))
+    try:
+        return Checkpoint(average_of(records, weights, dtype, states))
+    except ReshardError as error:
+        raise error.changed(_with_methods) from None
+
+
+def _with_methods(text: str) -> Text:
+    """Return a text with methods of the inputs in place of options."""
+    parts = Text(text).parts
+    return Text(*(_METHODS.get(part.name, part) if isinstance(part, Option) else part for part in parts))

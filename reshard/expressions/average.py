@@ -328,7 +328,7 @@ def _check_names(chosen: Sequence[Checkpoint], kept: set[str], faults: Faults) -
                 having = names([other.root for other in chosen if name in other.tensors], most=3)
                 faults.add(
                     f"tensor {name!r}", f"is in {having} and not in {each.root}", code="missing-tensor",
-                    alike=f"{having} {each.root}", hint=Text("leave such tensors out: ", Option("left_out_of_inputs")),
+                    alike=f"{having} {each.root}", hint=Text("leave such tensors out: ", Option("exclude", "NAME")),
                 )  # fmt: skip
 
 

@@ -100,8 +100,7 @@ def cast_advice(target: str, source: str, count: int, sides: tuple[str, str]) ->
     >>> str(cast_advice("bfloat16", "float32", 6, ("b", "a"))).partition("; ")[0]
     '6 tensors are bfloat16 in the target, float32 in the source'
     >>> str(cast_advice("float32", "bfloat16", 1, ("b", "a"))).partition("; ")[2]
-    "to compare with a cast exchange the two and give cast={'float32': 'bfloat16'}, or compare numbers: \
-reshard.diff('b', 'a')"
+    "reshard diff b a compares numbers; to compare with a cast exchange the two and give cast={'float32': 'bfloat16'}"
     """
     after, before = by_name(target, UsageError), by_name(source, UsageError)
     directions = [(before, after, ""), (after, before, "exchange the two and ")]
@@ -110,5 +109,5 @@ reshard.diff('b', 'a')"
         return None
     old, new, first = min(legal, key=lambda direction: direction[1].itemsize)  # casts usually narrow
     tensors = f"{_count(count, 'tensor')} {'is' if count == 1 else 'are'} {after} in the target, {before} in the source"
-    how = Text(f"to compare with a cast {first}give ", Option("cast", old.name, new.name))
-    return Text(f"{tensors}; ", how, ", or compare numbers: ", Option("diff", sides))
+    numbers = f"reshard diff {' '.join(sides)} compares numbers"
+    return Text(f"{tensors}; {numbers}; to compare with a cast {first}give ", Option("cast", old.name, new.name))

@@ -136,7 +136,7 @@ def newest(root: Place, listing: Sequence[str], run: RunFormat, count: int, iter
     if len(numbers) < count:
         raise SourceError(
             f"{root} has fewer than {count} checkpoints up to iteration {newest_number}", code="too-few-checkpoints",
-            facts=[f"it has {names(numbers)}"], hint=Text("pass ", Option("last", len(numbers))) if numbers[1:] else "",
+            facts=[f"it has {names(numbers)}"], hint=f"pass --last {len(numbers)}" if numbers[1:] else "",
         )  # fmt: skip
     return numbers[-count:]
 
