@@ -21,7 +21,7 @@ import numpy as np
 
 from reshard.errors import SourceError
 from reshard.expressions.computed import Computing, block_at, expression_at
-from reshard.expressions.in_place import Changing
+from reshard.expressions.in_place import LAYER, Changing
 from reshard.layout.block import Block
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ def assigned(checkpoint: Checkpoint, tensor: Tensor) -> Any:
     if not places or checkpoint.files[places[0].file].inputs is None or tensor.space is not None:
         return None
     path, offsets = checkpoint.files[places[0].file].path, [tensor.runs[at.runs_index][0][0] for at in places]
+    if offsets[0] >= LAYER:  # it is changed in place
+        return None
     array = array_of(checkpoint.coding, path, offsets[0])
     is_whole = array is not None and array.shape == tensor.spec.shape and array.blocks == tensor.sharding.blocks
     same = is_whole and all(array_of(checkpoint.coding, path, offset) is array for offset in offsets)

@@ -23,7 +23,7 @@ def rounded(numbers: NDArray[Any], out: NDArray[Any]) -> None:
     (1.0078125, 1.0)
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        if numbers.dtype != np.float64 or out.dtype.isbuiltin:
+        if numbers.dtype != np.float64 or out.dtype.isbuiltin == 1:
             np.copyto(out, numbers, casting="unsafe")
             return
         single = numbers.astype(np.float32)

@@ -6,11 +6,12 @@ import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
+import adapters
 import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import write_ranks
+from checkpoints import write_file, write_ranks
 from clusters import client_of, cluster
 
 import reshard
@@ -236,3 +237,25 @@ def test_a_run_that_was_stopped_computes_only_what_is_left(tmp_path: Path) -> No
     assert report.resumed
     assert len(counts) < before + 16
     assert_equal(reshard.open(tmp_path / "out"), {"w": values + 1})
+
+
+def test_an_adapter_is_merged_into_an_assigned_array(tmp_path: Path) -> None:
+    """Lazily and written, by tensor and by file; the plan is not saved, as no file has the array."""
+    model = adapters.weights("float32")
+    adapters.save(tmp_path / "adapter", adapters.matrices(model))
+    write_file(tmp_path / "base.safetensors", adapters.written(model))
+    opened = reshard.open(tmp_path / "base.safetensors")
+    values = {name: opened[name].compute() for name in opened}
+    halves = {name: tuple(max(1, extent // 2) for extent in array.shape) for name, array in values.items()}
+    arrays = {name: da.from_array(array, chunks=halves[name]) for name, array in values.items()}
+    expected = opened.merge_lora(tmp_path / "adapter")
+    merged = opened.assign(arrays).merge_lora(tmp_path / "adapter")
+    assert any((expected[name].compute() != values[name]).any() for name in values)
+    wanted = {name: np.asarray(expected[name].compute()) for name in expected}
+    assert_equal(merged, wanted)
+    for partition in ("tensor", "file"):
+        reshard.plan(merged).run(tmp_path / partition, partition=partition)
+        assert_equal(reshard.open(tmp_path / partition), wanted)
+    with pytest.raises(UsageError) as caught:
+        reshard.plan(merged).save(tmp_path / "plan.json")
+    assert caught.value.code == "not-savable"
