@@ -39,10 +39,8 @@ class Words(NamedTuple):
 
 
 _FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
-_BARE = {
-    "allow_missing", "cast", "dequantize", "exclude", "include", "layout", "lora", "same_ranks", "stage",
-    "weights_only",
-}  # fmt: skip
+_BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
+_BARE.add("dequantize")
 """Options that Python's texts name without a value."""
 
 
@@ -79,8 +77,7 @@ PYTHON = Words(
 _SIDED = {
     "source": {"key", "strategy"},
     "target": {"iteration", "key", "layout", "partial", "rank_pattern", "stage", "strategy", "suffix"},
-}
-"""Options that have names of their own for a side, if a call has both."""
+}  # options that have names of their own for a side, if a call has both
 
 
 class Option(NamedTuple):
@@ -88,9 +85,8 @@ class Option(NamedTuple):
 
     Attributes:
         name: as on the command line, with underscores; `Words` have the exceptions.
-        value: what it is given; None where a text names the option alone, or it has no value.
-        rule: of the tensors that `layout` names in its value; how people write the size that `memory` has, and a
-            shell the path that `strategy` has.
+        value: its value; None if a text names the option alone, or it has none.
+        rule: the rule of `layout` for the tensors in its value; a size of `memory`, or a path of `strategy`, as typed.
     """
 
     name: str
@@ -98,7 +94,7 @@ class Option(NamedTuple):
     rule: str = ""
 
     def of(self, side: str) -> Option:
-        """Return the option of the same meaning for `source` or `target`, where a call has both."""
+        """Return the option for `source` or `target`, if a call has both."""
         return self._replace(name=f"{side}_{self.name}") if self.name in _SIDED[side] else self
 
     def written(self, words: Words) -> str:
@@ -335,11 +331,10 @@ class Faults:
 
         Args:
             path: its path in the subject.
-            fault: a sentence, an error with code and hint, or a function that returns a sentence, called only if it is
-                shown.
+            fault: a sentence, an error with code and hint, or a function that returns a sentence if it is shown.
             code: the cause. Faults of one code are shown as one example and a count; without a code each is shown.
             hint: advice; the hints of shown faults are joined.
-            alike: of the faults of one code, those with the same text here are shown as one example.
+            alike: only faults of one code with the same text here are shown as one.
         """
         self.count += 1
         if isinstance(fault, ReshardError):
@@ -443,15 +438,6 @@ def printable(text: object, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def counted(number: int, noun: str) -> str:
-    """Write a number and its noun, in the plural if needed.
-
-    >>> counted(1, "file"), counted(1200, "tensor")
-    ('1 file', '1200 tensors')
-    """
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def names(items: Iterable[object], *, most: int = 5) -> str:

@@ -50,3 +50,12 @@ def size_of(size: int | str | None, name: str) -> int | None:
         return parse_size(size)
     except UsageError as error:
         raise error.about(name) from None
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number and its noun, in the plural if needed.
+
+    >>> counted(1, "file"), counted(1200, "tensor")
+    ('1 file', '1200 tensors')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -16,11 +16,10 @@ import numpy as np
 
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
+from reshard.expressions.arithmetic import rounded, scratch
 from reshard.expressions.computed import computed
 from reshard.expressions.model_config import config_of_average
 from reshard.expressions.operand import Operand
-from reshard.expressions.rounding import rounded
-from reshard.expressions.scratch import scratch
 from reshard.layout.block import flat_boxes
 from reshard.source.facts import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states

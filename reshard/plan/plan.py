@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import counted
 from reshard.layout.block import Block
 from reshard.source.checkpoint import stored_files
 from reshard.source.headers import index_digests
@@ -318,7 +317,8 @@ class Plan:
     def __repr__(self) -> str:
         stats = self.stats
         return (
-            f"<Plan: {counted(stats.tensors, 'tensor')} to {counted(stats.target_files, f'{self.format} file')}, "
+            f"<Plan: {stats.tensors} tensor{'s' * (stats.tensors != 1)} to {stats.target_files} {self.format} "
+            f"file{'s' * (stats.target_files != 1)}, "
             f"{stats.bytes_read} bytes to read, {stats.target_bytes} to write>"
         )
 

@@ -28,7 +28,7 @@ from dask.optimization import cull
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
-from reshard.errors import counted, names
+from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.run.preflight import check_sources
 from reshard.run.settings import Report, TaskOptions, report_of
@@ -41,6 +41,7 @@ from reshard.run.tasks import (
     move_task,
     withdraw_index,
 )
+from reshard.sizes import counted
 from reshard.storage.places import can
 from reshard.upward import upward
 

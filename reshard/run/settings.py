@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, counted, names
+from reshard.errors import UsageError, names
+from reshard.sizes import counted
 from reshard.upward import upward
 
 if TYPE_CHECKING:

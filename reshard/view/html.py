@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from reshard.view.tables import Groups
 
 
-_MOST_ROWS = 240
-_MOST_GROUPS = 32
+_MOST_ROWS, _MOST_GROUPS = 240, 32
 _PARTS = re.compile(r"\.(?![^{}]*\})")  # dots outside braces: `{0,2,4,...}` has dots, too
 
 

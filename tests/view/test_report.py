@@ -16,7 +16,8 @@ from reshard import Layout, Selection, Strategy
 from reshard.cli.terminal import OPTIONS
 from reshard.errors import spelled
 from reshard.storage.crc import crc32c
-from reshard.view.text import plan_data, plan_text, report_text
+from reshard.view.text import plan_text, report_text
+from reshard.view.words import plan_data
 
 if TYPE_CHECKING:
     from reshard.run.settings import Report

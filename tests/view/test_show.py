@@ -23,8 +23,8 @@ from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, T
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text, rank_files_data, rank_files_text, rank_parts
-from reshard.view.text import bytes_text, plan_data, plan_text, table_lines
-from reshard.view.words import block_picture, layout_words, ranks_words, strategy_data, strategy_text
+from reshard.view.text import bytes_text, plan_text, table_lines
+from reshard.view.words import block_picture, layout_words, plan_data, ranks_words, strategy_data, strategy_text
 
 if TYPE_CHECKING:
     from pathlib import Path
