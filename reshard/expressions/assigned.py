@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.errors import SourceError
-from reshard.expressions.computed import Computing, block_at, expression_at
-from reshard.expressions.in_place import LAYER, Changing
+from reshard.expressions.computed import Computing, block_at, computations
+from reshard.expressions.in_place import LAYER
 from reshard.layout.block import Block
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.dtypes import DType
-    from reshard.expressions.operand import Operand
+    from reshard.expressions.operand import Expression, Operand
     from reshard.layout.block import Shape
     from reshard.plan.plan import Plan, Task, Transfer
     from reshard.source.checkpoint import Checkpoint, Tensor
@@ -178,8 +178,8 @@ def given(chunks: Mapping[Key, Any]) -> Iterator[None]:
 
 def array_of(coding: object, path: str, offset: int) -> FromArray | None:
     """Return the array that computes the bytes at an offset of a file; None if no array computes them."""
-    expression = expression_at(coding, path, offset)
-    return expression if isinstance(expression, FromArray) else None
+    found = block_at(coding, path, offset)
+    return found.expression if found is not None and isinstance(found.expression, FromArray) else None
 
 
 def assigned(checkpoint: Checkpoint, tensor: Tensor) -> Any:
@@ -198,25 +198,22 @@ def assigned(checkpoint: Checkpoint, tensor: Tensor) -> Any:
 
 def arrays_in(coding: object) -> list[FromArray]:
     """Return all assigned arrays of a checkpoint."""
-    found: dict[FromArray, None] = {}
-    while isinstance(coding, Computing | Changing):
-        for span in coding.spans if isinstance(coding, Computing) else ():
-            if isinstance(span.expression, FromArray):
-                found[span.expression] = None
-        coding = coding.inner
-    return list(found)
+    expressions = dict.fromkeys(_expressions(coding))
+    return [each for each in expressions if isinstance(each, FromArray)]
+
+
+def _expressions(coding: object) -> Iterator[Expression]:
+    """Yield the expression of each block of a checkpoint's virtual files."""
+    for each in computations(coding):
+        if isinstance(each, Computing):
+            yield from (span.expression for span in each.spans)
 
 
 def reads_arrays(coding: object) -> bool:
     """Return whether any tensor of a checkpoint is computed from an assigned array."""
     if arrays_in(coding):
         return True
-    operands: set[object] = set()
-    while isinstance(coding, Computing | Changing):
-        if isinstance(coding, Computing):
-            operands |= {op.checkpoint.coding for span in coding.spans for op in span.expression.operands}
-        coding = coding.inner
-    return any(map(reads_arrays, operands))
+    return any(map(reads_arrays, {op.checkpoint.coding for each in _expressions(coding) for op in each.operands}))
 
 
 def row_edges(transfer: Transfer) -> list[int]:

@@ -93,18 +93,18 @@ class Computing:
         return _SPAN_BYTES * len(self.spans) + threads * of_thread + fixed + inner
 
     def span_at(self, offset: int) -> ComputedBlock:
-        """Return the span at an offset of the file."""
+        """Return the block at an offset of the file."""
         return self.spans[bisect_right(self.spans, offset, key=lambda span: span.begin) - 1]
 
     def store(self) -> ComputingStore:
         """Return a store that evaluates the tensors."""
         return ComputingStore(self)
 
-    def cost(self, offset: int) -> float:
-        """Return the bytes that are read for each computed byte at an offset of the file."""
-        expression = self.span_at(offset).expression
-        nbytes = prod(expression.shape) * expression.dtype.itemsize
-        return sum(_read_bytes(op.checkpoint, op.name) for op in expression.operands) / max(nbytes, 1)
+
+def _cost(expression: Expression) -> float:
+    """Return the bytes that are read for each byte of an expression."""
+    nbytes = prod(expression.shape) * expression.dtype.itemsize
+    return sum(_read_bytes(op.checkpoint, op.name) for op in expression.operands) / max(nbytes, 1)
 
 
 def _read_bytes(checkpoint: Checkpoint, name: str) -> float:
@@ -115,31 +115,25 @@ def _read_bytes(checkpoint: Checkpoint, name: str) -> float:
 
 def cost_of(checkpoint: Checkpoint, file: int, runs: Sequence[Runs]) -> float:
     """Return the bytes that are read for each byte of a tensor: 1, unless it is computed."""
-    coding, path = checkpoint.coding, checkpoint.files[file].path
     offset = next((of_block[0][0] for of_block in runs if of_block), 0)
+    block = block_at(checkpoint.coding, checkpoint.files[file].path, offset)
+    return 1.0 if block is None else _cost(block.expression)
+
+
+def computations(coding: object) -> Iterator[Computing | Changing]:
+    """Yield the codings of a checkpoint that compute tensors, from the last to the first."""
     while isinstance(coding, Computing | Changing):
-        if isinstance(coding, Changing):
-            offset = coding.operand_offset(offset)
-        elif coding.path == path:
-            return coding.cost(offset)
+        yield coding
         coding = coding.inner
-    return 1.0
-
-
-def expression_at(coding: object, path: str, offset: int) -> Expression | None:
-    """Return the expression that computes the bytes at an offset of a file; None for a stored file."""
-    block = block_at(coding, path, offset)
-    return block.expression if block else None
 
 
 def block_at(coding: object, path: str, offset: int) -> ComputedBlock | None:
     """Return the computed block at an offset of a file, below changes in place; None for a stored file."""
-    while isinstance(coding, Computing | Changing):
-        if isinstance(coding, Changing):
-            offset = coding.operand_offset(offset)
-        elif coding.path == path:
-            return coding.span_at(offset)
-        coding = coding.inner
+    for each in computations(coding):
+        if isinstance(each, Changing):
+            offset = each.operand_offset(offset)
+        elif each.path == path:
+            return each.span_at(offset)
     return None
 
 
@@ -149,7 +143,6 @@ class ComputingStore(Around):
     def __init__(self, computing: Computing) -> None:
         super().__init__(store_of(computing.inner))
         self._computing = computing
-        self._begins = [span.begin for span in computing.spans]
 
     def size(self, path: str) -> int:
         """Return the size of a file."""
@@ -166,10 +159,7 @@ class ComputingStore(Around):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill one buffer."""
-        if path == self._computing.path:
-            self._evaluate(offset, buffer)
-        else:
-            self.inner.read_into(path, offset, buffer)
+        self.read([(path, offset, buffer)])
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a stored file from the page cache."""
@@ -178,7 +168,7 @@ class ComputingStore(Around):
 
     def _evaluate(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer with computed elements of one block."""
-        span = self._computing.spans[bisect_right(self._begins, offset) - 1]
+        span = self._computing.span_at(offset)
         dtype = span.expression.dtype
         first = (offset - span.begin) // dtype.itemsize
         elements: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype.numpy())
@@ -232,12 +222,12 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
     """Return a checkpoint with computed tensors in a virtual file."""
     spans: list[ComputedBlock] = []
     tensors = dict(source.tensors)
-    others = [other for other in others if other is not source]
+    index = FileIndex(source.format or "safetensors", {}, header_id=-1)
     stripped: list[SourceFile] = []
     headers = index_digests([file.index for file in source.files])
     for other in others:
         begin = len(source.files) + len(stripped)
-        stripped += [_without_index(file, source, begin) for file in other.files]
+        stripped += [_watched(file, index, begin) for file in other.files]
         headers += index_digests([file.index for file in other.files])
     number = len(source.files) + len(stripped)
     position = 0
@@ -265,7 +255,6 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
     digest = sha256(repr((rules, headers)).encode()).hexdigest()
     path = f"computed:{digest[:32]}"
     files = (*source.files, *stripped)
-    index = FileIndex(source.format or "safetensors", {}, header_id=-1)
     # An operand's checkpoint may be the source before some of its options were replaced: its files are the same.
     reads_source = any(op.checkpoint.files is source.files for each in expressions.values() for op in each.operands)
     inputs = [*range(len(source.files))] if reads_source else []
@@ -301,14 +290,12 @@ class _Identities:
 
 
 def _codings(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield what tells computations of a checkpoint's tensors apart, from the last to the first."""
-    coding = checkpoint.coding
-    while isinstance(coding, Computing | Changing):
-        yield coding.path if isinstance(coding, Computing) else coding.digest
-        coding = coding.inner
+    """Yield digests of the computations of a checkpoint, from the last to the first."""
+    for each in computations(checkpoint.coding):
+        yield each.path if isinstance(each, Computing) else each.digest
 
 
-def _without_index(file: SourceFile, source: Checkpoint, begin: int) -> SourceFile:
-    """Return a file of an input as one that is only watched for changes; its inputs are numbered from `begin`."""
+def _watched(file: SourceFile, index: FileIndex, begin: int) -> SourceFile:
+    """Return a file of an input that is only watched for changes; its inputs are numbered from `begin`."""
     inputs = None if file.inputs is None else tuple(number + begin for number in file.inputs)
-    return replace(file, index=FileIndex(source.format or "safetensors", {}, header_id=-1), inputs=inputs)
+    return replace(file, index=index, inputs=inputs)
