@@ -126,7 +126,7 @@ def run_plan(
 def carried_out(
     conversion: Job, target: Place, options: RunOptions, progress: Callable[[Progress], None] | bool | None
 ) -> Report:
-    """Run the plan of a conversion, and warn of other files in the target directory."""
+    """Run the plan of a job; warn of other files if the target is a directory."""
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:
         from reshard.run.beside import with_neighbours  # it imports the modules that run a plan

@@ -31,9 +31,10 @@ def diff(
 ) -> CheckpointDiff:
     """Compare the values of two checkpoints of any layouts and formats as numbers.
 
-    Names and shapes that differ are listed; of each tensor of both, the largest and the mean absolute difference, the
-    norm of the difference divided by the norm of `a`, the cosine, and how many elements differ. Dtypes may differ. Each
-    byte is read once; replicas are not read. `reshard.verify` compares bits, and replicas, too.
+    Names and shapes that differ are listed; for each tensor that both have, the largest and the mean absolute
+    difference, the norm of the difference divided by the norm of `a`, the cosine, and the number of elements that
+    differ. Dtypes may differ. Each byte is read once; replicas are not read. `reshard.verify` compares bits, and
+    replicas, too.
 
     Args:
         a: a checkpoint, or a path that `reshard.open` can open without options.
@@ -64,7 +65,7 @@ def diff(
 
 
 def _opened(path: AnyName) -> Checkpoint:
-    """Open a side; errors say where its options are given."""
+    """Open a side; its errors name the options of `reshard.open`."""
     try:
         return open_checkpoint(path)
     except ReshardError as error:

@@ -52,12 +52,12 @@ def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     for name, value in arrays.items():
         fault = None
         array = value if isinstance(value, da.Array) else da.from_array(np.asarray(value, order="C"))
-        array = array.astype(array.dtype.newbyteorder("="))  # as they are if they are little-endian
+        array = array.astype(array.dtype.newbyteorder("="))  # a copy only if it is big-endian
         dtype = BY_NAME.get(array.dtype.name)
         if not isinstance(name, str) or not name:
             fault = f"has the name {name!r}; expected a text"
         elif dtype is None or dtype.name in _OTHER:
-            fault = f"is {array.dtype}; expected {', '.join(name for name in BY_NAME if name not in _OTHER)}"
+            fault = f"is {array.dtype}; expected {', '.join(each for each in BY_NAME if each not in _OTHER)}"
         elif any(isnan(extent) for extent in array.shape):
             fault = "has chunks of unknown sizes; call compute_chunk_sizes() first"
         else:
@@ -119,7 +119,8 @@ def write(
         link_replicas: make equal target files links to one file.
         target_cipher: encrypts the target's `.ckpt` files.
         memory: the most resident memory to use, in bytes or as `"1GB"`, beside arrays that are in memory already. It
-            counts the chunks that are written, for each thread twice, but not memory that dask needs to compute them.
+            counts the chunks of the same rows three times for each thread, but not memory that dask needs to compute
+            them.
         threads: as for `Plan.run`.
         client: as for `Plan.run`.
         scheduler: as for `Plan.run`.

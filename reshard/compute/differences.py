@@ -46,7 +46,7 @@ _COLUMN_BYTES = 32 << 10
 class TensorDiff:
     """The difference of two tensors of a name and a shape.
 
-    Norms, means and maxima cover the elements that are finite on both sides.
+    Norms and sums cover the elements that are finite on both sides.
 
     Attributes:
         name: the name.
@@ -55,7 +55,7 @@ class TensorDiff:
         differing: number of elements that differ.
         not_finite: number of differing elements with a NaN or an infinity on either side.
         max_abs: the largest absolute difference; infinity or NaN if elements that are not finite differ.
-        mean_abs: the mean absolute difference of all elements.
+        mean_abs: the sum of absolute differences of finite elements, divided by the number of all elements.
         relative: the norm of the difference, divided by the norm of the first side; infinity if that is zero.
         cosine: the cosine of the angle between the two; None if either is zero.
         first: the index of the first element that differs, in row-major order; None if none does.

@@ -39,12 +39,12 @@ GROUPINGS = ("name", "prefix", "dtype", "kind", "tensor")
 """The properties by which tensors are grouped; `tensor` is each by itself."""
 
 _SAMPLED = 1 << 16  # the histogram of a tensor with at most this number of elements counts all of them
-_STEP = 61  # of a larger tensor it counts each 61st; row lengths are rarely multiples of this prime
+_STEP = 61  # a larger tensor is sampled: each 61st element of a box; row lengths are rarely multiples of this prime
 
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """Return the first NaN or infinity of a tensor, in row-major order.
+    """The first NaN or infinity of a tensor, in row-major order.
 
     Attributes:
         index: its index in the whole tensor.
@@ -259,10 +259,12 @@ def measure(boxes: FileBoxes, spans: Sequence[TensorPart]) -> list[_Measured]:
     measured: list[_Measured] = []
     meters: dict[str, Meter] = {}
     current: _Measuring | None = None
+    last = -1
     for number, box in boxes.read(spans):
-        if number > len(measured) and current is not None:
+        if number != last and current is not None:
             measured.append(current.result())
             current = None
+        last = number
         if current is None:
             tensor = boxes.tensors[box.tensor]
             dtype = tensor.spec.dtype
@@ -333,15 +335,15 @@ def stats(
 
     try:
         map_tasks(measure, boxes, boxes.spans(), threads=threads, client=client, on_result=add)
+        by_tensor: dict[int, list[_Measured]] = {}
+        for result in sorted(results, key=lambda result: result.span[:2] + (result.span.boxes or (0, 0))):
+            by_tensor.setdefault(result.span.tensor, []).append(result)
+        values = {
+            name: _of_tensor(checkpoint, tensor, by_tensor.get(number, []))
+            for number, (name, tensor) in enumerate(zip(computed, boxes.tensors, strict=True))
+        }
     finally:
         store_of(checkpoint.coding).close()
-    by_tensor: dict[int, list[_Measured]] = {}
-    for result in sorted(results, key=lambda result: result.span[:2] + (result.span.boxes or (0, 0))):
-        by_tensor.setdefault(result.span.tensor, []).append(result)
-    values = {
-        name: _of_tensor(checkpoint, tensor, by_tensor.get(number, []))
-        for number, (name, tensor) in enumerate(zip(computed, boxes.tensors, strict=True))
-    }
     return CheckpointStats(
         checkpoint.title, values, kinds(checkpoint), not_computed, read, time.perf_counter() - began,
         checkpoint.strategy is not None or len(set(checkpoint.ranks)) > 1, tuple(checkpoint.warnings),

@@ -113,6 +113,11 @@ class FromArray:
         """Return the memory of the tasks of dask."""
         return _TASK_BYTES * prod(len(edges) - 1 for edges in self.edges)
 
+    @property
+    def can_shrink(self) -> bool:
+        """Return whether a chunk has several rows."""
+        return any(b - a > 1 for edges in self.edges[:1] for a, b in pairwise(edges))
+
     def smaller(self, nbytes: int) -> Shape:
         """Return a shape of chunks of whole rows that have at most `nbytes` bytes, or of one row.
 
@@ -251,7 +256,7 @@ class Needed:
         for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
             file = source.files[at.file]
             for offset, _ in at.runs if file.inputs is not None else ():
-                if key := _key_at(source.coding, file.path, offset):
+                if block.size and (key := _key_at(source.coding, file.path, offset)):
                     found.append((*((block.start[0], block.stop[0]) if block.start else (0, 1)), key))
         found.sort(key=itemgetter(0))
         return (

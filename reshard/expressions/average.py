@@ -19,7 +19,7 @@ from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.arithmetic import rounded, scratch
 from reshard.expressions.computed import computed
 from reshard.expressions.model_config import config_of_average
-from reshard.expressions.operand import Operand
+from reshard.expressions.operand import AnyBox, Operand
 from reshard.layout.block import flat_boxes
 from reshard.source.facts import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states
@@ -56,8 +56,8 @@ _SUM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WeightedSum:
-    """The weighted sum of tensors of one shape, in float32.
+class WeightedSum(AnyBox):
+    """The weighted sum of tensors of one shape, in float32, or in float64 if an operand is float64.
 
     Attributes:
         operands: the tensors, in the order in which they are added.
@@ -118,7 +118,7 @@ class WeightedSum:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Same:
+class Same(AnyBox):
     """A tensor that must be equal in all checkpoints, such as one of integers."""
 
     operands: tuple[Operand, ...]
@@ -135,7 +135,7 @@ class Same:
 
     @property
     def scratch(self) -> int:
-        """Return the scratch bytes for each element: two operands, and a flag for equality."""
+        """Return the scratch bytes for each element: two operands and the result of their comparison."""
         return 2 * self.dtype.itemsize + 1
 
     def evaluate(self, box: Block, out: NDArray[Any]) -> None:

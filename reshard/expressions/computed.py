@@ -5,7 +5,7 @@
 2. `ComputingStore` reads it: a range of bytes is a range of elements of a block, which is evaluated box by box.
 3. The files of all operands are files of the checkpoint, too, so that they are watched for changes.
 
-A tensor that is computed from a single operand, element by element, stays in the operand's files (`in_place`).
+A weight with an adapter stays in the files of its operand (`in_place`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Computing:
         """Return the memory for evaluation: the buffers of each thread, and the spans."""
         expressions = dict.fromkeys(span.expression for span in self.spans)
         scratch = max((each.scratch + each.dtype.itemsize for each in expressions), default=0)
-        fixed = sum(getattr(each, "held_bytes", 0) for each in expressions) + _IMPORTED_BYTES
+        fixed = sum(each.held_bytes for each in expressions) + _IMPORTED_BYTES
         codings = {op.checkpoint.coding for each in expressions for op in each.operands} | {self.inner}
         inner = sum(coding.nbytes(threads) for coding in codings if coding is not None)
         fixed += (
@@ -88,7 +88,7 @@ class Computing:
             * LOCATED_BYTES
             * max((len(op.tensor.sharding.blocks) for each in expressions for op in each.operands), default=0)
         )
-        of_thread = max((getattr(each, "thread_bytes", 0) for each in expressions), default=0)
+        of_thread = max((each.thread_bytes for each in expressions), default=0)
         of_thread += self.piece * scratch + SCRATCH + TILE_BYTES  # of operands that are gathered from several blocks
         return _SPAN_BYTES * len(self.spans) + threads * of_thread + fixed + inner
 
@@ -238,7 +238,7 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
             tensors[name] = laid_out[expression]._replace(spec=spec)
             continue
         before = source.tensors.get(name)
-        blocks = getattr(expression, "blocks", ())
+        blocks = expression.blocks
         if not blocks and before and before.spec.shape == spec.shape and not before.space:
             blocks = before.sharding.blocks
         blocks = blocks or (Block.whole(spec.shape),)

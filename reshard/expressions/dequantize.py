@@ -30,14 +30,12 @@ RESULTS = ("bfloat16", "float16", "float32")
 """The dtypes of dequantized weights."""
 
 _SUFFIXES = (("", "_scale_inv"), (".weight", ".scale"))
-"""Ends of the name of a weight, and what its scales have instead."""
+"""The suffix of a weight's name, and the suffix of its scales' name."""
 
 _BLOCKS = ((128, 128), (1, 32))
 """The sizes of blocks that shapes tell apart."""
 
 _PACKED_BLOCK = (1, 32)
-
-_METHODS = ("fp8",)
 
 
 class _Quantization(NamedTuple):
@@ -235,7 +233,7 @@ def _block_of(quantization: Any, subject: str) -> tuple[int, int] | None:
     if not isinstance(quantization, Mapping):
         raise SourceError(f"{subject} is a {type(quantization).__name__}; expected a JSON object", code="wrong-type")
     method = quantization.get("quant_method")
-    if method is not None and method not in tuple(_METHODS):
+    if method not in (None, "fp8"):  # a tuple, as JSON values may not be hashable
         raise SourceError(
             f"{subject} says {method!r:.60}, which is not dequantized", code="unsupported-quantization",
             facts=["expected fp8: float8 in blocks, or two E2M1 values a byte, with scales"],

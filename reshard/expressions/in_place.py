@@ -150,7 +150,7 @@ class Changing:
         inner: the coding of the stored files.
         first: the offset of the first computed byte of each file.
         tensors: the computed tensors, in the order of their offsets.
-        digest: a digest of the rules and of the tensors that they are of.
+        digest: a digest of the rules and the names of their operands.
     """
 
     inner: Coding | None

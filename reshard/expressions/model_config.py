@@ -24,7 +24,7 @@ _LARGEST = 1 << 22
 
 
 def config_path(source: Checkpoint) -> Place:
-    """Return where the configuration of a model is, if there is one next to the files."""
+    """Return the path of a model's configuration; the file may be absent."""
     root = as_place(source.root)
     return (root.parent if root.is_file() else root) / MODEL_CONFIG
 
@@ -50,7 +50,7 @@ def written_config(config: Mapping[str, Any], dtype: DType) -> bytes:
 
 
 def config_of_average(first: Checkpoint, dtype: DType | None) -> bytes:
-    """Return the configuration of an average, given its first checkpoint; empty if that is no Hugging Face set.
+    """Return the configuration of an average, given its first checkpoint; empty if it is not a Hugging Face set.
 
     Args:
         first: the first checkpoint.

@@ -85,6 +85,18 @@ class Expression(Protocol):
     def scratch(self) -> int:
         """Return the scratch bytes for each element of the result during evaluation."""
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Return the blocks in which it must be evaluated; empty if any will do."""
+
+    @property
+    def thread_bytes(self) -> int:
+        """Return the memory of a thread that does not depend on the number of elements."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the memory that threads share."""
+
     def evaluate(self, box: Block, out: NDArray[Any]) -> None:
         """Evaluate a box into an array of its shape, in the dtype of the result.
 
@@ -96,6 +108,27 @@ class Expression(Protocol):
 
     def definition(self) -> str:
         """Return a text that tells expressions over the same operands apart, such as weights."""
+
+
+class AnyBox:
+    """The properties of expressions that are evaluated in any boxes, with scratch memory alone."""
+
+    __slots__ = ()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Return no blocks: any will do."""
+        return ()
+
+    @property
+    def thread_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Return 0."""
+        return 0
 
 
 class _Located:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.dtypes import BY_NAME
+from reshard.expressions.operand import AnyBox
 from reshard.layout.block import Block
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ _SCRATCH = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScaledBlocks:
+class ScaledBlocks(AnyBox):
     """A tensor of values that are multiplied by the scale of their block.
 
     Attributes:

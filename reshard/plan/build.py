@@ -232,8 +232,8 @@ def _cuts(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[i
 
     cuts = {}
     for number, transfer in enumerate(transfers):
-        at = next((at for at in transfer.reads if at.runs), None)
-        if at is not None and array_of(source.coding, source.files[at.file].path, at.runs[0][0]) is not None:
+        reads = ((source.files[at.file].path, at.runs[0][0]) for at in transfer.reads if at.runs)
+        if any(array_of(source.coding, path, offset) is not None for path, offset in reads):
             cuts[number] = row_edges(transfer)
     return cuts
 

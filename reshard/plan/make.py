@@ -164,7 +164,7 @@ def _advise_rechunk(error: BudgetError, source: Checkpoint) -> None:
     from reshard.expressions.assigned import arrays_in  # rarely needed
 
     largest = max(arrays_in(source.coding), key=lambda array: array.row_bytes, default=None)
-    if largest is not None and largest.row_bytes > BAND_BYTES:
+    if largest is not None and largest.row_bytes > BAND_BYTES and largest.can_shrink:
         size = bytes_text(largest.row_bytes)
         error.facts = (*error.facts, f"the chunks of the same rows of array {largest.name!r} have {size}")
         error.hint = Text(error.hint, f", or rechunk the array: array.rechunk({largest.smaller(BAND_BYTES)})")

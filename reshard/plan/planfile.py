@@ -26,7 +26,6 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
-from reshard.expressions.assigned import reads_arrays
 from reshard.formats.directories import is_iteration
 from reshard.formats.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
 from reshard.formats.zarr import METADATA
@@ -272,7 +271,7 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
             "a plan to convert file by file cannot be saved", code="not-savable",
             hint="run it where the files are; it needs nothing else",
         )  # fmt: skip
-    if reads_arrays(plan.source.coding):
+    if any(file.inputs is not None for file in plan.source.files) and _reads_arrays(plan):
         raise UsageError(
             "a plan with assigned arrays cannot be saved, as arrays are in no file", code="not-savable",
             hint="run it, or write the arrays first",
@@ -285,6 +284,13 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
     except PlanError as error:
         raise UsageError("this plan cannot be saved", code="not-savable", facts=[error.message, *error.facts]) from None
     write_whole(Path(path), content)
+
+
+def _reads_arrays(plan: Plan) -> bool:
+    """Return whether a tensor is computed from an assigned array."""
+    from reshard.expressions.assigned import reads_arrays  # it brings numpy
+
+    return reads_arrays(plan.source.coding)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------

@@ -161,13 +161,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return the arguments of the tasks that move bytes; add the tasks that compute chunks of arrays."""
         moves: list[tuple[Any, ...]]
         moves = [(number, self.directory, self.options, created) for number in range(len(self.plan.tasks))]
-        if not self.has_arrays:
+        arrays = self._arrays()
+        if not arrays:
             return moves
         from reshard.expressions.assigned import Needed
 
         needed = Needed(self.plan)
         keys = [needed.of(task) for task in self.plan.tasks]
-        graph.update(_tasks_of(self._arrays(), list(dict.fromkeys(key for of_task in keys for key in of_task))))
+        graph.update(_tasks_of(arrays, list(dict.fromkeys(key for of_task in keys for key in of_task))))
         refs = [List(*map(TaskRef, of_task)) for of_task in keys]
         return [(*move, tuple(of_task), ref) for move, of_task, ref in zip(moves, keys, refs, strict=True)]
 

@@ -55,7 +55,8 @@ def with_all_stages(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
     """
     strategy, origin = checkpoint.strategy, checkpoint.origin
     is_merged = origin is not None and tensor.spec.name in origin.merged
-    is_computed = any(checkpoint.files[at.file].inputs is not None for at in tensor.sharding.replicas[0][:1])
+    read = [at.file for replicas in tensor.sharding.replicas[:1] for at in replicas[:1]]
+    is_computed = any(checkpoint.files[file].inputs is not None for file in read)
     if strategy is None or is_merged or is_computed or not in_several_stages(checkpoint, tensor):
         return tensor
     name = tensor.spec.name

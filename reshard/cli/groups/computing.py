@@ -27,7 +27,7 @@ from reshard.cli.terminal import (
     width,
 )
 from reshard.cli.values import READ_PLACE
-from reshard.errors import SourceError, Text, UsageError, VerifyError
+from reshard.errors import SourceError, Text, VerifyError
 from reshard.readers.open import open as open_checkpoint
 from reshard.view.progress import progress
 
@@ -216,8 +216,9 @@ def diff(
     """
     from reshard.compute.differences import diff as compute_diff
     from reshard.view.computed.diff_view import diff_data, diff_text, verdict
+    from reshard.view.tables import chosen
 
-    sides = chosen(_opened(source, opening), _opened(target, target_opening, of_target=True), match)
+    sides = chosen([_opened(source, opening), _opened(target, target_opening, of_target=True)], match)
     if not quiet:
         say_warnings([warning for side in sides for warning in side.warnings])
     with (
@@ -246,22 +247,3 @@ def _opened(path: Place, opening: OpenOptions, *, of_target: bool = False) -> Ch
         if not of_target:
             raise
         raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
-
-
-def chosen(a: Checkpoint, b: Checkpoint, match: tuple[str, ...]) -> tuple[Checkpoint, Checkpoint]:
-    """Return two checkpoints with only the tensors that match names or globs, if any are given.
-
-    Raises:
-        UsageError: a pattern matches no tensor of either.
-    """
-    if not match:
-        return a, b
-    from reshard.strategy.names import matching, no_match
-
-    every = {**a.all_names, **b.all_names}
-    for pattern in match:
-        if not matching(pattern, every):
-            raise UsageError(f"--match {pattern!r} {no_match(pattern, every)}", code="no-match")
-    kept = {name for pattern in match for name in matching(pattern, every)}
-    first, second = (side.without(side.all_names.keys() - kept) for side in (a, b))
-    return first, second

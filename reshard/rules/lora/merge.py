@@ -132,7 +132,7 @@ def _compare_samples(merged: Checkpoint, copies: Mapping[str, object]) -> None:
     for name in copies:
         tensor = merged.tensors[name]
         stored = [at for _, replicas in tensor.shards for at in replicas]
-        for at in (stored[0], stored[-1]):
+        for at in (*stored[:1], *stored[-1:]):
             ((begin, nbytes),) = at.runs
             length = min(_SAMPLE, nbytes)
             for offset in {begin, begin + nbytes - length}:

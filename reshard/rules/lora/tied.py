@@ -195,7 +195,7 @@ def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Exte
 
 
 def _steps(block: Block, at: Extent, itemsize: int) -> Shape:
-    """Return the strides of a block in a file, in elements; 0 where any would do, and none if there is no such stride.
+    """Return the strides of a block in a file, in elements; 0 for extents of 1; empty if there is no such stride.
 
     >>> from reshard.formats.entries import Extent
     >>> from reshard.layout.block import Block
@@ -213,7 +213,7 @@ def _steps(block: Block, at: Extent, itemsize: int) -> Shape:
 
 
 def _fit(strides: Shape, others: Shape) -> bool:
-    """Return whether strides are equal where both count."""
+    """Return whether strides are equal, except zeros."""
     return len(strides) == len(others) and all(a == b or not (a and b) for a, b in zip(strides, others, strict=True))
 
 

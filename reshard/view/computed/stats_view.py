@@ -95,7 +95,7 @@ def _counted(stats: ValueStats) -> str:
 
 
 def _table(stats: CheckpointStats, rows: Sequence[ValueStats]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and cells of a table; columns that say nothing are left out."""
+    """Return the titles and cells of a table; columns without information are left out."""
     columns = {
         "tensor": [row.name for row in rows],
         "count": [f"{row.tensors:,}" for row in rows],
