@@ -334,6 +334,7 @@ def _planned(
                 raise
             continue
         break
+    limits.reserve()
     pairs = [
         _TensorPair(*pair, BoxGrid.of(pair[0].spec.shape, _elements(pair, size)))
         for pair, size in zip(tensors, nbytes, strict=True)

@@ -318,9 +318,9 @@ def stats(
     texts = {name: "is a text" for name, tensor in checkpoint.tensors.items() if tensor.text is not None}
     not_computed = {**dict(incomplete(checkpoint)), **texts, **checkpoint.unreadable}
     computed = [name for name in checkpoint.tensors if name not in not_computed]
-    threads = values_budget(
-        [checkpoint], BOX_BYTES + THREAD_BYTES, memory=memory, threads=thread_count(threads)
-    ).threads
+    limits = values_budget([checkpoint], BOX_BYTES + THREAD_BYTES, memory=memory, threads=thread_count(threads))
+    limits.reserve()
+    threads = limits.threads
     boxes = FileBoxes.of(checkpoint, computed)
     total = sum(tensor.spec.nbytes for tensor in boxes.tensors)
     results: list[_Measured] = []

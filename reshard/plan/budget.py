@@ -15,6 +15,7 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.places import can
+from reshard.storage.urls.pool import POOL_BYTES, pool
 from reshard.storage.urls.remote import fetched_bytes
 
 if TYPE_CHECKING:
@@ -84,21 +85,23 @@ class Budget(NamedTuple):
         fixed: memory that does not depend on the number of threads.
         coders: coders that need memory for each thread.
         buffers: how many bands a thread buffers: as read, as gathered or compared with, and as cast.
-        remote: some files that are read are at URLs.
+        remote: how many buffers for requests a thread may hold, if files that are read are at URLs; else 0.
         threads: maximum number of threads.
         band_bytes: maximum bytes of a tensor that a thread reads at once.
+        shared_bytes: memory of the buffers for requests that threads share, if files are at URLs.
     """
 
     fixed: tuple[Share, ...]
     coders: tuple[Coder, ...]
     buffers: int
-    remote: bool
+    remote: int
     threads: int
     band_bytes: int
+    shared_bytes: int = 0
 
     def coding_bytes(self, threads: int) -> int:
         """Return the memory that threads need to decrypt, decode, compress and fetch."""
-        fetched = fetched_bytes(threads, BAND_BYTES) if self.remote else 0
+        fetched = fetched_bytes(threads * self.remote, self.shared_bytes) if self.remote else 0
         return sum(coder.nbytes(threads) for coder in self.coders) + fetched
 
     def within(self, memory: int | None, what: str, band_of: str) -> Budget:
@@ -113,19 +116,26 @@ class Budget(NamedTuple):
             BudgetError: `memory` is too little; the error names the minimum.
         """
         if memory is None:
-            return self
+            return self._replace(shared_bytes=POOL_BYTES if self.remote else 0)
         plain = sum(nbytes for _, nbytes in self.fixed)
         for threads in range(self.threads, 0, -1):
             fixed = plain + self.coding_bytes(threads)
             band = min(self.band_bytes, int((memory - fixed) / ((self.buffers + VIEWS) * threads)))
             if band >= (self.band_bytes if threads > 1 else LEAST_BAND_BYTES):
-                return self._replace(threads=threads, band_bytes=band)
+                left = memory - fixed - threads * thread_bytes(band, self.buffers)
+                shared = min(POOL_BYTES, max(left, 0)) if self.remote else 0
+                return self._replace(threads=threads, band_bytes=band, shared_bytes=shared)
         megabytes = ceil((fixed + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
             f"{bytes_text(memory)} of memory is not enough", code="not-enough-memory",
             facts=[f"{bytes_text(fixed)} is needed for {what}, and more for a band of {band_of}"],
             hint=Text("the least that works is ", Option("memory", megabytes * 1_000_000, f"{megabytes}MB")),
         )  # fmt: skip
+
+    def reserve(self) -> None:
+        """Set the memory of the shared buffers for requests of this process."""
+        if self.remote:
+            pool.limit(self.shared_bytes)
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
         """Return the parts of a run's memory, for `tasks` tasks and bands up to `band` bytes."""
@@ -193,7 +203,7 @@ def budget(
     coders = (source.coding, destination.coding, destination.cipher, *[_Strided()] * strided)
     used_coders = tuple(coder for coder in coders if coder is not None)
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
-    remote = any(can(file.path).has_latency for file in source.files)
+    remote = int(any(can(file.path).has_latency for file in source.files))
     buffers = band_buffers(casts=_casts(items), strided=strided)
     most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
     limits = Budget(fixed, used_coders, buffers, remote, threads or most, band)
@@ -222,7 +232,7 @@ def comparison_budget(
     )
     strided = sum(_is_strided(side.tensors.values()) for side in sides)
     coders = tuple(coder for coder in (*(side.coding for side in sides), *[_Strided()] * strided) if coder is not None)
-    remote = any(can(file.path).has_latency for side in sides for file in side.files)
+    remote = 2 * any(can(file.path).has_latency for side in sides for file in side.files)  # both sides are read
     # One more band for the mask of differing elements; either side may be read ahead.
     buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * strided
     most, band = (min(threads, STRIDED_THREADS), STRIDED_BAND_BYTES) if strided else (threads, BAND_BYTES)
@@ -247,7 +257,7 @@ def values_budget(
     checkpoint_bytes = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
     strided = sum(_is_strided(side.tensors.values()) for side in sides)
     coders = (*(side.coding for side in sides), *[_Strided()] * strided, _Working(thread_bytes))
-    remote = any(can(file.path).has_latency for side in sides for file in side.files)
+    remote = int(any(can(file.path).has_latency for side in sides for file in side.files))
     shares = (_program(casts=True), ("checkpoints", checkpoint_bytes))
     used_coders = tuple(coder for coder in coders if coder is not None)
     limits = Budget(shares, used_coders, 0, remote, threads, LEAST_BAND_BYTES)

@@ -114,6 +114,7 @@ def build(
         cipher=destination.cipher,
         exclusive=destination.exclusive,
         memory=memory,
+        shared_bytes=budget.shared_bytes,
     )
 
 

@@ -21,12 +21,12 @@ from collections import Counter
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from reshard.errors import UsageError
+from reshard.errors import BudgetError, Option, Text, UsageError, bytes_text
 from reshard.formats.entries import covers, ranges
 from reshard.plan import budget
 from reshard.plan.bands import AHEAD, Recipe
@@ -34,7 +34,8 @@ from reshard.plan.budget import band_buffers, thread_bytes
 from reshard.plan.plan import Piece, Route, Task
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
-from reshard.storage.urls.remote import part_bytes
+from reshard.storage.urls.parts import part_bytes
+from reshard.storage.urls.pool import POOL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import FileLayout, Spans
     from reshard.layout.block import Block
     from reshard.plan.bands import Columns
+    from reshard.plan.budget import Share
     from reshard.plan.plan import Plan, Transfer
 
 PARTITIONS = ("tensor", "file")
@@ -50,7 +52,10 @@ FILES_AT_ONCE = 64
 """Maximum number of local files that a task writes side by side."""
 
 STREAMS_AT_ONCE = 16
-"""The same for files at URLs: each buffers a part, and a copy of the part while it is uploaded."""
+"""The same for files at URLs, each of which buffers a part."""
+
+SENDING_BYTES = 128 << 20
+"""The most memory of the parts of files that are written side by side, unless the memory of a run is given."""
 
 
 def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
@@ -91,9 +96,40 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
         return _with_whole_chunks(plan, directory)
     readers = _readers(plan.transfers)
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
-    groups = _groups(readers, numbers, FILES_AT_ONCE if can(directory).positioned else STREAMS_AT_ONCE)
+    if can(directory).positioned:
+        groups = _groups(readers, numbers, FILES_AT_ONCE)
+        return _by_groups(plan, groups, readers, (("sending", 0),))
+    most = STREAMS_AT_ONCE
+    limit = plan.request.memory if plan.request else None
+    fixed = plan.stats.peak_memory + _library_bytes(plan, directory)
+    while True:
+        groups = _groups(readers, numbers, most)
+        of_thread = _write_buffers(plan, groups)
+        for threads in range(min(plan.threads, len(groups)), 0, -1):
+            sending = threads * of_thread
+            needed = fixed + sending + _extra_bands(plan, threads)
+            is_enough = sending <= SENDING_BYTES if limit is None else needed <= limit
+            if is_enough or (limit is None and most == threads == 1):
+                shared = plan.shared_bytes or (POOL_BYTES if limit is None else min(POOL_BYTES, limit - needed))
+                more = _library_bytes(plan, directory) + sending + shared - plan.shared_bytes
+                plan = replace(plan, threads=min(plan.threads, threads), shared_bytes=shared)
+                return _by_groups(plan, groups, readers, (("sending", more),))
+        if most == 1:
+            break
+        most //= 2
+    raise BudgetError(
+        f"{bytes_text(limit or 0)} of memory is not enough", code="not-enough-memory",
+        facts=[f"{bytes_text(needed)} is needed to send a file at a time"],
+        hint=Text("the least that works is ", Option("memory", needed, f"{ceil(needed / 1e6)}MB")),
+    )  # fmt: skip
+
+
+def _by_groups(
+    plan: Plan, groups: Sequence[tuple[int, ...]], readers: Counter[frozenset[int]], memory: tuple[Share, ...]
+) -> Plan:
+    """Return the plan with a task for each group of files."""
     group_of = {number: index for index, group in enumerate(groups) for number in group}
-    memory = (("sending", _write_buffers(plan, groups, directory)), ("more bands", _extra_bands(plan, len(groups))))
+    memory = (*memory, ("more bands", _extra_bands(plan, len(groups))))
     stats = plan.stats._replace(
         bytes_read=sum(nbytes * len({group_of[number] for number in files}) for files, nbytes in readers.items()),
         tasks=len(groups),
@@ -193,10 +229,14 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
         sending, waiting = max(sending, array_sent), max(waiting, array_waiting)
     overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
     memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
+    limit = plan.request.memory if plan.request else None
+    left = POOL_BYTES if limit is None else max(0, limit - plan.stats.peak_memory - memory)
+    shared = plan.shared_bytes or min(POOL_BYTES, left)
+    memory += shared - plan.shared_bytes
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))
     tasks = tuple(Task(task.pieces, tuple(files)) for task, files in zip(tasks, groups, strict=True))
-    return replace(plan, tasks=tasks, stats=stats, memory=shares)
+    return replace(plan, tasks=tasks, stats=stats, memory=shares, shared_bytes=shared)
 
 
 def _array_buffers(plan: Plan, transfer: Transfer) -> tuple[int, int]:
@@ -215,7 +255,7 @@ def _array_buffers(plan: Plan, transfer: Transfer) -> tuple[int, int]:
     side_by_side: Counter[tuple[int, ...]] = Counter()
     for file, start in files.items():
         size = plan.files[file].layout.size
-        side_by_side[start[: lead + 1]] += 2 * min(part_bytes(size), size)
+        side_by_side[start[: lead + 1]] += min(part_bytes(size), size)
     waits = len(files) < len(blocks) and plan.coding is None
     return max(side_by_side.values(), default=0), max(chunks.values(), default=0) if waits else 0
 
@@ -348,17 +388,14 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
     return tuple(tuple(sorted(group)) for number, group in group_of.items() if number == min(group))
 
 
-def _write_buffers(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
-    """Return the memory of uploads: the client library and buffers of each thread."""
-    if can(directory).positioned:
-        return 0
+def _write_buffers(plan: Plan, groups: Sequence[Sequence[int]]) -> int:
+    """Return the memory of a thread that sends a group of files side by side."""
     block = BLOCK_BYTES if plan.cipher else 0  # buffered until its header is known
     sizes_by_group = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
-    sent = max(
-        (sum(2 * min(part_bytes(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
+    return max(
+        (sum(min(part_bytes(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
         default=0,
     )
-    return _library_bytes(plan, directory) + min(plan.threads, max(len(groups), 1)) * sent
 
 
 def _library_bytes(plan: Plan, directory: str) -> int:

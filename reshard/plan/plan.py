@@ -227,6 +227,7 @@ class Plan:
         exclusive: the target directory may have nothing else in it.
         alone: the target is one file in a directory that belongs to others, so no other file is left there.
         memory: the parts of the predicted memory (see `budget`).
+        shared_bytes: memory of the buffers for requests to URLs that threads share.
         digests: a digest for each file, used in its temporary name: if the file can be resumed, a digest of everything
             that determines its bytes (`file_digests`). Only runs need them.
     """
@@ -251,6 +252,7 @@ class Plan:
     exclusive: bool = False
     alone: bool = False
     memory: tuple[Share, ...] = ()
+    shared_bytes: int = 0
     digests: tuple[str, ...] = ()
 
     @property

@@ -28,6 +28,7 @@ from reshard.storage.local import local_store
 from reshard.storage.page_cache import ReadSpans, cache_of
 from reshard.storage.places import any_store, can, store_at
 from reshard.storage.threads import live_runs
+from reshard.storage.urls.pool import pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,6 +115,7 @@ def move_task(
         with given(dict(zip(keys, chunks, strict=True))):
             return move_task(plan, number, directory, options, _made)
     began = time.perf_counter()
+    pool.limit(plan.shared_bytes)
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
@@ -182,6 +184,7 @@ def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) ->
 def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) -> Receipt:
     """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
+    pool.limit(plan.shared_bytes)
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()

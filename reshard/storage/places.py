@@ -9,25 +9,18 @@ All choices by scheme are in this module.
 from __future__ import annotations
 
 import os
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PosixPath, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from reshard.errors import GoneError, SourceError
 from reshard.storage.base import Around, Capabilities, Status
 from reshard.storage.local import LOCAL, LocalStore, local_store
-from reshard.storage.urls.remote import (
-    FETCH_BYTES,
-    RemoteStore,
-    forget_listings,
-    remote_can,
-    remote_store,
-    status_of,
-    whole,
-)
-from reshard.storage.urls.requests import ask, filesystem
+from reshard.storage.urls.listings import listings
+from reshard.storage.urls.pool import SLAB_BYTES, pool
+from reshard.storage.urls.remote import Fetch, RemoteStore, remote_can, remote_store, whole
 
 if TYPE_CHECKING:
     import re
@@ -36,7 +29,6 @@ if TYPE_CHECKING:
     from reshard.storage.base import ReadStore, Want
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 _LOCAL_SCHEMES = ("file://", "local://")
 
@@ -162,7 +154,7 @@ class RemotePath:
 
     def refresh(self) -> None:
         """Forget cached listings."""
-        forget_listings(self.url)
+        listings.forget(self.url)
 
     def is_there(self) -> bool:
         """Return whether it is a file; unlike for a local path, a directory does not count."""
@@ -170,42 +162,27 @@ class RemotePath:
 
     def is_file(self) -> bool:
         """Return whether it is a file."""
-        return self._kind() == "file"
+        return listings.kind(self.url) == "file"
 
     def is_dir(self) -> bool:
         """Return whether anything is below it."""
-        return self._kind() == "directory"
-
-    def _kind(self) -> str | None:
-        with suppress(GoneError):
-            return str(ask(self.url, "looked at", "info")["type"])
-        return None
+        return listings.kind(self.url) == "directory"
 
     def status(self) -> Status:
         """Return its size and version as of the last `refresh`."""
-        return status_of(ask(self.url, "looked at", "info"))
+        return listings.status(self.url)
 
     def require_bucket(self) -> None:
         """Check that its bucket exists, if its file system has buckets: a `SourceError` if not."""
-        try:
-            ask(f"{self.url}/any", "looked at", "info")  # for a bare bucket, the error does not name a bucket
-        except SourceError as error:  # later reads report other errors
-            if error.code == "no-such-bucket":
-                raise SourceError(error.message, code="no-such-bucket") from None
+        listings.require_bucket(self.url)
 
     def iterdir(self) -> list[RemotePath]:
         """Return its entries."""
-        names = ask(self.url, "listed", "ls", detail=False, nbytes=None)
-        root = filesystem(self.url)[1]
-        return [self / str(name)[len(root) :].strip("/") for name in names if name != root]
+        return [self / name for name in listings.level(self.url)]
 
     def files(self, depth: int | None = None) -> list[RemotePath]:  # noqa: ARG002 -- to list all is one request
         """Return all files below it, if any; one request lists a thousand files at any depth."""
-        with suppress(GoneError):
-            names = ask(self.url, "listed", "find", nbytes=None)
-            root = filesystem(self.url)[1]
-            return [self / str(name)[len(root) :].strip("/") for name in names if name != root]
-        return []
+        return list(map(RemotePath, listings.files(self.url)))
 
     def matching(self, pattern: str, directories: re.Pattern[str]) -> list[RemotePath]:  # noqa: ARG002 -- as `files`
         """Return all files below it, even if they do not match."""
@@ -224,7 +201,7 @@ class RemotePath:
     def names(self) -> list[str]:
         """Return the names of its entries; empty if it is not a directory."""
         self.refresh()
-        return [path.name for path in self.iterdir()] if self.is_dir() else []
+        return listings.level(self.url)
 
     def read_bytes(self) -> bytes:
         """Return the contents."""
@@ -282,8 +259,8 @@ def workers_at(paths: Iterable[AnyName]) -> int:
 def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
     """Yield the item of each step once its buffers are filled.
 
-    Buffers are filled step by step, so steps may share them. At URLs, the reads of several steps are requested at
-    once, about `FETCH_BYTES` at a time.
+    Buffers are filled step by step, so steps may share them. At URLs, the following steps are read meanwhile, as far as
+    the pool has buffers.
 
     Args:
         steps: for each step, the item, the store to read from, and the requests to read.
@@ -291,36 +268,94 @@ def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator
     Raises:
         SourceError: a file ends early or cannot be read.
     """
-    waiting: list[tuple[T, ReadStore, Sequence[Want]]] = []
-    room = FETCH_BYTES
-    for step in steps:
-        item, store, wants = step
-        if not waiting and not (wants and is_url(wants[0][0])):
-            for want in wants:
-                store.read_into(*want)
-            yield item
-            continue
-        waiting.append(step)
-        room -= sum(len(buffer) for _, _, buffer in wants)
-        if room <= 0:
-            yield from _fetched(waiting)
-            waiting, room = [], FETCH_BYTES
-    yield from _fetched(waiting)
+    batches: deque[_Batch[T]] = deque()
+    batch = _Batch[T]()
+    try:
+        for step in steps:
+            item, store, wants = step
+            if not (wants and is_url(wants[0][0])) and not batch.steps and not batches:
+                for want in wants:
+                    store.read_into(*want)
+                yield item
+                continue
+            nbytes = sum(len(buffer) for _, _, buffer in wants)
+            if batch.steps and batch.nbytes + nbytes > SLAB_BYTES:
+                while not batch.begin(is_first=not batches):
+                    yield from batches.popleft().items()
+                batches.append(batch)
+                batch = _Batch()
+            batch.steps.append(step)
+            batch.nbytes += nbytes
+        while not batch.begin(is_first=not batches):
+            yield from batches.popleft().items()
+        batches.append(batch)
+        while batches:
+            yield from batches.popleft().items()
+    finally:
+        for batch in batches:
+            batch.close()
 
 
-def _fetched(steps: Sequence[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
-    """Read for several steps at once, then yield their items one by one."""
-    copies: dict[ReadStore, list[Want]] = {}
-    for _, store, wants in steps:
-        of_store = copies.setdefault(store, [])
-        of_store += [(path, offset, memoryview(bytearray(len(buffer)))) for path, offset, buffer in wants]
-    for store, requests in copies.items():
-        store.read(requests)
-    contents = {store: iter(requests) for store, requests in copies.items()}
-    for item, store, wants in steps:
-        for (_, _, buffer), (_, _, content) in zip(wants, contents[store], strict=False):
-            buffer[:] = content
-        yield item
+class _Batch(Generic[T]):
+    """Steps that are read together.
+
+    Attributes:
+        steps: the steps, as in `in_batches`.
+        nbytes: the number of bytes that they read.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[T, ReadStore, Sequence[Want]]] = []
+        self.nbytes = 0
+        self._fetch: Fetch | None = None
+
+    def begin(self, *, is_first: bool) -> bool:
+        """Begin to read what is at URLs; return False if the pool has no buffer, unless it is the first batch."""
+        wants = [want for _, store, wants in self.steps if _is_plain(store) for want in wants if is_url(want[0])]
+        if wants:
+            slab = pool.take(own=is_first)
+            if slab is None:
+                return False
+            self._fetch = Fetch(wants, slab)
+        return True
+
+    def items(self) -> Iterator[T]:
+        """Fill the buffers of each step, and yield its item."""
+        try:
+            others = self._read_others()
+            for item, store, wants in self.steps:
+                contents = others.get(store)
+                for want in wants:
+                    if contents is not None:
+                        want[2][:] = next(contents)
+                    elif self._fetch is not None and is_url(want[0]):
+                        self._fetch.fill(want)
+                    else:
+                        store.read_into(*want)
+                yield item
+        finally:
+            self.close()
+
+    def _read_others(self) -> dict[ReadStore, Iterator[memoryview]]:
+        """Read from stores that decrypt, decode or compute, with the requests of all steps at once."""
+        copies: dict[ReadStore, list[Want]] = {}
+        for _, store, wants in self.steps:
+            if not _is_plain(store):
+                of_store = copies.setdefault(store, [])
+                of_store += [(path, offset, memoryview(bytearray(len(buffer)))) for path, offset, buffer in wants]
+        for store, wants in copies.items():
+            store.read(wants)
+        return {store: (content for _, _, content in wants) for store, wants in copies.items()}
+
+    def close(self) -> None:
+        """Return the buffer to the pool."""
+        if self._fetch is not None:
+            self._fetch.close()
+            self._fetch = None
+
+
+def _is_plain(store: ReadStore) -> bool:
+    return isinstance(store, AnyStore | RemoteStore)
 
 
 def store_at(path: str) -> LocalStore | RemoteStore:

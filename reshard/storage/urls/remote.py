@@ -1,85 +1,50 @@
-"""Files at URLs, through fsspec: read many ranges at once, write files in order.
+"""Files at URLs: read many ranges at once, write files in order.
 
-All schemes of fsspec are accepted: `s3://`, `gs://`, `memory://` and so on. Credentials and addresses come from the
-sources that the file system itself uses (its environment variables, or fsspec's own, such as `FSSPEC_S3_ENDPOINT_URL`),
-never from a plan, so that they are neither written down nor sent to other machines.
+Credentials and addresses come from the environment and the files of the stores' own tools, never from a plan, so that
+they are neither written down nor sent to other machines.
 
 The latency of a request to an object store equals the transfer of a megabyte or more, and such a store has no
 positioned writes. So adjacent and nearly adjacent ranges of one read are joined, and all are requested at once. A file
-is written as a stream, which the file system sends in parts. If it appears only with its last part (`_WHOLE`), it is
-written under its final name; otherwise under an unfinished name, and moved, as on a local disk.
+is sent in parts. If it appears only with its last part (`appears_whole`), it is written under its final name; otherwise
+under an unfinished name, and moved, as on a local disk.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import suppress
-from functools import lru_cache
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 from reshard.errors import GoneError, TargetError
 from reshard.storage.base import Capabilities, Status, truncated, unfinished_path
-from reshard.storage.urls.requests import StoreCall, ask, ask_each, filesystem, translating
+from reshard.storage.urls.clients import appears_whole, client_at
+from reshard.storage.urls.lines import Request, ask, results
+from reshard.storage.urls.listings import listings
+from reshard.storage.urls.pool import SLAB_BYTES, pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.storage.base import Sink, Want
-
-# Fields that identify the version of a file, the surest first; file systems differ in the fields they have.
-_VERSIONS = (
-    "ETag",
-    "etag",
-    "generation",
-    "md5Hash",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "created",
-    "modificationTime",
-    "modify",
-)
+    from reshard.storage.urls.pool import Slab
 
 Range = tuple[str, int, int]
 """A byte range of a file: path, offset and size."""
 
-FETCH_BYTES = 32 << 20
-"""The number of bytes that a thread requests at once."""
+LIBRARY_BYTES = 16 << 20
+"""Resident memory of the clients, with their threads and connections; measured."""
 
-LIBRARY_BYTES = 56 << 20
-"""Resident memory of fsspec and the library of a file system; measured with s3fs, the largest."""
+REQUESTS = 32
+"""The number of concurrent small requests."""
 
-LEAST_PART_BYTES = 8 << 20
-"""The smallest part of a multipart upload; S3 requires 5 MiB."""
-
-_MOST_PARTS = 9_000  # S3 takes 10,000
 _REQUEST_BYTES = 8 << 20  # longer ranges are split into concurrent requests
-REQUESTS = 16
-"""The number of concurrent requests."""
-
-_GAP = 32 << 10  # less than a request costs
-
-# File systems on which a file appears only when it is complete.
-_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
+_GAP = 1 << 20  # less than a request costs
 
 
-def part_bytes(size: int) -> int:
-    """Return the part size for the upload of a file of this size, in bytes.
-
-    >>> part_bytes(1 << 20) >> 20, part_bytes(1 << 40) >> 20
-    (8, 117)
-    """
-    return max(LEAST_PART_BYTES, -(-size // (_MOST_PARTS << 20)) << 20)
-
-
-def fetched_bytes(threads: int, band_bytes: int) -> int:
-    """Return the memory that reading at URLs takes on this number of threads.
-
-    Each requested byte is held twice: in the response as it arrives, and in a piece.
-    """
-    return LIBRARY_BYTES + threads * 2 * (FETCH_BYTES + band_bytes)
+def fetched_bytes(buffers: int, shared: int) -> int:
+    """Return the memory of requests: the clients, buffers that belong to threads, and bytes of shared buffers."""
+    return LIBRARY_BYTES + buffers * SLAB_BYTES + shared
 
 
 @lru_cache(maxsize=64)
@@ -87,7 +52,7 @@ def remote_can(scheme: str) -> Capabilities:
     """Return the capabilities of the store of a URL scheme."""
     return Capabilities(
         positioned=False,
-        whole=scheme in _WHOLE,
+        whole=appears_whole(f"{scheme}://"),
         appends=False,
         locks=False,
         requests=REQUESTS,
@@ -95,24 +60,23 @@ def remote_can(scheme: str) -> Capabilities:
     )
 
 
-def appears_whole(path: str) -> bool:
-    """Return whether a file at a URL appears under its final name only when it is complete."""
-    return remote_can(path.partition("://")[0]).whole
-
-
-def joined(ranges: Iterable[Range]) -> list[Range]:
-    """Join adjacent and nearly adjacent ranges, and cut long ones.
+def joined(ranges: Iterable[Range], gap: int = _GAP) -> list[Range]:
+    """Join adjacent ranges, and those with a gap that is small beside them; cut long ones.
 
     >>> joined([("a", 100, 10), ("a", 0, 90), ("b", 0, 1)])
     [('a', 0, 110), ('b', 0, 1)]
     """
     merged: list[Range] = []
+    useful = 0
     for path, offset, nbytes in sorted(ranges):
-        if merged and merged[-1][0] == path and offset <= sum(merged[-1][1:]) + _GAP:
+        end = sum(merged[-1][1:]) if merged else 0
+        if merged and merged[-1][0] == path and offset - end <= min(gap, max(useful, 32 << 10)):
             begin = merged[-1][1]
-            merged[-1] = (path, begin, max(sum(merged[-1][1:]), offset + nbytes) - begin)
+            merged[-1] = (path, begin, max(end, offset + nbytes) - begin)
+            useful += nbytes
         else:
             merged.append((path, offset, nbytes))
+            useful = nbytes
     return [
         (path, begin, min(_REQUEST_BYTES, offset + nbytes - begin))
         for path, offset, nbytes in merged
@@ -120,15 +84,65 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     ]
 
 
-def status_of(info: Mapping[str, Any]) -> Status:
-    """Return the state of a file from its fsspec `info`."""
-    version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
-    return Status(int(info["size"]), int.from_bytes(sha256(version.encode()).digest()[:7]) if version else 0)
+def read_request(path: str, offset: int, buffer: memoryview) -> Request[None]:
+    """Begin to fill a buffer from a file, and return the request."""
+
+    def read() -> None:
+        client, key = client_at(path)
+        nbytes = client.read_into(key, offset, buffer)
+        if nbytes != len(buffer):
+            raise truncated(path, offset + nbytes, len(buffer) - nbytes)
+
+    return Request(path, "read", read, nbytes=len(buffer))
 
 
-def forget_listings(url: str) -> None:
-    """Drop cached listings; file systems keep them for the life of the process."""
-    filesystem(url)[0].invalidate_cache()
+class Fetch:
+    """Ranges that are being read into a buffer of the pool; see `base.Fetch`.
+
+    Args:
+        wants: the requests to read, with the buffers to fill later.
+        slab: a buffer of the pool, used if the ranges fit.
+    """
+
+    def __init__(self, wants: Sequence[Want], slab: Slab) -> None:
+        self._slab = slab
+        ranges = [(path, offset, len(buffer)) for path, offset, buffer in wants]
+        requested = joined(ranges)
+        total = sum(nbytes for _, _, nbytes in requested)
+        if total > SLAB_BYTES:
+            requested = joined(ranges, 0)
+            total = sum(nbytes for _, _, nbytes in requested)
+        self._content = slab.view if total <= SLAB_BYTES else memoryview(bytearray(total))
+        self._starts: list[tuple[str, int, int]] = []  # path, offset and position in the buffer, by path and offset
+        self._requests: list[Request[None]] = []
+        position = 0
+        for path, offset, nbytes in requested:
+            self._starts.append((path, offset, position))
+            self._requests.append(read_request(path, offset, self._content[position : position + nbytes]))
+            position += nbytes
+        self._is_done = False
+
+    def fill(self, want: Want) -> None:
+        """Fill a buffer; wait for its contents if necessary."""
+        if not self._is_done:
+            results(self._requests)
+            self._is_done = True
+        path, offset, buffer = want
+        if not buffer:
+            return
+        _, start, position = self._starts[bisect_right(self._starts, (path, offset, SLAB_BYTES << 32)) - 1]
+        # Requests for adjacent ranges are adjacent in the buffer.
+        begin = position + offset - start
+        buffer[:] = self._content[begin : begin + len(buffer)]
+
+    def close(self) -> None:
+        """Return the buffer to the pool."""
+        if self._is_done:
+            pool.give(self._slab)
+        else:
+            for request in self._requests:
+                request.give_up()
+            pool.forget(self._slab)
 
 
 class RemoteStore:
@@ -136,33 +150,43 @@ class RemoteStore:
 
     def status(self, path: str) -> Status:
         """Return the state of a file as it is now."""
-        with translating(path, "looked at"):
-            fs, name = filesystem(path)
-            fs.invalidate_cache(fs._parent(name))  # noqa: SLF001 -- the one way to ask about a single file again
-            return status_of(ask(path, "looked at", "info"))
+        client, key = client_at(path)
+        return ask(path, "looked at", partial(client.info, key)).status
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes, as the last listing has it."""
-        with translating(path, "looked at"):
-            return status_of(ask(path, "looked at", "info")).nbytes
+        return listings.status(path).nbytes
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill buffers from files with few requests, about `FETCH_BYTES` at a time concurrently.
+        """Fill buffers from files with few requests at once.
 
         Raises:
             SourceError: a file ends too early, or cannot be read.
         """
-        batch: list[Want] = []
-        room = FETCH_BYTES
-        for path, offset, buffer in wants:
-            for begin in range(0, len(buffer), FETCH_BYTES):
-                piece = buffer[begin : begin + FETCH_BYTES]
-                batch.append((path, offset + begin, piece))
-                room -= len(piece)
-                if room <= 0:
-                    _fill(batch)
-                    batch, room = [], FETCH_BYTES
-        _fill(batch)
+        ordered = sorted((want for want in wants if want[2]), key=lambda want: want[:2])
+        small: list[Want] = []
+        requests: list[Request[None]] = []
+        for number, (path, offset, buffer) in enumerate(ordered):
+            if len(buffer) < _GAP and len(ordered) > 1:
+                small.append(ordered[number])
+                continue
+            begins = range(0, len(buffer), _REQUEST_BYTES)
+            requests += [read_request(path, offset + at, buffer[at : at + _REQUEST_BYTES]) for at in begins]
+        while small:
+            count = nbytes = 0
+            while count < len(small) and nbytes < SLAB_BYTES - _GAP:
+                nbytes += len(small[count][2])
+                count += 1
+            slab = pool.take(own=True)
+            assert slab is not None  # noqa: S101 -- with `own` there is always one
+            fetch = Fetch(small[:count], slab)
+            try:
+                for want in small[:count]:
+                    fetch.fill(want)
+            finally:
+                fetch.close()
+            small = small[count:]
+        results(requests)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill one buffer."""
@@ -179,31 +203,24 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be written.
         """
-        part = part_bytes(size or 0)
-        if path.startswith(("s3://", "s3a://")):
-            from reshard.storage.urls.s3 import S3Sink
-
-            with translating(path, "written", TargetError):
-                return S3Sink(path, part)
-        return _RemoteSink(path, part)
+        client, key = client_at(path)
+        return client.sink(path, key, size)
 
     def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
         """Move a written file to its final name, unless it has that already."""
         if unfinished == path:
             return
+        from reshard.storage.urls.filesystems import FileSystemClient
+
         action = "given its final name"
-        if ask(path, action, "exists", kind=TargetError):
-            ask(path, action, "rm_file", kind=TargetError)
-        with translating(path, action, TargetError):
-            fs, name = filesystem(unfinished)
-            fs.mv(name, filesystem(path)[1])
+        client, key = client_at(unfinished)
+        assert isinstance(client, FileSystemClient)  # noqa: S101 -- in the others files appear whole
+        ask(path, action, partial(client.move, key, client_at(path)[1]), TargetError)
 
     def link(self, original: str, unfinished: str) -> None:
         """Copy a file within the file system, without transferring its bytes here."""
-        _make_directory(unfinished)
-        with translating(unfinished, "copied", TargetError):
-            copy = filesystem(unfinished)[1]
-        ask(original, "copied", "cp_file", copy, kind=TargetError, nbytes=None)
+        client, key = client_at(original)
+        ask(original, "copied", partial(client.copy, key, client_at(unfinished)[1]), TargetError, None)
 
     def remove(self, path: str) -> None:
         """Remove a finished file, if it exists.
@@ -211,11 +228,9 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be removed.
         """
-        try:
-            ask(path, "removed", "rm_file", kind=TargetError)
-        except TargetError as error:
-            if not isinstance(error.__context__, FileNotFoundError):
-                raise
+        client, key = client_at(path)
+        with suppress(FileNotFoundError):
+            ask(path, "removed", partial(client.delete, key), TargetError)
 
     def discard(self, path: str) -> None:
         """Remove a file, if it exists; never raises."""
@@ -228,8 +243,8 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be written.
         """
-        _make_directory(path)
-        ask(path, "written", "pipe_file", content, kind=TargetError, nbytes=len(content))
+        client, key = client_at(path)
+        ask(path, "written", partial(client.put, key, content), TargetError, len(content))
 
     def contents(self, path: str) -> bytes | None:
         """Return the contents of a small file; None if it does not exist.
@@ -242,93 +257,14 @@ class RemoteStore:
         return None
 
 
-class _RemoteSink:
-    """A file that is uploaded in order; see `Sink`."""
-
-    ended = False
-
-    def __init__(self, path: str, part: int) -> None:
-        self._path, self._position = path, 0
-        with translating(path, "written", TargetError):
-            _make_directory(path)
-            fs, name = filesystem(path)
-            self._file = fs.open(name, "wb", block_size=part)
-
-    def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        assert offset == self._position, "a file is sent in order"  # noqa: S101
-        with translating(self._path, "written", TargetError):
-            self._file.write(data)
-        self._position += len(data)
-
-    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
-        with translating(self._path, "written", TargetError):
-            self._file.close()
-        self.ended = True
-
-    def abort(self) -> None:
-        with suppress(Exception):  # a failure here must not hide the first error
-            self._file.discard()
-        self._leave()
-
-    def _leave(self) -> None:
-        with suppress(Exception):
-            self._file.closed = True  # or fsspec would complete the partial file on garbage collection
-
-    def __del__(self) -> None:
-        if not self.ended:
-            self._leave()
-
-
 def whole(path: str) -> bytes:
     """Return the contents of a file, checked against the store's checksum if it has one.
 
     Raises:
         SourceError: it cannot be read.
     """
-    return bytes(ask(path, "read", "cat_file", nbytes=None))
-
-
-def _make_directory(path: str) -> None:
-    if not appears_whole(path):
-        ask(path.rpartition("/")[0], "made", "makedirs", exist_ok=True, kind=TargetError)
-
-
-def _fill(wants: Sequence[Want]) -> None:
-    """Fill buffers by concurrent requests."""
-    pieces: dict[str, tuple[list[int], list[bytes]]] = {}
-    requests = joined((path, offset, len(buffer)) for path, offset, buffer in wants)
-    for (path, offset, _), piece in zip(requests, _requested(requests), strict=True):
-        starts, contents = pieces.setdefault(path, ([], []))
-        starts.append(offset)
-        contents.append(piece)
-    for path, offset, buffer in wants:
-        starts, contents = pieces[path]
-        number = bisect_right(starts, offset) - 1
-        done = 0
-        while done < len(buffer):
-            part = memoryview(contents[number])[offset + done - starts[number] :][: len(buffer) - done]
-            buffer[done : done + len(part)] = part
-            done += len(part)
-            number += 1
-
-
-def _requested(requests: Sequence[Range]) -> list[bytes]:
-    """Return the contents of ranges, requested concurrently within each file system."""
-    contents: dict[Range, bytes] = {}
-    by_scheme: dict[str, list[Range]] = {}
-    for request in requests:
-        by_scheme.setdefault(request[0].partition("://")[0], []).append(request)
-    for ranges in by_scheme.values():
-        calls = [
-            StoreCall(path, "cat_file", (), {"start": offset, "end": offset + nbytes}, nbytes)
-            for path, offset, nbytes in ranges
-        ]
-        for request, content in zip(ranges, ask_each("read", calls), strict=True):
-            path, offset, nbytes = request
-            if len(content) != nbytes:
-                raise truncated(path, offset + len(content), nbytes - len(content))
-            contents[request] = content
-    return [contents[request] for request in requests]
+    client, key = client_at(path)
+    return ask(path, "read", partial(client.get, key), nbytes=None)
 
 
 @lru_cache(maxsize=1)

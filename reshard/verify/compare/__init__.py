@@ -287,6 +287,7 @@ def compare(
     Raises:
         SourceError: a file cannot be read, or is shorter than its header says.
     """
+    limits.reserve()
     comparison = ComparisonPlan.of(source, target, every, limits.band_bytes)
     tasks = comparison.tasks(sample=sample, seed=seed or 0)
     nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)

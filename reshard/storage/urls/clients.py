@@ -1,0 +1,151 @@
+"""The interface of clients of object stores and other file systems at URLs, and the choice among them by scheme.
+
+A client makes each request once; `lines` makes it again if it fails. Errors are its own; `failures` translates them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reshard.errors import ReshardError, UsageError
+from reshard.storage.base import Status
+from reshard.storage.urls.failures import key_hint, one_line, stall_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.storage.base import Sink
+
+_S3 = {"s3", "s3a"}
+_OBSTORE = {"gs", "gcs", "az", "abfs", "abfss", "http", "https"}
+
+# File systems on which a file appears only when it is complete.
+_WHOLE = {*_S3, "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
+
+
+class Info(NamedTuple):
+    """The state of a file at a URL: its size, and a text that identifies its version."""
+
+    nbytes: int
+    version: str
+
+    @property
+    def status(self) -> Status:
+        """Return the state with a number derived from the version."""
+        number = int.from_bytes(sha256(self.version.encode()).digest()[:7]) if self.version else 0
+        return Status(self.nbytes, number)
+
+
+class Page(NamedTuple):
+    """A part of a listing.
+
+    Attributes:
+        files: the states of files by key.
+        directories: the keys of directories, if only one level is listed.
+        next: the token of the next page; "" if there is none.
+    """
+
+    files: dict[str, Info]
+    directories: tuple[str, ...] = ()
+    next: str = ""
+
+
+class Client(Protocol):
+    """A client of one bucket or file system. Keys have no slash at either end."""
+
+    def info(self, key: str) -> Info:
+        """Return the state of a file as it is now; raise `FileNotFoundError` if there is none."""
+
+    def page(self, directory: str, token: str, *, deep: bool) -> Page:
+        """Return a page of the files below a directory, at any depth if `deep`; empty if it does not exist."""
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer with bytes of a file, and return how many it has there."""
+
+    def get(self, key: str) -> bytes:
+        """Return the contents of a file, checked against the store's checksum if it has one."""
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write a small file."""
+
+    def delete(self, key: str) -> None:
+        """Remove a file, if it exists."""
+
+    def copy(self, key: str, copy: str) -> None:
+        """Copy a file within the store."""
+
+    def sink(self, url: str, key: str, size: int | None) -> Sink:
+        """Begin to write a file in order."""
+
+
+def appears_whole(url: str) -> bool:
+    """Return whether a file at a URL appears under its name only when it is complete."""
+    return url.partition("://")[0] in _WHOLE
+
+
+def in_s3(url: str) -> bool:
+    """Return whether a URL is of S3, whose parts may be sent in any order and copied on the server.
+
+    >>> in_s3("s3://bucket/a"), in_s3("gs://bucket/a")
+    (True, False)
+    """
+    return url.partition("://")[0] in _S3
+
+
+def client_at(url: str) -> tuple[Client, str]:
+    """Return the client for a URL, and the key of the file.
+
+    Raises:
+        UsageError: the URL or its scheme is invalid.
+        ReshardError: its library is not installed.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    key = key.strip("/")
+    if scheme in _S3:
+        if not bucket:
+            raise UsageError(f"cannot open {url}: it names no bucket", code="bad-url")
+        from reshard.storage.urls.s3 import S3Client
+
+        return S3Client(bucket), key
+    try:
+        if scheme in _OBSTORE:
+            return _object_client(scheme, bucket, stall_seconds()), key
+        from reshard.storage.urls.filesystems import FileSystemClient, named
+
+        return FileSystemClient(url), named(url)
+    except ImportError as error:
+        hint = "pip install obstore, or 'reshard[remote]'" if scheme in _OBSTORE else ""
+        raise ReshardError(
+            f"the library for {scheme}:// is not installed, to open {url}",
+            code="library-missing",
+            facts=[] if hint else [str(error)],
+            hint=hint,
+        ) from None
+    except ReshardError:
+        raise
+    except Exception as error:  # of a library, about its settings
+        raise UsageError(f"cannot open {url}: {one_line(error)}", code="bad-url", hint=key_hint(url, error)) from None
+
+
+@lru_cache(maxsize=64)
+def _object_client(scheme: str, bucket: str, stall: float) -> Client:
+    from reshard.storage.urls.objects import ObjectClient
+
+    return ObjectClient(scheme, bucket, stall)
+
+
+def listed(client: Client, directory: str, *, deep: bool) -> tuple[dict[str, Info], Sequence[str]]:
+    """Return all files below a directory, and its directories if not `deep`."""
+    files: dict[str, Info] = {}
+    directories: list[str] = []
+    token = ""
+    while True:
+        page = client.page(directory, token, deep=deep)
+        files |= page.files
+        directories += page.directories
+        token = page.next
+        if not token:
+            return files, directories

@@ -1,0 +1,205 @@
+"""HTTP connections that are kept open, and requests that move bytes straight out of and into buffers.
+
+A request whose connection makes no progress for `stall_seconds()` fails. The standard library's client is used because
+it reads into a given buffer and sends from one: no library holds a copy, and the memory of a run is known. Measured on
+2 GB from loopback: 2.0 to 2.9 s, and obstore 2.5 to 4.4 s with 8 MiB more for each request in flight.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+import threading
+from collections import defaultdict, deque
+from contextlib import suppress
+from functools import lru_cache
+from socket import SHUT_RDWR
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from reshard.storage.urls.failures import stall_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Buffer = bytes | memoryview
+
+_SENT_AT_ONCE = 1 << 20  # Python's timeout is for a whole `sendall`, so this much must go within a stall
+_LARGEST_REPLY = 64 << 20  # of metadata: a listing of 1,000 names has less than 1 MB
+
+
+class Reply(NamedTuple):
+    """The response to a request.
+
+    Attributes:
+        status: the HTTP status.
+        headers: the headers, with names in lower case.
+        content: the body; empty if it was read into a buffer.
+        nbytes: the number of bytes of the body.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+    nbytes: int
+
+
+class Line(threading.local):
+    """The connection that this thread uses now, so that another thread can break it.
+
+    Attributes:
+        holder: a list that has the connection while it is in use.
+    """
+
+    holder: list[http.client.HTTPConnection] | None = None
+
+
+line = Line()
+
+_idle: defaultdict[tuple[str, str, str], deque[http.client.HTTPConnection]] = defaultdict(deque)
+"""Open connections that are not in use, by scheme, address and proxy."""
+
+
+def exchange(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: Sequence[Buffer] = (),
+    into: memoryview | None = None,
+) -> Reply:
+    """Make one request and return the response.
+
+    Args:
+        method: the HTTP method.
+        url: the encoded URL.
+        headers: the headers, without the length of the body.
+        body: the pieces of the body.
+        into: the buffer for the body of a successful response; it is filled as far as the body goes.
+
+    Raises:
+        OSError, http.client.HTTPException: the connection failed, or stalled.
+    """
+    scheme, address, path, query, _ = urlsplit(url)
+    proxy = _proxy(scheme, address)
+    waiting = _idle[scheme, address, proxy]
+    target = f"{path or '/'}{'?' if query else ''}{query}"
+    target = f"{scheme}://{address}{target}" if proxy and scheme == "http" else target
+    while True:
+        with suppress(IndexError):
+            connection = waiting.pop()
+            try:
+                reply = _once(connection, method, target, headers, body, into)
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                connection.close()  # the server closed it while it was idle; the request did not arrive
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            break
+        connection = _connect(scheme, address, proxy)
+        try:
+            reply = _once(connection, method, target, headers, body, into)
+        except BaseException:
+            connection.close()
+            raise
+        break
+    if connection.sock is not None:
+        waiting.append(connection)
+    return reply
+
+
+def _once(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+    body: Sequence[Buffer],
+    into: memoryview | None,
+) -> Reply:
+    """Send a request on a connection and read the response."""
+    holder = line.holder
+    if holder is not None:
+        holder.append(connection)
+    try:
+        connection.putrequest(method, target, skip_host="host" in headers, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        if body or method in {"PUT", "POST"}:
+            connection.putheader("content-length", str(sum(map(len, body))))
+        connection.endheaders()
+        for piece in body:
+            view = memoryview(piece)
+            for begin in range(0, len(view), _SENT_AT_ONCE):
+                connection.send(view[begin : begin + _SENT_AT_ONCE])
+        response = connection.getresponse()
+        names = {name.lower(): value for name, value in response.getheaders()}
+        if into is None or response.status >= http.client.MULTIPLE_CHOICES:
+            content = response.read(_LARGEST_REPLY)
+            nbytes = len(content)
+        else:
+            content, nbytes = b"", _fill(response, into)
+        if not response.isclosed():  # the body was longer than it may be
+            connection.close()
+        return Reply(response.status, names, content, nbytes)
+    finally:
+        if holder is not None:
+            holder.clear()
+
+
+def _fill(response: http.client.HTTPResponse, buffer: memoryview) -> int:
+    """Read a body into a buffer, and return how many bytes it had."""
+    nbytes = 0
+    while nbytes < len(buffer) and (count := response.readinto(buffer[nbytes:])):
+        nbytes += count
+    if response.length:
+        if nbytes < len(buffer):
+            raise http.client.IncompleteRead(b"", response.length)
+    else:
+        response.read()  # the end of a chunked body
+    return nbytes
+
+
+def break_off(connection: http.client.HTTPConnection) -> None:
+    """End a connection that another thread waits for; that thread gets an error."""
+    with suppress(OSError, AttributeError):
+        connection.sock.shutdown(SHUT_RDWR)
+
+
+def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnection:
+    """Return a new connection."""
+    timeout = stall_seconds()
+    host = proxy or address
+    if scheme == "https":
+        connection = http.client.HTTPSConnection(host, timeout=timeout, context=_context(_bundle()))
+        if proxy:
+            connection.set_tunnel(address)
+        return connection
+    return http.client.HTTPConnection(host, timeout=timeout)
+
+
+def _proxy(scheme: str, address: str) -> str:
+    """Return the address of the proxy for requests to an address, or ""."""
+    proxies = getproxies()
+    proxy = proxies.get(scheme) or proxies.get("all", "")
+    if not proxy or proxy_bypass(address.rpartition("@")[2].partition(":")[0]):
+        return ""
+    return urlsplit(proxy if "://" in proxy else f"http://{proxy}").netloc
+
+
+def _bundle() -> str:
+    return os.environ.get("AWS_CA_BUNDLE") or os.environ.get("REQUESTS_CA_BUNDLE") or ""
+
+
+@lru_cache(maxsize=4)
+def _context(bundle: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=bundle or None)
+
+
+def close_idle() -> None:
+    """Close all connections that are not in use."""
+    for waiting in _idle.values():
+        with suppress(IndexError):
+            while True:
+                waiting.pop().close()

@@ -1,0 +1,142 @@
+"""Other URLs, through fsspec: `memory://`, `sftp://`, `hf://` and whatever else has a file system there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from fsspec.core import url_to_fs  # 40 ms
+
+from reshard.errors import TargetError
+from reshard.storage.urls.clients import Info, Page, appears_whole
+from reshard.storage.urls.failures import translating
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.storage.base import Sink
+
+# Fields that identify the version of a file, the surest first; file systems differ in the fields they have.
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created",
+             "modificationTime", "modify")  # fmt: skip
+
+_PART_BYTES = 8 << 20
+
+
+def named(url: str) -> str:
+    """Return the name of a file in its file system, without the slashes around it."""
+    return str(url_to_fs(url)[1]).strip("/")
+
+
+class FileSystemClient:
+    """A client by a file system of fsspec; see `Client`."""
+
+    def __init__(self, url: str) -> None:
+        self._fs, name = url_to_fs(url)
+        self._root = "/" if str(name).startswith("/") else ""
+        self._makes_directories = not appears_whole(url)
+
+    def _name(self, key: str) -> str:
+        return f"{self._root}{key}"
+
+    def info(self, key: str) -> Info:
+        """See `Client.info`."""
+        self._fs.invalidate_cache()
+        info = self._fs.info(self._name(key))
+        if info["type"] != "file":
+            raise FileNotFoundError(key)
+        return _info(info)
+
+    def page(self, directory: str, token: str, *, deep: bool) -> Page:  # noqa: ARG002 -- there is one page
+        """See `Client.page`."""
+        self._fs.invalidate_cache()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if deep:
+                entries = list(self._fs.find(self._name(directory), detail=True).values())
+            else:
+                entries = self._fs.ls(self._name(directory), detail=True)
+            named = {str(entry["name"]).strip("/"): entry for entry in entries}
+            named.pop(directory, None)
+            files = {key: _info(entry) for key, entry in named.items() if entry["type"] == "file"}
+            return Page(files, tuple(key for key in named if key not in files))
+        return Page({})
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """See `Client.read_into`."""
+        content = self._fs.cat_file(self._name(key), start=offset, end=offset + len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def get(self, key: str) -> bytes:
+        """See `Client.get`."""
+        return bytes(self._fs.cat_file(self._name(key)))
+
+    def put(self, key: str, content: bytes) -> None:
+        """See `Client.put`."""
+        self._make_directory(key)
+        self._fs.pipe_file(self._name(key), content)
+
+    def delete(self, key: str) -> None:
+        """See `Client.delete`."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._name(key))
+
+    def copy(self, key: str, copy: str) -> None:
+        """See `Client.copy`."""
+        self._make_directory(copy)
+        self._fs.cp_file(self._name(key), self._name(copy))
+
+    def move(self, key: str, final: str) -> None:
+        """Move a file to its final name."""
+        self.delete(final)
+        self._fs.mv(self._name(key), self._name(final))
+
+    def sink(self, url: str, key: str, size: int | None) -> Sink:  # noqa: ARG002 -- it is sent as it comes
+        """See `Client.sink`."""
+        with translating(url, "written", TargetError):
+            self._make_directory(key)
+            return FileSystemSink(url, self._fs.open(self._name(key), "wb", block_size=_PART_BYTES))
+
+    def _make_directory(self, key: str) -> None:
+        if self._makes_directories:
+            self._fs.makedirs(self._name(key.rpartition("/")[0]), exist_ok=True)
+
+
+def _info(info: Mapping[str, Any]) -> Info:
+    version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
+    return Info(int(info["size"]), version)
+
+
+class FileSystemSink:
+    """A file that is written in order; see `Sink`."""
+
+    def __init__(self, url: str, file: Any) -> None:
+        self.ended = False
+        self._url, self._file, self._position = url, file, 0
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write the next bytes."""
+        assert offset == self._position, "a file is sent in order"  # noqa: S101
+        with translating(self._url, "written", TargetError):
+            self._file.write(data)
+        self._position += len(data)
+
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
+        """Complete the file."""
+        with translating(self._url, "written", TargetError):
+            self._file.close()
+        self.ended = True
+
+    def abort(self) -> None:
+        """Leave the file incomplete."""
+        with suppress(Exception):  # a failure here must not hide the first error
+            self._file.discard()
+        self._leave()
+
+    def _leave(self) -> None:
+        with suppress(Exception):
+            self._file.closed = True  # or fsspec would complete the partial file on garbage collection
+
+    def __del__(self) -> None:
+        if not self.ended:
+            self._leave()

@@ -1,0 +1,130 @@
+"""Listings of directories at URLs, kept until they are refreshed: one request tells of a thousand files."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reshard.errors import GoneError, SourceError
+from reshard.storage.urls.clients import client_at, listed
+from reshard.storage.urls.lines import ask
+
+if TYPE_CHECKING:
+    from reshard.storage.base import Status
+    from reshard.storage.urls.clients import Info, Page
+
+
+class Listings:
+    """The files below directories, as they were listed last.
+
+    Only whole listings are kept, by URL of the directory; the files of a directory are in the listing of any directory
+    above it, too.
+    """
+
+    def __init__(self) -> None:
+        self._deep: dict[str, dict[str, Info]] = {}
+
+    def forget(self, url: str) -> None:
+        """Forget the listings that may have a file, or files below it."""
+        for directory in [*self._deep]:
+            if f"{url}/".startswith(f"{directory}/") or f"{directory}/".startswith(f"{url}/"):
+                self._deep.pop(directory, None)
+
+    def _listing_of(self, url: str) -> dict[str, Info] | None:
+        """Return a listing that has all files at or below a URL."""
+        for directory, files in [*self._deep.items()]:
+            if url.startswith(f"{directory}/") or url == directory:
+                return files
+        return None
+
+    def files(self, url: str) -> dict[str, Info]:
+        """Return the files below a directory, by their URLs.
+
+        Raises:
+            SourceError: it cannot be listed.
+        """
+        files = self._listing_of(url)
+        if files is None:
+            client, key = client_at(url)
+            found, _ = ask(url, "listed", partial(listed, client, key, deep=True), nbytes=None)
+            files = self._deep[url] = _by_url(url, key, found)
+        return {path: info for path, info in files.items() if path.startswith(f"{url}/")}
+
+    def level(self, url: str) -> list[str]:
+        """Return the names of the files and directories in a directory.
+
+        Raises:
+            SourceError: it cannot be listed.
+        """
+        files = self._listing_of(url)
+        if files is not None:
+            below = (path[len(url) + 1 :] for path in files if path.startswith(f"{url}/"))
+            return list(dict.fromkeys(path.partition("/")[0] for path in below))
+        client, key = client_at(url)
+        found, directories = ask(url, "listed", partial(listed, client, key, deep=False), nbytes=None)
+        return [path[len(key) :].strip("/") for path in (*found, *directories)]
+
+    def kind(self, url: str) -> str:
+        """Return `file` or `directory`; "" if nothing is there.
+
+        Raises:
+            SourceError: the store cannot be reached, or the bucket does not exist.
+        """
+        files = self._listing_of(url)
+        if files is None:
+            try:
+                self.status(url)
+            except GoneError as error:
+                if error.code == "no-such-bucket":
+                    raise
+            else:
+                return "file"
+            page = self._first_page(url)
+            return "directory" if page.files else ""
+        if url in files:
+            return "file"
+        return "directory" if any(path.startswith(f"{url}/") for path in files) else ""
+
+    def _first_page(self, url: str) -> Page:
+        """Return the first page of a listing; keep it if it is the only one."""
+        client, key = client_at(url)
+        page = ask(url, "listed", partial(client.page, key, "", deep=True), nbytes=None)
+        if page.files and not page.next:
+            self._deep[url] = _by_url(url, key, page.files)
+        return page
+
+    def status(self, url: str) -> Status:
+        """Return the state of a file as it was listed; ask for it if it was not.
+
+        Raises:
+            SourceError: it does not exist, or the store cannot be reached.
+        """
+        files = self._listing_of(url)
+        if files is not None and url in files:
+            return files[url].status
+        client, key = client_at(url)
+        if not key:
+            raise GoneError(f"{url} does not exist", code="not-found")
+        return ask(url, "looked at", partial(client.info, key)).status
+
+    def require_bucket(self, url: str) -> None:
+        """Raise a `SourceError` if the bucket of a URL does not exist."""
+        client, _ = client_at(url)
+        try:
+            ask(
+                url,
+                "listed",
+                partial(client.page, url.partition("://")[2].partition("/")[2], "", deep=False),
+                nbytes=None,
+            )
+        except SourceError as error:  # later reads report other errors
+            if error.code == "no-such-bucket":
+                raise SourceError(error.message, code="no-such-bucket") from None
+
+
+def _by_url(url: str, key: str, files: dict[str, Info]) -> dict[str, Info]:
+    """Return files by URL instead of by key."""
+    return {f"{url}/{name[len(key) :].strip('/')}": info for name, info in files.items()}
+
+
+listings = Listings()

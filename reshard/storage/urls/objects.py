@@ -1,0 +1,118 @@
+"""Google Cloud Storage, Azure Blob Storage and web servers, through obstore."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import obstore
+from obstore.store import AzureStore, GCSStore, HTTPStore
+
+from reshard.errors import TargetError
+from reshard.storage.urls.clients import Info, Page
+from reshard.storage.urls.failures import translating
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+    from reshard.storage.base import Sink
+
+PART_BYTES = 8 << 20
+"""The size of a part that is sent, in bytes."""
+
+PARTS = 4
+"""The number of parts of a file that are in flight at once."""
+
+
+def _store(scheme: str, bucket: str, stall: float) -> Any:
+    """Return obstore's store, without retries of its own."""
+    seconds = f"{max(round(stall * 1000), 1)}ms"
+    options: dict[str, Any] = {
+        "client_options": {"connect_timeout": seconds, "timeout": "1h", "read_timeout": seconds},
+        "retry_config": {"max_retries": 0},
+    }
+    if scheme in {"http", "https"}:
+        options["client_options"]["allow_http"] = scheme == "http"
+        return HTTPStore.from_url(f"{scheme}://{bucket}", **options)
+    return (GCSStore if scheme in {"gs", "gcs"} else AzureStore)(bucket, **options)
+
+
+class ObjectClient:
+    """A client by obstore; see `Client`."""
+
+    def __init__(self, scheme: str, bucket: str, stall: float) -> None:
+        self._store = _store(scheme, bucket, stall)
+        self._lists = scheme not in {"http", "https"}
+
+    def info(self, key: str) -> Info:
+        """See `Client.info`."""
+        return _info(obstore.head(self._store, key))
+
+    def page(self, directory: str, token: str, *, deep: bool) -> Page:  # noqa: ARG002 -- obstore follows the tokens
+        """See `Client.page`: all pages at once; a web server lists nothing."""
+        if not self._lists:
+            return Page({})
+        prefix = directory or None
+        if deep:
+            metas = [meta for chunk in obstore.list(self._store, prefix) for meta in chunk]
+            return Page({meta["path"]: _info(meta) for meta in metas})
+        level = obstore.list_with_delimiter(self._store, prefix)
+        return Page({meta["path"]: _info(meta) for meta in level["objects"]}, tuple(level["common_prefixes"]))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """See `Client.read_into`."""
+        content = memoryview(obstore.get_range(self._store, key, start=offset, length=len(buffer))).cast("B")
+        buffer[: len(content)] = content
+        return len(content)
+
+    def get(self, key: str) -> bytes:
+        """See `Client.get`."""
+        return bytes(obstore.get(self._store, key).bytes())
+
+    def put(self, key: str, content: bytes) -> None:
+        """See `Client.put`."""
+        obstore.put(self._store, key, content, use_multipart=False)
+
+    def delete(self, key: str) -> None:
+        """See `Client.delete`."""
+        with suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
+
+    def copy(self, key: str, copy: str) -> None:
+        """See `Client.copy`."""
+        obstore.copy(self._store, key, copy)
+
+    def sink(self, url: str, key: str, size: int | None) -> Sink:
+        """See `Client.sink`."""
+        return ObjectSink(self._store, url, key, max(PART_BYTES, -(-(size or 0) // (9_000 << 20)) << 20))
+
+
+def _info(meta: ObjectMeta) -> Info:
+    return Info(meta["size"], str(meta["e_tag"] or meta["last_modified"]).strip('"'))
+
+
+class ObjectSink:
+    """A file that obstore sends in parts; see `Sink`."""
+
+    def __init__(self, store: Any, url: str, key: str, part: int) -> None:
+        self.ended = False
+        self._url, self._position = url, 0
+        with translating(url, "written", TargetError):
+            self._writer = obstore.open_writer(store, key, buffer_size=part, max_concurrency=PARTS)
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Add the next bytes."""
+        assert offset == self._position, "a file is sent in order"  # noqa: S101
+        with translating(self._url, "written", TargetError):
+            self._writer.write(data)
+        self._position += len(data)
+
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
+        """Send the rest and complete the object."""
+        with translating(self._url, "written", TargetError):
+            self._writer.close()
+        self.ended = True
+
+    def abort(self) -> None:
+        """Leave the object incomplete: it never appears."""
+        del self._writer
