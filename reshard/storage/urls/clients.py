@@ -26,7 +26,7 @@ _WHOLE = {*_S3, "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
 
 
 class Info(NamedTuple):
-    """The state of a file at a URL: its size, and a text that identifies its version."""
+    """The state of a file at a URL: its size, and a text that identifies its version; "" if that is unknown."""
 
     nbytes: int
     version: str

@@ -55,10 +55,11 @@ class FileSystemClient:
                 entries = list(self._fs.find(self._name(directory), detail=True).values())
             else:
                 entries = self._fs.ls(self._name(directory), detail=True)
-            named = {str(entry["name"]).strip("/"): entry for entry in entries}
-            named.pop(directory, None)
-            files = {key: _info(entry) for key, entry in named.items() if entry["type"] == "file"}
-            return Page(files, tuple(key for key in named if key not in files))
+            found = {str(entry["name"]).strip("/"): entry for entry in entries}
+            found.pop(directory, None)
+            # In some file systems, a listing and a request for one file give different versions.
+            files = {key: Info(int(entry["size"] or 0), "") for key, entry in found.items() if entry["type"] == "file"}
+            return Page(files, tuple(key for key in found if key not in files))
         return Page({})
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:

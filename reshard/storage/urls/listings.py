@@ -100,7 +100,7 @@ class Listings:
             SourceError: it does not exist, or the store cannot be reached.
         """
         files = self._listing_of(url)
-        if files is not None and url in files:
+        if files is not None and url in files and files[url].version:
             return files[url].status
         client, key = client_at(url)
         if not key:
