@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache
-from socket import SHUT_RDWR
+from socket import SHUT_RDWR, gaierror
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     Buffer = bytes | memoryview
 
 _SENT_AT_ONCE = 1 << 20  # Python's timeout is for a whole `sendall`, so this much must go within a stall
-_LARGEST_REPLY = 64 << 20  # of metadata: a listing of 1,000 names has less than 1 MB
+_LARGEST_REPLY = 1 << 30  # of small files, which have limits of their own
+_CLOSED = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, ssl.SSLEOFError)
+"""Errors on a connection that the server closed while it was idle: the request did not arrive."""
 
 
 class Reply(NamedTuple):
@@ -87,27 +89,27 @@ def exchange(
     target = f"{path or '/'}{'?' if query else ''}{query}"
     target = f"{scheme}://{address}{target}" if proxy and scheme == "http" else target
     while True:
-        with suppress(IndexError):
-            connection = waiting.pop()
-            try:
-                reply = _once(connection, method, target, headers, body, into)
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                connection.close()  # the server closed it while it was idle; the request did not arrive
-                continue
-            except BaseException:
-                connection.close()
-                raise
-            break
-        connection = _connect(scheme, address, proxy)
+        connection = _waiting(waiting) if method != "POST" else None  # a lost POST must not be repeated unnoticed
+        is_new = connection is None
+        connection = connection or _connect(scheme, address, proxy)
         try:
             reply = _once(connection, method, target, headers, body, into)
-        except BaseException:
+        except BaseException as error:
             connection.close()
-            raise
-        break
+            if is_new or not isinstance(error, _CLOSED):
+                raise
+        else:
+            break
     if connection.sock is not None:
         waiting.append(connection)
     return reply
+
+
+def _waiting(waiting: deque[http.client.HTTPConnection]) -> http.client.HTTPConnection | None:
+    try:
+        return waiting.pop()
+    except IndexError:
+        return None
 
 
 def _once(
@@ -138,6 +140,8 @@ def _once(
         if into is None or response.status >= http.client.MULTIPLE_CHOICES:
             content = response.read(_LARGEST_REPLY)
             nbytes = len(content)
+            if response.length:  # `read` with a size does not say so
+                raise http.client.IncompleteRead(b"", response.length)
         else:
             content, nbytes = b"", _fill(response, into)
         if not response.isclosed():  # the body was longer than it may be
@@ -171,12 +175,19 @@ def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnectio
     """Return a new connection."""
     timeout = stall_seconds()
     host = proxy or address
+    connection = http.client.HTTPConnection(host, timeout=timeout)
     if scheme == "https":
         connection = http.client.HTTPSConnection(host, timeout=timeout, context=_context(_bundle()))
         if proxy:
             connection.set_tunnel(address)
-        return connection
-    return http.client.HTTPConnection(host, timeout=timeout)
+    try:
+        connection.connect()
+    except (ConnectionError, gaierror) as error:  # which do not name the address
+        raise OSError(error.errno, f"{host}: {error.strerror}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _proxy(scheme: str, address: str) -> str:
