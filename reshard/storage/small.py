@@ -16,7 +16,7 @@ from posixpath import normpath
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Option, TargetError, Text, UsageError
+from reshard.errors import GoneError, Option, TargetError, Text, UsageError
 from reshard.storage.base import read_error, stem_of_unfinished, unfinished_path, unfinished_stem
 from reshard.storage.handles import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
@@ -175,7 +175,12 @@ def read_small(path: AnyName, kind: str, most: int, error: type[ReshardError]) -
         ReshardError: of class `error`: as for `open_regular`, or the file is larger than the limit.
     """
     if isinstance(path, RemotePath):
-        if path.status().nbytes > most:
+        try:
+            nbytes = path.status().nbytes
+        except GoneError:
+            path.require_bucket()
+            raise
+        if nbytes > most:
             raise error(f"{path} has more than {most} bytes, which no {kind} has", code="too-large")
         return path.read_bytes()
     try:

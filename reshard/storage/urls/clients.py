@@ -14,8 +14,6 @@ from reshard.storage.base import Status
 from reshard.storage.urls.failures import key_hint, one_line, stall_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from reshard.storage.base import Sink
 
 _S3 = {"s3", "s3a"}
@@ -135,17 +133,3 @@ def _object_client(scheme: str, bucket: str, stall: float) -> Client:
     from reshard.storage.urls.objects import ObjectClient
 
     return ObjectClient(scheme, bucket, stall)
-
-
-def listed(client: Client, directory: str, *, deep: bool) -> tuple[dict[str, Info], Sequence[str]]:
-    """Return all files below a directory, and its directories if not `deep`."""
-    files: dict[str, Info] = {}
-    directories: list[str] = []
-    token = ""
-    while True:
-        page = client.page(directory, token, deep=deep)
-        files |= page.files
-        directories += page.directories
-        token = page.next
-        if not token:
-            return files, directories

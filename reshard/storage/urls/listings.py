@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import GoneError, SourceError
-from reshard.storage.urls.clients import client_at, listed
+from reshard.storage.urls.clients import client_at
 from reshard.storage.urls.lines import ask
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.storage.base import Status
     from reshard.storage.urls.clients import Info, Page
+
+T = TypeVar("T")
 
 
 class Listings:
@@ -45,9 +50,11 @@ class Listings:
         """
         files = self._listing_of(url)
         if files is None:
-            client, key = client_at(url)
-            found, _ = ask(url, "listed", partial(listed, client, key, deep=True), nbytes=None)
-            files = self._deep[url] = _by_url(url, key, found)
+            try:
+                files, _ = _listed(url, deep=True)
+            except GoneError:  # there is no bucket; `require_bucket` says so
+                return {}
+            self._deep[url] = files
         return {path: info for path, info in files.items() if path.startswith(f"{url}/")}
 
     def level(self, url: str) -> list[str]:
@@ -60,27 +67,23 @@ class Listings:
         if files is not None:
             below = (path[len(url) + 1 :] for path in files if path.startswith(f"{url}/"))
             return list(dict.fromkeys(path.partition("/")[0] for path in below))
-        client, key = client_at(url)
-        found, directories = ask(url, "listed", partial(listed, client, key, deep=False), nbytes=None)
-        return [path[len(key) :].strip("/") for path in (*found, *directories)]
+        files, directories = _listed(url, deep=False)
+        return [path[len(url) + 1 :] for path in (*files, *directories)]
 
     def kind(self, url: str) -> str:
         """Return `file` or `directory`; "" if nothing is there.
 
         Raises:
-            SourceError: the store cannot be reached, or the bucket does not exist.
+            SourceError: the store cannot be reached.
         """
         files = self._listing_of(url)
         if files is None:
-            try:
+            with suppress(GoneError):
                 self.status(url)
-            except GoneError as error:
-                if error.code == "no-such-bucket":
-                    raise
-            else:
                 return "file"
-            page = self._first_page(url)
-            return "directory" if page.files else ""
+            with suppress(GoneError):  # there is no bucket; `require_bucket` says so
+                return "directory" if self._first_page(url).files else ""
+            return ""
         if url in files:
             return "file"
         return "directory" if any(path.startswith(f"{url}/") for path in files) else ""
@@ -122,7 +125,22 @@ class Listings:
                 raise SourceError(error.message, code="no-such-bucket") from None
 
 
-def _by_url(url: str, key: str, files: dict[str, Info]) -> dict[str, Info]:
+def _listed(url: str, *, deep: bool) -> tuple[dict[str, Info], list[str]]:
+    """Return all files below a directory, and its directories if not `deep`, by their URLs."""
+    client, key = client_at(url)
+    files: dict[str, Info] = {}
+    directories: list[str] = []
+    token = ""
+    while True:  # one level takes a file system few requests, all levels any number
+        page = ask(url, "listed", partial(client.page, key, token, deep=deep), nbytes=None if deep else 0)
+        files |= _by_url(url, key, page.files)
+        directories += _by_url(url, key, dict.fromkeys(page.directories))
+        token = page.next
+        if not token:
+            return files, directories
+
+
+def _by_url(url: str, key: str, files: Mapping[str, T]) -> dict[str, T]:
     """Return files by URL instead of by key."""
     return {f"{url}/{name[len(key) :].strip('/')}": info for name, info in files.items()}
 
