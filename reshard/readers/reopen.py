@@ -46,6 +46,7 @@ def reopen(record: SourceRecord, root: Place | None = None, *, cipher: Cipher | 
             rank: [as_place(path) if root is None else root / path for path in of_rank]
             for rank, of_rank in record.paths().items()
         }
+        as_place(top).refresh()
         strategy = record.strategy.read() if record.strategy else None
         checkpoint = _assembled(top, paths, strategy, record.stage, partial=record.partial, cipher=cipher)
     varying = set(record.varying)
