@@ -1,7 +1,8 @@
 """A store around a store that notes what is asked of it, and fails, waits or kills where a test says so.
 
 `install` puts one around the stores of this process, local files' and URLs'; the fixture `faults` does so for one test.
-What is asked of the sinks that a store gives (`write_at`, `finish`) counts like what is asked of the store.
+What is asked of the sinks that a store gives (`write_at`, `finish`) counts like what is asked of the store. A request
+for a byte range at a URL, by a store or ahead, is a `fetch`.
 """
 
 from __future__ import annotations
@@ -142,6 +143,13 @@ class FaultyStore:
 
 def install(faults: Faults, patch: MonkeyPatch) -> None:
     """Put faults around the stores of this process."""
+    request = remote.read_request
+
+    def requested(path: str, offset: int, buffer: memoryview) -> Any:
+        faults.asked("fetch", path, offset, len(buffer))
+        return request(path, offset, buffer)
+
+    patch.setattr(remote, "read_request", requested)
     for module, name in ((local, "LocalStore"), (remote, "RemoteStore")):
         kind = getattr(module, name)
         patch.setattr(module, name, lambda kind=kind: FaultyStore(kind(), faults))

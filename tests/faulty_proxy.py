@@ -1,7 +1,7 @@
 """An HTTP proxy before an S3 server that stalls, cuts, loses, refuses or corrupts what a test says.
 
-It also checks the CRC-32 that a request carries, as S3 does and moto does not. Whatever stalls does so until the proxy
-is closed, for `LONGEST` seconds at most.
+It also checks the CRC-32 or CRC-32C that a request carries, as S3 does and moto does not. Whatever stalls does so until
+the proxy is closed, for `LONGEST` seconds at most.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+import google_crc32c
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 LONGEST = 120.0
 """How many seconds a stall lasts at most: longer than any test."""
 
 _HEADERS_OF_HOPS = {"connection", "transfer-encoding", "keep-alive", "server", "date", "expect"}
+
+_SUMS: dict[str, Callable[[bytes], int]] = {"crc32": zlib.crc32, "crc32c": google_crc32c.value}
 
 
 class Seen(NamedTuple):
@@ -126,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         query = parse_qs(parts.query, keep_blank_values=True)
         key = parts.path.lstrip("/").partition("/")[2]
-        operation = _operation(self.command, key, query)
+        operation = operation_of(self.command, key, query)
         fault = self.faults.fault(operation, key)
         length = int(self.headers.get("Content-Length", 0))
         if fault == "stall" and length:
@@ -160,12 +163,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _forward(self, body: bytes, fault: str) -> None:
-        crc = self.headers.get("x-amz-checksum-crc32")
-        if crc and base64.b64decode(crc) != zlib.crc32(body).to_bytes(4, "big"):
-            self._refuse(400, "BadDigest")
-            return
+        for name, function in _SUMS.items():
+            crc = self.headers.get(f"x-amz-checksum-{name}")
+            if crc and base64.b64decode(crc) != function(body).to_bytes(4, "big"):
+                self._refuse(400, "BadDigest")
+                return
         connection = http.client.HTTPConnection(self.faults._server, timeout=LONGEST)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HEADERS_OF_HOPS}
+        if self.command == "PUT" and "x-amz-checksum-crc32c" in self.headers:
+            headers["x-amz-sdk-checksum-algorithm"] = "CRC32C"  # without which moto forgets the checksum
         try:
             connection.request(self.command, self.path, body=body or None, headers=headers)
             reply = connection.getresponse()
@@ -200,7 +206,7 @@ def _flipped(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def _operation(method: str, key: str, query: dict[str, list[str]]) -> str:
+def operation_of(method: str, key: str, query: Mapping[str, object]) -> str:
     """Return S3's name of what is asked."""
     if not key:
         return (
@@ -209,7 +215,12 @@ def _operation(method: str, key: str, query: dict[str, list[str]]) -> str:
     if "uploads" in query:
         return "CreateMultipartUpload"
     if "uploadId" in query:
-        return {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "DELETE": "AbortMultipartUpload"}[method]
+        return {
+            "PUT": "UploadPart",
+            "GET": "ListParts",
+            "POST": "CompleteMultipartUpload",
+            "DELETE": "AbortMultipartUpload",
+        }[method]
     return {"GET": "GetObject", "PUT": "PutObject", "DELETE": "DeleteObject", "HEAD": "HeadObject"}[method]
 
 

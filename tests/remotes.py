@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 from checkpoints import numbers, tree
+from faulty_proxy import operation_of
 from fsspec.implementations.memory import MemoryFileSystem
 from samples import sampled
 
 from reshard import Layout, Strategy
 from reshard.plan import partition
 from reshard.source.records import DIRECTORY, known
+from reshard.storage.urls.s3 import S3Client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +44,7 @@ class Requests:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an S3 server in a process of its own; s3fs and boto find it by the environment."""
+    """The address of an S3 server in a process of its own; clients find it by the environment."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs", minversion="2025.3")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -92,23 +94,25 @@ def root(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
     """What the S3 and memory file systems are asked for."""
-    client = pytest.importorskip("aiobotocore.client").AioBaseClient
     found = Requests()
-    call, cat = client._make_api_call, MemoryFileSystem.cat_file
+    request, cat = S3Client.request, MemoryFileSystem.cat_file
 
-    async def called(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
+    def requested(
+        self: S3Client, method: str, key: str = "", query: Any = None, headers: Any = None, *rest: Any, **options: Any
+    ) -> Any:
+        operation = operation_of(method, key, query or {})
         found.operations.append(operation)
-        if operation == "GetObject" and f"{DIRECTORY}/" not in parameters["Key"]:
-            start, _, last = parameters.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-            found.ranges.append((parameters["Key"], int(start), int(last) + 1 if last else None))
-        return await call(self, operation, parameters)
+        if operation == "GetObject" and f"{DIRECTORY}/" not in key:
+            start, _, last = (headers or {}).get("range", "bytes=0-").removeprefix("bytes=").partition("-")
+            found.ranges.append((key, int(start), int(last) + 1 if last else None))
+        return request(self, method, key, query, headers, *rest, **options)
 
     def counted(self: Any, path: str, start: Any = None, end: Any = None, **more: Any) -> Any:
         if f"{DIRECTORY}/" not in path:
             found.ranges.append((path, start, end))
         return cat(self, path, start=start, end=end, **more)
 
-    monkeypatch.setattr(client, "_make_api_call", called)
+    monkeypatch.setattr(S3Client, "request", requested)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
     return found
 

@@ -8,6 +8,7 @@ import shutil
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
 from checkpoints import assert_equal, assert_rank_files, numbers, tree, write_file, write_ranks
 from commands import call, done
@@ -308,7 +309,7 @@ def test_at_a_url(source: reshard.Checkpoint, root: str) -> None:
         assert len([path for path in get(url) if ".reshard" not in path]) == 4
         assert reshard.verify(url).against == source.root
         assert reshard.open(url).strategy == ranks(4)
-    fs, path = reshard.storage.urls.remote.filesystem(f"{url}/rank_6/checkpoint_6.safetensors")
+    fs, path = fsspec.core.url_to_fs(f"{url}/rank_6/checkpoint_6.safetensors")
     fs.pipe_file(path, b"theirs")
     before = get(url)
     with refused(TargetError, "other-ranks", "rank_6/checkpoint_6.safetensors"):

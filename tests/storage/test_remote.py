@@ -22,12 +22,10 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
 from reshard.plan import budget
-from reshard.storage import places
 from reshard.storage.places import RemotePath, any_store, as_place, can
-from reshard.storage.urls import remote
+from reshard.storage.urls import parts, remote
+from reshard.storage.urls.failures import translating
 from reshard.storage.urls.remote import joined
-from reshard.storage.urls.requests import translating
-from reshard.storage.urls.s3_clients import options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,7 +109,7 @@ def test_a_large_file_is_sent_in_parts(
     bucket: str, asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_file(tmp_path / "model.safetensors", BIG)
-    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 5 << 20)
     plan = reshard.plan(reshard.open(path), Strategy.of({"w": Layout.of([1], [-1, -1]), "v": Layout.of([1], [-1, -1])}))
     plan.run(bucket)
     assert asked.operations.count("UploadPart") >= 2
@@ -137,12 +135,11 @@ def test_a_failure_leaves_nothing_unfinished(
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
-    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 5 << 20)
     monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
-    monkeypatch.setattr(places, "FETCH_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
     # The first file is complete, five of the second file's eight MB are sent.
-    faults.nth(8 + 6, raising(SourceError("the network is gone")), "read")
+    faults.nth(9 + 1 + 5, raising(SourceError("the network is gone")), "write_at")
     with refused(SourceError, "bad-source", "the network is gone") as caught:
         plan.run(f"{root}/out", scheduler="synchronous", ledger=ledger)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == ledger
@@ -235,13 +232,11 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
         plan.run(bucket, partition="tensor")
     with refused(UsageError, "unknown-partition", "'rank'"):
         plan.run(tmp_path / "out", partition="rank")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with refused(ReshardError, "library-missing", "gs://b/x", "pip install gcsfs", "reshard[remote]"):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with refused(ReshardError, "library-missing", "gs://b/x", "pip install obstore", "reshard[remote]"):
         reshard.open("gs://b/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("RESHARD_STALL_SECONDS", "0.1")
-    fs = fsspec.filesystem("s3", skip_instance_cache=True, **options(0.1))
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, url.removeprefix("s3://")))
     with refused(SourceError, "store-not-answering", "s3://b/x", "127.0.0.1:9"):
         reshard.open("s3://b/x")
 
@@ -273,8 +268,6 @@ def test_credentials_that_lack_are_looked_for_in_places_that_are_named(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, url.removeprefix("s3://")))
     places = ("AWS_ACCESS_KEY_ID", "~/.aws", "the role of")
     with refused(SourceError, "no-access", f"{bucket}/x", *places):
         reshard.open(f"{bucket}/x")
@@ -370,7 +363,7 @@ def test_a_batch_is_few_requests(root: str, asked: Requests, tmp_path: Path) -> 
 
 
 def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FETCH_BYTES", 1000)
+    monkeypatch.setattr(remote, "_REQUEST_BYTES", 1000)
     fsspec.filesystem("memory").pipe_file("/batches/a", bytes(range(250)) * 10)
     buffer = memoryview(bytearray(2500))
     asked.ranges.clear()

@@ -73,14 +73,14 @@ def test_the_batches_of_a_comparison_are_bounded(made: str, asked: Requests, mon
     source = reshard.open(f"{made}/src", strategy=SOURCE)
     target = reshard.open(f"{made}/dst", strategy=TARGET, contents=False)
     held: list[int] = []
-    original = remote.RemoteStore.read
 
-    def read(store: remote.RemoteStore, wants: list[places.Want]) -> None:
-        held.append(sum(len(buffer) for _, _, buffer in wants))
-        original(store, wants)
+    class Fetch(places.Fetch):
+        def __init__(self, wants: list[places.Want], slab: places.Slab) -> None:
+            held.append(sum(len(buffer) for _, _, buffer in wants))
+            super().__init__(wants, slab)
 
-    monkeypatch.setattr(remote.RemoteStore, "read", read)
-    monkeypatch.setattr(places, "FETCH_BYTES", 10_000)
+    monkeypatch.setattr(places, "Fetch", Fetch)
+    monkeypatch.setattr(places, "SLAB_BYTES", 10_000)
     assert reshard.verify(target, against=source).equal
     assert max(held) < 10_000 + 24 * 16 * 4
     assert len(held) >= 3 * STORED // (10_000 + 24 * 16 * 4)
