@@ -91,10 +91,14 @@ def keys() -> Keys | None:
 def _botocore(_profile: str) -> Any:
     """Return botocore's credentials; None if it is not installed or has none."""
     try:
-        from botocore.session import Session  # slow, and only for credentials that are not in the environment
+        from botocore.exceptions import ProfileNotFound  # slow, and only for credentials that are not in the environment
+        from botocore.session import Session
     except ImportError:
         return None
-    return Session().get_credentials()
+    try:
+        return Session().get_credentials()
+    except ProfileNotFound as error:
+        raise PermissionError(str(error)) from None
 
 
 def renew() -> None:

@@ -109,7 +109,13 @@ class S3Client:
 
     def info(self, key: str) -> Info:
         """See `Client.info`."""
-        headers = self.request("HEAD", key).headers
+        try:
+            headers = self.request("HEAD", key).headers
+        except StoreError as error:
+            if error.status != 400:
+                raise
+            self.request("GET", key, headers={"range": "bytes=0-0"})  # this response says why, as with expired tokens
+            headers = self.request("HEAD", key).headers
         return Info(int(headers["content-length"]), headers.get("etag", "").strip('"'))
 
     def page(self, directory: str, token: str, *, deep: bool) -> Page:
@@ -254,7 +260,7 @@ def _error(reply: Reply, key: str) -> Exception:
         aws.renew()
         return StoreError("ExpiredToken", message, reply.status)
     if reply.status == 403:
-        return PermissionError(f"{code or 'Forbidden'}: {message}")
+        return PermissionError(f"{code or 'Forbidden'}{': ' * bool(message)}{message}")
     return StoreError(code or str(reply.status), message, reply.status)
 
 
