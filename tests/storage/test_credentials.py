@@ -1,0 +1,181 @@
+"""Where credentials, regions and addresses of S3 are looked for, and what happens if there are none or they expire."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from refusals import refused
+from scripted import Answer, Asked, ScriptedServer, error
+
+from reshard.errors import SourceError, UsageError
+from reshard.storage.urls import aws, lines
+from reshard.storage.urls.aws import Keys
+from reshard.storage.urls.remote import remote_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+VARIABLES = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE",
+    "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_SKIP_SIGNATURE", "AWS_REGION", "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
+)  # fmt: skip
+
+
+@pytest.fixture(params=["botocore", "alone"])
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A home directory with `.aws` in an environment without credentials, with botocore and without it."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    if request.param == "alone":
+        monkeypatch.setitem(sys.modules, "botocore.session", None)
+    else:
+        pytest.importorskip("botocore")
+    (tmp_path / ".aws").mkdir()
+    aws.renew()
+    yield tmp_path
+    aws.renew()
+
+
+@pytest.fixture
+def store(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setattr(lines, "_FIRST_DELAY", 0.01)
+    yield server
+    server.close()
+
+
+def profile(path: Path, section: str, **settings: str) -> None:
+    """Add a section to a file of Amazon's tools."""
+    with path.open("a") as file:
+        file.write(f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
+    aws.renew()
+
+
+def test_the_environment_comes_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile(home / ".aws/credentials", "default", aws_access_key_id="P", aws_secret_access_key="p")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "E")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "e")
+    assert aws.keys() == Keys("E", "e")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "t")
+    assert aws.keys() == Keys("E", "e", "t")
+
+
+def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both files; the shared one comes first."""
+    profile(home / ".aws/credentials", "default", aws_access_key_id="D", aws_secret_access_key="d")
+    assert aws.keys() == Keys("D", "d")
+    profile(home / ".aws/credentials", "x", aws_access_key_id="X", aws_secret_access_key="x%/+=", aws_session_token="t")
+    profile(home / ".aws/config", "profile x", region="eu-north-1", endpoint_url="http://x:9/")
+    profile(home / ".aws/config", "profile y", aws_access_key_id="Y", aws_secret_access_key="y")
+    monkeypatch.setenv("AWS_PROFILE", "x")
+    assert (aws.keys(), aws.region(), aws.endpoint()) == (Keys("X", "x%/+=", "t"), "eu-north-1", "http://x:9")
+    monkeypatch.setenv("AWS_PROFILE", "y")
+    assert (aws.keys(), aws.region(), aws.endpoint()) == (Keys("Y", "y"), "us-east-1", "")
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setenv("AWS_DEFAULT_PROFILE", "x")
+    aws.renew()
+    assert aws.keys() == Keys("X", "x%/+=", "t")
+
+
+def test_files_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(home / "keys"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "settings"))
+    profile(home / "keys", "default", aws_access_key_id="K", aws_secret_access_key="k")
+    profile(home / "settings", "default", region="eu-west-2")
+    assert (aws.keys(), aws.region()) == (Keys("K", "k"), "eu-west-2")
+
+
+def test_the_address_and_the_region(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (aws.endpoint(), aws.region()) == ("", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all:1/")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    assert (aws.endpoint(), aws.region()) == ("http://all:1", "eu-west-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3:2/")
+    monkeypatch.setenv("AWS_REGION", "eu-west-2")
+    assert (aws.endpoint(), aws.region()) == ("http://s3:2", "eu-west-2")
+
+
+@pytest.mark.parametrize("home", ["botocore"], indirect=True)
+def test_a_process_that_gives_credentials(home: Path) -> None:
+    """Botocore knows more sources."""
+    script = home / "give.py"
+    script.write_text("""print('{"Version": 1, "AccessKeyId": "C", "SecretAccessKey": "c", "SessionToken": "t"}')""")
+    profile(home / ".aws/config", "default", credential_process=f"{sys.executable} {script}")
+    assert aws.keys() == Keys("C", "c", "t")
+    script.write_text("raise SystemExit('no one is logged in')")
+    aws.renew()
+    with refused(SourceError, "no-access", "s3://b/x"):
+        remote_store().status("s3://b/x")
+
+
+def test_no_credentials(store: ScriptedServer) -> None:
+    with refused(SourceError, "no-access", "s3://b/x", "AWS_ACCESS_KEY_ID"):
+        remote_store().status("s3://b/x")
+    assert not store.asked
+
+
+def test_a_profile_that_does_not_exist(store: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with refused(SourceError, "no-access", "s3://b/x", "AWS_PROFILE"):
+        remote_store().status("s3://b/x")
+
+
+def test_a_profile_that_cannot_be_read(home: Path) -> None:
+    (home / ".aws/credentials").write_text("no section")
+    aws.renew()
+    with refused(UsageError, "bad-value", ".aws/credentials"):
+        remote_store().status("s3://b/x")
+
+
+def test_requests_without_signatures(store: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    store.answers.append(Answer(headers={"content-length": "7", "etag": '"e"'}))
+    assert remote_store().status("s3://b/x").nbytes == 7
+    assert not {"authorization", "x-amz-date"} & set(store.asked[0].headers)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_expired_credentials_are_looked_for_again(home: Path, store: ScriptedServer, method: str) -> None:
+    """A reply to HEAD has no body that says why."""
+    keys = {"aws_access_key_id": "A", "aws_secret_access_key": "a"}
+    profile(home / ".aws/credentials", "default", **keys, aws_session_token="old")
+
+    def answer(asked: Asked) -> Answer:
+        if asked.headers["x-amz-security-token"] == "new":
+            return Answer(headers={"content-length": "3"}, body=b"abc")
+        (home / ".aws/credentials").unlink(missing_ok=True)
+        with (home / ".aws/credentials").open("w") as file:
+            file.write("[default]\naws_access_key_id = A\naws_secret_access_key = a\naws_session_token = new\n")
+        return error("ExpiredToken")
+
+    store.answer = answer
+    if method == "GET":
+        assert remote_store().contents("s3://b/x") == b"abc"
+    else:
+        assert remote_store().status("s3://b/x").nbytes == 3
+    assert len(store.asked) <= 3
+
+
+def test_credentials_that_stay_expired(store: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "A")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
+    store.answer = lambda _: error("ExpiredToken")
+    with refused(SourceError, "store-not-answering", "ExpiredToken"):
+        remote_store().contents("s3://b/x")
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId"])
+def test_a_refusal_is_final(store: ScriptedServer, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "A")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
+    store.answer = lambda _: error(code, 403)
+    with refused(SourceError, "no-access", "s3://b/x", code):
+        remote_store().contents("s3://b/x")
+    assert len(store.asked) == 1
