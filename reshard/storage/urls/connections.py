@@ -11,14 +11,16 @@ import http.client
 import os
 import ssl
 import threading
+from base64 import b64encode
 from collections import defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache
 from socket import SHUT_RDWR, gaierror
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from reshard.errors import UsageError
 from reshard.storage.urls.failures import stall_seconds
 
 if TYPE_CHECKING:
@@ -87,7 +89,9 @@ def exchange(
     proxy = _proxy(scheme, address)
     waiting = _idle[scheme, address, proxy]
     target = f"{path or '/'}{'?' if query else ''}{query}"
-    target = f"{scheme}://{address}{target}" if proxy and scheme == "http" else target
+    if proxy and scheme == "http":
+        target = f"{scheme}://{address}{target}"
+        headers = {**headers, **_login(proxy)}
     while True:
         connection = _waiting(waiting) if method != "POST" else None  # a lost POST must not be repeated unnoticed
         is_new = connection is None
@@ -174,12 +178,12 @@ def break_off(connection: http.client.HTTPConnection) -> None:
 def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnection:
     """Return a new connection."""
     timeout = stall_seconds()
-    host = proxy or address
+    host = proxy.rpartition("@")[2] or address
     connection = http.client.HTTPConnection(host, timeout=timeout)
     if scheme == "https":
         connection = http.client.HTTPSConnection(host, timeout=timeout, context=_context(_bundle()))
         if proxy:
-            connection.set_tunnel(address)
+            connection.set_tunnel(address, headers=_login(proxy))
     try:
         connection.connect()
     except (ConnectionError, gaierror) as error:  # which do not name the address
@@ -191,12 +195,18 @@ def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnectio
 
 
 def _proxy(scheme: str, address: str) -> str:
-    """Return the address of the proxy for requests to an address, or ""."""
+    """Return the address of the proxy for requests to an address, with the login if it has one, or ""."""
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all", "")
-    if not proxy or proxy_bypass(address.rpartition("@")[2].partition(":")[0]):
+    if not proxy or proxy_bypass(address):
         return ""
     return urlsplit(proxy if "://" in proxy else f"http://{proxy}").netloc
+
+
+def _login(proxy: str) -> dict[str, str]:
+    """Return the header that tells a proxy who asks, if it needs one."""
+    login = proxy.rpartition("@")[0]
+    return {"proxy-authorization": f"Basic {b64encode(unquote(login).encode()).decode()}"} if login else {}
 
 
 def _bundle() -> str:
@@ -205,7 +215,10 @@ def _bundle() -> str:
 
 @lru_cache(maxsize=4)
 def _context(bundle: str) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=bundle or None)
+    try:
+        return ssl.create_default_context(cafile=bundle or None)
+    except OSError as error:
+        raise UsageError(f"certificates cannot be read from {bundle}: {error}", code="bad-value") from None
 
 
 def close_idle() -> None:
