@@ -104,7 +104,7 @@ class S3Client:
         reply = self.request(method, key, query, headers, body)
         root = _parsed(reply.content)
         if _tag(root) == "Error":
-            raise StoreError(_text(root, "Code"), _text(root, "Message"), 500)
+            raise _error(reply, key)
         return root
 
     def info(self, key: str) -> Info:
