@@ -35,8 +35,9 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.storage.page_cache import boot_id
-from reshard.storage.places import as_place, can
+from reshard.storage.places import can
 from reshard.storage.threads import map_ordered
+from reshard.storage.urls.listings import listings
 from reshard.storage.urls.remote import REQUESTS, remote_store
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def parts_of(directory: str) -> dict[str, list[str]]:
 def listed(directory: str) -> list[str]:
     """Return the sorted names in a directory of logs; empty if it does not exist."""
     if not can(directory).appends:
-        return sorted(str(path.relative_to(directory)) for path in as_place(directory).files())
+        return sorted(url.removeprefix(f"{directory}/") for url in listings.now(directory))  # others write there, too
     with suppress(OSError):
         return sorted(os.listdir(directory))  # noqa: PTH208 -- by text, as at URLs
     return []

@@ -50,12 +50,18 @@ class Listings:
         """
         files = self._listing_of(url)
         if files is None:
-            try:
-                files, _ = _listed(url, deep=True)
-            except GoneError:  # there is no bucket; `require_bucket` says so
-                return {}
-            self._deep[url] = files
+            files = self._deep[url] = self.now(url)
         return {path: info for path, info in files.items() if path.startswith(f"{url}/")}
+
+    def now(self, url: str) -> dict[str, Info]:
+        """Return the files below a directory as they are now, by their URLs; other listings are kept.
+
+        Raises:
+            SourceError: it cannot be listed.
+        """
+        with suppress(GoneError):  # there is no bucket; `require_bucket` says so
+            return _listed(url, deep=True)[0]
+        return {}
 
     def level(self, url: str) -> list[str]:
         """Return the names of the files and directories in a directory.

@@ -203,6 +203,7 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be written.
         """
+        listings.forget(path)
         client, key = client_at(path)
         return client.sink(path, key, size)
 
@@ -212,6 +213,7 @@ class RemoteStore:
             return
         from reshard.storage.urls.filesystems import FileSystemClient
 
+        listings.forget(path)
         action = "given its final name"
         client, key = client_at(unfinished)
         assert isinstance(client, FileSystemClient)  # noqa: S101 -- in the others files appear whole
@@ -219,6 +221,7 @@ class RemoteStore:
 
     def link(self, original: str, unfinished: str) -> None:
         """Copy a file within the file system, without transferring its bytes here."""
+        listings.forget(unfinished)
         client, key = client_at(original)
         ask(original, "copied", partial(client.copy, key, client_at(unfinished)[1]), TargetError, None)
 
@@ -228,9 +231,9 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be removed.
         """
+        listings.forget(path)
         client, key = client_at(path)
-        with suppress(FileNotFoundError):
-            ask(path, "removed", partial(client.delete, key), TargetError)
+        ask(path, "removed", partial(client.delete, key), TargetError)
 
     def discard(self, path: str) -> None:
         """Remove a file, if it exists; never raises."""
@@ -243,6 +246,7 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be written.
         """
+        listings.forget(path)
         client, key = client_at(path)
         ask(path, "written", partial(client.put, key, content), TargetError, len(content))
 
