@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from commands import call, done
+from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
@@ -16,7 +17,6 @@ from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import TargetError
 from reshard.formats.entries import SizedTensor
 from reshard.formats.sets import share_of
-from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -196,7 +196,7 @@ def test_rank_files_in_a_zarr_store(whole: Path, out: Path) -> None:
 
 
 def test_files_in_a_bucket_are_seen(whole: Path) -> None:
-    fs, place = filesystem("memory://beside-ranks")
+    fs, place = url_to_fs("memory://beside-ranks")
     fs.pipe(f"{place}/rank_0/checkpoint_0.ckpt", b"theirs")
     another("memory://beside-ranks", "transform", whole, "memory://beside-ranks", place="rank_0/checkpoint_0.ckpt")
 

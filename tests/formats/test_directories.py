@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from commands import call, done
+from fsspec.core import url_to_fs
 from refusals import check, failed, refused
 from saves_files import tensor, write_save
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import SourceError, UsageError
-from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,7 +202,7 @@ def test_one_of_its_files_is_refused_by_itself(foreign: tuple[Path, str], tmp_pa
 def test_it_is_recognised_at_a_url(foreign: tuple[Path, str]) -> None:
     root, said = foreign
     url = f"memory://directories/{root.parent.name}"
-    fs, place = filesystem(url)
+    fs, place = url_to_fs(url)
     for path in root.iterdir():
         fs.pipe(f"{place}/{path.name}", path.read_bytes())
     for where in (url, f"{url}/{weights_in(root)[0].name}"):
@@ -398,7 +398,7 @@ def test_a_deduplicated_file_alone_is_not_the_whole_model(tmp_path: Path) -> Non
 
 def test_rank_directories_in_a_bucket(ranks: Path) -> None:
     url = "memory://lone-rank/src"
-    fs, place = filesystem(url)
+    fs, place = url_to_fs(url)
     for name, content in tree(ranks).items():
         fs.pipe(f"{place}/{name}", content)
     with refused(SourceError, "one-rank", "rank 3", "ranks 0-2"):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, write_file
 from commands import call, done
+from fsspec.core import url_to_fs
 from measure import RESHARD, measured
 from refusals import failed, refused
 
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, UsageError
-from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -156,7 +156,7 @@ def test_a_run_that_does_not_say_which_iteration_is_complete(case: Callable[[str
 
 def test_at_a_url(mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / "pynative_fsdp2_tp2" / "checkpoint"
-    fs, place = filesystem("memory://checkpoint2")
+    fs, place = url_to_fs("memory://checkpoint2")
     for path in root.rglob("*"):
         if path.is_file():
             fs.pipe(f"{place}/{path.relative_to(root)}", path.read_bytes())

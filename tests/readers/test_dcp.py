@@ -13,12 +13,12 @@ import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import done
 from dcp_files import NEW, OLD, metadata, write_hyper
+from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Selection, Strategy
 from reshard.errors import SourceError, UsageError
-from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +118,7 @@ def test_weights_for_hugging_face_by_one_command(case: Callable[[str], Path], tm
 
 def test_at_a_url(case: Callable[[str], Path]) -> None:
     root = case(CASES[0])
-    fs, place = filesystem("memory://hyper")
+    fs, place = url_to_fs("memory://hyper")
     for path in root.rglob("*"):
         if path.is_file():
             fs.pipe(f"{place}/{path.relative_to(root)}", path.read_bytes())

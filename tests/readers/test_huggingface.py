@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import done
+from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.errors import SourceError
-from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,7 +86,7 @@ def test_every_row_of_what_pytorch_does_wrong_is_right(three: Path, tmp_path: Pa
 
 
 def test_at_a_url(three: Path) -> None:
-    fs, place = filesystem("memory://blocks")
+    fs, place = url_to_fs("memory://blocks")
     for path in three.iterdir():
         fs.pipe(f"{place}/{path.name}", path.read_bytes())
     assert_equal(reshard.open("memory://blocks"), FULL)

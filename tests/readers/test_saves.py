@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from checkpoints import numbers
 from commands import done
+from fsspec.core import url_to_fs
 from refusals import failed, refused
 from saves_files import Made, Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.errors import SourceError
-from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,7 +65,7 @@ def test_a_real_one_is_its_whole_tensors(case: Path, tmp_path: Path) -> None:
 
 
 def test_at_a_url(case: Path) -> None:
-    fs, place = filesystem("memory://verl")
+    fs, place = url_to_fs("memory://verl")
     for path in (case / "checkpoint").iterdir():
         fs.pipe(f"{place}/{path.name}", path.read_bytes())
     assert_equal(reshard.open("memory://verl"), dict(np.load(case / "full.npz")))

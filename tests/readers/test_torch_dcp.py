@@ -13,6 +13,7 @@ import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
 from dcp_files import item, write_torch
+from fsspec.core import url_to_fs
 from refusals import refused
 
 import reshard
@@ -20,7 +21,6 @@ from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.readers import dcp
-from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.saved_tensors import torch_dtype
 
@@ -99,7 +99,7 @@ def test_weights_as_bfloat16_for_hugging_face(mindspore_data: Path, tmp_path: Pa
 
 def test_at_a_url(mindspore_data: Path) -> None:
     root = mindspore_data / "dcp" / "hsdp"
-    fs, place = filesystem("memory://torch")
+    fs, place = url_to_fs("memory://torch")
     for path in (root / "checkpoint").iterdir():
         fs.pipe(f"{place}/{path.name}", path.read_bytes())
     assert_equal(reshard.open("memory://torch"), full_of(root))

@@ -51,15 +51,18 @@ def store(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServe
     server.close()
 
 
-def profile(path: Path, section: str, **settings: str) -> None:
+def profile(path: Path, section: str, keys: Keys | None = None, **settings: str) -> None:
     """Add a section to a file of Amazon's tools."""
+    if keys is not None:
+        settings |= {"aws_access_key_id": keys.access, "aws_secret_access_key": keys.secret}
+        settings |= {"aws_session_token": keys.token} if keys.token else {}
     with path.open("a") as file:
         file.write(f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
     aws.renew()
 
 
 def test_the_environment_comes_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile(home / ".aws/credentials", "default", aws_access_key_id="P", aws_secret_access_key="p")
+    profile(home / ".aws/credentials", "default", Keys("P", "p"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "E")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "e")
     assert aws.keys() == Keys("E", "e")
@@ -69,11 +72,11 @@ def test_the_environment_comes_first(home: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In both files; the shared one comes first."""
-    profile(home / ".aws/credentials", "default", aws_access_key_id="D", aws_secret_access_key="d")
+    profile(home / ".aws/credentials", "default", Keys("D", "d"))
     assert aws.keys() == Keys("D", "d")
-    profile(home / ".aws/credentials", "x", aws_access_key_id="X", aws_secret_access_key="x%/+=", aws_session_token="t")
+    profile(home / ".aws/credentials", "x", Keys("X", "x%/+=", "t"))
     profile(home / ".aws/config", "profile x", region="eu-north-1", endpoint_url="http://x:9/")
-    profile(home / ".aws/config", "profile y", aws_access_key_id="Y", aws_secret_access_key="y")
+    profile(home / ".aws/config", "profile y", Keys("Y", "y"))
     monkeypatch.setenv("AWS_PROFILE", "x")
     assert (aws.keys(), aws.region(), aws.endpoint()) == (Keys("X", "x%/+=", "t"), "eu-north-1", "http://x:9")
     monkeypatch.setenv("AWS_PROFILE", "y")
@@ -87,7 +90,7 @@ def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(home / "keys"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "settings"))
-    profile(home / "keys", "default", aws_access_key_id="K", aws_secret_access_key="k")
+    profile(home / "keys", "default", Keys("K", "k"))
     profile(home / "settings", "default", region="eu-west-2")
     assert (aws.keys(), aws.region()) == (Keys("K", "k"), "eu-west-2")
 
@@ -144,15 +147,13 @@ def test_requests_without_signatures(store: ScriptedServer, monkeypatch: pytest.
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_expired_credentials_are_looked_for_again(home: Path, store: ScriptedServer, method: str) -> None:
     """A reply to HEAD has no body that says why."""
-    keys = {"aws_access_key_id": "A", "aws_secret_access_key": "a"}
-    profile(home / ".aws/credentials", "default", **keys, aws_session_token="old")
+    profile(home / ".aws/credentials", "default", Keys("A", "a", "old"))
 
     def answer(asked: Asked) -> Answer:
         if asked.headers["x-amz-security-token"] == "new":
             return Answer(headers={"content-length": "3"}, body=b"abc")
-        (home / ".aws/credentials").unlink(missing_ok=True)
-        with (home / ".aws/credentials").open("w") as file:
-            file.write("[default]\naws_access_key_id = A\naws_secret_access_key = a\naws_session_token = new\n")
+        content = (home / ".aws/credentials").read_text()
+        (home / ".aws/credentials").write_text(content.replace("old", "new"))
         return error("ExpiredToken")
 
     store.answer = answer

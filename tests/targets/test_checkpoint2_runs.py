@@ -13,13 +13,13 @@ import pytest
 from checkpoints import assert_equal, numbers, tree, write_file
 from commands import done
 from faulty import raising
+from fsspec.core import url_to_fs
 from refusals import failed, refused
 from written_checkpoint2 import CUT, EVERYTHING, FULL, STRATEGIES, TRACKER, metadata, opened, rows, whole_file
 
 import reshard
 from reshard import Checkpoint2, Layout, Strategy
 from reshard.errors import TargetError
-from reshard.storage.urls.remote import filesystem
 from reshard.targets.checkpoint2 import Checkpoint2Target
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def test_names_come_in_order(tmp_path: Path, faults: Faults) -> None:
 
 def test_names_come_in_order_at_a_url(tmp_path: Path, faults: Faults) -> None:
     """Where a file has its name as soon as it is complete; a run that fails leaves the tracker as it was."""
-    fs, place = filesystem("memory://ordered2")
+    fs, place = url_to_fs("memory://ordered2")
     fs.pipe(f"{place}/{TRACKER}", b"2")
     plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
     faults.every(lambda one: raising(OSError("gone"))(one) if one.path.endswith("common.json") else None, "create")
@@ -200,7 +200,7 @@ def test_targets_that_are_refused(tmp_path: Path, mindspore_data: Path) -> None:
 
 def test_at_a_url(tmp_path: Path, mindspore_data: Path) -> None:
     source, full = opened(mindspore_data, "pynative_fsdp4_ep2_once")
-    fs, place = filesystem("memory://written2")
+    fs, place = url_to_fs("memory://written2")
     fs.pipe(f"{place}/{TRACKER}", b"2")
     fs.pipe(f"{place}/iteration_00000002/common.json", b"{}")
     for files, target in ((Checkpoint2(5), None), (Checkpoint2(), reshard.read_layouts(source.root))):

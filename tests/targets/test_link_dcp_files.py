@@ -14,6 +14,7 @@ import pytest
 from checkpoints import tree, write_file
 from commands import call, done
 from dcp_files import write_hyper
+from fsspec.core import url_to_fs
 from linked_dcp import FULL, WHOLE, assert_equal, described, linked, paths_in, shares, simple
 from refusals import failed, refused
 
@@ -23,7 +24,6 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
 from reshard.storage import local
 from reshard.storage.local import LocalStore
-from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.saved_tensors import saved_tensor, torch_dtype
 
@@ -172,7 +172,7 @@ def test_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def sources(mindspore_data: Path, tmp_path: Path) -> dict[str, Callable[[], Path | str]]:
     def at_url() -> str:
-        fs, place = filesystem("memory://linked")
+        fs, place = url_to_fs("memory://linked")
         for path in simple(tmp_path, "url").iterdir():
             fs.pipe(f"{place}/{path.name}", path.read_bytes())
         return "memory://linked"

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import numbers
 from commands import call, done
 from dcp_files import item, saved, write_torch
+from fsspec.core import url_to_fs
 from refusals import failed, refused
 from written_dcp import read
 
@@ -20,7 +21,6 @@ import reshard
 from reshard import DCP, Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
 from reshard.readers.dcp.objects import contents
-from reshard.storage.urls.remote import filesystem
 from reshard.targets.dcp import carried as module
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def test_paths_follow_new_names(root: Callable[[str], Path], tmp_path: Path) -> 
 
 
 def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
-    fs, place = filesystem("memory://objects")
+    fs, place = url_to_fs("memory://objects")
     for path in root("mcore_tp2_pp2").iterdir():
         fs.pipe(f"{place}/{path.name}", path.read_bytes())
     source = reshard.open("memory://objects")

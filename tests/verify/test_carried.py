@@ -14,6 +14,7 @@ from checkpoints import numbers, write_ranks
 from clusters import client_of, cluster
 from commands import call, done
 from dcp_files import item, record_places, without_sums, write_torch, zip_records
+from fsspec.core import url_to_fs
 from measure import RESHARD, measured
 from refusals import failed, refused
 from remotes import put
@@ -26,7 +27,6 @@ from reshard.errors import UsageError
 from reshard.formats.ckpt import Trailer
 from reshard.plan import budget
 from reshard.readers.dcp.archive import Archives
-from reshard.storage.urls.remote import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -373,7 +373,7 @@ def test_against_anything(mindspore_data: Path, tmp_path: Path, name: str) -> No
 def test_at_a_url(case: Callable[[str], Path]) -> None:
     root = case("kinds")
     path, part = items_of(root)[-1]
-    fs, place = filesystem("memory://carried")
+    fs, place = url_to_fs("memory://carried")
 
     def put() -> None:
         for file in root.iterdir():
