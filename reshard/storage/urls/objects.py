@@ -28,11 +28,16 @@ def _store(scheme: str, bucket: str, stall: float) -> Any:
     """Return obstore's store, without retries of its own."""
     seconds = f"{max(round(stall * 1000), 1)}ms"
     options: dict[str, Any] = {
-        "client_options": {"connect_timeout": seconds, "timeout": "1h", "read_timeout": seconds},
+        # Without TLS, too: the address in the environment may be of an emulator.
+        "client_options": {
+            "connect_timeout": seconds,
+            "timeout": "1h",
+            "read_timeout": seconds,
+            "allow_http": scheme != "https",
+        },
         "retry_config": {"max_retries": 0},
     }
     if scheme in {"http", "https"}:
-        options["client_options"]["allow_http"] = scheme == "http"
         return HTTPStore.from_url(f"{scheme}://{bucket}", **options)
     return (GCSStore if scheme in {"gs", "gcs"} else AzureStore)(bucket, **options)
 
@@ -104,7 +109,7 @@ class ObjectSink:
         """Add the next bytes."""
         assert offset == self._position, "a file is sent in order"  # noqa: S101
         with translating(self._url, "written", TargetError):
-            self._writer.write(data)
+            self._writer.write(bytes(data))  # obstore keeps what it is given, and the buffer is used again
         self._position += len(data)
 
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
