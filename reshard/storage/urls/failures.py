@@ -49,7 +49,7 @@ _PASSING_CODES = {
     "Throttling", "XAmzContentChecksumMismatch", "408", "429", "500", "502", "503", "504",
 }  # fmt: skip
 _PASSING_NUMBERS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
-_LASTING = re.compile(r"dns error|certificate|InvalidCertificate|builder error", re.IGNORECASE)
+_LASTING = re.compile(r"dns error|certificate|builder error|status code: 4(?!08|29)", re.IGNORECASE)
 
 
 class StalledError(TimeoutError):
@@ -94,13 +94,14 @@ def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -
         yield
     except ReshardError:
         raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        kind = GoneError if kind is SourceError else kind
-        if lacking := lacking_bucket(url, error):
-            kind = NoBucketError if kind is TargetError else kind
-            raise kind(lacking, code="no-such-bucket") from None
-        raise kind(f"{url} does not exist", code="not-found") from None
     except Exception as error:
+        lacking = lacking_bucket(url, error)
+        if lacking or isinstance(error, FileNotFoundError | NotADirectoryError):
+            kind = GoneError if kind is SourceError else kind
+            if lacking:
+                kind = NoBucketError if kind is TargetError else kind
+                raise kind(lacking, code="no-such-bucket") from None
+            raise kind(f"{url} does not exist", code="not-found") from None
         message = f"{url} cannot be {action}: {one_line(error)}"
         if hint := key_hint(url, error):
             raise kind(message, code="no-access", hint=hint) from error
