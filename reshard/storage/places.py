@@ -316,7 +316,11 @@ class _Batch(Generic[T]):
             slab = pool.take(own=is_first)
             if slab is None:
                 return False
-            self._fetch = Fetch(wants, slab)
+            try:
+                self._fetch = Fetch(wants, slab)
+            except BaseException:  # an interrupt, while some requests may be in flight
+                pool.forget(slab)
+                raise
         return True
 
     def items(self) -> Iterator[T]:
