@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -50,9 +51,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("moto") / "log"
+    # Without the package crc32c, moto gives CRC-32 as CRC-32C.
+    (log.parent / "crc32c.py").write_text("from google_crc32c import value as crc32c")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(log.parent), *sys.path])}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=out, stderr=out
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=out, stderr=out, env=env
         )
     try:
         deadline = time.monotonic() + 60

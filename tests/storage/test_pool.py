@@ -1,0 +1,317 @@
+"""The buffers of requests, and batches that are read ahead into them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
+from remotes import Requests
+
+from reshard.errors import SourceError
+from reshard.storage import places
+from reshard.storage.places import any_store, in_batches
+from reshard.storage.urls import lines, parts, remote
+from reshard.storage.urls import pool as pools
+from reshard.storage.urls.pool import SLAB_BYTES, Pool
+from reshard.storage.urls.remote import Fetch, joined, read_request, remote_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reshard.storage.base import ReadStore, Want
+
+CONTENT = bytes(range(256)) * 40
+URL = "memory://pool/content"
+STEP = 512
+
+Step = tuple[int, "ReadStore", "list[Want]"]
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    """A pool of its own, with three shared buffers."""
+    made = Pool()
+    made.limit(3 * SLAB_BYTES)
+    for module in (pools, places, parts, remote):
+        monkeypatch.setattr(module, "pool", made)
+    fsspec.filesystem("memory").pipe_file("/pool/content", CONTENT)
+    return made
+
+
+def shared(pool: Pool) -> int:
+    """Return how many shared buffers a pool can give, which it has again then."""
+    slabs = []
+    while (slab := pool.take(own=False)) is not None:
+        slabs.append(slab)
+    for slab in slabs:
+        pool.give(slab)
+    return len(slabs)
+
+
+def steps(count: int, begun: list[int] | None = None, buffer: bytearray | None = None) -> Iterator[Step]:
+    """Steps that read the contents piece by piece into one buffer."""
+    view = memoryview(buffer if buffer is not None else bytearray(STEP))
+    for number in range(count):
+        if begun is not None:
+            begun.append(number)
+        yield number, any_store(), [(URL, number * STEP, view)]
+
+
+# --- the pool ---
+
+
+def test_buffers_are_reused(pool: Pool) -> None:
+    first, second = pool.take(own=False), pool.take(own=False)
+    assert first and second and first.view is not second.view
+    assert len(first.view) == SLAB_BYTES
+    pool.give(first)
+    again = pool.take(own=True)
+    assert again and again.view is first.view
+    pool.give(second)
+    pool.give(again)
+    assert shared(pool) == 3
+
+
+def test_beyond_the_limit_there_are_only_own_buffers(pool: Pool) -> None:
+    slabs = [pool.take(own=False) for _ in range(3)]
+    assert all(slab and slab.is_shared for slab in slabs)
+    assert pool.take(own=False) is None
+    own = pool.take(own=True)
+    assert own and not own.is_shared
+    pool.give(own)
+    assert pool.take(own=False) is None  # it makes no room among the shared ones
+    for slab in slabs:
+        assert slab
+        pool.give(slab)
+    assert shared(pool) == 3
+
+
+def test_a_buffer_that_may_be_in_use_is_replaced(pool: Pool) -> None:
+    slab = pool.take(own=False)
+    assert slab
+    pool.forget(slab)
+    others = [pool.take(own=False) for _ in range(3)]
+    assert all(other and other.view is not slab.view for other in others)
+
+
+def test_the_limit_changes(pool: Pool) -> None:
+    for most in (0, 1, 5, 3):
+        pool.limit(most * SLAB_BYTES + 100)
+        assert shared(pool) == most
+
+
+# --- batches ---
+
+
+def test_batches_are_read_ahead_up_to_the_limit(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the pool has buffers; then a step after a step."""
+    monkeypatch.setattr(places, "SLAB_BYTES", 2 * STEP)
+    begun: list[int] = []
+    buffer = bytearray(STEP)
+    ahead = 0
+    for number in in_batches(steps(20, begun, buffer)):
+        assert buffer == CONTENT[number * STEP :][:STEP]
+        ahead = max(ahead, begun[-1] - number)
+    assert begun == list(range(20))
+    assert 2 * 2 <= ahead <= 2 * (3 + 1) + 1  # three batches of two in flight, and one that is collected
+    assert shared(pool) == 3
+
+
+@pytest.mark.parametrize("shared_buffers", [0, 1, 3])
+def test_contents_are_right_with_any_limit(pool: Pool, shared_buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "SLAB_BYTES", 3 * STEP)
+    pool.limit(shared_buffers * SLAB_BYTES)
+    buffer = bytearray(STEP)
+    read = [(number, bytes(buffer)) for number in in_batches(steps(17, None, buffer))]
+    assert read == [(number, CONTENT[number * STEP :][:STEP]) for number in range(17)]
+    assert shared(pool) == shared_buffers
+
+
+@pytest.mark.parametrize("stop", ["error", "end", "interrupt", "steps"])
+def test_buffers_are_returned(pool: Pool, monkeypatch: pytest.MonkeyPatch, stop: str) -> None:
+    """After an error of a read, if the batches are not read to their end, and after an interrupt."""
+    monkeypatch.setattr(places, "SLAB_BYTES", STEP)
+
+    def until_interrupted() -> Iterator[Step]:
+        yield from steps(3)
+        raise KeyboardInterrupt
+
+    for _ in range(5):
+        if stop == "error":
+            with refused(SourceError, "truncated"):
+                list(in_batches(steps(len(CONTENT) // STEP + 2)))
+        elif stop == "steps":
+            with pytest.raises(KeyboardInterrupt):
+                list(in_batches(until_interrupted()))
+        else:
+            batches = in_batches(steps(10))
+            assert next(batches) == 0
+            if stop == "end":
+                batches.close()  # type: ignore[attr-defined]
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    batches.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        assert shared(pool) == 3
+
+
+def test_buffers_are_returned_if_an_interrupt_comes_while_requests_begin(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "SLAB_BYTES", STEP)
+    count = 0
+
+    def request(path: str, offset: int, buffer: memoryview) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return read_request(path, offset, buffer)
+
+    monkeypatch.setattr(remote, "read_request", request)
+    with pytest.raises(KeyboardInterrupt):
+        list(in_batches(steps(10)))
+    assert shared(pool) == 3
+
+
+def test_buffers_are_returned_by_reads(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wants = [(URL, number * STEP, memoryview(bytearray(100))) for number in range(20)]
+    remote_store().read(wants)
+    assert all(buffer == CONTENT[offset : offset + 100] for _, offset, buffer in wants)
+    with refused(SourceError, "truncated"):
+        remote_store().read([*wants, (URL, len(CONTENT) - 50, memoryview(bytearray(100)))])
+    assert shared(pool) == 3
+
+
+@pytest.mark.parametrize("stop", ["finish", "abort", "error"])
+def test_buffers_are_returned_by_files_that_are_sent(
+    pool: Pool, bucket: str, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of more parts than the pool has buffers is sent."""
+    sink = remote_store().create(f"{bucket}/x", 6 * SLAB_BYTES)
+    if stop == "error":
+        monkeypatch.setattr(lines, "TRIES", 1)
+        monkeypatch.setattr(parts.PartsSink, "_land", raising)
+    try:
+        for number in range(6):
+            sink.write_at(number * SLAB_BYTES, bytes(SLAB_BYTES))
+    except OSError:
+        assert stop == "error"
+    else:
+        assert stop != "error"
+    if stop == "finish":
+        sink.finish(durable=True)
+    else:
+        sink.abort()
+    assert shared(pool) == 3
+    assert bool(remote_store().contents(f"{bucket}/x")) == (stop == "finish")
+
+
+def raising(_sink: object) -> None:
+    raise OSError("the network is gone")
+
+
+def test_threads_that_read_and_send_without_shared_buffers_go_on(
+    pool: Pool, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.limit(0)
+    monkeypatch.setattr(places, "SLAB_BYTES", 2 * STEP)
+    content = CONTENT * (2 * SLAB_BYTES // len(CONTENT) + 1)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            sink = remote_store().create(f"{bucket}/{number}", len(content))
+            position, buffer = 0, bytearray(STEP)
+            for step in in_batches(steps(16, None, buffer)):
+                assert buffer == CONTENT[step * STEP :][:STEP]
+                piece = content[position : position + len(content) // 15]
+                sink.write_at(position, piece)
+                position += len(piece)
+            assert position == len(content)
+            sink.finish(durable=True)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+    for number in range(4):
+        assert remote_store().contents(f"{bucket}/{number}") == content
+    assert shared(pool) == 0
+
+
+# --- ranges that are joined ---
+
+
+def test_gaps_are_read_if_they_are_small_beside_what_they_are_between() -> None:
+    kib = 1 << 10
+    assert joined([("a", 0, kib), ("a", 33 * kib, kib)]) == [("a", 0, 34 * kib)]
+    assert joined([("a", 0, kib), ("a", 33 * kib + 1, kib)]) == [("a", 0, kib), ("a", 33 * kib + 1, kib)]
+    assert joined([("a", 0, 900 * kib), ("a", 1700 * kib, kib)]) == [("a", 0, 1701 * kib)]
+    assert joined([("a", 0, 4096 * kib), ("a", 5121 * kib, kib)]) == [("a", 0, 4096 * kib), ("a", 5121 * kib, kib)]
+    assert joined([("a", 0, 10), ("b", 10, 10)]) == [("a", 0, 10), ("b", 10, 10)]
+    assert joined([("a", 0, 10), ("a", 11, 10)], 0) == [("a", 0, 10), ("a", 11, 10)]
+    assert joined([("a", 0, 10), ("a", 10, 10)], 0) == [("a", 0, 20)]
+
+
+RANGES = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 4 << 20), st.integers(1, 9 << 20)), min_size=1, max_size=12
+)
+
+
+@given(ranges=RANGES, gap=st.sampled_from([0, 1 << 20]))
+def test_joined_ranges_have_all_bytes_once(ranges: list[tuple[str, int, int]], gap: int) -> None:
+    found = joined(ranges, gap)
+    assert found == sorted(found)
+    assert all(0 < nbytes <= 8 << 20 for _, _, nbytes in found)
+    for (path, offset, nbytes), (after, begin, _) in zip(found, found[1:], strict=False):
+        assert path != after or offset + nbytes <= begin
+    for path, offset, nbytes in ranges:
+        position = offset
+        for where, begin, count in found:
+            if where == path and begin <= position < begin + count:
+                position = begin + count
+        assert position >= offset + nbytes
+    if gap == 0:  # nothing else is read
+        ends = {path: max(o + n for p, o, n in ranges if p == path) for path, _, _ in ranges}
+        assert all(offset + nbytes <= ends[path] for path, offset, nbytes in found)
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, len(CONTENT) - 1), st.integers(0, 700)), max_size=20),
+    most=st.sampled_from([1000, SLAB_BYTES]), size=st.sampled_from([300, 8 << 20]),
+)  # fmt: skip
+def test_any_ranges_are_fetched(pieces: list[tuple[int, int]], most: int, size: int) -> None:
+    """Overlapping and empty ones too, in any order, and more than a buffer holds."""
+    fsspec.filesystem("memory").pipe_file("/pool/content", CONTENT)
+    pool = Pool()
+    wants = [(URL, offset, memoryview(bytearray(min(nbytes, len(CONTENT) - offset)))) for offset, nbytes in pieces]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "pool", pool)
+        patch.setattr(remote, "SLAB_BYTES", most)
+        patch.setattr(remote, "_REQUEST_BYTES", size)
+        slab = pool.take(own=True)
+        assert slab
+        fetch = Fetch(wants, slab)
+        for want in reversed(wants):
+            fetch.fill(want)
+        fetch.close()
+    assert all(buffer == CONTENT[offset : offset + len(buffer)] for _, offset, buffer in wants)
+
+
+def test_joined_ranges_are_few_requests(asked: Requests) -> None:
+    fsspec.filesystem("memory").pipe_file("/pool/content", CONTENT)
+    wants = [(URL, offset, memoryview(bytearray(10))) for offset in range(0, len(CONTENT) - 10, 100)]
+    asked.ranges.clear()
+    remote_store().read(wants)
+    assert len(asked.ranges) == 1
