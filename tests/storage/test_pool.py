@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
-from remotes import Requests
 
 from reshard.errors import SourceError
 from reshard.storage import places
@@ -22,6 +22,8 @@ from reshard.storage.urls.remote import Fetch, joined, read_request, remote_stor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from remotes import Requests
 
     from reshard.storage.base import ReadStore, Want
 
@@ -67,11 +69,14 @@ def steps(count: int, begun: list[int] | None = None, buffer: bytearray | None =
 
 def test_buffers_are_reused(pool: Pool) -> None:
     first, second = pool.take(own=False), pool.take(own=False)
-    assert first and second and first.view is not second.view
+    assert first
+    assert second
+    assert first.view is not second.view
     assert len(first.view) == SLAB_BYTES
     pool.give(first)
     again = pool.take(own=True)
-    assert again and again.view is first.view
+    assert again
+    assert again.view is first.view
     pool.give(second)
     pool.give(again)
     assert shared(pool) == 3
@@ -82,7 +87,8 @@ def test_beyond_the_limit_there_are_only_own_buffers(pool: Pool) -> None:
     assert all(slab and slab.is_shared for slab in slabs)
     assert pool.take(own=False) is None
     own = pool.take(own=True)
-    assert own and not own.is_shared
+    assert own
+    assert not own.is_shared
     pool.give(own)
     assert pool.take(own=False) is None  # it makes no room among the shared ones
     for slab in slabs:
@@ -274,7 +280,7 @@ def test_joined_ranges_have_all_bytes_once(ranges: list[tuple[str, int, int]], g
     found = joined(ranges, gap)
     assert found == sorted(found)
     assert all(0 < nbytes <= 8 << 20 for _, _, nbytes in found)
-    for (path, offset, nbytes), (after, begin, _) in zip(found, found[1:], strict=False):
+    for (path, offset, nbytes), (after, begin, _) in pairwise(found):
         assert path != after or offset + nbytes <= begin
     for path, offset, nbytes in ranges:
         position = offset
