@@ -34,8 +34,8 @@ from reshard.plan.budget import band_buffers, thread_bytes
 from reshard.plan.plan import Piece, Route, Task
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
-from reshard.storage.urls.parts import part_bytes
 from reshard.storage.urls.pool import POOL_BYTES
+from reshard.storage.urls.s3.parts import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -76,6 +76,10 @@ class Client(Protocol):
     def copy(self, key: str, copy: str) -> None:
         """Copy a file within the store."""
 
+
+class SinkClient(Client, Protocol):
+    """A client that writes files in order."""
+
     def sink(self, url: str, key: str, size: int | None) -> Sink:
         """Begin to write a file in order."""
 
@@ -107,7 +111,7 @@ def client_at(url: str) -> tuple[Client, str]:
     if scheme in _S3:
         if not bucket:
             raise UsageError(f"cannot open {url}: it names no bucket", code="bad-url")
-        from reshard.storage.urls.s3 import S3Client
+        from reshard.storage.urls.s3.client import S3Client
 
         return S3Client(bucket), key
     try:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import http.client
 import os
 import ssl
-import threading
 from collections import defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache
-from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from reshard.storage.urls.failures import stall_seconds
+from reshard.storage.urls.lines import line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,18 +44,6 @@ class Reply(NamedTuple):
     content: bytes
     nbytes: int
 
-
-class Line(threading.local):
-    """The connection that this thread uses now, so that another thread can break it.
-
-    Attributes:
-        holder: a list that has the connection while it is in use.
-    """
-
-    holder: list[http.client.HTTPConnection] | None = None
-
-
-line = Line()
 
 _idle: defaultdict[tuple[str, str, str], deque[http.client.HTTPConnection]] = defaultdict(deque)
 """Open connections that are not in use, by scheme, address and proxy."""
@@ -159,12 +146,6 @@ def _fill(response: http.client.HTTPResponse, buffer: memoryview) -> int:
     else:
         response.read()  # the end of a chunked body
     return nbytes
-
-
-def break_off(connection: http.client.HTTPConnection) -> None:
-    """End a connection that another thread waits for; that thread gets an error."""
-    with suppress(OSError, AttributeError):
-        connection.sock.shutdown(SHUT_RDWR)
 
 
 def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnection:

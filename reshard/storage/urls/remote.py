@@ -14,11 +14,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from reshard.errors import GoneError, TargetError
 from reshard.storage.base import Capabilities, Status, truncated, unfinished_path
-from reshard.storage.urls.clients import appears_whole, client_at
+from reshard.storage.urls.clients import appears_whole, client_at, in_s3
 from reshard.storage.urls.lines import Request, ask, results
 from reshard.storage.urls.listings import listings
 from reshard.storage.urls.pool import SLAB_BYTES, pool
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.storage.base import Sink, Want
+    from reshard.storage.urls.clients import SinkClient
     from reshard.storage.urls.pool import Slab
+    from reshard.storage.urls.s3.parts import Upload
 
 Range = tuple[str, int, int]
 """A byte range of a file: path, offset and size."""
@@ -197,14 +199,21 @@ class RemoteStore:
         """Return a file's path until it is published: the final one if it appears whole."""
         return path if appears_whole(path) else unfinished_path(path, digest)
 
-    def create(self, path: str, size: int | None) -> Sink:
-        """Begin to write a file in order; its size decides how it is sent.
+    def create(self, path: str, size: int | None, upload: Upload | None = None) -> Sink:
+        """Begin to write a file in order; its size decides how it is sent, unless that is known.
 
         Raises:
             TargetError: it cannot be written.
         """
         client, key = client_at(path)
-        return client.sink(path, key, size)
+        if not in_s3(path):
+            return cast("SinkClient", client).sink(path, key, size)
+        from reshard.storage.urls.s3.client import S3Client
+        from reshard.storage.urls.s3.parts import Upload, parts_of
+        from reshard.storage.urls.s3.sink import PartsSink
+
+        assert isinstance(client, S3Client)  # noqa: S101 -- of the scheme
+        return PartsSink(client, path, key, upload or Upload(() if size is None else parts_of(size)))
 
     def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
         """Move a written file to its final name, unless it has that already."""

@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from reshard.storage.crc import crc32, crc32c
-from reshard.storage.urls import aws
 from reshard.storage.urls.clients import Info, Page
 from reshard.storage.urls.connections import Reply, exchange
 from reshard.storage.urls.failures import StoreError
+from reshard.storage.urls.s3 import aws
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from xml.etree.ElementTree import Element
-
-    from reshard.storage.base import Sink
 
     Buffer = bytes | memoryview
 
@@ -44,15 +42,15 @@ class Source(NamedTuple):
 
     Attributes:
         bucket, key: the object.
-        offset, nbytes: the range.
         etag: the version that the object must have.
+        offset, nbytes: the range.
     """
 
     bucket: str
     key: str
+    etag: str
     offset: int
     nbytes: int
-    etag: str
 
 
 class S3Client:
@@ -169,15 +167,9 @@ class S3Client:
             return
         upload = self.begin(copy)
         begins = range(0, info.nbytes, _COPIED_PART)
-        sources = [Source(self.bucket, key, at, min(_COPIED_PART, info.nbytes - at), info.version) for at in begins]
+        sources = [Source(self.bucket, key, info.version, at, min(_COPIED_PART, info.nbytes - at)) for at in begins]
         parts = {n: self.copy_part(copy, upload, n, source) for n, source in enumerate(sources, 1)}
         self.complete(copy, upload, parts)
-
-    def sink(self, url: str, key: str, size: int | None) -> Sink:
-        """See `Client.sink`."""
-        from reshard.storage.urls.parts import PartsSink, part_bytes
-
-        return PartsSink(self, url, key, part_bytes(size or 0))
 
     def begin(self, key: str) -> str:
         """Begin an upload in parts, and return its identifier."""
