@@ -42,7 +42,7 @@ def run(
     """Write the target files of a plan; see `reshard.Plan.run`."""
     began = time.perf_counter()
     root = str(as_place(directory).real())
-    plan = partitioned(plan, options.partition, root)
+    plan = partitioned(plan, options.partition, root, server_copy=options.server_copy)
     removes = options.ledger and options.starts_over
     older = older_files(plan, root) if removes else {}
     check_target(plan, root, older)
@@ -102,6 +102,7 @@ def run(
         checksums=sums,
         removed=session.removed,
         warnings=plan.warnings,
+        bytes_copied=sum(receipt.bytes_copied for receipt in receipts),
     )
 
 
@@ -137,7 +138,7 @@ class _Reporter:
 
     def add(self, receipt: Receipt) -> None:
         self.session.note(receipt)
-        self.written += receipt.bytes_written
+        self.written += receipt.bytes_written + receipt.bytes_copied
         self._tell()
 
     def _tell(self) -> None:

@@ -12,7 +12,7 @@ from refusals import refused
 from stores import store
 
 from reshard.errors import TargetError
-from reshard.storage.base import Ordered, Sinks, Summing
+from reshard.storage.sinks import Ordered, Sinks, Summing
 from reshard.storage.local import WRITE_BYTES, LocalStore
 
 if TYPE_CHECKING:

@@ -193,20 +193,17 @@ class S3Client:
         return _text(root, "ETag")
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[int, str]]:
-        """Return the sizes and entity tags of the parts that an upload has; empty if it does not exist."""
+        """Return the sizes and entity tags of the parts that an upload has, by number."""
         parts: dict[int, tuple[int, str]] = {}
         query = {"uploadId": upload}
-        try:
-            while True:
-                root = self._xml("GET", key, query)
-                for child in root:
-                    if _tag(child) == "Part":
-                        parts[int(_text(child, "PartNumber"))] = int(_text(child, "Size")), _text(child, "ETag")
-                if _text(root, "IsTruncated") != "true":
-                    return parts
-                query["part-number-marker"] = _text(root, "NextPartNumberMarker")
-        except FileNotFoundError:
-            return {}
+        while True:
+            root = self._xml("GET", key, query)
+            for child in root:
+                if _tag(child) == "Part":
+                    parts[int(_text(child, "PartNumber"))] = int(_text(child, "Size")), _text(child, "ETag")
+            if _text(root, "IsTruncated") != "true":
+                return parts
+            query["part-number-marker"] = _text(root, "NextPartNumberMarker")
 
     def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
         """Make the object of the parts of an upload, given the entity tags by number."""

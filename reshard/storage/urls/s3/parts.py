@@ -141,3 +141,8 @@ class Upload(NamedTuple):
         """Return the byte ranges of the file that need not be written, joined."""
         skipped = (part for number, part in enumerate(self.parts, 1) if part.copied or number in self.done)
         return joined((part.begin, part.end) for part in skipped)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Return how many bytes of the file are copied."""
+        return sum(part.end - part.begin for part in self.parts if part.copied)
