@@ -96,7 +96,7 @@ def run(
         store_of(plan.source.coding).close()
     report = report_of(plan, root, receipts, time.perf_counter() - began)
     return report._replace(
-        resumed=session.resumed,
+        resumed=session.resumed + sum(receipt.bytes_kept for receipt in receipts),
         finished=sum(file.done for file in session.plan.files),
         touched=session.touched,
         checksums=sums,
@@ -138,7 +138,8 @@ class _Reporter:
 
     def add(self, receipt: Receipt) -> None:
         self.session.note(receipt)
-        self.written += receipt.bytes_written + receipt.bytes_copied
+        written = receipt.bytes_written + receipt.bytes_copied + receipt.bytes_kept
+        self.written = min(self.written + written, self.total)  # headers and bytes that are sent twice do not count
         self._tell()
 
     def _tell(self) -> None:

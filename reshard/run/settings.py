@@ -119,6 +119,7 @@ class Receipt(NamedTuple):
         file_ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
         ready: the complete files: number, size, and time or version.
         bytes_copied: bytes of files that the store copied from source files; not included in the other numbers.
+        bytes_kept: bytes of files that an earlier run had sent.
     """
 
     task: str
@@ -130,6 +131,7 @@ class Receipt(NamedTuple):
     file_ranges: array[int] = array("Q")
     ready: tuple[tuple[int, int, int], ...] = ()
     bytes_copied: int = 0
+    bytes_kept: int = 0
 
 
 class Report(NamedTuple):

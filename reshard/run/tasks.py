@@ -205,8 +205,12 @@ def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) ->
                 any_store().drop_cache(unfinished(plan, target, directory), written=True)
     by_file = in_files(part, moved.crc32c_ranges).items()
     ranges = array("Q", [value for file, written in by_file for span in written for value in (file, *span)])
-    seconds, copied = time.perf_counter() - began, sum(upload.copied_bytes for upload in uploads.values())
-    return Receipt(f"files {number}", *moved[:2], seconds, file_ranges=ranges, ready=ready, bytes_copied=copied)
+    copied = sum(upload.copied_bytes for upload in uploads.values())
+    kept = sum(upload.kept_bytes for upload in uploads.values())
+    seconds = time.perf_counter() - began
+    return Receipt(
+        f"files {number}", *moved[:2], seconds, file_ranges=ranges, ready=ready, bytes_copied=copied, bytes_kept=kept
+    )
 
 
 def _published(plan: Plan, number: int, directory: str, options: TaskOptions) -> tuple[int, int, int]:

@@ -121,9 +121,11 @@ class Requests(NamedTuple):
     other: int = 0
 
 
-def requests_of(plan: Plan, directory: str) -> Requests:
-    """Return the requests of a run of a plan with whole files at a URL, or with sources there."""
+def requests_of(plan: Plan, directory: str) -> Requests | None:
+    """Return the requests of a run of a plan; None if all files are local."""
     remote = sum(can(file.path).has_latency for file in plan.source.files)
+    if not (remote or can(directory).has_latency):
+        return None
     get = max(remote, ceil(plan.stats.bytes_read / SLAB_BYTES)) if remote else 0
     put = copy = post = 0
     if in_s3(directory):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.errors import ChangedError, GoneError, TargetError
+from reshard.errors import ChangedError, GoneError, ReshardError, TargetError
 from reshard.plan.uploads.copies import upload_of
 from reshard.storage.threads import map_ordered
 from reshard.storage.urls.clients import client_at, in_s3
@@ -18,7 +18,7 @@ from reshard.storage.urls.lines import ask
 from reshard.storage.urls.remote import REQUESTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from reshard.plan.plan import Plan
     from reshard.storage.urls.s3.client import S3Client
@@ -39,54 +39,65 @@ def layout_of(plan: Plan, number: int) -> str:
     return f"{len(parts)}.{parts[0].end if parts else 0}.{sum(part.copied is not None for part in parts)}"
 
 
-def begin_uploads(plan: Plan, directory: str, recorded: Mapping[int, str]) -> dict[int, str]:
+def begin_uploads(plan: Plan, directory: str, recorded: Mapping[int, str], resumed: Collection[int]) -> dict[int, str]:
     """Begin the uploads of the files of a plan, and return their identifiers by file number.
 
     Args:
         plan: the unfinished remainder of a plan.
         directory: the URL of the target.
-        recorded: identifiers of an earlier run, each with the layout of its parts, as this function returns them.
+        recorded: the identifiers that earlier runs recorded, as this function returns them; "" if there is none.
+        resumed: the numbers of files that earlier runs began with the same contents.
 
     Raises:
         TargetError: an upload cannot be begun.
     """
-    numbers = [n for n, file in enumerate(plan.files) if can_resume(plan, n) and not (file.done or file.link)]
-    if not in_s3(directory) or not numbers:
+    if not in_s3(directory):
         return {}
 
     def begin(number: int) -> str:
-        layout, earlier = layout_of(plan, number), recorded.get(number, "")
-        identifier, _, earlier_layout = earlier.rpartition(" ")
-        url = f"{directory}/{plan.files[number].path}"
-        if identifier and earlier_layout == layout:
+        url, earlier = f"{directory}/{plan.files[number].path}", recorded[number]
+        layout = layout_of(plan, number) if can_resume(plan, number) else ""
+        if earlier and layout and number in resumed and earlier.rpartition(" ")[2] == layout:
             return earlier
+        if earlier:
+            _end(url, earlier)
         client, key = _client(url)
-        if identifier:
-            end_upload(url, earlier)
-        return f"{ask(url, 'written', partial(client.begin, key), TargetError)} {layout}"
+        return f"{ask(url, 'written', partial(client.begin, key), TargetError)} {layout}" if layout else ""
 
-    return dict(zip(numbers, map_ordered(begin, numbers, REQUESTS), strict=True))
+    uploads = zip(recorded, map_ordered(begin, list(recorded), REQUESTS), strict=True)
+    return {number: upload for number, upload in uploads if upload}
 
 
 def can_resume(plan: Plan, number: int) -> bool:
-    """Return whether a file is sent in parts that a later run can use: without sums and literals of all its bytes."""
+    """Return whether a file is sent in parts that a later run can use."""
     file = plan.files[number]
-    is_plain = plan.coding is None and plan.cipher is None and not file.layout.crcs
-    return is_plain and not plan.exclusive and not file.last and len(upload_of(plan, number).parts) > 1
+    is_plain = plan.coding is None and plan.cipher is None and not file.layout.crcs  # whose sums need all bytes
+    is_first = file.link is None and not file.last and not plan.exclusive
+    return is_plain and is_first and len(upload_of(plan, number).parts) > 1
 
 
-def end_upload(url: str, recorded: str) -> None:
+def _end(url: str, recorded: str) -> None:
     """End an upload, so that the store drops its parts; never raises."""
     client, key = _client(url)
     with suppress(Exception):
         ask(url, "removed", partial(client.abort, key, recorded.rpartition(" ")[0]), TargetError)
 
 
-def sent_bytes(url: str, recorded: str) -> int:
-    """Return how many bytes of a file an upload has."""
+def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int:
+    """Return how many bytes of contents the upload of an unfinished file has, after it is ended if `ends`."""
+    recorded = plan.uploads.get(number)
+    if recorded is None:
+        return 0
+    url = f"{directory}/{plan.files[number].path}"
     client, key = _client(url)
-    parts = ask(url, "looked at", partial(client.parts, key, recorded.rpartition(" ")[0]))
-    return sum(nbytes for nbytes, _ in parts.values())
+    if ends:
+        _end(url, recorded)
+        return 0
+    try:
+        parts = ask(url, "looked at", partial(client.parts, key, recorded.rpartition(" ")[0]))
+    except ReshardError:  # the file is complete, or the store does not answer
+        return 0
+    return min(sum(nbytes for nbytes, _ in parts.values()), plan.files[number].layout.content_bytes)
 
 
 def uploads_of(plan: Plan, numbers: Iterable[int], directory: str) -> dict[int, Upload]:
@@ -133,7 +144,5 @@ def _source(plan: Plan, number: int) -> tuple[str, str, str]:
     except GoneError:
         info = None
     if info is None or info.status[:2] != file.status[:2]:
-        raise ChangedError(
-            f"{file.path} changed since it was opened", code="source-changed", facts=[], hint="start again"
-        )
+        raise ChangedError(f"{file.path} changed since it was opened", code="source-changed", hint="start again")
     return client.bucket, key, info.version

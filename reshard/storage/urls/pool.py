@@ -14,7 +14,7 @@ from typing import NamedTuple
 SLAB_BYTES = 8 << 20
 """The size of a buffer, in bytes: of one request that reads, or of one part that is sent."""
 
-POOL_BYTES = 96 << 20
+POOL_BYTES = 64 << 20
 """The memory of the buffers that are shared by all threads, by default."""
 
 

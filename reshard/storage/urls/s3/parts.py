@@ -143,6 +143,12 @@ class Upload(NamedTuple):
         return joined((part.begin, part.end) for part in skipped)
 
     @property
+    def kept_bytes(self) -> int:
+        """Return how many bytes of the file the upload has already."""
+        return sum(part.end - part.begin for number, part in enumerate(self.parts, 1) if number in self.done)
+
+    @property
     def copied_bytes(self) -> int:
-        """Return how many bytes of the file are copied."""
-        return sum(part.end - part.begin for part in self.parts if part.copied)
+        """Return how many bytes of the file are still to be copied."""
+        unsent = (part for number, part in enumerate(self.parts, 1) if part.copied and number not in self.done)
+        return sum(part.end - part.begin for part in unsent)
