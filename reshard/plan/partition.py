@@ -95,7 +95,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str, *, server_cop
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     if can(directory).positioned:
         groups = _groups(readers, numbers, FILES_AT_ONCE)
-        return _by_groups(plan, groups, readers, (("sending", 0),))
+        return _by_groups(plan, groups, readers, (("more bands", extra_bands(plan, len(groups))),))
     sent = with_uploads(plan, directory, partial(_groups, readers, numbers), server_copy=server_copy)
     return _by_groups(sent.plan, sent.groups, readers, sent.memory)
 
@@ -105,7 +105,6 @@ def _by_groups(
 ) -> Plan:
     """Return the plan with a task for each group of files."""
     group_of = {number: index for index, group in enumerate(groups) for number in group}
-    memory = (*memory, ("more bands", extra_bands(plan, len(groups))))
     read = sum(nbytes * len({group_of[number] for number in files}) for files, nbytes in readers.items())
     stats = plan.stats._replace(
         bytes_read=max(read - unread_bytes(plan, groups), 0),
@@ -200,8 +199,8 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
     memory = library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
     limit = plan.request.memory if plan.request else None
-    left = POOL_BYTES if limit is None else max(0, limit - plan.stats.peak_memory - memory)
-    shared = plan.shared_bytes or min(POOL_BYTES, left)
+    left = POOL_BYTES if limit is None else max(0, limit - plan.stats.peak_memory + plan.shared_bytes - memory)
+    shared = min(POOL_BYTES, left)
     memory += shared - plan.shared_bytes
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))

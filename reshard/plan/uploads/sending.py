@@ -11,7 +11,7 @@ from reshard.plan.budget import band_buffers, thread_bytes
 from reshard.plan.uploads.copies import can_copy, copies_of, upload_of
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
-from reshard.storage.urls.clients import in_s3
+from reshard.storage.urls.clients import buffering, in_s3
 from reshard.storage.urls.pool import POOL_BYTES, SLAB_BYTES
 from reshard.storage.urls.s3.parts import part_bytes
 
@@ -53,21 +53,21 @@ def with_uploads(plan: Plan, directory: str, grouped: Callable[[int], Groups], *
     """
     limit = plan.request.memory if plan.request else None
     library = library_bytes(plan, directory)
-    fixed = plan.stats.peak_memory + library
+    of_reading = _thread_bytes(plan)
+    fixed = plan.stats.peak_memory - plan.shared_bytes - min(plan.threads, plan.stats.tasks) * of_reading + library
     most = STREAMS_AT_ONCE
     while True:
         groups = grouped(most)
-        of_thread = _write_buffers(plan, groups)
+        of_sending = _write_buffers(plan, groups, buffering(directory).sent)
         for threads in range(max(min(plan.threads, len(groups)), 1), 0, -1):
-            sending = threads * of_thread
-            needed = fixed + sending + extra_bands(plan, threads)
+            sending = threads * of_sending
+            needed = fixed + sending + threads * of_reading
             if needed <= limit if limit is not None else sending <= SENDING_BYTES or most == threads == 1:
-                left = POOL_BYTES if limit is None else min(POOL_BYTES, limit - needed)
-                shared = plan.shared_bytes or left
-                more = library + sending + shared - plan.shared_bytes
+                shared = POOL_BYTES if limit is None else min(POOL_BYTES, limit - needed)
                 copies = {}
                 if server_copy and can_copy(plan, directory):
                     copies = copies_of(plan, [number for group in groups for number in group])
+                more = needed + shared - plan.stats.peak_memory
                 plan = replace(plan, threads=min(plan.threads, threads), shared_bytes=shared, copies=copies)
                 return Sent(plan, groups, (("sending", more),))
         if most == 1:
@@ -80,22 +80,34 @@ def with_uploads(plan: Plan, directory: str, grouped: Callable[[int], Groups], *
     )  # fmt: skip
 
 
-def _write_buffers(plan: Plan, groups: Groups) -> int:
-    """Return the memory of a thread that sends a group of files side by side."""
+def _write_buffers(plan: Plan, groups: Groups, parts: int) -> int:
+    """Return the memory of a thread that sends a group of files side by side, each with so many parts buffered."""
     block = BLOCK_BYTES if plan.cipher else 0  # buffered until its header is known
     sizes_by_group = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
     return max(
-        (sum(min(part_bytes(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
+        (sum(min(parts * part_bytes(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
         default=0,
     )
+
+
+def _thread_bytes(plan: Plan) -> int:
+    """Return the memory of a thread that reads."""
+    remote = any(can(file.path).has_latency for file in plan.source.files)
+    held = max((buffering(file.path).read for file in plan.source.files), default=1)
+    return thread_bytes(plan.band_bytes, buffers_of(plan)) + remote * held * SLAB_BYTES
+
+
+def buffers_of(plan: Plan) -> int:
+    """Return how many bands a thread buffers."""
+    casts = any(transfer.dtype != transfer.target_dtype for transfer in plan.transfers)
+    strided = any(route.is_strided for route in {transfer.route for transfer in plan.transfers})
+    return band_buffers(casts=casts, strided=strided)
 
 
 def extra_bands(plan: Plan, tasks: int) -> int:
     """Return the memory for bands of the threads that become busy with more tasks."""
     threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
-    casts = any(transfer.dtype != transfer.target_dtype for transfer in plan.transfers)
-    strided = any(route.is_strided for route in {transfer.route for transfer in plan.transfers})
-    return max(threads, 0) * thread_bytes(plan.band_bytes, band_buffers(casts=casts, strided=strided))
+    return max(threads, 0) * thread_bytes(plan.band_bytes, buffers_of(plan))
 
 
 def library_bytes(plan: Plan, directory: str) -> int:

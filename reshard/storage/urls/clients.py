@@ -38,6 +38,18 @@ class Info(NamedTuple):
         return Status(self.nbytes, number)
 
 
+class Buffering(NamedTuple):
+    """How a client buffers.
+
+    Attributes:
+        read: how many times a requested byte is held: in the buffer of the request, and by the library.
+        sent: how many parts of a file are buffered beyond those of the pool.
+    """
+
+    read: int
+    sent: int
+
+
 class Page(NamedTuple):
     """A part of a listing.
 
@@ -96,6 +108,13 @@ def in_s3(url: str) -> bool:
     (True, False)
     """
     return url.partition("://")[0] in _S3
+
+
+def buffering(url: str) -> Buffering:
+    """Return how the client of a URL buffers."""
+    if in_s3(url):
+        return Buffering(1, 1)
+    return Buffering(2, 6 if url.partition("://")[0] in _OBSTORE else 2)  # obstore sends four parts at once
 
 
 def client_at(url: str) -> tuple[Client, str]:

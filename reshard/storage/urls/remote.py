@@ -44,9 +44,15 @@ _REQUEST_BYTES = 8 << 20  # longer ranges are split into concurrent requests
 _GAP = 1 << 20  # less than a request costs
 
 
-def fetched_bytes(buffers: int, shared: int) -> int:
-    """Return the memory of requests: the clients, buffers that belong to threads, and bytes of shared buffers."""
-    return LIBRARY_BYTES + buffers * SLAB_BYTES + shared
+def fetched_bytes(buffers: int, shared: int, held: int) -> int:
+    """Return the memory of requests.
+
+    Args:
+        buffers: the number of buffers that belong to threads.
+        shared: the bytes of shared buffers.
+        held: how many times a requested byte is held; see `Buffering`.
+    """
+    return LIBRARY_BYTES + held * (buffers * SLAB_BYTES + shared)
 
 
 @lru_cache(maxsize=64)
