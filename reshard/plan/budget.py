@@ -16,7 +16,7 @@ from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.places import can
 from reshard.storage.urls.clients import buffering
-from reshard.storage.urls.pool import POOL_BYTES, pool
+from reshard.storage.urls.pool import pool, shared_bytes
 from reshard.storage.urls.remote import fetched_bytes
 
 if TYPE_CHECKING:
@@ -119,14 +119,15 @@ class Budget(NamedTuple):
             BudgetError: `memory` is too little; the error names the minimum.
         """
         if memory is None:
-            return self._replace(shared_bytes=POOL_BYTES if self.remote else 0)
+            needed = sum(nbytes for _, nbytes in self.shares(self.threads, self.band_bytes))
+            return self._replace(shared_bytes=shared_bytes(needed, None) // self.held if self.remote else 0)
         plain = sum(nbytes for _, nbytes in self.fixed)
         for threads in range(self.threads, 0, -1):
             fixed = plain + self.coding_bytes(threads)
             band = min(self.band_bytes, int((memory - fixed) / ((self.buffers + VIEWS) * threads)))
             if band >= (self.band_bytes if threads > 1 else LEAST_BAND_BYTES):
-                left = memory - fixed - threads * thread_bytes(band, self.buffers)
-                shared = min(POOL_BYTES, max(left // self.held, 0)) if self.remote else 0
+                needed = fixed + threads * thread_bytes(band, self.buffers)
+                shared = shared_bytes(needed, memory) // self.held if self.remote else 0
                 return self._replace(threads=threads, band_bytes=band, shared_bytes=shared)
         megabytes = ceil((fixed + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
@@ -138,7 +139,7 @@ class Budget(NamedTuple):
     def reserve(self) -> None:
         """Set the memory of the shared buffers for requests of this process."""
         if self.remote:
-            pool.limit(self.shared_bytes)
+            pool.limit(self.shared_bytes, reads=True, sends=False)
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
         """Return the parts of a run's memory, for `tasks` tasks and bands up to `band` bytes."""

@@ -35,7 +35,7 @@ from reshard.plan.plan import Piece, Route, Task
 from reshard.plan.uploads.copies import unread_bytes
 from reshard.plan.uploads.sending import extra_bands, library_bytes, with_uploads
 from reshard.storage.places import can
-from reshard.storage.urls.pool import POOL_BYTES
+from reshard.storage.urls.pool import shared_bytes
 from reshard.storage.urls.s3.parts import part_bytes
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
     memory = library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
     limit = plan.request.memory if plan.request else None
-    left = POOL_BYTES if limit is None else max(0, limit - plan.stats.peak_memory + plan.shared_bytes - memory)
-    shared = min(POOL_BYTES, left)
+    shared = shared_bytes(plan.stats.peak_memory - plan.shared_bytes + memory, limit)
     memory += shared - plan.shared_bytes
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, TargetError
 from reshard.plan.partition import whole_files
-from reshard.plan.uploads.copies import needed_pieces
+from reshard.plan.uploads.copies import needed_pieces, reads_urls
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files, longest, sum_of
 from reshard.run.preflight import check_sources
@@ -119,7 +119,7 @@ def move_task(
         with given(dict(zip(keys, chunks, strict=True))):
             return move_task(plan, number, directory, options, _made)
     began = time.perf_counter()
-    pool.limit(plan.shared_bytes)
+    pool.limit(plan.shared_bytes, reads=True, sends=False)
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
@@ -188,7 +188,7 @@ def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) ->
 def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) -> Receipt:
     """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
-    pool.limit(plan.shared_bytes)
+    pool.limit(plan.shared_bytes, reads=reads_urls(plan), sends=not can(directory).positioned)
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.formats.entries import merged, ranges
 from reshard.plan.bands import is_whole
 from reshard.plan.plan import Piece
+from reshard.storage.places import can
 from reshard.storage.urls.clients import in_s3
 from reshard.storage.urls.s3.parts import LEAST_BYTES, Copied, Upload, parts_of
 
@@ -34,6 +35,11 @@ class _Run(NamedTuple):
     source: int
     source_first: int
     elements: int
+
+
+def reads_urls(plan: Plan) -> bool:
+    """Return whether any source file is at a URL."""
+    return any(can(file.path).has_latency for file in plan.source.files)
 
 
 def can_copy(plan: Plan, directory: str) -> bool:

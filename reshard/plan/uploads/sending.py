@@ -12,7 +12,7 @@ from reshard.plan.uploads.copies import can_copy, copies_of, upload_of
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
 from reshard.storage.urls.clients import buffering, in_s3
-from reshard.storage.urls.pool import POOL_BYTES, SLAB_BYTES
+from reshard.storage.urls.pool import SLAB_BYTES, shared_bytes
 from reshard.storage.urls.s3.parts import part_bytes
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def with_uploads(plan: Plan, directory: str, grouped: Callable[[int], Groups], *
             sending = threads * of_sending
             needed = fixed + sending + threads * of_reading
             if needed <= limit if limit is not None else sending <= SENDING_BYTES or most == threads == 1:
-                shared = POOL_BYTES if limit is None else min(POOL_BYTES, limit - needed)
+                shared = shared_bytes(needed, limit)
                 copies = {}
                 if server_copy and can_copy(plan, directory):
                     copies = copies_of(plan, [number for group in groups for number in group])

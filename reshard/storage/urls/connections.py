@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import os
 import ssl
+import time
 from collections import defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache
@@ -37,12 +38,16 @@ class Reply(NamedTuple):
         headers: the headers, with names in lower case.
         content: the body; empty if it was read into a buffer.
         nbytes: the number of bytes of the body.
+        waited: the seconds from the request to the first byte of the response.
+        took: the seconds of the body.
     """
 
     status: int
     headers: Mapping[str, str]
     content: bytes
     nbytes: int
+    waited: float
+    took: float
 
 
 _idle: defaultdict[tuple[str, str, str], deque[http.client.HTTPConnection]] = defaultdict(deque)
@@ -120,7 +125,9 @@ def _once(
             view = memoryview(piece)
             for begin in range(0, len(view), _SENT_AT_ONCE):
                 connection.send(view[begin : begin + _SENT_AT_ONCE])
+        begun = time.perf_counter()
         response = connection.getresponse()
+        answered = time.perf_counter()
         names = {name.lower(): value for name, value in response.getheaders()}
         if into is None or response.status >= http.client.MULTIPLE_CHOICES:
             content = response.read(_LARGEST_REPLY)
@@ -129,7 +136,8 @@ def _once(
             content, nbytes = b"", _fill(response, into)
         if not response.isclosed():  # the body was longer than it may be
             connection.close()
-        return Reply(response.status, names, content, nbytes)
+        took = time.perf_counter() - answered
+        return Reply(response.status, names, content, nbytes, answered - begun, took)
     finally:
         if holder is not None:
             holder.clear()

@@ -42,7 +42,9 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|(bucket|container) does
 _REFUSED = re.compile(r"credential|anonymous|access ?denied|forbidden|unauthori[sz]ed", re.IGNORECASE)
 
 # Temporary errors: classes by library, codes of HTTP and of S3, and error numbers of the system.
-_PASSING_CLASSES = {"http.HTTPException", "aiohttp.ClientError", "fsspec.FSTimeoutError", "obstore.GenericError"}
+_PASSING_CLASSES = {"http.HTTPException", "aiohttp.ClientError", "fsspec.FSTimeoutError", "obstore.GenericError",
+    "ssl.SSLEOFError", "ssl.SSLZeroReturnError",
+}  # fmt: skip
 _PASSING_CODES = {
     "BadDigest", "ExpiredToken", "IncompleteBody", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown",
     "Throttling", "XAmzContentChecksumMismatch", "408", "429", "500", "502", "503", "504",

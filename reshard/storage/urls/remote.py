@@ -21,7 +21,7 @@ from reshard.storage.base import Capabilities, Status, truncated, unfinished_pat
 from reshard.storage.urls.clients import appears_whole, client_at, in_s3
 from reshard.storage.urls.lines import Request, ask, results
 from reshard.storage.urls.listings import listings
-from reshard.storage.urls.pool import SLAB_BYTES, pool
+from reshard.storage.urls.pool import SLAB_BYTES, line, pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +40,6 @@ LIBRARY_BYTES = 16 << 20
 REQUESTS = 32
 """The number of concurrent small requests."""
 
-_REQUEST_BYTES = 8 << 20  # longer ranges are split into concurrent requests
 _GAP = 1 << 20  # less than a request costs
 
 
@@ -68,8 +67,8 @@ def remote_can(scheme: str) -> Capabilities:
     )
 
 
-def joined(ranges: Iterable[Range], gap: int = _GAP) -> list[Range]:
-    """Join adjacent ranges, and those with a gap that is small beside them; cut long ones.
+def joined(ranges: Iterable[Range], gap: int = _GAP, most: int = SLAB_BYTES) -> list[Range]:
+    """Join adjacent ranges, and those with a gap that is small beside them; cut those of more than `most` bytes.
 
     >>> joined([("a", 100, 10), ("a", 0, 90), ("b", 0, 1)])
     [('a', 0, 110), ('b', 0, 1)]
@@ -86,9 +85,9 @@ def joined(ranges: Iterable[Range], gap: int = _GAP) -> list[Range]:
             merged.append((path, offset, nbytes))
             useful = nbytes
     return [
-        (path, begin, min(_REQUEST_BYTES, offset + nbytes - begin))
+        (path, begin, min(most, offset + nbytes - begin))
         for path, offset, nbytes in merged
-        for begin in range(offset, offset + nbytes, _REQUEST_BYTES)
+        for begin in range(offset, offset + nbytes, most)
     ]
 
 
@@ -115,10 +114,11 @@ class Fetch:
     def __init__(self, wants: Sequence[Want], slab: Slab) -> None:
         self._slab = slab
         ranges = [(path, offset, len(buffer)) for path, offset, buffer in wants]
-        requested = joined(ranges)
+        most = line.request_bytes()
+        requested = joined(ranges, most=most)
         total = sum(nbytes for _, _, nbytes in requested)
         if total > SLAB_BYTES:
-            requested = joined(ranges, 0)
+            requested = joined(ranges, 0, most)
             total = sum(nbytes for _, _, nbytes in requested)
         self._content = slab.view if total <= SLAB_BYTES else memoryview(bytearray(total))
         self._starts: list[tuple[str, int, int]] = []  # path, offset and position in the buffer, by path and offset
@@ -171,6 +171,7 @@ class RemoteStore:
         Raises:
             SourceError: a file ends too early, or cannot be read.
         """
+        most = line.request_bytes()
         ordered = sorted((want for want in wants if want[2]), key=lambda want: want[:2])
         small: list[Want] = []
         requests: list[Request[None]] = []
@@ -178,14 +179,14 @@ class RemoteStore:
             if len(buffer) < _GAP and len(ordered) > 1:
                 small.append(ordered[number])
                 continue
-            begins = range(0, len(buffer), _REQUEST_BYTES)
-            requests += [read_request(path, offset + at, buffer[at : at + _REQUEST_BYTES]) for at in begins]
+            begins = range(0, len(buffer), most)
+            requests += [read_request(path, offset + at, buffer[at : at + most]) for at in begins]
         while small:
             count = nbytes = 0
             while count < len(small) and nbytes < SLAB_BYTES - _GAP:
                 nbytes += len(small[count][2])
                 count += 1
-            slab = pool.take(own=True)
+            slab = pool.take(own=True, sends=False)
             assert slab is not None  # noqa: S101 -- with `own` there is always one
             fetch = Fetch(small[:count], slab)
             try:

@@ -21,6 +21,7 @@ from reshard.storage.crc import crc32, crc32c
 from reshard.storage.urls.clients import Info, Page
 from reshard.storage.urls.connections import Reply, exchange
 from reshard.storage.urls.failures import StoreError
+from reshard.storage.urls.pool import line
 from reshard.storage.urls.s3 import aws
 
 if TYPE_CHECKING:
@@ -127,15 +128,16 @@ class S3Client:
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
-        span = {"range": f"bytes={offset}-{offset + len(buffer) - 1}"}
+        asked = {"range": f"bytes={offset}-{offset + len(buffer) - 1}"}
         try:
-            reply = self.request("GET", key, headers=span, into=buffer)
+            reply = self.request("GET", key, headers=asked, into=buffer)
         except StoreError as error:
             if error.status == 416:
                 return 0
             raise
-        total = reply.headers.get("content-range", "").rpartition("/")[2]
-        if reply.status != 206 and offset:
+        line.add(reply.waited, reply.nbytes, reply.took)
+        span, _, total = reply.headers.get("content-range", "").rpartition("/")
+        if (reply.status != 206 and offset) or (span and span.split()[-1].partition("-")[0] != str(offset)):
             raise StoreError("NoRanges", "the store ignores byte ranges", reply.status)
         if reply.nbytes < len(buffer) and total.isdigit() and offset + reply.nbytes < int(total):
             raise HTTPException("the store sent less than it was asked for")

@@ -82,7 +82,7 @@ class PartsSink:
 
     def _slab(self) -> Slab:
         """Return a buffer; if the pool has none, wait for a part of this file that is being sent."""
-        while (slab := pool.take(own=not self._flying)) is None:
+        while (slab := pool.take(own=not self._flying, sends=True)) is None:
             self._land()
         return slab
 
