@@ -17,9 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samples import sampled
 
 from reshard import Layout, Strategy
-from reshard.plan import partition
+from reshard.plan.uploads import sending
 from reshard.source.records import DIRECTORY, known
-from reshard.storage.urls.s3 import S3Client
+from reshard.storage.urls.s3.client import S3Client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -124,7 +124,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
 @pytest.fixture
 def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams in groups of one, so that a run has several groups."""
-    monkeypatch.setattr(partition, "STREAMS_AT_ONCE", 1)
+    monkeypatch.setattr(sending, "STREAMS_AT_ONCE", 1)
 
 
 def at_urls(name: str, cases: Iterable[Any], every: int) -> pytest.MarkDecorator:

@@ -274,6 +274,7 @@ class Plan:
         checksums: bool | None = None,
         ledger: bool = True,
         partition: str | None = None,
+        server_copy: bool = True,
         progress: Callable[[Progress], None] | bool | None = None,
     ) -> Report:
         """Write the target files.
@@ -303,6 +304,8 @@ class Plan:
                 nothing can be resumed. A zarr store has no ledger in it once it is finished.
             partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to
                 last. By default `file` if the target is at a URL or encrypted, else `tensor`.
+            server_copy: from S3 to S3, let the store copy the parts of files that are parts of source files; their
+                bytes are neither read nor checksummed here.
             progress: called with a `reshard.Progress` after each task, and at the beginning of a run that is resumed;
                 True shows a bar, in a notebook or on a terminal.
 
@@ -320,6 +323,7 @@ class Plan:
         options = RunOptions(
             client=client, scheduler=scheduler, threads=threads, fsync=fsync, drop_cache=drop_cache,
             overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
+            server_copy=server_copy,
         )  # fmt: skip
         return run_plan(self._record, directory, options, progress)
 

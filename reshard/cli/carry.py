@@ -38,7 +38,9 @@ The object of --json has the keys schema (of the meaning of these keys, 1),
 dry_run, source, step (of several checkpoints the newest is read: name, and
 which are older), target, format, encryption (its mode, or null), ranks,
 tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
-files), source_files, target_files, tasks, peak_memory, partition,
+files), source_files, target_files, tasks, peak_memory, bytes_copied (by the
+store of TARGET), requests (to object stores, about: get, put, copy, post,
+other; null if all files are local), partition,
 read_amplification, seconds (null in a dry run), dropped, missing, left_out (by
 --weights-only, --include and --exclude), changes (of names and values: kind,
 text, tensors, detail), warnings, sampled (what was looked at when SOURCE was
@@ -72,7 +74,8 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     if plan.source.cipher and not plan.cipher:
         advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
         warnings.append(f"{plan.source.root} is encrypted, and what is written is not{advice}")
-    plan = partitioned(replace(plan, warnings=tuple(warnings)), None, str(target))
+    plan = replace(plan, warnings=tuple(warnings))
+    plan = partitioned(plan, None, str(target), server_copy=running.server_copy)
     if not running.quiet:
         say_warnings(plan.warnings)
     if running.dry_run:

@@ -137,6 +137,10 @@ run_options = record(
         "larger than memory]",
     ),
     _running(
+        "--server-copy/--no-server-copy", default=True,
+        help="From S3 to S3, let the store copy the parts of files that it has.  [default: yes]",
+    ),
+    _running(
         "--fsync/--no-fsync", default=True,
         help="Sync each file to disk before it gets its name; without it, there are no checksums, and a "
         "resumed run writes unfinished files again.  [default: yes]",

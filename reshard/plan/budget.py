@@ -15,7 +15,8 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.places import can
-from reshard.storage.urls.pool import POOL_BYTES, pool
+from reshard.storage.urls.clients import buffering
+from reshard.storage.urls.pool import pool, shared_bytes
 from reshard.storage.urls.remote import fetched_bytes
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Budget(NamedTuple):
         threads: maximum number of threads.
         band_bytes: maximum bytes of a tensor that a thread reads at once.
         shared_bytes: memory of the buffers for requests that threads share, if files are at URLs.
+        held: how many times a requested byte is held.
     """
 
     fixed: tuple[Share, ...]
@@ -98,10 +100,11 @@ class Budget(NamedTuple):
     threads: int
     band_bytes: int
     shared_bytes: int = 0
+    held: int = 1
 
     def coding_bytes(self, threads: int) -> int:
         """Return the memory that threads need to decrypt, decode, compress and fetch."""
-        fetched = fetched_bytes(threads * self.remote, self.shared_bytes) if self.remote else 0
+        fetched = fetched_bytes(threads * self.remote, self.shared_bytes, self.held) if self.remote else 0
         return sum(coder.nbytes(threads) for coder in self.coders) + fetched
 
     def within(self, memory: int | None, what: str, band_of: str) -> Budget:
@@ -116,14 +119,15 @@ class Budget(NamedTuple):
             BudgetError: `memory` is too little; the error names the minimum.
         """
         if memory is None:
-            return self._replace(shared_bytes=POOL_BYTES if self.remote else 0)
+            needed = sum(nbytes for _, nbytes in self.shares(self.threads, self.band_bytes))
+            return self._replace(shared_bytes=shared_bytes(needed, None) // self.held if self.remote else 0)
         plain = sum(nbytes for _, nbytes in self.fixed)
         for threads in range(self.threads, 0, -1):
             fixed = plain + self.coding_bytes(threads)
             band = min(self.band_bytes, int((memory - fixed) / ((self.buffers + VIEWS) * threads)))
             if band >= (self.band_bytes if threads > 1 else LEAST_BAND_BYTES):
-                left = memory - fixed - threads * thread_bytes(band, self.buffers)
-                shared = min(POOL_BYTES, max(left, 0)) if self.remote else 0
+                needed = fixed + threads * thread_bytes(band, self.buffers)
+                shared = shared_bytes(needed, memory) // self.held if self.remote else 0
                 return self._replace(threads=threads, band_bytes=band, shared_bytes=shared)
         megabytes = ceil((fixed + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
@@ -135,7 +139,7 @@ class Budget(NamedTuple):
     def reserve(self) -> None:
         """Set the memory of the shared buffers for requests of this process."""
         if self.remote:
-            pool.limit(self.shared_bytes)
+            pool.limit(self.shared_bytes, reads=True, sends=False)
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
         """Return the parts of a run's memory, for `tasks` tasks and bands up to `band` bytes."""
@@ -206,7 +210,7 @@ def budget(
     remote = int(any(can(file.path).has_latency for file in source.files))
     buffers = band_buffers(casts=_casts(items), strided=strided)
     most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
-    limits = Budget(fixed, used_coders, buffers, remote, threads or most, band)
+    limits = Budget(fixed, used_coders, buffers, remote, threads or most, band, held=_held([source]))
     largest = max(((t.spec.nbytes, t.spec.name) for t in source.tensors.values()), default=(0, ""))[1]
     purpose = f"the program and its plan of {len(source.tensors)} tensors"
     return limits.within(memory, purpose, f"tensor {largest!r}")
@@ -236,7 +240,8 @@ def comparison_budget(
     # One more band for the mask of differing elements; either side may be read ahead.
     buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * strided
     most, band = (min(threads, STRIDED_THREADS), STRIDED_BAND_BYTES) if strided else (threads, BAND_BYTES)
-    limits = Budget((_program(casts=casts), ("checkpoints", checkpoint_bytes)), coders, buffers, remote, most, band)
+    fixed = (_program(casts=casts), ("checkpoints", checkpoint_bytes))
+    limits = Budget(fixed, coders, buffers, remote, most, band, held=_held(sides))
     return limits.within(memory, "the program and what the headers say", "either side")
 
 
@@ -260,8 +265,14 @@ def values_budget(
     remote = int(any(can(file.path).has_latency for side in sides for file in side.files))
     shares = (_program(casts=True), ("checkpoints", checkpoint_bytes))
     used_coders = tuple(coder for coder in coders if coder is not None)
-    limits = Budget(shares, used_coders, 0, remote, threads, LEAST_BAND_BYTES)
+    limits = Budget(shares, used_coders, 0, remote, threads, LEAST_BAND_BYTES, held=_held(sides))
     return limits.within(memory, "the program, what the headers say, and a thread", "a tensor")
+
+
+def _held(sides: Iterable[Checkpoint]) -> int:
+    """Return how many times a requested byte is held."""
+    urls = (file.path for side in sides for file in side.files if can(file.path).has_latency)
+    return max((buffering(url).read for url in urls), default=1)
 
 
 class _Working(NamedTuple):

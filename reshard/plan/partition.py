@@ -19,23 +19,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from graphlib import TopologicalSorter
 from itertools import pairwise
-from math import ceil, prod
+from math import prod
 from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from reshard.errors import BudgetError, Option, Text, UsageError, bytes_text
+from reshard.errors import UsageError
 from reshard.formats.entries import covers, ranges
 from reshard.plan import budget
 from reshard.plan.bands import AHEAD, Recipe
-from reshard.plan.budget import band_buffers, thread_bytes
 from reshard.plan.plan import Piece, Route, Task
-from reshard.storage.cipher import BLOCK_BYTES
+from reshard.plan.uploads.copies import unread_bytes
+from reshard.plan.uploads.sending import extra_bands, library_bytes, with_uploads
 from reshard.storage.places import can
-from reshard.storage.urls.parts import part_bytes
-from reshard.storage.urls.pool import POOL_BYTES
+from reshard.storage.urls.pool import shared_bytes
+from reshard.storage.urls.s3.parts import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,23 +52,19 @@ PARTITIONS = ("tensor", "file")
 FILES_AT_ONCE = 64
 """Maximum number of local files that a task writes side by side."""
 
-STREAMS_AT_ONCE = 16
-"""The same for files at URLs, each of which buffers a part."""
 
-SENDING_BYTES = 128 << 20
-"""The most memory of the parts of files that are written side by side, unless the memory of a run is given."""
-
-
-def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
+def partitioned(plan: Plan, partition: str | None, directory: str, *, server_copy: bool = True) -> Plan:
     """Return the plan with tasks by tensor or by file, to suit a directory.
 
     Args:
         plan: a plan by tensor.
         partition: `tensor` or `file`; by default `file` at URLs or if files are encrypted, else `tensor`.
         directory: the target directory.
+        server_copy: let the store of the target copy bytes that it has, if it can.
 
     Raises:
         UsageError: the partition is unknown, or the storage does not support it.
+        BudgetError: the memory of the plan is too little to send files.
     """
     if partition not in {None, *PARTITIONS}:
         raise UsageError(
@@ -98,30 +95,9 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     if can(directory).positioned:
         groups = _groups(readers, numbers, FILES_AT_ONCE)
-        return _by_groups(plan, groups, readers, (("sending", 0),))
-    most = STREAMS_AT_ONCE
-    limit = plan.request.memory if plan.request else None
-    fixed = plan.stats.peak_memory + _library_bytes(plan, directory)
-    while True:
-        groups = _groups(readers, numbers, most)
-        of_thread = _write_buffers(plan, groups)
-        for threads in range(min(plan.threads, len(groups)), 0, -1):
-            sending = threads * of_thread
-            needed = fixed + sending + _extra_bands(plan, threads)
-            is_enough = sending <= SENDING_BYTES if limit is None else needed <= limit
-            if is_enough or (limit is None and most == threads == 1):
-                shared = plan.shared_bytes or (POOL_BYTES if limit is None else min(POOL_BYTES, limit - needed))
-                more = _library_bytes(plan, directory) + sending + shared - plan.shared_bytes
-                plan = replace(plan, threads=min(plan.threads, threads), shared_bytes=shared)
-                return _by_groups(plan, groups, readers, (("sending", more),))
-        if most == 1:
-            break
-        most //= 2
-    raise BudgetError(
-        f"{bytes_text(limit or 0)} of memory is not enough", code="not-enough-memory",
-        facts=[f"{bytes_text(needed)} is needed to send a file at a time"],
-        hint=Text("the least that works is ", Option("memory", needed, f"{ceil(needed / 1e6)}MB")),
-    )  # fmt: skip
+        return _by_groups(plan, groups, readers, (("more bands", extra_bands(plan, len(groups))),))
+    sent = with_uploads(plan, directory, partial(_groups, readers, numbers), server_copy=server_copy)
+    return _by_groups(sent.plan, sent.groups, readers, sent.memory)
 
 
 def _by_groups(
@@ -129,9 +105,10 @@ def _by_groups(
 ) -> Plan:
     """Return the plan with a task for each group of files."""
     group_of = {number: index for index, group in enumerate(groups) for number in group}
-    memory = (*memory, ("more bands", _extra_bands(plan, len(groups))))
+    read = sum(nbytes * len({group_of[number] for number in files}) for files, nbytes in readers.items())
     stats = plan.stats._replace(
-        bytes_read=sum(nbytes * len({group_of[number] for number in files}) for files, nbytes in readers.items()),
+        bytes_read=max(read - unread_bytes(plan, groups), 0),
+        bytes_copied=sum(copied.nbytes for copies in plan.copies.values() for copied in copies),
         tasks=len(groups),
         peak_memory=plan.stats.peak_memory + sum(nbytes for _, nbytes in memory),
     )
@@ -198,14 +175,6 @@ def _restrict(
     }
 
 
-def _extra_bands(plan: Plan, tasks: int) -> int:
-    """Return the memory for bands of the threads that become busy with more tasks."""
-    threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
-    casts = any(transfer.dtype != transfer.target_dtype for transfer in plan.transfers)
-    strided = any(route.is_strided for route in {transfer.route for transfer in plan.transfers})
-    return max(threads, 0) * thread_bytes(plan.band_bytes, band_buffers(casts=casts, strided=strided))
-
-
 def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     """Return the plan of a zarr store with tasks that are cut at file boundaries."""
     transfers = plan.transfers
@@ -228,10 +197,9 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
         array_sent, array_waiting = _array_buffers(plan, transfer)
         sending, waiting = max(sending, array_sent), max(waiting, array_waiting)
     overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
-    memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
+    memory = library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
     limit = plan.request.memory if plan.request else None
-    left = POOL_BYTES if limit is None else max(0, limit - plan.stats.peak_memory - memory)
-    shared = plan.shared_bytes or min(POOL_BYTES, left)
+    shared = shared_bytes(plan.stats.peak_memory - plan.shared_bytes + memory, limit)
     memory += shared - plan.shared_bytes
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))
@@ -386,21 +354,6 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
             else:
                 group = other_group
     return tuple(tuple(sorted(group)) for number, group in group_of.items() if number == min(group))
-
-
-def _write_buffers(plan: Plan, groups: Sequence[Sequence[int]]) -> int:
-    """Return the memory of a thread that sends a group of files side by side."""
-    block = BLOCK_BYTES if plan.cipher else 0  # buffered until its header is known
-    sizes_by_group = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
-    return max(
-        (sum(min(part_bytes(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
-        default=0,
-    )
-
-
-def _library_bytes(plan: Plan, directory: str) -> int:
-    """Return the memory of the target's client library, unless sources need it too."""
-    return 0 if any(can(file.path).library_bytes for file in plan.source.files) else can(directory).library_bytes
 
 
 def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], complete: Iterable[int] = ()) -> Plan:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
+    from reshard.storage.urls.s3.parts import Copied
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
 
@@ -158,6 +159,7 @@ class Stats(NamedTuple):
         target_files: number of files that are written, links included.
         tasks: how many tasks move bytes.
         peak_memory: resident memory predicted, for as many threads as `Plan.threads`.
+        bytes_copied: bytes that the store of the target copies from source files; they are not read.
     """
 
     tensors: int
@@ -169,6 +171,7 @@ class Stats(NamedTuple):
     target_files: int
     tasks: int
     peak_memory: int
+    bytes_copied: int = 0
 
     @property
     def read_amplification(self) -> float:
@@ -228,6 +231,8 @@ class Plan:
         alone: the target is one file in a directory that belongs to others, so no other file is left there.
         memory: the parts of the predicted memory (see `budget`).
         shared_bytes: memory of the buffers for requests to URLs that threads share.
+        copies: the ranges of target files that their store copies from source files, by file number.
+        uploads: the identifiers of uploads that were begun, by file number; only runs have them.
         digests: a digest for each file, used in its temporary name: if the file can be resumed, a digest of everything
             that determines its bytes (`file_digests`). Only runs need them.
     """
@@ -253,6 +258,8 @@ class Plan:
     alone: bool = False
     memory: tuple[Share, ...] = ()
     shared_bytes: int = 0
+    copies: Mapping[int, tuple[Copied, ...]] = field(default_factory=dict)
+    uploads: Mapping[int, str] = field(default_factory=dict)
     digests: tuple[str, ...] = ()
 
     @property

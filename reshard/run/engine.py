@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.plan.bands import Rows
     from reshard.plan.plan import Piece, Plan, Transfer
-    from reshard.storage.base import ReadStore, Sinks, Want
+    from reshard.storage.base import ReadStore, Want
+    from reshard.storage.sinks import Sinks
 
     Array = NDArray[Any]
 

@@ -213,6 +213,8 @@ def _lines(file: str, record: Record) -> Iterable[Line]:
     for first in range(0, len(record.wrote), 3 * RANGES_A_LINE):
         numbers = record.wrote[first : first + 3 * RANGES_A_LINE]
         yield {"file": file, "wrote": list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))}
+    if record.upload:
+        yield {"file": file, "upload": record.upload}
     if record.ready:
         yield {"file": file, "ready": record.ready} | ({"boot": record.boot} if record.boot else {})
 

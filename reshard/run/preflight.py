@@ -395,7 +395,8 @@ def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str]
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
     policy = Policy(changes_digest(plan), not can(root).positioned, options.overwrite, options.restart)
     decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
-    return Preflight(decisions, sum(len(existing[file].record.wrote) > 0 for file in files_with(decisions, Do.RESUME)))
+    resumed = (existing[file].record for file in files_with(decisions, Do.RESUME))
+    return Preflight(decisions, sum(len(record.wrote) > 0 or bool(record.upload) for record in resumed))
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:

@@ -42,7 +42,7 @@ def run(
     """Write the target files of a plan; see `reshard.Plan.run`."""
     began = time.perf_counter()
     root = str(as_place(directory).real())
-    plan = partitioned(plan, options.partition, root)
+    plan = partitioned(plan, options.partition, root, server_copy=options.server_copy)
     removes = options.ledger and options.starts_over
     older = older_files(plan, root) if removes else {}
     check_target(plan, root, older)
@@ -96,12 +96,13 @@ def run(
         store_of(plan.source.coding).close()
     report = report_of(plan, root, receipts, time.perf_counter() - began)
     return report._replace(
-        resumed=session.resumed,
+        resumed=session.resumed + sum(receipt.bytes_kept for receipt in receipts),
         finished=sum(file.done for file in session.plan.files),
         touched=session.touched,
         checksums=sums,
         removed=session.removed,
         warnings=plan.warnings,
+        bytes_copied=sum(receipt.bytes_copied for receipt in receipts),
     )
 
 
@@ -137,7 +138,8 @@ class _Reporter:
 
     def add(self, receipt: Receipt) -> None:
         self.session.note(receipt)
-        self.written += receipt.bytes_written
+        written = receipt.bytes_written + receipt.bytes_copied + receipt.bytes_kept
+        self.written = min(self.written + written, self.total)  # headers and bytes that are sent twice do not count
         self._tell()
 
     def _tell(self) -> None:

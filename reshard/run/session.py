@@ -34,6 +34,7 @@ from reshard.run.preflight import (
     states_of,
 )
 from reshard.run.tasks import unfinished, withdraw
+from reshard.run.uploads import begin_uploads, sent_bytes
 from reshard.source.headers import contents_digest
 from reshard.source.made import provenance_file
 from reshard.source.records import Record, digest
@@ -219,7 +220,13 @@ class Session:
                 error.add_note(advice if is_spoiled else "what is finished is kept; the same command resumes")
             return
         numbers = range(len(self._paths))
-        decide = lambda n: self._keep_or_discard(n, states.get(self._paths[n]), is_spoiled=is_spoiled)  # noqa: E731
+
+        def decide(number: int) -> _Remains:
+            ends = is_spoiled or number in self._ready or not self.ledger.keeps
+            if sent := sent_bytes(self.plan, number, self._root, ends=ends):
+                return _Remains(sent)
+            return self._keep_or_discard(number, states.get(self._paths[number]), is_spoiled=is_spoiled)
+
         remains = list(map_ordered(decide, numbers, REQUESTS if self._named_early else 0))
         usable = sum(item.nbytes for item in remains)
         known_paths = {path for path, item in zip(self._paths, remains, strict=True) if item.is_known}
@@ -354,6 +361,10 @@ class Session:
         if self._named_early:
             # An index marks a set as complete, and this run replaces files of it.
             withdraw(self._root, [self._whole.files[number] for number in self._unfinished_numbers])
+            if self.ledger.keeps:
+                recorded = {number: self._record(number).upload for number in self._unfinished_numbers}
+                same = self._numbers(Do.RESUME)
+                self.plan = replace(self.plan, uploads=begin_uploads(self.plan, self._root, recorded, same))
         else:
             self._check_space()
             for number in self._unfinished_numbers:
@@ -363,8 +374,9 @@ class Session:
                         local_store().discard(path)
         wrote = {number: array("Q", [value for span in ranges for value in span]) for number, ranges in good.items()}
         begun = self._records(self._unfinished_numbers)
+        begun_uploads = self.plan.uploads
         self.ledger.add({
-            path: replace(value, wrote=wrote.get(number, value.wrote))
+            path: replace(value, wrote=wrote.get(number, value.wrote), upload=begun_uploads.get(number, ""))
             for number, (path, value) in zip(self._unfinished_numbers, begun.items(), strict=True)
         })  # fmt: skip
 

@@ -42,6 +42,7 @@ class RunOptions:
     checksums: bool | None = None
     ledger: bool = True
     partition: str | None = None
+    server_copy: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.client, str):
@@ -117,6 +118,8 @@ class Receipt(NamedTuple):
         crc32c_ranges, crc32_ranges: the ranges that were written, as in `engine.Moved`.
         file_ranges: the ranges that a task of whole files wrote: file number, begin, bytes and CRC-32C of each.
         ready: the complete files: number, size, and time or version.
+        bytes_copied: bytes of files that the store copied from source files; not included in the other numbers.
+        bytes_kept: bytes of files that an earlier run had sent.
     """
 
     task: str
@@ -127,6 +130,8 @@ class Receipt(NamedTuple):
     crc32_ranges: array[int] = array("Q")
     file_ranges: array[int] = array("Q")
     ready: tuple[tuple[int, int, int], ...] = ()
+    bytes_copied: int = 0
+    bytes_kept: int = 0
 
 
 class Report(NamedTuple):
@@ -155,6 +160,8 @@ class Report(NamedTuple):
         checksums: target file to tensor to the CRC-32C of its bytes; None if none were computed.
         removed: files of earlier runs that `overwrite` or `restart` removed.
         warnings: warnings of the plan, and of `convert` about other files in the target directory.
+        bytes_copied: bytes of the target files that their store copied from source files; they were not read here, and
+            not included in `bytes_written`.
     """
 
     directory: str
@@ -177,6 +184,7 @@ class Report(NamedTuple):
     checksums: Mapping[str, Mapping[str, int]] | None = None
     removed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    bytes_copied: int = 0
 
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, without reading them if possible.

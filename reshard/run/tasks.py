@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, TargetError
 from reshard.plan.partition import whole_files
+from reshard.plan.uploads.copies import needed_pieces, reads_urls
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files, longest, sum_of
 from reshard.run.preflight import check_sources
 from reshard.run.settings import Receipt, TaskOptions
-from reshard.storage.base import Ordered, Sinks, Summing
+from reshard.run.uploads import uploads_of
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, crc32, crc_of_range
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import ReadSpans, cache_of
 from reshard.storage.places import any_store, can, store_at
+from reshard.storage.sinks import Ordered, Sinks, Summing
 from reshard.storage.threads import live_runs
 from reshard.storage.urls.pool import pool
+from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.source.records import Range
     from reshard.storage.base import ReadStore, Sink
+    from reshard.storage.urls.s3.parts import Upload
     from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16
@@ -115,7 +119,7 @@ def move_task(
         with given(dict(zip(keys, chunks, strict=True))):
             return move_task(plan, number, directory, options, _made)
     began = time.perf_counter()
-    pool.limit(plan.shared_bytes)
+    pool.limit(plan.shared_bytes, reads=True, sends=False)
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
@@ -184,12 +188,15 @@ def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) ->
 def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) -> Receipt:
     """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
-    pool.limit(plan.shared_bytes)
+    pool.limit(plan.shared_bytes, reads=reads_urls(plan), sends=not can(directory).positioned)
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()
+    uploads = uploads_of(plan, files, directory)
+    if skips := {number: upload.skips for number, upload in uploads.items() if upload.skips}:
+        pieces = needed_pieces(part, pieces, skips)
     with _working(options, directory):
-        moved = _write_files(part, pieces, files, directory, options)
+        moved = _write_files(part, pieces, files, directory, options, uploads)
         if not can(directory).positioned:  # complete files stay, even if other tasks fail
             ready = tuple(_published(plan, target, directory, options) for target in files)
         if options.drop_cache:
@@ -198,8 +205,12 @@ def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) ->
                 any_store().drop_cache(unfinished(plan, target, directory), written=True)
     by_file = in_files(part, moved.crc32c_ranges).items()
     ranges = array("Q", [value for file, written in by_file for span in written for value in (file, *span)])
+    copied = sum(upload.copied_bytes for upload in uploads.values())
+    kept = sum(upload.kept_bytes for upload in uploads.values())
     seconds = time.perf_counter() - began
-    return Receipt(f"files {number}", *moved[:2], seconds, file_ranges=ranges, ready=ready)
+    return Receipt(
+        f"files {number}", *moved[:2], seconds, file_ranges=ranges, ready=ready, bytes_copied=copied, bytes_kept=kept
+    )
 
 
 def _published(plan: Plan, number: int, directory: str, options: TaskOptions) -> tuple[int, int, int]:
@@ -338,7 +349,12 @@ def _is_of_another(path: str, layout: FileLayout) -> bool:
 
 
 def _write_files(
-    plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, options: TaskOptions
+    plan: Plan,
+    pieces: Sequence[Piece],
+    files: Sequence[int],
+    directory: str,
+    options: TaskOptions,
+    uploads: Mapping[int, Upload],
 ) -> Moved:
     """Write files in the order of their bytes; remove all of them on failure.
 
@@ -353,7 +369,7 @@ def _write_files(
         SourceError: a source file ends early, cannot be read or changed.
         TargetError, BudgetError: a target file cannot be written.
     """
-    sinks = Sinks(lambda number: _sink(plan, number, directory))
+    sinks = Sinks(lambda number: _sink(plan, number, directory, uploads.get(number)))
     try:
         sinks.open(files)
         moved = move_pieces(
@@ -386,13 +402,15 @@ def write_literals(plan: Plan, number: int, directory: str, *, sync: bool) -> No
         raise
 
 
-def _sink(plan: Plan, number: int, directory: str) -> Sink:
-    """Return a sink for a target file, for writes in about the order of offsets."""
+def _sink(plan: Plan, number: int, directory: str, upload: Upload | None = None) -> Sink:
+    """Return a sink for a target file, for writes in about the order of offsets; `upload` tells how it is sent."""
     file, layout = plan.files[number], plan.files[number].layout
     path, size = f"{directory}/{file.path}", plan.size_of(file)
 
     def create() -> Sink:
-        sink = store_at(directory).create(unfinished(plan, number, directory), size)
+        path = unfinished(plan, number, directory)
+        known = None if plan.encoded(file) else size
+        sink = remote_store().create(path, known, upload) if upload else store_at(directory).create(path, known)
         return Summing(sink, layout.crcs, crc32) if layout.crcs else sink
 
     def begin() -> Sink:
@@ -403,7 +421,8 @@ def _sink(plan: Plan, number: int, directory: str) -> Sink:
     if plan.coding and plan.coding.of(file.path):
         return plan.coding.sink(file.path, Ordered(begin, path, None))
     ends = plan.exclusive and bool(layout.contents)
-    ordered = Ordered(begin, path, layout.size, room=layout.size if ends else 0, ends=ends)
+    skips = upload.skips if upload else []
+    ordered = Ordered(begin, path, layout.size, room=layout.size if ends else 0, ends=ends, skips=skips)
     constant: list[tuple[int, bytes | memoryview]] = [*layout.literals, *_zeros(layout)]
     for offset, content in constant:
         ordered.write_at(offset, content)

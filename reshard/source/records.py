@@ -11,6 +11,8 @@ A log consists of JSON lines; at URLs, to which nothing can be appended, of seve
                                                          "replaces": an earlier run's file that has the name till then
     {"file": "rank_0/a.ckpt", "wrote": [[128, 2048, 305419896], …]}
                                                          ranges of the file: begin, bytes, CRC-32C
+    {"file": "rank_0/a.ckpt", "upload": "2~Xb… 12.8388608.0"}
+                                                         at S3: the identifier of its upload, and of its parts
     {"file": "rank_0/a.ckpt", "ready": [4096, 1790000000000000000]}
                                                          complete: size and time (at a URL, version); "boot": not
                                                          synced, and invalid after the machine was restarted
@@ -88,6 +90,7 @@ class Record:
         made: the digest of the provenance of the run's files; empty if unknown.
         header: the digest of the header of the file; empty if unknown.
         link: the file of the same target that it is a link to; else empty.
+        upload: at S3, the identifier of the upload that makes it and of its parts (`run.uploads`); else empty.
     """
 
     digest: str = ""
@@ -101,6 +104,7 @@ class Record:
     made: str = ""
     header: str = ""
     link: str = ""
+    upload: str = ""
 
     @property
     def ranges(self) -> Iterator[Range]:
@@ -244,6 +248,8 @@ def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Rec
             raise ValueError("too many ranges")
         assert isinstance(record.wrote, array)  # noqa: S101 -- created here, and not shared yet
         record.wrote.extend(wrote)
+    if "upload" in line:
+        record = replace(record, upload=str(line["upload"]))
     if "ready" in line:
         record = replace(record, ready=_state(line["ready"]), boot=str(line.get("boot", "")))
     return record

@@ -313,7 +313,7 @@ class _Batch(Generic[T]):
         """Begin to read what is at URLs; return False if the pool has no buffer, unless it is the first batch."""
         wants = [want for _, store, wants in self.steps if _is_plain(store) for want in wants if is_url(want[0])]
         if wants:
-            slab = pool.take(own=is_first)
+            slab = pool.take(own=is_first, sends=False)
             if slab is None:
                 return False
             try:

@@ -16,6 +16,7 @@ from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import Block
 from reshard.plan.changes import changes_of, described
+from reshard.plan.uploads.sending import requests_of
 from reshard.strategy.names import group_names, ranges_text
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | 
             f"would {_written(plan, directory, write='write', link='link')}",
             *_step_lines(plan),
             f"  {_tensors_text(plan)}; {reads}; about {bytes_text(stats.peak_memory)} of memory",
+            *(f"  {text}" for text in _requests_texts(plan, directory)),
             *_changed_lines(plan),
             *commands,
         ],
@@ -265,6 +267,7 @@ def _plan_table(plan: Plan, directory: str) -> list[Text]:
         ("changed", changed_text(plan)),
         ("read", read),
         ("write", written),
+        *(("requests" if not n else "", text) for n, text in enumerate(_requests_texts(plan, directory))),
         ("tasks", f"{stats.tasks:,}{', each writing whole files' if plan.by_file else ''}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
         *(("left out", text) for text in _left_out(plan)),
@@ -291,6 +294,20 @@ def _step_lines(plan: Plan) -> list[Text]:
     if plan.source.opened.opening.computation:
         return [Text("  ", printable(near(plan.source.title)))]
     return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
+
+
+def _requests_texts(plan: Plan, directory: str) -> list[str]:
+    """Write the requests to object stores, and the bytes that a store copies."""
+    requests = requests_of(plan, directory)
+    if requests is None:
+        return []
+    counts = {"get": requests.get, "put": requests.put, "copy": requests.copy, "post": requests.post}
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+    lines = [f"about {kinds}, {requests.other:,} other requests" if kinds else f"about {requests.other:,} requests"]
+    if plan.stats.bytes_copied:
+        share = f"{bytes_text(plan.stats.bytes_copied)} of {bytes_text(plan.stats.target_bytes)}"
+        lines.append(f"the store copies {share} itself (--no-server-copy sends them)")
+    return lines
 
 
 def _tensors_text(plan: Plan) -> str:
@@ -389,7 +406,9 @@ def _checked_text(plan: Plan, report: Report) -> str:
         share = "all" if sampling.copies == sampling.of_copies else f"{sampling.copies:,} of"
         parts.append(f"{share} {count_text(sampling.of_copies, 'replica')} sampled")
     if report.finished < len(report.files):
-        if report.checksums is not None:
+        if report.bytes_copied:
+            parts.append(f"{bytes_text(report.bytes_copied)} copied by the store, not read here")
+        elif report.checksums is not None and not any(receipt.bytes_kept for receipt in report.receipts):
             parts.append("every block checksummed")
         parts.append(f"peak memory {bytes_text(report.peak_memory)}")
     return "; ".join(parts)

@@ -15,6 +15,7 @@ from reshard.errors import LayoutError, printable
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.plan.changes import changes_of
+from reshard.plan.uploads.sending import requests_of
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_names, ranges_text
 from reshard.view.text import count_text, fields_data, plain
@@ -351,6 +352,7 @@ def plan_data(
     `verify` and `check` are commands, for the target and for its manifest.
     """
     checksums = report and report.checksums
+    requests = requests_of(plan, directory)
     return {
         "dry_run": report is None,
         "source": plan.source.title,
@@ -360,7 +362,8 @@ def plan_data(
         "encryption": plan.cipher and plan.cipher.mode,
         "ranks": plain(plan.ranks),
         **plain(plan.stats),
-        **({"bytes_read": report.bytes_read} if report else {}),
+        **({"bytes_read": report.bytes_read, "bytes_copied": report.bytes_copied} if report else {}),
+        "requests": requests and requests._asdict(),
         "partition": "file" if plan.by_file else "tensor",
         "read_amplification": plan.stats.read_amplification,
         "seconds": report and report.seconds,

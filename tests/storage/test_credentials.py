@@ -10,9 +10,10 @@ from refusals import refused
 from scripted import Answer, Asked, ScriptedServer, error
 
 from reshard.errors import SourceError, UsageError
-from reshard.storage.urls import aws, lines
-from reshard.storage.urls.aws import Keys
+from reshard.storage.urls import lines
 from reshard.storage.urls.remote import remote_store
+from reshard.storage.urls.s3 import aws
+from reshard.storage.urls.s3.aws import Keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

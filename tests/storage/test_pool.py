@@ -15,10 +15,11 @@ from refusals import refused
 from reshard.errors import SourceError
 from reshard.storage import places
 from reshard.storage.places import any_store, in_batches
-from reshard.storage.urls import lines, parts, remote
+from reshard.storage.urls import lines, remote
 from reshard.storage.urls import pool as pools
 from reshard.storage.urls.pool import SLAB_BYTES, Pool
 from reshard.storage.urls.remote import Fetch, joined, read_request, remote_store
+from reshard.storage.urls.s3 import sink as sinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,23 +37,26 @@ Step = tuple[int, "ReadStore", "list[Want]"]
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
-    """A pool of its own, with three shared buffers."""
+    """A pool of its own, with three shared buffers for reading and three for sending."""
     made = Pool()
-    made.limit(3 * SLAB_BYTES)
-    for module in (pools, places, parts, remote):
+    made.limit(6 * SLAB_BYTES, reads=True, sends=True)
+    for module in (pools, places, sinks, remote):
         monkeypatch.setattr(module, "pool", made)
     fsspec.filesystem("memory").pipe_file("/pool/content", CONTENT)
     return made
 
 
-def shared(pool: Pool) -> int:
-    """Return how many shared buffers a pool can give, which it has again then."""
-    slabs = []
-    while (slab := pool.take(own=False)) is not None:
-        slabs.append(slab)
-    for slab in slabs:
-        pool.give(slab)
-    return len(slabs)
+def shared(pool: Pool) -> tuple[int, int]:
+    """Return how many shared buffers a pool can give for reading and for sending; it has them again then."""
+    counts = []
+    for sends in (False, True):
+        slabs = []
+        while (slab := pool.take(own=False, sends=sends)) is not None:
+            slabs.append(slab)
+        for slab in slabs:
+            pool.give(slab)
+        counts.append(len(slabs))
+    return counts[0], counts[1]
 
 
 def steps(count: int, begun: list[int] | None = None, buffer: bytearray | None = None) -> Iterator[Step]:
@@ -68,47 +72,52 @@ def steps(count: int, begun: list[int] | None = None, buffer: bytearray | None =
 
 
 def test_buffers_are_reused(pool: Pool) -> None:
-    first, second = pool.take(own=False), pool.take(own=False)
+    first, second = pool.take(own=False, sends=False), pool.take(own=False, sends=False)
     assert first
     assert second
     assert first.view is not second.view
     assert len(first.view) == SLAB_BYTES
     pool.give(first)
-    again = pool.take(own=True)
+    again = pool.take(own=True, sends=False)
     assert again
     assert again.view is first.view
     pool.give(second)
     pool.give(again)
-    assert shared(pool) == 3
+    assert shared(pool) == (3, 3)
 
 
 def test_beyond_the_limit_there_are_only_own_buffers(pool: Pool) -> None:
-    slabs = [pool.take(own=False) for _ in range(3)]
-    assert all(slab and slab.is_shared for slab in slabs)
-    assert pool.take(own=False) is None
-    own = pool.take(own=True)
+    slabs = [pool.take(own=False, sends=False) for _ in range(3)]
+    assert all(slab and slab.tokens is not None for slab in slabs)
+    assert pool.take(own=False, sends=False) is None
+    own = pool.take(own=True, sends=False)
     assert own
-    assert not own.is_shared
+    assert own.tokens is None
     pool.give(own)
-    assert pool.take(own=False) is None  # it makes no room among the shared ones
+    assert pool.take(own=False, sends=False) is None  # it makes no room among the shared ones
     for slab in slabs:
         assert slab
         pool.give(slab)
-    assert shared(pool) == 3
+    assert shared(pool) == (3, 3)
 
 
 def test_a_buffer_that_may_be_in_use_is_replaced(pool: Pool) -> None:
-    slab = pool.take(own=False)
+    slab = pool.take(own=False, sends=False)
     assert slab
     pool.forget(slab)
-    others = [pool.take(own=False) for _ in range(3)]
+    others = [pool.take(own=False, sends=False) for _ in range(3)]
     assert all(other and other.view is not slab.view for other in others)
 
 
 def test_the_limit_changes(pool: Pool) -> None:
-    for most in (0, 1, 5, 3):
-        pool.limit(most * SLAB_BYTES + 100)
-        assert shared(pool) == most
+    """Each use has a share; the only one has all."""
+    for most, counts in ((0, (0, 0)), (1, (1, 0)), (5, (3, 2)), (6, (3, 3))):
+        pool.limit(most * SLAB_BYTES + 100, reads=True, sends=True)
+        assert shared(pool) == counts
+        pool.limit(most * SLAB_BYTES, reads=True, sends=False)
+        assert shared(pool) == (most, 0)
+        pool.limit(most * SLAB_BYTES, reads=False, sends=True)
+        assert shared(pool) == (0, most)
 
 
 # --- batches ---
@@ -125,17 +134,17 @@ def test_batches_are_read_ahead_up_to_the_limit(pool: Pool, monkeypatch: pytest.
         ahead = max(ahead, begun[-1] - number)
     assert begun == list(range(20))
     assert 2 * 2 <= ahead <= 2 * (3 + 1) + 1  # three batches of two in flight, and one that is collected
-    assert shared(pool) == 3
+    assert shared(pool) == (3, 3)
 
 
 @pytest.mark.parametrize("shared_buffers", [0, 1, 3])
 def test_contents_are_right_with_any_limit(pool: Pool, shared_buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "SLAB_BYTES", 3 * STEP)
-    pool.limit(shared_buffers * SLAB_BYTES)
+    pool.limit(shared_buffers * SLAB_BYTES, reads=True, sends=False)
     buffer = bytearray(STEP)
     read = [(number, bytes(buffer)) for number in in_batches(steps(17, None, buffer))]
     assert read == [(number, CONTENT[number * STEP :][:STEP]) for number in range(17)]
-    assert shared(pool) == shared_buffers
+    assert shared(pool) == (shared_buffers, 0)
 
 
 @pytest.mark.parametrize("stop", ["error", "end", "interrupt", "steps"])
@@ -162,7 +171,7 @@ def test_buffers_are_returned(pool: Pool, monkeypatch: pytest.MonkeyPatch, stop:
             else:
                 with pytest.raises(KeyboardInterrupt):
                     batches.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
-        assert shared(pool) == 3
+        assert shared(pool) == (3, 3)
 
 
 def test_buffers_are_returned_if_an_interrupt_comes_while_requests_begin(
@@ -181,7 +190,7 @@ def test_buffers_are_returned_if_an_interrupt_comes_while_requests_begin(
     monkeypatch.setattr(remote, "read_request", request)
     with pytest.raises(KeyboardInterrupt):
         list(in_batches(steps(10)))
-    assert shared(pool) == 3
+    assert shared(pool) == (3, 3)
 
 
 def test_buffers_are_returned_by_reads(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +199,7 @@ def test_buffers_are_returned_by_reads(pool: Pool, monkeypatch: pytest.MonkeyPat
     assert all(buffer == CONTENT[offset : offset + 100] for _, offset, buffer in wants)
     with refused(SourceError, "truncated"):
         remote_store().read([*wants, (URL, len(CONTENT) - 50, memoryview(bytearray(100)))])
-    assert shared(pool) == 3
+    assert shared(pool) == (3, 3)
 
 
 @pytest.mark.parametrize("stop", ["finish", "abort", "error"])
@@ -201,7 +210,7 @@ def test_buffers_are_returned_by_files_that_are_sent(
     sink = remote_store().create(f"{bucket}/x", 6 * SLAB_BYTES)
     if stop == "error":
         monkeypatch.setattr(lines, "TRIES", 1)
-        monkeypatch.setattr(parts.PartsSink, "_land", raising)
+        monkeypatch.setattr(sinks.PartsSink, "_land", raising)
     try:
         for number in range(6):
             sink.write_at(number * SLAB_BYTES, bytes(SLAB_BYTES))
@@ -213,7 +222,7 @@ def test_buffers_are_returned_by_files_that_are_sent(
         sink.finish(durable=True)
     else:
         sink.abort()
-    assert shared(pool) == 3
+    assert shared(pool) == (3, 3)
     assert bool(remote_store().contents(f"{bucket}/x")) == (stop == "finish")
 
 
@@ -224,7 +233,7 @@ def raising(_sink: object) -> None:
 def test_threads_that_read_and_send_without_shared_buffers_go_on(
     pool: Pool, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool.limit(0)
+    pool.limit(0, reads=True, sends=True)
     monkeypatch.setattr(places, "SLAB_BYTES", 2 * STEP)
     content = CONTENT * (2 * SLAB_BYTES // len(CONTENT) + 1)
     failures: list[BaseException] = []
@@ -253,7 +262,7 @@ def test_threads_that_read_and_send_without_shared_buffers_go_on(
     assert not failures
     for number in range(4):
         assert remote_store().contents(f"{bucket}/{number}") == content
-    assert shared(pool) == 0
+    assert shared(pool) == (0, 0)
 
 
 # --- ranges that are joined ---
@@ -305,8 +314,8 @@ def test_any_ranges_are_fetched(pieces: list[tuple[int, int]], most: int, size: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "pool", pool)
         patch.setattr(remote, "SLAB_BYTES", most)
-        patch.setattr(remote, "_REQUEST_BYTES", size)
-        slab = pool.take(own=True)
+        patch.setattr(remote.line, "request_bytes", lambda: size)
+        slab = pool.take(own=True, sends=False)
         assert slab
         fetch = Fetch(wants, slab)
         for want in reversed(wants):

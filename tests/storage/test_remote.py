@@ -23,9 +23,10 @@ from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
 from reshard.plan import budget
 from reshard.storage.places import RemotePath, any_store, as_place, can
-from reshard.storage.urls import parts, remote
+from reshard.storage.urls import remote
 from reshard.storage.urls.failures import translating
 from reshard.storage.urls.remote import joined
+from reshard.storage.urls.s3 import parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -233,8 +234,9 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     with refused(UsageError, "unknown-partition", "'rank'"):
         plan.run(tmp_path / "out", partition="rank")
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with refused(ReshardError, "library-missing", "gs://b/x", "pip install obstore", "reshard[remote]"):
-        reshard.open("gs://b/x")
+    monkeypatch.delitem(sys.modules, "reshard.storage.urls.objects", raising=False)
+    with refused(ReshardError, "library-missing", "gs://no-library/x", "pip install obstore", "reshard[remote]"):
+        reshard.open("gs://no-library/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("RESHARD_STALL_SECONDS", "0.1")
     with refused(SourceError, "store-not-answering", "s3://b/x", "127.0.0.1:9"):
@@ -363,7 +365,7 @@ def test_a_batch_is_few_requests(root: str, asked: Requests, tmp_path: Path) -> 
 
 
 def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(remote.line, "request_bytes", lambda: 1000)
     fsspec.filesystem("memory").pipe_file("/batches/a", bytes(range(250)) * 10)
     buffer = memoryview(bytearray(2500))
     asked.ranges.clear()

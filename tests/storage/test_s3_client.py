@@ -14,9 +14,11 @@ from scripted import Answer, Asked, ScriptedServer, error
 
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.storage.places import as_place
-from reshard.storage.urls import aws, connections, lines, s3
+from reshard.storage.urls import connections, lines
 from reshard.storage.urls.remote import remote_store
-from reshard.storage.urls.s3 import S3Client
+from reshard.storage.urls.s3 import aws
+from reshard.storage.urls.s3 import client as s3
+from reshard.storage.urls.s3.client import S3Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

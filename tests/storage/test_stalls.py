@@ -23,9 +23,10 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, UnansweredError, UnsentError, UsageError
 from reshard.storage.places import as_place
-from reshard.storage.urls import lines, parts
+from reshard.storage.urls import lines
 from reshard.storage.urls.failures import passes as may_pass
 from reshard.storage.urls.remote import remote_store
+from reshard.storage.urls.s3 import parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

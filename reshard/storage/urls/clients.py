@@ -36,6 +36,18 @@ class Info(NamedTuple):
         return Status(self.nbytes, number)
 
 
+class Buffering(NamedTuple):
+    """How a client buffers.
+
+    Attributes:
+        read: how many times a requested byte is held: in the buffer of the request, and by the library.
+        sent: how many parts of a file are buffered beyond those of the pool.
+    """
+
+    read: int
+    sent: int
+
+
 class Page(NamedTuple):
     """A part of a listing.
 
@@ -74,6 +86,10 @@ class Client(Protocol):
     def copy(self, key: str, copy: str) -> None:
         """Copy a file within the store."""
 
+
+class SinkClient(Client, Protocol):
+    """A client that writes files in order."""
+
     def sink(self, url: str, key: str, size: int | None) -> Sink:
         """Begin to write a file in order."""
 
@@ -92,6 +108,13 @@ def in_s3(url: str) -> bool:
     return url.partition("://")[0] in _S3
 
 
+def buffering(url: str) -> Buffering:
+    """Return how the client of a URL buffers."""
+    if in_s3(url):
+        return Buffering(1, 1)
+    return Buffering(2, 6 if url.partition("://")[0] in _OBSTORE else 2)  # obstore sends four parts at once
+
+
 def client_at(url: str) -> tuple[Client, str]:
     """Return the client for a URL, and the key of the file.
 
@@ -105,7 +128,7 @@ def client_at(url: str) -> tuple[Client, str]:
     if scheme in _S3:
         if not bucket:
             raise UsageError(f"cannot open {url}: it names no bucket", code="bad-url")
-        from reshard.storage.urls.s3 import S3Client
+        from reshard.storage.urls.s3.client import S3Client
 
         return S3Client(bucket), key
     try:

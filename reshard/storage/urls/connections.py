@@ -10,18 +10,19 @@ from __future__ import annotations
 import http.client
 import os
 import ssl
-import threading
+import time
 from base64 import b64encode
 from collections import defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache
-from socket import SHUT_RDWR, gaierror
+from socket import gaierror
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from reshard.errors import UsageError
 from reshard.storage.urls.failures import stall_seconds
+from reshard.storage.urls.lines import line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,25 +43,17 @@ class Reply(NamedTuple):
         headers: the headers, with names in lower case.
         content: the body; empty if it was read into a buffer.
         nbytes: the number of bytes of the body.
+        waited: the seconds from the request to the first byte of the response.
+        took: the seconds of the body.
     """
 
     status: int
     headers: Mapping[str, str]
     content: bytes
     nbytes: int
+    waited: float
+    took: float
 
-
-class Line(threading.local):
-    """The connection that this thread uses now, so that another thread can break it.
-
-    Attributes:
-        holder: a list that has the connection while it is in use.
-    """
-
-    holder: list[http.client.HTTPConnection] | None = None
-
-
-line = Line()
 
 _idle: defaultdict[tuple[str, str, str], deque[http.client.HTTPConnection]] = defaultdict(deque)
 """Open connections that are not in use, by scheme, address and proxy."""
@@ -139,7 +132,9 @@ def _once(
             view = memoryview(piece)
             for begin in range(0, len(view), _SENT_AT_ONCE):
                 connection.send(view[begin : begin + _SENT_AT_ONCE])
+        begun = time.perf_counter()
         response = connection.getresponse()
+        answered = time.perf_counter()
         names = {name.lower(): value for name, value in response.getheaders()}
         if into is None or response.status >= http.client.MULTIPLE_CHOICES:
             content = response.read(_LARGEST_REPLY)
@@ -150,7 +145,8 @@ def _once(
             content, nbytes = b"", _fill(response, into)
         if not response.isclosed():  # the body was longer than it may be
             connection.close()
-        return Reply(response.status, names, content, nbytes)
+        took = time.perf_counter() - answered
+        return Reply(response.status, names, content, nbytes, answered - begun, took)
     finally:
         if holder is not None:
             holder.clear()
@@ -167,12 +163,6 @@ def _fill(response: http.client.HTTPResponse, buffer: memoryview) -> int:
     else:
         response.read()  # the end of a chunked body
     return nbytes
-
-
-def break_off(connection: http.client.HTTPConnection) -> None:
-    """End a connection that another thread waits for; that thread gets an error."""
-    with suppress(OSError, AttributeError):
-        connection.sock.shutdown(SHUT_RDWR)
 
 
 def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnection:

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 from contextlib import contextmanager
-from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from reshard.errors import (
@@ -43,7 +42,9 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|(bucket|container) does
 _REFUSED = re.compile(r"credential|anonymous|access ?denied|forbidden|unauthori[sz]ed", re.IGNORECASE)
 
 # Temporary errors: classes by library, codes of HTTP and of S3, and error numbers of the system.
-_PASSING_CLASSES = {"aiohttp.ClientError", "fsspec.FSTimeoutError", "obstore.GenericError"}
+_PASSING_CLASSES = {"http.HTTPException", "aiohttp.ClientError", "fsspec.FSTimeoutError", "obstore.GenericError",
+    "ssl.SSLEOFError", "ssl.SSLZeroReturnError",
+}  # fmt: skip
 _PASSING_CODES = {
     "BadDigest", "ExpiredToken", "IncompleteBody", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown",
     "Throttling", "XAmzContentChecksumMismatch", "408", "429", "500", "502", "503", "504",
@@ -156,7 +157,7 @@ def _is_timeout(error: BaseException) -> bool:
 def passes(error: BaseException) -> bool:
     """Return whether an error is temporary, so that a retry may succeed."""
     for cause in _causes(error):
-        if isinstance(cause, TimeoutError | ConnectionError | HTTPException):
+        if isinstance(cause, TimeoutError | ConnectionError):
             return True
         if {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(cause).__mro__} & _PASSING_CLASSES:
             return not _LASTING.search(str(cause))

@@ -93,7 +93,7 @@ class FileSystemClient:
         self._fs.mv(self._name(key), self._name(final))
 
     def sink(self, url: str, key: str, size: int | None) -> Sink:  # noqa: ARG002 -- it is sent as it comes
-        """See `Client.sink`."""
+        """See `SinkClient.sink`."""
         with translating(url, "written", TargetError):
             self._make_directory(key)
             return FileSystemSink(url, self._fs.open(self._name(key), "wb", block_size=_PART_BYTES))

@@ -13,16 +13,17 @@ library may keep one of them waiting for ever.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from _thread import start_new_thread
 from collections import defaultdict
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.errors import ReshardError, SourceError
 from reshard.storage.threads import interrupted, live_runs
-from reshard.storage.urls.connections import break_off, line
 from reshard.storage.urls.failures import StalledError, failed, passes, stall_seconds, translating
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ LINES = 48
 _LOOK_SECONDS = 0.2
 _FIRST_DELAY = 1.0  # before the second try; it doubles
 _SLOWEST = 1 << 20  # a library that moves fewer bytes in the time of a stall counts as stalled
+
+
+class Line(threading.local):
+    """The connection that a thread uses, so that another thread can break it.
+
+    Attributes:
+        holder: a list that has the connection while it is in use; None outside of requests.
+    """
+
+    holder: list[Any] | None = None
+
+
+line = Line()
 
 
 class _Responses:
@@ -186,7 +200,8 @@ class Request(Generic[T]):
         """Let the request end, whatever comes of it."""
         self._turn += 1
         for connection in [*self._connections]:
-            break_off(connection)
+            with suppress(OSError, AttributeError):
+                connection.sock.shutdown(SHUT_RDWR)  # the thread that waits for it gets an error
 
     def _lose(self) -> None:
         """Leave a thread that waits for ever, and make the request again on another."""

@@ -88,7 +88,7 @@ class ObjectClient:
         obstore.copy(self._store, key, copy)
 
     def sink(self, url: str, key: str, size: int | None) -> Sink:
-        """See `Client.sink`."""
+        """See `SinkClient.sink`."""
         return ObjectSink(self._store, url, key, max(PART_BYTES, -(-(size or 0) // (9_000 << 20)) << 20))
 
 

@@ -14,46 +14,107 @@ from typing import NamedTuple
 SLAB_BYTES = 8 << 20
 """The size of a buffer, in bytes: of one request that reads, or of one part that is sent."""
 
-POOL_BYTES = 96 << 20
-"""The memory of the buffers that are shared by all threads, by default."""
+MOST_SHARED_BYTES = 128 << 20
+"""The most memory of the buffers that all threads share."""
+
+_LEAST_SHARED_BYTES = 32 << 20  # the same, if no limit is given
+
+DEFAULT_BYTES = 256_000_000
+"""The memory of a run that the shared buffers may fill up, if no limit is given."""
+
+
+def shared_bytes(needed: int, limit: int | None) -> int:
+    """Return the memory of the shared buffers of a run.
+
+    Args:
+        needed: the other memory of the run.
+        limit: the most memory of the run; None if it is not given.
+
+    >>> shared_bytes(200_000_000, None), shared_bytes(300_000_000, None) >> 20, shared_bytes(90, 100)
+    (56000000, 32, 10)
+    """
+    least, most = (_LEAST_SHARED_BYTES, DEFAULT_BYTES) if limit is None else (0, limit)
+    return min(MOST_SHARED_BYTES, max(most - needed, least))
+
+
+LEAST_REQUEST_BYTES = 2 << 20
+"""The smallest request into which a long range is split."""
+
+_NEAR_SECONDS = 0.005  # a store that answers sooner is on this machine or next to it: long requests cost the least
+
+
+class Line:
+    """The latency and the rate of connections, as measured; they tell how long requests should be.
+
+    With a certain memory in flight, short requests are faster, until they take about twice their latency. The estimate
+    is that of this process; it follows slowly, since single requests differ much.
+    """
+
+    def __init__(self) -> None:
+        self._latency = 0.0
+        self._rate = float("inf")
+
+    def add(self, waited: float, nbytes: int, took: float) -> None:
+        """Add a request: seconds till its first byte, and bytes and seconds of its body."""
+        if nbytes < LEAST_REQUEST_BYTES:
+            return
+        rate = nbytes / max(took, 1e-6)
+        is_first = self._rate == float("inf")
+        weight = 1.0 if is_first else 0.1
+        self._latency += weight * (waited - self._latency)
+        self._rate = rate if is_first else self._rate + weight * (rate - self._rate)
+
+    def request_bytes(self) -> int:
+        """Return the length into which long ranges are split."""
+        if self._latency < _NEAR_SECONDS:
+            return SLAB_BYTES
+        return min(SLAB_BYTES, max(LEAST_REQUEST_BYTES, int(self._latency * self._rate)))
+
+
+line = Line()
 
 
 class Slab(NamedTuple):
-    """A buffer of the pool: its memory, and whether it counts among the shared ones."""
+    """A buffer of the pool: its memory, and the tokens of the shared buffers that it counts among, if any."""
 
     view: memoryview
-    is_shared: bool
+    tokens: deque[None] | None
 
 
 class Pool:
-    """The buffers of this process."""
+    """The shared buffers of this process.
+
+    Those for reading and for sending are counted apart: what is read ahead must not keep all buffers from what is sent.
+    """
 
     def __init__(self) -> None:
         self._free: deque[memoryview] = deque()
-        self._most = 0
-        self._tokens: deque[None] = deque()  # one for each shared buffer that is not in use
-        self.limit(POOL_BYTES)
+        self._limits = (-1, -1)
+        self._tokens: tuple[deque[None], deque[None]] = deque(), deque()  # one for each buffer that is not in use
+        self.limit(_LEAST_SHARED_BYTES, reads=True, sends=True)
 
-    def limit(self, nbytes: int) -> None:
-        """Set the memory of shared buffers, while none is in use."""
+    def limit(self, nbytes: int, *, reads: bool, sends: bool) -> None:
+        """Set the memory of shared buffers, while none is in use; it is shared out to reading and sending."""
         most = nbytes // SLAB_BYTES
-        if most != self._most:
-            self._most = most
-            self._tokens = deque([None] * most)
+        sent = (most // 2 if reads else most) if sends else 0
+        limits = (most - sent, sent)
+        if limits != self._limits:
+            self._limits = limits
+            self._tokens = deque([None] * limits[0]), deque([None] * limits[1])
             self._free.clear()
 
-    def take(self, *, own: bool) -> Slab | None:
+    def take(self, *, own: bool, sends: bool) -> Slab | None:
         """Return a shared buffer if there is one; else one beyond them if `own`, or None."""
-        is_shared = True
+        tokens: deque[None] | None = self._tokens[sends]
         try:
-            self._tokens.pop()
+            self._tokens[sends].pop()
         except IndexError:
             if not own:
                 return None
-            is_shared = False
+            tokens = None
         with suppress(IndexError):
-            return Slab(self._free.pop(), is_shared)
-        return Slab(memoryview(mmap.mmap(-1, SLAB_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), is_shared)
+            return Slab(self._free.pop(), tokens)
+        return Slab(memoryview(mmap.mmap(-1, SLAB_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), tokens)
 
     def give(self, slab: Slab) -> None:
         """Return a buffer; it is kept for the next use."""
@@ -62,8 +123,8 @@ class Pool:
 
     def forget(self, slab: Slab) -> None:
         """Return a buffer that may still be in use: another one takes its place."""
-        if slab.is_shared and len(self._tokens) < self._most:
-            self._tokens.append(None)
+        if slab.tokens is not None:
+            slab.tokens.append(None)
 
 
 pool = Pool()

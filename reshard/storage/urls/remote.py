@@ -14,20 +14,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from reshard.errors import GoneError, TargetError
 from reshard.storage.base import Capabilities, Status, truncated, unfinished_path
-from reshard.storage.urls.clients import appears_whole, client_at
+from reshard.storage.urls.clients import appears_whole, client_at, in_s3
 from reshard.storage.urls.lines import Request, ask, results
 from reshard.storage.urls.listings import listings
-from reshard.storage.urls.pool import SLAB_BYTES, pool
+from reshard.storage.urls.pool import SLAB_BYTES, line, pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.storage.base import Sink, Want
+    from reshard.storage.urls.clients import SinkClient
     from reshard.storage.urls.pool import Slab
+    from reshard.storage.urls.s3.parts import Upload
 
 Range = tuple[str, int, int]
 """A byte range of a file: path, offset and size."""
@@ -38,13 +40,18 @@ LIBRARY_BYTES = 16 << 20
 REQUESTS = 32
 """The number of concurrent small requests."""
 
-_REQUEST_BYTES = 8 << 20  # longer ranges are split into concurrent requests
 _GAP = 1 << 20  # less than a request costs
 
 
-def fetched_bytes(buffers: int, shared: int) -> int:
-    """Return the memory of requests: the clients, buffers that belong to threads, and bytes of shared buffers."""
-    return LIBRARY_BYTES + buffers * SLAB_BYTES + shared
+def fetched_bytes(buffers: int, shared: int, held: int) -> int:
+    """Return the memory of requests.
+
+    Args:
+        buffers: the number of buffers that belong to threads.
+        shared: the bytes of shared buffers.
+        held: how many times a requested byte is held; see `Buffering`.
+    """
+    return LIBRARY_BYTES + held * (buffers * SLAB_BYTES + shared)
 
 
 @lru_cache(maxsize=64)
@@ -60,8 +67,8 @@ def remote_can(scheme: str) -> Capabilities:
     )
 
 
-def joined(ranges: Iterable[Range], gap: int = _GAP) -> list[Range]:
-    """Join adjacent ranges, and those with a gap that is small beside them; cut long ones.
+def joined(ranges: Iterable[Range], gap: int = _GAP, most: int = SLAB_BYTES) -> list[Range]:
+    """Join adjacent ranges, and those with a gap that is small beside them; cut those of more than `most` bytes.
 
     >>> joined([("a", 100, 10), ("a", 0, 90), ("b", 0, 1)])
     [('a', 0, 110), ('b', 0, 1)]
@@ -78,9 +85,9 @@ def joined(ranges: Iterable[Range], gap: int = _GAP) -> list[Range]:
             merged.append((path, offset, nbytes))
             useful = nbytes
     return [
-        (path, begin, min(_REQUEST_BYTES, offset + nbytes - begin))
+        (path, begin, min(most, offset + nbytes - begin))
         for path, offset, nbytes in merged
-        for begin in range(offset, offset + nbytes, _REQUEST_BYTES)
+        for begin in range(offset, offset + nbytes, most)
     ]
 
 
@@ -107,10 +114,11 @@ class Fetch:
     def __init__(self, wants: Sequence[Want], slab: Slab) -> None:
         self._slab = slab
         ranges = [(path, offset, len(buffer)) for path, offset, buffer in wants]
-        requested = joined(ranges)
+        most = line.request_bytes()
+        requested = joined(ranges, most=most)
         total = sum(nbytes for _, _, nbytes in requested)
         if total > SLAB_BYTES:
-            requested = joined(ranges, 0)
+            requested = joined(ranges, 0, most)
             total = sum(nbytes for _, _, nbytes in requested)
         self._content = slab.view if total <= SLAB_BYTES else memoryview(bytearray(total))
         self._starts: list[tuple[str, int, int]] = []  # path, offset and position in the buffer, by path and offset
@@ -163,6 +171,7 @@ class RemoteStore:
         Raises:
             SourceError: a file ends too early, or cannot be read.
         """
+        most = line.request_bytes()
         ordered = sorted((want for want in wants if want[2]), key=lambda want: want[:2])
         small: list[Want] = []
         requests: list[Request[None]] = []
@@ -170,14 +179,14 @@ class RemoteStore:
             if len(buffer) < _GAP and len(ordered) > 1:
                 small.append(ordered[number])
                 continue
-            begins = range(0, len(buffer), _REQUEST_BYTES)
-            requests += [read_request(path, offset + at, buffer[at : at + _REQUEST_BYTES]) for at in begins]
+            begins = range(0, len(buffer), most)
+            requests += [read_request(path, offset + at, buffer[at : at + most]) for at in begins]
         while small:
             count = nbytes = 0
             while count < len(small) and nbytes < SLAB_BYTES - _GAP:
                 nbytes += len(small[count][2])
                 count += 1
-            slab = pool.take(own=True)
+            slab = pool.take(own=True, sends=False)
             assert slab is not None  # noqa: S101 -- with `own` there is always one
             fetch = Fetch(small[:count], slab)
             try:
@@ -197,15 +206,22 @@ class RemoteStore:
         """Return a file's path until it is published: the final one if it appears whole."""
         return path if appears_whole(path) else unfinished_path(path, digest)
 
-    def create(self, path: str, size: int | None) -> Sink:
-        """Begin to write a file in order; its size decides how it is sent.
+    def create(self, path: str, size: int | None, upload: Upload | None = None) -> Sink:
+        """Begin to write a file in order; its size decides how it is sent, unless that is known.
 
         Raises:
             TargetError: it cannot be written.
         """
         listings.forget(path)
         client, key = client_at(path)
-        return client.sink(path, key, size)
+        if not in_s3(path):
+            return cast("SinkClient", client).sink(path, key, size)
+        from reshard.storage.urls.s3.client import S3Client
+        from reshard.storage.urls.s3.parts import Upload, parts_of
+        from reshard.storage.urls.s3.sink import PartsSink
+
+        assert isinstance(client, S3Client)  # noqa: S101 -- of the scheme
+        return PartsSink(client, path, key, upload or Upload(() if size is None else parts_of(size)))
 
     def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
         """Move a written file to its final name, unless it has that already."""

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from reshard.storage.crc import crc32, crc32c
-from reshard.storage.urls import aws
 from reshard.storage.urls.clients import Info, Page
 from reshard.storage.urls.connections import Reply, exchange
 from reshard.storage.urls.failures import StoreError
+from reshard.storage.urls.pool import line
+from reshard.storage.urls.s3 import aws
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from xml.etree.ElementTree import Element
-
-    from reshard.storage.base import Sink
 
     Buffer = bytes | memoryview
 
@@ -44,15 +43,15 @@ class Source(NamedTuple):
 
     Attributes:
         bucket, key: the object.
-        offset, nbytes: the range.
         etag: the version that the object must have.
+        offset, nbytes: the range.
     """
 
     bucket: str
     key: str
+    etag: str
     offset: int
     nbytes: int
-    etag: str
 
 
 class S3Client:
@@ -135,15 +134,16 @@ class S3Client:
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
-        span = {"range": f"bytes={offset}-{offset + len(buffer) - 1}"}
+        asked = {"range": f"bytes={offset}-{offset + len(buffer) - 1}"}
         try:
-            reply = self.request("GET", key, headers=span, into=buffer)
+            reply = self.request("GET", key, headers=asked, into=buffer)
         except StoreError as error:
             if error.status == 416:
                 return 0
             raise
-        total = reply.headers.get("content-range", "").rpartition("/")[2]
-        if reply.status != 206 and offset:
+        line.add(reply.waited, reply.nbytes, reply.took)
+        span, _, total = reply.headers.get("content-range", "").rpartition("/")
+        if (reply.status != 206 and offset) or (span and span.split()[-1].partition("-")[0] != str(offset)):
             raise StoreError("NoRanges", "the store ignores byte ranges", reply.status)
         if reply.nbytes < len(buffer) and total.isdigit() and offset + reply.nbytes < int(total):
             raise HTTPException("the store sent less than it was asked for")
@@ -175,15 +175,9 @@ class S3Client:
             return
         upload = self.begin(copy)
         begins = range(0, info.nbytes, _COPIED_PART)
-        sources = [Source(self.bucket, key, at, min(_COPIED_PART, info.nbytes - at), info.version) for at in begins]
+        sources = [Source(self.bucket, key, info.version, at, min(_COPIED_PART, info.nbytes - at)) for at in begins]
         parts = {n: self.copy_part(copy, upload, n, source) for n, source in enumerate(sources, 1)}
         self.complete(copy, upload, parts)
-
-    def sink(self, url: str, key: str, size: int | None) -> Sink:
-        """See `Client.sink`."""
-        from reshard.storage.urls.parts import PartsSink, part_bytes
-
-        return PartsSink(self, url, key, part_bytes(size or 0))
 
     def begin(self, key: str) -> str:
         """Begin an upload in parts, and return its identifier."""
@@ -207,20 +201,22 @@ class S3Client:
         return _text(root, "ETag")
 
     def parts(self, key: str, upload: str) -> dict[int, tuple[int, str]]:
-        """Return the sizes and entity tags of the parts that an upload has; empty if it does not exist."""
+        """Return the sizes and entity tags of the parts that an upload has, by number; a store may not tell."""
         parts: dict[int, tuple[int, str]] = {}
         query = {"uploadId": upload}
-        try:
-            while True:
+        while True:
+            try:
                 root = self._xml("GET", key, query)
-                for child in root:
-                    if _tag(child) == "Part":
-                        parts[int(_text(child, "PartNumber"))] = int(_text(child, "Size")), _text(child, "ETag")
-                if _text(root, "IsTruncated") != "true":
-                    return parts
-                query["part-number-marker"] = _text(root, "NextPartNumberMarker")
-        except FileNotFoundError:
-            return {}
+            except StoreError as error:
+                if error.code in {"NotImplemented", "MethodNotAllowed"}:
+                    return {}
+                raise
+            for child in root:
+                if _tag(child) == "Part":
+                    parts[int(_text(child, "PartNumber"))] = int(_text(child, "Size")), _text(child, "ETag")
+            if _text(root, "IsTruncated") != "true":
+                return parts
+            query["part-number-marker"] = _text(root, "NextPartNumberMarker")
 
     def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
         """Make the object of the parts of an upload, given the entity tags by number."""

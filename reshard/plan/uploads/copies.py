@@ -1,0 +1,180 @@
+"""Byte ranges that a store can copy from source files into target files without sending them here.
+
+A run of a target file is copied if it is a run of a source file: the rows of a target block that have the columns of
+one source block, in the same dtype, unencrypted, uncompressed and not computed. Runs that adjoin in both files are
+joined, also across tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.formats.entries import merged, ranges
+from reshard.plan.bands import is_whole
+from reshard.plan.plan import Piece
+from reshard.storage.places import can
+from reshard.storage.urls.clients import in_s3
+from reshard.storage.urls.s3.parts import LEAST_BYTES, Copied, Upload, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.formats.entries import Runs, Spans
+    from reshard.plan.plan import Plan, Route, Transfer
+
+_SHORTEST = 64 << 10  # shorter runs, unless they are whole blocks, are not worth the time to find them
+
+
+class _Run(NamedTuple):
+    """Elements of a target block that are consecutive in a source block, too."""
+
+    target: int
+    target_first: int
+    source: int
+    source_first: int
+    elements: int
+
+
+def reads_urls(plan: Plan) -> bool:
+    """Return whether any source file is at a URL."""
+    return any(can(file.path).has_latency for file in plan.source.files)
+
+
+def can_copy(plan: Plan, directory: str) -> bool:
+    """Return whether any byte could be copied by the store of a target."""
+    plain = plan.coding is None and plan.cipher is None and plan.source.cipher is None
+    return plain and in_s3(directory) and any(in_s3(file.path) for file in plan.source.files)
+
+
+def copies_of(plan: Plan, numbers: Iterable[int]) -> dict[int, tuple[Copied, ...]]:
+    """Return the ranges of target files that the store can copy, by file number."""
+    files = {number for number in numbers if not plan.files[number].layout.crcs}  # their sums need the bytes
+    usable = {number for number, file in enumerate(plan.source.files) if file.inputs is None and in_s3(file.path)}
+    runs_of: dict[Route, list[_Run]] = {}
+    found: dict[int, list[Copied]] = {}
+    for transfer in plan.transfers:
+        if transfer.dtype is not transfer.target_dtype or transfer.cost != 1:
+            continue
+        if transfer.route not in runs_of:
+            runs_of[transfer.route] = list(_runs(transfer.route, transfer.dtype.itemsize))
+        for run in runs_of[transfer.route]:
+            source = transfer.route.reads[run.source]
+            read = transfer.read_runs[source.runs_index]
+            if source.file not in usable or source.strides or not read:
+                continue
+            size = transfer.dtype.itemsize
+            begin, first, nbytes = run.target_first * size, run.source_first * size, run.elements * size
+            for replica in transfer.route.writes[run.target]:
+                if replica.file in files:
+                    pairs = _pairs(transfer.write_runs[replica.runs_index], begin, read, first, nbytes)
+                    found.setdefault(replica.file, []).extend(
+                        Copied(offset, length, source.file, origin) for offset, length, origin in pairs
+                    )
+    joined = {number: _joined(sorted(copies)) for number, copies in found.items()}
+    return {number: copies for number, copies in joined.items() if copies}
+
+
+def _runs(route: Route, itemsize: int) -> Iterator[_Run]:
+    """Yield the runs of a route, in elements; rows are taken along the first axis, so that they are long."""
+    recipe = route.recipe
+    for segment in recipe.segments(0, 0, recipe.rows(0)):
+        columns = segment.columns
+        rows = segment.stop - segment.start
+        for index, target in enumerate(columns.targets):
+            elements = rows * prod(columns.target_shapes[index])
+            is_block = elements == recipe.targets[target].size
+            if not is_whole(columns.parts[index]) or (elements * itemsize < _SHORTEST and not is_block):
+                continue
+            position = columns.parts[index][0].source
+            first, start = segment.target_offsets[index], segment.source_offsets[position]
+            yield _Run(target, first, columns.sources[position], start, elements)
+
+
+def _pairs(write: Runs, begin: int, read: Runs, first: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield offset in the target file, length, and offset in the source file, of parts that are contiguous in both."""
+    for offset, start, stop in ranges(write, begin, nbytes):
+        for origin, low, high in ranges(read, first + start, stop - start):
+            yield offset + low, high - low, origin
+
+
+def _joined(copies: Sequence[Copied]) -> tuple[Copied, ...]:
+    """Join copies that adjoin in both files; leave short ones out."""
+    result: list[Copied] = []
+    for copied in copies:
+        last = result[-1] if result else None
+        if last is not None and copied.begin < last.begin + last.nbytes:
+            continue  # twice the same
+        is_next = (
+            last is not None
+            and last.source == copied.source
+            and last.begin + last.nbytes == copied.begin
+            and last.offset + last.nbytes == copied.offset
+        )
+        if last is not None and is_next:
+            result[-1] = last._replace(nbytes=last.nbytes + copied.nbytes)
+        else:
+            result.append(copied)
+    return tuple(copied for copied in result if copied.nbytes >= LEAST_BYTES)
+
+
+def unread_bytes(plan: Plan, groups: Iterable[Iterable[int]]) -> int:
+    """Return how many source bytes are not read because they are copied; each group of files reads a byte once."""
+    return sum(
+        copied.nbytes
+        for group in groups
+        for copied in {copied[1:]: copied for number in group for copied in plan.copies.get(number, ())}.values()
+    )
+
+
+def upload_of(plan: Plan, number: int) -> Upload:
+    """Return how a target file is sent, by its size and the ranges that are copied."""
+    return Upload(parts_of(plan.size_of(plan.files[number]), plan.copies.get(number, ())))
+
+
+def needed_pieces(plan: Plan, pieces: Sequence[Piece], skips: Mapping[int, Spans]) -> tuple[Piece, ...]:
+    """Return the rows of which any byte must be written.
+
+    Args:
+        plan: the plan of the transfers.
+        pieces: the rows of the transfers, in the order of the files.
+        skips: the ranges of each file that need not be written, by file number; joined and ascending.
+    """
+    return tuple(needed for piece in pieces for needed in _needed(plan.transfers[piece.transfer], piece, skips))
+
+
+def _needed(transfer: Transfer, piece: Piece, skips: Mapping[int, Spans]) -> Iterator[Piece]:
+    """Yield the rows of a piece of which any byte must be written."""
+    recipe, axis, size = transfer.recipe, transfer.axis, transfer.target_dtype.itemsize
+    rows: list[tuple[int, int]] = []
+    for target, replicas in enumerate(transfer.writes):
+
+        def before(row: int, target: int = target) -> int:
+            return recipe.elements_before(target, axis, row) * size
+
+        begin, end = before(piece.start), before(piece.stop)
+        for file, runs, _ in replicas:
+            for start, stop in _uncovered(runs, begin, end, skips.get(file, [])):
+                span = range(piece.start, piece.stop + 1)
+                first = bisect_right(span, start, key=before) - 1
+                last = bisect_left(span, stop, key=before)
+                rows.append((span[first], span[last]))
+    for start, stop in merged(rows):
+        yield Piece(piece.transfer, start, stop)
+
+
+def _uncovered(runs: Runs, begin: int, end: int, skips: Spans) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a block, from `begin` to `end`, that are not skipped in a file."""
+    for offset, start, stop in ranges(runs, begin, end - begin):
+        shift = begin + start - offset
+        position, last = offset, offset + stop - start
+        index = max(bisect_right(skips, (position, 1 << 63)) - 1, 0)
+        while index < len(skips) and skips[index][0] < last:
+            low, high = skips[index]
+            if low > position:
+                yield position + shift, low + shift
+            position = max(position, high)
+            index += 1
+        if position < last:
+            yield position + shift, last + shift

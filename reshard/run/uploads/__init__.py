@@ -1,0 +1,148 @@
+"""Uploads to S3 of a run: begun before its tasks, recorded in the ledger, and gone on with by a later run.
+
+A killed run loses the parts that were being sent, and no others: the next run asks the store for the parts that each
+recorded upload has, and neither reads nor sends what is in them. So do the tasks that repeat those of a lost worker.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reshard.errors import ChangedError, GoneError, ReshardError, TargetError
+from reshard.plan.uploads.copies import upload_of
+from reshard.storage.threads import map_ordered
+from reshard.storage.urls.clients import client_at, in_s3
+from reshard.storage.urls.lines import ask
+from reshard.storage.urls.remote import REQUESTS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from reshard.plan.plan import Plan
+    from reshard.storage.urls.s3.client import S3Client
+    from reshard.storage.urls.s3.parts import Upload
+
+
+def _client(url: str) -> tuple[S3Client, str]:
+    from reshard.storage.urls.s3.client import S3Client
+
+    client, key = client_at(url)
+    assert isinstance(client, S3Client)  # noqa: S101 -- of the scheme
+    return client, key
+
+
+def layout_of(plan: Plan, number: int) -> str:
+    """Return a text that identifies the parts of a file; only equal parts can be gone on with."""
+    parts = upload_of(plan, number).parts
+    return f"{len(parts)}.{parts[0].end if parts else 0}.{sum(part.copied is not None for part in parts)}"
+
+
+def begin_uploads(plan: Plan, directory: str, recorded: Mapping[int, str], resumed: Collection[int]) -> dict[int, str]:
+    """Begin the uploads of the files of a plan, and return their identifiers by file number.
+
+    Args:
+        plan: the unfinished remainder of a plan.
+        directory: the URL of the target.
+        recorded: the identifiers that earlier runs recorded, as this function returns them; "" if there is none.
+        resumed: the numbers of files that earlier runs began with the same contents.
+
+    Raises:
+        TargetError: an upload cannot be begun.
+    """
+    if not in_s3(directory):
+        return {}
+
+    def begin(number: int) -> str:
+        url, earlier = f"{directory}/{plan.files[number].path}", recorded[number]
+        layout = layout_of(plan, number) if can_resume(plan, number) else ""
+        if earlier and layout and number in resumed and earlier.rpartition(" ")[2] == layout:
+            return earlier
+        if earlier:
+            _end(url, earlier)
+        client, key = _client(url)
+        return f"{ask(url, 'written', partial(client.begin, key), TargetError)} {layout}" if layout else ""
+
+    uploads = zip(recorded, map_ordered(begin, list(recorded), REQUESTS), strict=True)
+    return {number: upload for number, upload in uploads if upload}
+
+
+def can_resume(plan: Plan, number: int) -> bool:
+    """Return whether a file is sent in parts that a later run can use."""
+    file = plan.files[number]
+    is_plain = plan.coding is None and plan.cipher is None and not file.layout.crcs  # whose sums need all bytes
+    is_first = file.link is None and not file.last and not plan.exclusive
+    return is_plain and is_first and len(upload_of(plan, number).parts) > 1
+
+
+def _end(url: str, recorded: str) -> None:
+    """End an upload, so that the store drops its parts; never raises."""
+    client, key = _client(url)
+    with suppress(Exception):
+        ask(url, "removed", partial(client.abort, key, recorded.rpartition(" ")[0]), TargetError)
+
+
+def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int:
+    """Return how many bytes of contents the upload of an unfinished file has, after it is ended if `ends`."""
+    recorded = plan.uploads.get(number)
+    if recorded is None:
+        return 0
+    url = f"{directory}/{plan.files[number].path}"
+    client, key = _client(url)
+    if ends:
+        _end(url, recorded)
+        return 0
+    try:
+        parts = ask(url, "looked at", partial(client.parts, key, recorded.rpartition(" ")[0]))
+    except ReshardError:  # the file is complete, or the store does not answer
+        return 0
+    return min(sum(nbytes for nbytes, _ in parts.values()), plan.files[number].layout.content_bytes)
+
+
+def uploads_of(plan: Plan, numbers: Iterable[int], directory: str) -> dict[int, Upload]:
+    """Return how the files of a task are sent, with the parts that the store has already.
+
+    Raises:
+        ChangedError: a source file that is copied changed since it was opened.
+        SourceError, TargetError: the store cannot be reached.
+    """
+    numbers = list(numbers)
+    if not in_s3(directory) or plan.coding is not None or plan.exclusive:
+        return {}
+    used = sorted({copied.source for number in numbers for copied in plan.copies.get(number, ())})
+    sources = dict(zip(used, map_ordered(partial(_source, plan), used, min(REQUESTS, len(used))), strict=True))
+    uploads = {}
+    for number in numbers:
+        upload = upload_of(plan, number)._replace(sources=sources)
+        if recorded := plan.uploads.get(number):
+            upload = _with_done(upload, f"{directory}/{plan.files[number].path}", recorded.rpartition(" ")[0])
+        uploads[number] = upload
+    return uploads
+
+
+def _with_done(upload: Upload, url: str, identifier: str) -> Upload:
+    """Return an upload with the parts that the store has; one that is gone is begun anew."""
+    client, key = _client(url)
+    try:
+        parts = ask(url, "written", partial(client.parts, key, identifier), TargetError)
+    except TargetError as error:
+        if error.code != "not-found":
+            raise
+        return upload
+    sizes = {number: part.end - part.begin for number, part in enumerate(upload.parts, 1)}
+    done = {number: tag for number, (nbytes, tag) in parts.items() if sizes.get(number) == nbytes}
+    return upload._replace(identifier=identifier, done=done)
+
+
+def _source(plan: Plan, number: int) -> tuple[str, str, str]:
+    """Return bucket, key and entity tag of a source file."""
+    file = plan.source.files[number]
+    client, key = _client(file.path)
+    try:
+        info = ask(file.path, "looked at", partial(client.info, key))
+    except GoneError:
+        info = None
+    if info is None or info.status[:2] != file.status[:2]:
+        raise ChangedError(f"{file.path} changed since it was opened", code="source-changed", hint="start again")
+    return client.bucket, key, info.version
