@@ -112,10 +112,10 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
 
 _KILLED = """
 import os, signal, sys
-from reshard.plan import partition
+from reshard.plan.uploads import sending
 from reshard.run import session
 from faulty import Faults, MonkeyPatch, install
-partition.STREAMS_AT_ONCE, session.FLUSH_SECONDS = 1, 0
+sending.STREAMS_AT_ONCE, session.FLUSH_SECONDS = 1, 0
 faults = Faults()
 faults.nth(int(sys.argv[2]), lambda call: os.kill(os.getpid(), int(sys.argv[1])), "put", after=True)
 install(faults, MonkeyPatch())
