@@ -84,7 +84,7 @@ def _end(url: str, recorded: str) -> None:
 
 
 def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int:
-    """Return how many bytes of contents the upload of an unfinished file has, after it is ended if `ends`."""
+    """Return how many bytes of contents the upload of an unfinished file has; end it if it has none, or if `ends`."""
     recorded = plan.uploads.get(number)
     if recorded is None:
         return 0
@@ -97,6 +97,8 @@ def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int:
         parts = ask(url, "looked at", partial(client.parts, key, recorded.rpartition(" ")[0]))
     except ReshardError:  # the file is complete, or the store does not answer
         return 0
+    if not parts:
+        _end(url, recorded)  # there is nothing to go on with, and the ledger forgets the file
     return min(sum(nbytes for nbytes, _ in parts.values()), plan.files[number].layout.content_bytes)
 
 
