@@ -17,6 +17,8 @@ from commands import call, done
 from faulty import Faults, raising
 from refusals import failed, refused
 from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, records
+from reshard.storage.urls.requests import translating
+from reshard.storage.urls.s3_clients import options
 
 import reshard
 from reshard import Layout, Strategy
@@ -26,8 +28,6 @@ from reshard.storage import places
 from reshard.storage.places import RemotePath, any_store, as_place, can
 from reshard.storage.urls import remote
 from reshard.storage.urls.remote import joined
-from reshard.storage.urls.requests import translating
-from reshard.storage.urls.s3_clients import options
 
 if TYPE_CHECKING:
     from pathlib import Path

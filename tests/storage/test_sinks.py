@@ -12,8 +12,8 @@ from refusals import refused
 from stores import store
 
 from reshard.errors import TargetError
-from reshard.storage.sinks import Ordered, Sinks, Summing
 from reshard.storage.local import WRITE_BYTES, LocalStore
+from reshard.storage.sinks import Ordered, Sinks, Summing
 
 if TYPE_CHECKING:
     from pathlib import Path
