@@ -2,7 +2,8 @@
 
 Ranks with the same role have files that differ only in contents. A file that has the same size as an indexed file, and
 the same bytes outside of contents, has the same index: comparing takes a tenth of the time of parsing, and 4,096 ranks
-with an index each would not fit into memory.
+with an index each would not fit into memory. At URLs, the heads of many files are requested at once, each as long as
+the header is expected to be.
 
 Digests cover facts that must be equal on two machines, or in two runs. None depends on a time, because copying a file
 changes it.
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.formats import index_file
+from reshard.formats import REMOTE_HEAD, index_file
 from reshard.formats.directories import refuse_blocks
 from reshard.formats.entries import FileIndex, RangeReader
 from reshard.source.checkpoint import SourceFile
@@ -24,14 +25,14 @@ from reshard.source.records import digest
 from reshard.storage.cipher import required, store_of
 from reshard.storage.decryption import MAGICS
 from reshard.storage.local import local_store
-from reshard.storage.places import workers_at
+from reshard.storage.places import in_batches, workers_at
 from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Content, Entry, Runs
-    from reshard.storage.base import ReadStore, Status
+    from reshard.storage.base import ReadStore, Status, Want
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
@@ -58,6 +59,7 @@ class Headers:
         self._known: dict[int, _Header] = {}
         self._entries: dict[int, list[FileIndex]] = {}  # indexes with distinct entries, by number of entries
         self._headers = count()
+        self._longest = 0  # of the heads, the bytes before the first contents
         self._lock = threading.Lock()  # headers at URLs are read side by side
 
     def index(self, path: str) -> FileIndex:
@@ -66,11 +68,41 @@ class Headers:
         header = self._known.get(size)
         if header is not None and self._store.holds(path, header.pieces):
             return header.file_index
-        index = self.shared(index_file(path, store=self._store))
+        return self._parsed(path, size)
+
+    def of_heads(self, files: Iterable[tuple[str, int]]) -> Iterator[FileIndex]:
+        """Yield the index of each file, given paths and sizes; heads are requested in batches.
+
+        The first head is requested alone, and shows how long the others may be.
+
+        Raises:
+            SourceError: a file is invalid.
+        """
+
+        def step(path: str, size: int) -> tuple[tuple[str, int, bytearray], ReadStore, list[Want]]:
+            known = self._known.get(size)
+            nbytes = len(known.pieces[0][1]) if known else self._longest * 3 // 2 or REMOTE_HEAD
+            head = bytearray(min(nbytes, size))
+            return (path, size, head), self._store, [(path, 0, memoryview(head))] if head else []
+
+        files = iter(files)
+        for batch in (islice(files, 1), files):
+            for path, size, head in in_batches(step(*file) for file in batch):
+                known = self._known.get(size)
+                is_same = known and head.startswith(known.pieces[0][1]) and self._store.holds(path, known.pieces[1:])
+                yield known.file_index if known and is_same else self._parsed(path, size, bytes(head))
+
+    def _parsed(self, path: str, size: int, head: bytes = b"") -> FileIndex:
+        """Parse the header of a file, and remember it."""
+        index = self.shared(index_file(path, store=self._store, head=head))
         runs = gaps(index, size)
         if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
-            reader = RangeReader(path, store=self._store, window=0)
-            self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
+            first = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
+            others = [(path, offset, memoryview(bytearray(nbytes))) for offset, nbytes in runs[1:]]
+            self._store.read(others)
+            pieces = [(0, first), *((offset, bytes(piece)) for _, offset, piece in others)]
+            self._known[size] = _Header(index, pieces)
+            self._longest = max(self._longest, len(first))
         return index
 
     def shared(self, index: FileIndex) -> FileIndex:
@@ -210,8 +242,11 @@ def read_indexes(
 
 def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
     """Return the state and the header of every file."""
-    store = store_of(cipher)
-    headers = Headers(store)
+    headers = Headers(store_of(cipher))
+    if cipher is None and all(path.can.has_latency and path.suffix != ".ckpt" for path in paths):
+        states = list(map_ordered(lambda path: path.status(), paths, workers_at(paths)))
+        files = ((str(path), state.nbytes) for path, state in zip(paths, states, strict=True))
+        return zip(states, headers.of_heads(files), strict=True)
 
     def header(path: Place) -> tuple[Status, FileIndex]:
         status = path.status()
@@ -219,8 +254,6 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[St
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
-        if path.can.has_latency:  # comparing it with a known header would be a request, too
-            return status, headers.shared(index_file(str(path), store=store))
         return status, headers.index(str(path))
 
     return map_ordered(header, paths, workers_at(paths))
