@@ -69,7 +69,7 @@ _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all rank
 
 
 def rank_files(
-    root: Place, rank_pattern: str, suffix: str | None, warnings: list[str]
+    root: Place, rank_pattern: str, suffix: str | None, warnings: list[str], *, is_directory: bool | None = None
 ) -> tuple[dict[int, list[Place]], Step | None]:
     """Return the files of each rank for the newest common checkpoint, and its step if known.
 
@@ -78,11 +78,12 @@ def rank_files(
         rank_pattern: the path pattern of a rank's files below it.
         suffix: accept only files whose names end with it, with or without extension.
         warnings: receives a line if a newer step is skipped.
+        is_directory: whether it is a directory, if known.
 
     Raises:
         SourceError: there are no files, no common checkpoint or several, or the files are of a directory format.
     """
-    is_directory = root.is_dir()
+    is_directory = root.is_dir() if is_directory is None else is_directory
     if not is_directory and root.is_there():
         refuse_one_of_several(root)
         return {0: [root]}, Step.of([root])
