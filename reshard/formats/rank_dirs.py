@@ -34,6 +34,7 @@ RANK_PATTERN = "rank_{rank}/*"
 EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
+_NUMBER = re.compile(r"(\d+)")
 _RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
 
@@ -336,8 +337,9 @@ def families_of(path: Place, rank: int) -> set[_Family]:
     """
     match = _step(path)
     name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (_stem(path), None)
-    own_number = re.compile(rf"(?<!\d){rank}(?!\d)")
-    variants = {name, own_number.sub("{rank}", name)}
-    for match in own_number.finditer(name):
-        variants.add(f"{name[: match.start()]}{{rank}}{name[match.end() :]}")
+    parts = _NUMBER.split(name)  # numbers have the odd indexes
+    own = [index for index in range(1, len(parts), 2) if parts[index] == str(rank)]
+    variants = {name, "".join("{rank}" if index in own else part for index, part in enumerate(parts))}
+    for index in own:
+        variants.add("".join((*parts[:index], "{rank}", *parts[index + 1 :])))
     return {(variant, step, path.suffix) for variant in variants}
