@@ -78,19 +78,21 @@ class Headers:
         Raises:
             SourceError: a file is invalid.
         """
+        buffer = memoryview(bytearray(REMOTE_HEAD))  # shared by all steps
 
-        def step(path: str, size: int) -> tuple[tuple[str, int, bytearray], ReadStore, list[Want]]:
+        def step(path: str, size: int) -> tuple[tuple[str, int, memoryview], ReadStore, list[Want]]:
+            nonlocal buffer
             known = self._known.get(size)
-            nbytes = len(known.pieces[0][1]) if known else self._longest * 3 // 2 or REMOTE_HEAD
-            head = bytearray(min(nbytes, size))
-            return (path, size, head), self._store, [(path, 0, memoryview(head))] if head else []
+            nbytes = min(size, len(known.pieces[0][1]) if known else self._longest * 3 // 2 or REMOTE_HEAD)
+            buffer = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
+            return (path, size, buffer[:nbytes]), self._store, [(path, 0, buffer[:nbytes])] if nbytes else []
 
         files = iter(files)
         for batch in (islice(files, 1), files):
-            for path, size, head in in_batches(step(*file) for file in batch):
-                known = self._known.get(size)
+            for path, size, filled in in_batches(step(*file) for file in batch):
+                known, head = self._known.get(size), bytes(filled)
                 is_same = known and head.startswith(known.pieces[0][1]) and self._store.holds(path, known.pieces[1:])
-                yield known.file_index if known and is_same else self._parsed(path, size, bytes(head))
+                yield known.file_index if known and is_same else self._parsed(path, size, head)
 
     def _parsed(self, path: str, size: int, head: bytes = b"") -> FileIndex:
         """Parse the header of a file, and remember it."""
