@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
@@ -242,11 +242,19 @@ def read_indexes(
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
 
 
+def _states(paths: Sequence[Place]) -> list[Status]:
+    """Return the states of files at URLs; a share for each thread, since a listing has told most of them."""
+    size = -(-len(paths) // max(workers_at(paths), 1)) or 1
+    shares = [paths[begin : begin + size] for begin in range(0, len(paths), size)]
+    states = map_ordered(lambda share: [path.status() for path in share], shares, len(shares))
+    return list(chain.from_iterable(states))
+
+
 def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
     """Return the state and the header of every file."""
     headers = Headers(store_of(cipher))
     if cipher is None and all(path.can.has_latency and path.suffix != ".ckpt" for path in paths):
-        states = list(map_ordered(lambda path: path.status(), paths, workers_at(paths)))
+        states = _states(paths)
         files = ((str(path), state.nbytes) for path, state in zip(paths, states, strict=True))
         return zip(states, headers.of_heads(files), strict=True)
 
