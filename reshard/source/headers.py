@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
 
+_LEAST_HEAD = 64 << 10  # a request takes longer than that
+
 _SMALL = 64 << 10
 _PAGE = 4096
 _PAGES = 4
@@ -59,7 +61,6 @@ class Headers:
         self._known: dict[int, _Header] = {}
         self._entries: dict[int, list[FileIndex]] = {}  # indexes with distinct entries, by number of entries
         self._headers = count()
-        self._longest = 0  # of the heads, the bytes before the first contents
         self._lock = threading.Lock()  # headers at URLs are read side by side
 
     def index(self, path: str) -> FileIndex:
@@ -68,10 +69,15 @@ class Headers:
         header = self._known.get(size)
         if header is not None and self._store.holds(path, header.pieces):
             return header.file_index
-        return self._parsed(path, size)
+        index = self.shared(index_file(path, store=self._store))
+        runs = gaps(index, size)
+        if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
+            reader = RangeReader(path, store=self._store, window=0)
+            self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
+        return index
 
     def of_heads(self, files: Iterable[tuple[str, int]]) -> Iterator[FileIndex]:
-        """Yield the index of each file, given paths and sizes; heads are requested in batches.
+        """Yield the index of each file at a URL, given its size; heads are requested in batches.
 
         The first head is requested alone, and shows how long the others may be.
 
@@ -79,33 +85,30 @@ class Headers:
             SourceError: a file is invalid.
         """
         buffer = memoryview(bytearray(REMOTE_HEAD))  # shared by all steps
+        expected = REMOTE_HEAD
 
         def step(path: str, size: int) -> tuple[tuple[str, int, memoryview], ReadStore, list[Want]]:
             nonlocal buffer
             known = self._known.get(size)
-            nbytes = min(size, len(known.pieces[0][1]) if known else self._longest * 3 // 2 or REMOTE_HEAD)
+            nbytes = min(size, len(known.pieces[0][1]) if known else expected)
             buffer = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
             return (path, size, buffer[:nbytes]), self._store, [(path, 0, buffer[:nbytes])] if nbytes else []
 
-        files = iter(files)
+        files, longest = iter(files), 0
         for batch in (islice(files, 1), files):
             for path, size, filled in in_batches(step(*file) for file in batch):
                 known, head = self._known.get(size), bytes(filled)
-                is_same = known and head.startswith(known.pieces[0][1]) and self._store.holds(path, known.pieces[1:])
-                yield known.file_index if known and is_same else self._parsed(path, size, head)
-
-    def _parsed(self, path: str, size: int, head: bytes = b"") -> FileIndex:
-        """Parse the header of a file, and remember it."""
-        index = self.shared(index_file(path, store=self._store, head=head))
-        runs = gaps(index, size)
-        if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
-            first = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
-            others = [(path, offset, memoryview(bytearray(nbytes))) for offset, nbytes in runs[1:]]
-            self._store.read(others)
-            pieces = [(0, first), *((offset, bytes(piece)) for _, offset, piece in others)]
-            self._known[size] = _Header(index, pieces)
-            self._longest = max(self._longest, len(first))
-        return index
+                if known and head.startswith(known.pieces[0][1]):
+                    yield known.file_index
+                    continue
+                index = self.shared(index_file(path, store=self._store, head=head))
+                runs = gaps(index, size)
+                if len(runs) == 1 and runs[0][1] <= _MOST_HELD:  # a header, and contents behind it
+                    head = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
+                    self._known[size] = _Header(index, [(0, head)])
+                    longest = max(longest, len(head))
+                    expected = max(_LEAST_HEAD, longest * 3 // 2)
+                yield index
 
     def shared(self, index: FileIndex) -> FileIndex:
         """Return an index with its header number; share entries that are equal."""
@@ -252,7 +255,8 @@ def _states(paths: Sequence[Place]) -> list[Status]:
 
 def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
     """Return the state and the header of every file."""
-    headers = Headers(store_of(cipher))
+    store = store_of(cipher)
+    headers = Headers(store)
     if cipher is None and all(path.can.has_latency and path.suffix != ".ckpt" for path in paths):
         states = _states(paths)
         files = ((str(path), state.nbytes) for path, state in zip(paths, states, strict=True))
@@ -264,6 +268,8 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[St
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
+        if path.can.has_latency:  # comparing it with a known header would take as many requests
+            return status, headers.shared(index_file(str(path), store=store))
         return status, headers.index(str(path))
 
     return map_ordered(header, paths, workers_at(paths))

@@ -177,12 +177,11 @@ class Around:
         self.inner.read_into(path, offset, buffer)
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
-        """Return whether a file has certain bytes at certain offsets; the first of them shows most differences."""
-        pieces = list(pieces)
-        for batch in (pieces[:1], pieces[1:]):
-            wants = [(path, offset, memoryview(bytearray(len(piece)))) for offset, piece in batch]
-            self.read(wants)
-            if any(content != piece for (_, _, content), (_, piece) in zip(wants, batch, strict=True)):
+        """Return whether a file has certain bytes at certain offsets."""
+        for offset, piece in pieces:
+            content = bytearray(len(piece))
+            self.read_into(path, offset, memoryview(content))
+            if content != piece:
                 return False
         return True
 
