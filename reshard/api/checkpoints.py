@@ -56,8 +56,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; a
             Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; a DCP of PyTorch, or
             the directory of several that are one checkpoint, such as of the model and of the optimizer; the files of
-            DTensors that `torch.save` wrote on each rank; or one file of whole tensors. A local path, or a URL that
-            fsspec knows, such as `s3://bucket/run`.
+            DTensors that `torch.save` wrote on each rank; or one file of whole tensors. A local path, or a URL
+            such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the one in the ledger, if reshard wrote the files or they are copies of such files;
             else the source is one rank of whole tensors.
@@ -324,7 +324,7 @@ class Checkpoint(Arrays):
         """Write the whole tensors as one zarr v3 group, in a directory of its own.
 
         Args:
-            store: the directory, created if it does not exist; a local path, or a URL that fsspec knows.
+            store: the directory, created if it does not exist; a local path, or a URL.
             chunk_size: the most bytes in a chunk, such as `"16MB"`; by default chunks are the source's blocks.
             shard_size: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.

@@ -252,7 +252,7 @@ class Plan:
         `run` does more: it refuses to overwrite, resumes, cleans up after a failure and reports progress.
 
         Args:
-            directory: where the target files go; a local path, or a URL that fsspec knows.
+            directory: where the target files go; a local path, or a URL.
             fsync: as for `run`.
             partition: as for `run`.
         """
@@ -282,7 +282,7 @@ class Plan:
         The bytes are the same whatever the scheduler and the number of threads. A run that was stopped is resumed.
 
         Args:
-            directory: where the target files go; made if it does not exist. A local path, or a URL that fsspec knows.
+            directory: where the target files go; made if it does not exist. A local path, or a URL.
             client: a `distributed.Client`; its workers must reach the source and the target by the same paths. If a
                 worker is lost, its tasks run again elsewhere.
             scheduler: `threads` (default), `synchronous`, or a function such as `dask.threaded.get`, which is called

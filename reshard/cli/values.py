@@ -196,7 +196,7 @@ class PathType(click.Path):
     Args:
         role: `INPUTS` for a path that is read, `STRATEGIES` for strategy files and directories of them, `OUTPUTS` for
             a file that is written, None for a target directory.
-        remote: whether it may be a URL that fsspec knows.
+        remote: whether it may be a URL.
     """
 
     def __init__(self, role: str | None, *, remote: bool = False) -> None:

@@ -216,7 +216,7 @@ def average(
     from reshard.api.jobs import job, noting_swap  # not on every start
     from reshard.expressions.average import average as average_of
     from reshard.plan.select import excluding
-    from reshard.readers.open import newest_iterations
+    from reshard.readers.runs import newest_iterations
 
     _refuse_weighted(target)
     weights = _weights(sources, schedule)

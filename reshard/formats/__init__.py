@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from reshard.storage.base import RangeStore
 
 
-_REMOTE_HEADER = 1 << 20
+REMOTE_HEAD = 1 << 20
+"""The first bytes to read at a URL: most headers, since a second request takes longer than a megabyte does."""
+
 _REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor takes a request, which should be short
 
 
@@ -71,18 +73,19 @@ def is_known(path: str) -> bool:
     return any(format_.recognizes(start, reader.size) for format_ in formats())
 
 
-def index_file(path: str, *, store: RangeStore | None = None) -> FileIndex:
+def index_file(path: str, *, store: RangeStore | None = None, head: bytes = b"") -> FileIndex:
     """Return the index of a checkpoint file; its format is detected by content, not by name.
 
     Args:
         path: the file.
         store: the store to read from; by default this process's store.
+        head: the first bytes of the file, if they have been read.
 
     Raises:
         SourceError: the file is of no known format, truncated or corrupt, or was decrypted with the wrong key.
     """
     try:
-        return _index(path, store)
+        return _index(path, store, head)
     except SourceError as error:
         cipher = store.cipher_of(path) if isinstance(store, DecryptingStore) else None
         if cipher is None or cipher.has_tag or "wrong-key" in error.codes:
@@ -92,10 +95,9 @@ def index_file(path: str, *, store: RangeStore | None = None) -> FileIndex:
         raise
 
 
-def _index(path: str, store: RangeStore | None) -> FileIndex:
-    reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).has_latency else 4096)
-    # The first request covers most headers: a second request takes longer than a megabyte does.
-    start = reader.upto(0, _REMOTE_HEADER if can(path).has_latency else 64)[:64]
+def _index(path: str, store: RangeStore | None, head: bytes) -> FileIndex:
+    reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).has_latency else 4096, head=head)
+    start = reader.upto(0, len(head) or (REMOTE_HEAD if can(path).has_latency else 64))[:64]
     for format_ in formats():
         if format_.recognizes(start, reader.size):
             return format_.index(reader)

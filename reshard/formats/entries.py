@@ -265,15 +265,21 @@ class RangeReader:
     """A reader of one file, for indexing.
 
     It caches the last piece, since headers lie close together.
+
+    Args:
+        path: the file.
+        store: the store to read from; by default this process's store.
+        window: the least number of bytes to read at once.
+        head: the first bytes of the file, if they have been read.
     """
 
-    def __init__(self, path: str, *, store: RangeStore | None = None, window: int = 4096) -> None:
+    def __init__(self, path: str, *, store: RangeStore | None = None, window: int = 4096, head: bytes = b"") -> None:
         self.path = path
         self._store = store or any_store()
         self.size = self._store.size(path)
         self._window = window
         self._start = 0
-        self._buffer = b""
+        self._buffer = head
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset`.

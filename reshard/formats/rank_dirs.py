@@ -34,6 +34,7 @@ RANK_PATTERN = "rank_{rank}/*"
 EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
+_NUMBER = re.compile(r"(\d+)")
 _RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
 
@@ -69,7 +70,7 @@ _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all rank
 
 
 def rank_files(
-    root: Place, rank_pattern: str, suffix: str | None, warnings: list[str]
+    root: Place, rank_pattern: str, suffix: str | None, warnings: list[str], *, is_directory: bool | None = None
 ) -> tuple[dict[int, list[Place]], Step | None]:
     """Return the files of each rank for the newest common checkpoint, and its step if known.
 
@@ -78,11 +79,12 @@ def rank_files(
         rank_pattern: the path pattern of a rank's files below it.
         suffix: accept only files whose names end with it, with or without extension.
         warnings: receives a line if a newer step is skipped.
+        is_directory: whether it is a directory, if known.
 
     Raises:
         SourceError: there are no files, no common checkpoint or several, or the files are of a directory format.
     """
-    is_directory = root.is_dir()
+    is_directory = root.is_dir() if is_directory is None else is_directory
     if not is_directory and root.is_there():
         refuse_one_of_several(root)
         return {0: [root]}, Step.of([root])
@@ -335,8 +337,9 @@ def families_of(path: Place, rank: int) -> set[_Family]:
     """
     match = _step(path)
     name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (_stem(path), None)
-    own_number = re.compile(rf"(?<!\d){rank}(?!\d)")
-    variants = {name, own_number.sub("{rank}", name)}
-    for match in own_number.finditer(name):
-        variants.add(f"{name[: match.start()]}{{rank}}{name[match.end() :]}")
+    parts = _NUMBER.split(name)  # numbers have the odd indexes
+    own = [index for index in range(1, len(parts), 2) if parts[index] == str(rank)]
+    variants = {name, "".join("{rank}" if index in own else part for index, part in enumerate(parts))}
+    for index in own:
+        variants.add("".join((*parts[:index], "{rank}", *parts[index + 1 :])))
     return {(variant, step, path.suffix) for variant in variants}

@@ -15,6 +15,7 @@ Offsets, rows and sizes are exact integers. A model of ten thousand tensors has 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.layout.block import Block, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 VIEWS = 0.25
@@ -233,15 +234,12 @@ def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple
     """Map source columns to target columns, without the sources that are not used."""
     source_columns = [_inner(recipe.sources[number], axis) for number in sources]
     target_columns = [(number, _inner(recipe.targets[number], axis)) for number in targets]
+    near = _neighbours(source_columns)
     overlaps = [
-        (
-            number,
-            target,
-            [(i, common) for i, source in enumerate(source_columns) if (common := source & target) is not None],
-        )
+        (number, target, [(i, common) for i in near(target) if (common := source_columns[i] & target) is not None])
         for number, target in target_columns
+        if target.size
     ]
-    overlaps = [overlap for overlap in overlaps if overlap[1].size]
     used = sorted({i for _, _, pieces in overlaps for i, _ in pieces})
     position_of = {i: position for position, i in enumerate(used)}
     parts = tuple(
@@ -260,6 +258,21 @@ def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple
         tuple(target.shape for _, target, _ in overlaps),
         parts,
     )
+
+
+def _neighbours(blocks: Sequence[Block]) -> Callable[[Block], list[int]]:
+    """Return a function that returns the blocks that may meet a block, by number, ascending."""
+    if not blocks or not blocks[0].start:
+        return lambda _: list(range(len(blocks)))
+    order = sorted(range(len(blocks)), key=lambda number: blocks[number].start[0])
+    starts = [blocks[number].start[0] for number in order]
+    longest = max(block.stop[0] - block.start[0] for block in blocks)
+
+    def near(block: Block) -> list[int]:
+        first = bisect_right(starts, block.start[0] - longest)
+        return sorted(order[first : bisect_left(starts, block.stop[0], lo=first)])
+
+    return near
 
 
 def _inner(block: Block, axis: int) -> Block:

@@ -235,13 +235,13 @@ def _first_cut(blocks: Sequence[Block]) -> int:
 
 def _readers(transfers: Iterable[Transfer]) -> Counter[frozenset[int]]:
     """Return how many bytes are read for each set of files that share them."""
-    nbytes_by_files: Counter[frozenset[int]] = Counter()
-    by_route: dict[Route, Counter[frozenset[int]]] = {}
+    itemsizes: Counter[Route] = Counter()  # the sum of those of all transfers
     for transfer in transfers:
-        if transfer.route not in by_route:
-            by_route[transfer.route] = _elements(transfer.route)
-        for files, elements in by_route[transfer.route].items():
-            nbytes_by_files[files] += elements * transfer.dtype.itemsize
+        itemsizes[transfer.route] += transfer.dtype.itemsize
+    nbytes_by_files: Counter[frozenset[int]] = Counter()
+    for route, itemsize in itemsizes.items():
+        for files, elements in _elements(route).items():
+            nbytes_by_files[files] += elements * itemsize
     return nbytes_by_files
 
 

@@ -25,9 +25,9 @@ from reshard.formats.directories import (
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
-from reshard.formats.zarr.files import is_of_store, is_store
+from reshard.formats.zarr.files import is_of_store
 from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, refuse_other_strategy, with_rules
-from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, newest, run_at
+from reshard.readers.runs import checkpoint_of, iteration_at, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
 from reshard.source.facts import Opening
@@ -66,7 +66,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     """Open a checkpoint, with the arguments of `reshard.open` (`layouts` is its `layout`)."""
     unnamed = suffix is None and rank_pattern == RANK_PATTERN
     bare = strategy is None and not layouts and stage is None and unnamed
-    opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration)
+    listing = [] if isinstance(path, Mapping) else as_place(path).names()
+    opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration, listing)
     if opener is not None:
         if not bare or required(cipher):
             raise UsageError(
@@ -81,8 +82,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             code="no-iterations",
             hint=Text("leave ", Option("iteration", iteration), " out"),
         )
-    ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), described=False)
-    files, ranks, warnings, step, cipher = _read_undescribed(path, rank_pattern, suffix, cipher)
+    ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), listing, described=False)
+    files, ranks, warnings, step, cipher = _read_undescribed(path, listing, rank_pattern, suffix, cipher)
     change = ledger.change(files, partial=partial) if ledger else ""
     ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
@@ -128,11 +129,12 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         tensors = assemble(root, files, ranks, strategy, partial=partial)
     if ledger_strategy and strategy is not None and part is None and (layouts or not by_ledger):
         refuse_other_strategy(root, strategy, ledger_strategy, tensors, ruled)
-    unreadable = unreadable_in(files)
     opening = Opening(
         part, frozenset(other_stage_names), partial, by_file=isinstance(path, Mapping), lone_rank=lone_reason, step=step
     )
-    checkpoint = Checkpoint(root, tensors, files, ranks, strategy, tuple(warnings), unreadable, cipher, opening=opening)
+    checkpoint = Checkpoint(
+        root, tensors, files, ranks, strategy, tuple(warnings), unreadable_in(files), cipher, opening=opening
+    )
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
 
 
@@ -162,14 +164,15 @@ class _Opener(Protocol):
         """Return its checkpoint, comparing samples of the contents as `open` does."""
 
 
-def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
+def self_described(root: Place, iteration: int | None = None, listing: Sequence[str] | None = None) -> _Opener | None:
     """Return the opener of a checkpoint that describes its own blocks, else None.
 
     Args:
         root: a zarr store, a distributed checkpoint, the directory of a run of those, or files of `torch.save`.
         iteration: which checkpoint of a run; by default the one that the run names as the last.
+        listing: the names of its entries, if known.
     """
-    listing = root.names()
+    listing = root.names() if listing is None else listing
     if any(map(is_of_store, listing)) and iteration is None:
         from reshard.readers.zarr import open_store  # not on every start
 
@@ -218,17 +221,6 @@ def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
     return None
 
 
-def iteration_at(root: Place) -> Place:
-    """Return the checkpoint that a run names as its last; any other path as it is.
-
-    Raises:
-        SourceError: the run names no checkpoint.
-    """
-    listing = root.names()
-    run = run_at(listing)
-    return root if run is None else checkpoint_of(root, listing, run, None)
-
-
 def _open_iteration(
     root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None, *, contents: bool | Literal["blocks"]
 ) -> Checkpoint:
@@ -255,43 +247,23 @@ def iterations_at(path: AnyName) -> list[Iteration]:
     return iterations(root, root.names(), applied(_open_distributed, contents=False))
 
 
-_RUN_NAMES = (
-    "iteration_00000100, iter_0000100 or global_step_100, as MindSpore Transformers, Megatron and hyper-parallel "
-    "name checkpoints"
-)
-
-
-def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -> list[int]:
-    """Return the numbers of the newest checkpoints of a run, ascending; `iteration` is the newest of them.
-
-    Raises:
-        SourceError: there are fewer, or the path is not the directory of a run.
-    """
-    root = as_place(path)
-    listing = root.names()
-    run = run_at(listing)
-    if run is None:
-        raise SourceError(
-            f"{root} is not the directory of a run", code="not-a-run",
-            facts=[f"expected {_RUN_NAMES}"],
-            hint="name each checkpoint, in the order of the steps",
-        )  # fmt: skip
-    return newest(root, listing, run, count, iteration)
-
-
-def made_at(path: AnyName, *, mixed: bool = False, described: bool | None = None) -> Made | None:
+def made_at(
+    path: AnyName, listing: Sequence[str] | None = None, *, mixed: bool = False, described: bool | None = None
+) -> Made | None:
     """Return the provenance in a target's ledger, or None if the target has files that it does not list.
 
     Args:
         path: the target.
+        listing: the names of its entries, if known.
         mixed: accept a directory that has other files, too; `Made.change` then names them.
         described: whether the path describes its own blocks, if that is known.
     """
     root = as_place(path)
     try:
-        directory = root if described is False else iteration_at(root)
-        ledger = made_of(directory)
-        if ledger is None or not root.is_dir() or is_store(root):
+        listing = root.names() if listing is None else listing
+        directory = root if described is False else iteration_at(root, listing)
+        ledger = made_of(directory, listing if directory == root else None)
+        if ledger is None or not listing or any(map(is_of_store, listing)):
             return ledger
         if described or (described is None and self_described(directory)):
             files_by_rank = {
@@ -320,19 +292,19 @@ def ledger_layout(path: AnyName, cipher: Cipher | None = None, *, described: boo
     Raises:
         SourceError: files changed, and a header cannot be read.
     """
-    ledger = _with_strategy(as_place(path), described=described)
+    ledger = _with_strategy(as_place(path), as_place(path).names(), described=described)
     if ledger is None or (ledger.is_as_noted() and made_at(path, described=described) is not None):
         return LedgerLayout(ledger is not None)
     change = ledger.change(read_headers(path, cipher=cipher).files)
     return LedgerLayout(not change, change)
 
 
-def _with_strategy(root: Place, *, described: bool | None) -> Made | None:
+def _with_strategy(root: Place, listing: Sequence[str], *, described: bool | None) -> Made | None:
     """Return the provenance of a target with a strategy, or None.
 
     Files may have changed, and other files may have been added.
     """
-    ledger = made_at(root, mixed=True, described=described) if root.is_dir() else None
+    ledger = made_at(root, listing, mixed=True, described=described) if listing else None
     return ledger if ledger is not None and ledger.strategy else None
 
 
@@ -392,18 +364,23 @@ def read_headers(
     Raises:
         SourceError: no files, no step that every rank has, a file that is not valid.
     """
+    listing: Sequence[str] = ()
     if not isinstance(path, Mapping):
         path = as_place(path)
-        path.refresh()
-        if opener := self_described(path):
+        listing = path.names()
+        if opener := self_described(path, listing=listing):
             opened = opener(contents=False)
             return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
-    return _read_undescribed(path, rank_pattern, suffix, cipher)
+    return _read_undescribed(path, listing, rank_pattern, suffix, cipher)
 
 
 @reading(SourceError)
 def _read_undescribed(
-    path: AnyName | Mapping[int, AnyName], rank_pattern: str, suffix: str | None, cipher: Cipher | None
+    path: AnyName | Mapping[int, AnyName],
+    listing: Sequence[str],
+    rank_pattern: str,
+    suffix: str | None,
+    cipher: Cipher | None,
 ) -> IndexedFiles:
     """Read the headers of files that do not describe their blocks: of ranks, or of a unified set."""
     warnings: list[str] = []
@@ -415,9 +392,10 @@ def _read_undescribed(
             refuse_directory(file.parent, [file.name], besides=[PARTS])
         return index_ranks({rank: [file] for rank, file in chosen.items()}, cipher, warnings, Step.of(chosen.values()))
     root = as_place(path)
-    unified = read_index(root) if root.is_dir() else None
+    unified = read_index(root) if {*SET_INDEXES}.intersection(listing) else None
     if unified is None:
-        of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)
+        is_directory = bool(listing) or root.is_dir()
+        of_ranks, step = rank_files(root, rank_pattern, suffix, warnings, is_directory=is_directory)
         return index_ranks(of_ranks, cipher, warnings, step)
     paths, weight_map = unified
     result = index_ranks({0: paths}, cipher, warnings)

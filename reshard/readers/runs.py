@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import RUN_FORMATS
+from reshard.storage.places import as_place
 from reshard.storage.small import read_small
 
 if TYPE_CHECKING:
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
     from reshard.formats.directories import RunFormat
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
+    from reshard.storage.places import AnyName, Place
+
+_RUN_NAMES = (
+    "iteration_00000100, iter_0000100 or global_step_100, as MindSpore Transformers, Megatron and hyper-parallel "
+    "name checkpoints"
+)
 
 
 class Iteration(NamedTuple):
@@ -79,6 +85,21 @@ def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration
     return directories[iteration]
 
 
+def iteration_at(root: Place, listing: Sequence[str] | None = None) -> Place:
+    """Return the checkpoint that a run names as its last; any other path as it is.
+
+    Args:
+        root: the path.
+        listing: the names of its entries, if known.
+
+    Raises:
+        SourceError: the run names no checkpoint.
+    """
+    listing = root.names() if listing is None else listing
+    run = run_at(listing)
+    return root if run is None else checkpoint_of(root, listing, run, None)
+
+
 def iteration_of(directory: Place) -> int | None:
     """Return the iteration in the name of a checkpoint's directory, or None."""
     matches = (run.directory.fullmatch(directory.absolute().name) for run in RUN_FORMATS)
@@ -118,24 +139,31 @@ def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[P
     return result
 
 
-def newest(root: Place, listing: Sequence[str], run: RunFormat, count: int, iteration: int | None) -> list[int]:
-    """Return the numbers of the newest checkpoints of a run, ascending, none of them after `iteration`.
+def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -> list[int]:
+    """Return the numbers of the newest checkpoints of a run, ascending.
 
     Args:
-        root: the directory of the run.
-        listing: the names in it.
-        run: the format of the run.
+        path: the directory of the run.
         count: how many.
         iteration: the newest; by default the one that the run names as the last.
 
     Raises:
-        SourceError: there are fewer, or there is no such iteration, or the run names none.
+        SourceError: there are fewer, or there is no such iteration, or the run names none, or it is not a run.
     """
-    newest_number = iteration_of(checkpoint_of(root, listing, run, iteration))
-    numbers = sorted(n for n, _ in _checkpoints(root, listing, run) if newest_number is None or n <= newest_number)
+    root = as_place(path)
+    listing = root.names()
+    run = run_at(listing)
+    if run is None:
+        raise SourceError(
+            f"{root} is not the directory of a run", code="not-a-run",
+            facts=[f"expected {_RUN_NAMES}"],
+            hint="name each checkpoint, in the order of the steps",
+        )  # fmt: skip
+    newest = iteration_of(checkpoint_of(root, listing, run, iteration))
+    numbers = sorted(n for n, _ in _checkpoints(root, listing, run) if newest is None or n <= newest)
     if len(numbers) < count:
         raise SourceError(
-            f"{root} has fewer than {count} checkpoints up to iteration {newest_number}", code="too-few-checkpoints",
+            f"{root} has fewer than {count} checkpoints up to iteration {newest}", code="too-few-checkpoints",
             facts=[f"it has {names(numbers)}"], hint=f"pass --last {len(numbers)}" if numbers[1:] else "",
         )  # fmt: skip
     return numbers[-count:]

@@ -223,7 +223,8 @@ class Session:
 
         def decide(number: int) -> _Remains:
             ends = is_spoiled or number in self._ready or not self.ledger.keeps
-            if sent := sent_bytes(self.plan, number, self._root, ends=ends):
+            sent = sent_bytes(self.plan, number, self._root, ends=ends)
+            if sent is not None:
                 return _Remains(sent)
             return self._keep_or_discard(number, states.get(self._paths[number]), is_spoiled=is_spoiled)
 

@@ -2,7 +2,8 @@
 
 Ranks with the same role have files that differ only in contents. A file that has the same size as an indexed file, and
 the same bytes outside of contents, has the same index: comparing takes a tenth of the time of parsing, and 4,096 ranks
-with an index each would not fit into memory.
+with an index each would not fit into memory. At URLs, the heads of many files are requested at once, each as long as
+the header is expected to be.
 
 Digests cover facts that must be equal on two machines, or in two runs. None depends on a time, because copying a file
 changes it.
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.formats import index_file
+from reshard.formats import REMOTE_HEAD, index_file
 from reshard.formats.directories import refuse_blocks
 from reshard.formats.entries import FileIndex, RangeReader
 from reshard.source.checkpoint import SourceFile
@@ -24,18 +25,20 @@ from reshard.source.records import digest
 from reshard.storage.cipher import required, store_of
 from reshard.storage.decryption import MAGICS
 from reshard.storage.local import local_store
-from reshard.storage.places import workers_at
+from reshard.storage.places import in_batches, workers_at
 from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Content, Entry, Runs
-    from reshard.storage.base import ReadStore, Status
+    from reshard.storage.base import ReadStore, Status, Want
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
+
+_LEAST_HEAD = 64 << 10  # a request takes longer than that
 
 _SMALL = 64 << 10
 _PAGE = 4096
@@ -72,6 +75,40 @@ class Headers:
             reader = RangeReader(path, store=self._store, window=0)
             self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
         return index
+
+    def of_heads(self, files: Iterable[tuple[str, int]]) -> Iterator[FileIndex]:
+        """Yield the index of each file at a URL, given its size; heads are requested in batches.
+
+        The first head is requested alone, and shows how long the others may be.
+
+        Raises:
+            SourceError: a file is invalid.
+        """
+        buffer = memoryview(bytearray(REMOTE_HEAD))  # shared by all steps
+        expected = REMOTE_HEAD
+
+        def step(path: str, size: int) -> tuple[tuple[str, int, memoryview], ReadStore, list[Want]]:
+            nonlocal buffer
+            known = self._known.get(size)
+            nbytes = min(size, len(known.pieces[0][1]) if known else expected)
+            buffer = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
+            return (path, size, buffer[:nbytes]), self._store, [(path, 0, buffer[:nbytes])] if nbytes else []
+
+        files, longest = iter(files), 0
+        for batch in (islice(files, 1), files):
+            for path, size, filled in in_batches(step(*file) for file in batch):
+                known, head = self._known.get(size), bytes(filled)
+                if known and head.startswith(known.pieces[0][1]):
+                    yield known.file_index
+                    continue
+                index = self.shared(index_file(path, store=self._store, head=head))
+                runs = gaps(index, size)
+                if len(runs) == 1 and runs[0][1] <= _MOST_HELD:  # a header, and contents behind it
+                    head = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
+                    self._known[size] = _Header(index, [(0, head)])
+                    longest = max(longest, len(head))
+                    expected = max(_LEAST_HEAD, longest * 3 // 2)
+                yield index
 
     def shared(self, index: FileIndex) -> FileIndex:
         """Return an index with its header number; share entries that are equal."""
@@ -208,10 +245,22 @@ def read_indexes(
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
 
 
+def _states(paths: Sequence[Place]) -> list[Status]:
+    """Return the states of files at URLs; a share for each thread, since a listing has told most of them."""
+    size = -(-len(paths) // max(workers_at(paths), 1)) or 1
+    shares = [paths[begin : begin + size] for begin in range(0, len(paths), size)]
+    states = map_ordered(lambda share: [path.status() for path in share], shares, len(shares))
+    return list(chain.from_iterable(states))
+
+
 def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
     """Return the state and the header of every file."""
     store = store_of(cipher)
     headers = Headers(store)
+    if cipher is None and all(path.can.has_latency and path.suffix != ".ckpt" for path in paths):
+        states = _states(paths)
+        files = ((str(path), state.nbytes) for path, state in zip(paths, states, strict=True))
+        return zip(states, headers.of_heads(files), strict=True)
 
     def header(path: Place) -> tuple[Status, FileIndex]:
         status = path.status()
@@ -219,7 +268,7 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[St
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
-        if path.can.has_latency:  # comparing it with a known header would be a request, too
+        if path.can.has_latency:  # comparing it with a known header would take as many requests
             return status, headers.shared(index_file(str(path), store=store))
         return status, headers.index(str(path))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
-from reshard.formats.zarr.files import is_store
+from reshard.formats.zarr.files import is_of_store
 from reshard.source.headers import contents_digest
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.source.records import digest as digest_of
@@ -166,21 +166,25 @@ def _length(sample: Range) -> int:
     return sample[1]
 
 
-def made_of(target: Place) -> Made | None:
+def made_of(target: Place, listing: Sequence[str] | None = None) -> Made | None:
     """Return the provenance of a target; None if no ledger has it.
 
     Args:
         target: a directory, a zarr store, an iteration of a run, or one file.
+        listing: the names of its entries, if known; empty if it is a file.
 
     Raises:
         SourceError: the storage cannot be reached.
     """
-    if target.is_file():
+    listing = target.names() if listing is None else listing
+    if not listing and target.is_file():
         return _newest(str(target.parent.absolute()), target.name)
     root = target.absolute()
     if is_iteration(root.name):
         return _newest(str(root.parent), below=f"{root.name}/")
-    return _newest(str(root), directory=f"{root}.reshard") if is_store(target) else _newest(str(root))
+    if any(map(is_of_store, listing)):
+        return _newest(str(root), directory=f"{root}.reshard")
+    return _newest(str(root)) if DIRECTORY in listing else None
 
 
 def _newest(root: str, file: str | None = None, *, below: str = "", directory: str | None = None) -> Made | None:
@@ -189,6 +193,8 @@ def _newest(root: str, file: str | None = None, *, below: str = "", directory: s
     records = known(root, None if file is None else [file], directory=directory, with_ranges=False).records
     ready = (record.made for path, record in reversed(records.items()) if record.ready and path.startswith(below))
     digest = next(ready, "")
+    if not digest:
+        return None
     files = {path: item for path, item in records.items() if item.made == digest and item.ready and is_inner_path(path)}
     try:
         if as_place(directory).is_symlink():

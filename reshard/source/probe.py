@@ -186,10 +186,9 @@ class _Sampler:
         reads = self.most // max(len(candidates), 1)
         pages = _PAGES if reads >= _PAGES * _FEWEST else 1
         most = max(reads // pages, _FEWEST)
-        chosen = [
-            _Chosen(tensor, sorted(islice(self._in_turn(tensor), most)))
-            for tensor in _spread(candidates, self.most // _FEWEST)
-        ]
+        spread = _spread(candidates, self.most // _FEWEST)
+        places = {each: sorted(islice(self._in_turn(each), most)) for each in {tensor.sharding for tensor in spread}}
+        chosen = [_Chosen(tensor, places[tensor.sharding]) for tensor in spread]
         samples = self.contents(
             ((choice, replica), choice.tensor, replica, pages) for choice in chosen for replica in choice.places
         )
@@ -213,9 +212,9 @@ class _Sampler:
             return False
         return len(tensor.sharding.blocks) > 1 and tensor.listed
 
-    def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Replica]]:
+    def _in_turn(self, sharding: Sharding) -> Iterator[tuple[int, Replica]]:
         """Yield block numbers and extents, the most informative first."""
-        stored = [(number, replicas) for number, replicas in enumerate(tensor.sharding.replicas) if replicas]
+        stored = [(number, replicas) for number, replicas in enumerate(sharding.replicas) if replicas]
         ends = stored[:1] + stored[1:][-1:]
         if not self.compare_copies:
             return ((number, replicas[0]) for number, replicas in chain(ends, stored[1:-1]))

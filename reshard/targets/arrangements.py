@@ -11,7 +11,7 @@ from reshard.layout.arrangement import Arranged, Arrangement
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2.metadata import METADATA, Metadata
-from reshard.readers.open import iteration_at
+from reshard.readers.runs import iteration_at
 from reshard.storage.places import as_place
 from reshard.strategy.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.strategy.strategy import MOST_RANKS

@@ -6,6 +6,7 @@ They are in rank directories, have explicit names, or form a set (`formats.sets`
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError, names
@@ -116,32 +117,20 @@ class Ranks(Destination):
     def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file; ranks with equal contents share a layout."""
         contents: list[Content] = []
-        numbers_of_file: list[list[int]] = [[] for _ in self._rank_files]  # indexes into `contents`, which files share
         number_of: dict[tuple[str, Shape], int] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}  # indexes into `contents`, by the files that have them
         for item, blocks in assigned:
             for shape, files in blocks.files_by_shape.items():
                 number = number_of.setdefault((item.name, shape), len(contents))
                 if number == len(contents):
                     contents.append(Content(item.name, item.dtype, shape))
-                for file in files:
-                    numbers_of_file[file].append(number)
+                groups.setdefault(files, []).append(number)
         for item in texts:
-            for rank in self._written_ranks():
-                numbers_of_file[self._files[rank, self._shard_files.of[item.name]]].append(len(contents))
+            part = self._shard_files.of[item.name]
+            files = tuple(self._files[rank, part] for rank in self._written_ranks())
+            groups.setdefault(files, []).append(len(contents))
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
-        order = {item.name: index for index, item in enumerate(self._items)}
-        positions = [order[content.name] for content in contents]
-        layouts: dict[tuple[int, ...], FileLayout] = {}
-        deduplicated = self._remove_redundancy and not self._shard_files.numbered
-        notes = merged_notes(self._source.files, self._shard_files.notes, deduplicated=deduplicated)
-        result = []
-        for (rank, _, path), numbers in zip(self._rank_files, numbers_of_file, strict=True):
-            numbers.sort(key=positions.__getitem__)
-            key = tuple(numbers)
-            if key not in layouts:
-                layouts[key] = self._lay_out([contents[n] for n in numbers], notes)
-            result.append(TargetFile(rank, path, layouts[key]))
-        result = self._linked(result)
+        result = self._linked(self._laid_out(contents, groups))
         if self._shard_files.index:
             path, content_bytes = self._shard_files.index
             result.append(TargetFile(self.ranks[0], path, literal(content_bytes), last=True))
@@ -153,6 +142,32 @@ class Ranks(Destination):
                 hint="add {rank} to the file name",
             )  # fmt: skip
         return tuple(result)
+
+    def _laid_out(
+        self, contents: Sequence[Content], groups: Mapping[tuple[int, ...], Sequence[int]]
+    ) -> list[TargetFile]:
+        """Lay out files, given indexes into contents by the files that have them."""
+        order = {item.name: index for index, item in enumerate(self._items)}
+        deduplicated = self._remove_redundancy and not self._shard_files.numbered
+        notes = merged_notes(self._source.files, self._shard_files.notes, deduplicated=deduplicated)
+        numbers_of = list(groups.values())
+        groups_of_file: list[list[int]] = [[] for _ in self._rank_files]
+        for group, files in enumerate(groups):
+            for file in files:
+                groups_of_file[file].append(group)
+
+        @cache
+        def lay_out(numbers: tuple[int, ...]) -> FileLayout:
+            return self._lay_out(sorted((contents[n] for n in numbers), key=lambda item: order[item.name]), notes)
+
+        @cache
+        def of_groups(*own: int) -> FileLayout:
+            return lay_out(tuple(sorted(number for group in own for number in numbers_of[group])))
+
+        return [
+            TargetFile(rank, path, of_groups(*own))
+            for (rank, _, path), own in zip(self._rank_files, groups_of_file, strict=True)
+        ]
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of tensors that every rank gets whole."""

@@ -17,6 +17,7 @@ from commands import call, done
 from faulty import Faults, raising
 from refusals import failed, refused
 from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, records
+from reshard.storage.urls.requests import translating
 
 import reshard
 from reshard import Layout, Strategy

@@ -20,8 +20,8 @@ DOCS = (Path(reshard.__file__).with_name("docs"), Path(reshard.__file__).parents
 """The directories that may have the pages: of an installation, and of a clone of the repository."""
 
 _RUNS_ON = (
-    "backports.zstd", "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "isal",
-    "ml_dtypes", "numcodecs", "numpy", "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
+    "backports.zstd", "botocore", "click", "cryptography", "dask", "distributed", "fsspec", "google-crc32c", "isal",
+    "ml_dtypes", "numcodecs", "numpy", "obstore", "protobuf", "PyYAML", "rich", "safetensors", "zarr",
 )  # fmt: skip
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)

@@ -37,6 +37,17 @@ class _Run(NamedTuple):
     elements: int
 
 
+class _Piece(NamedTuple):
+    """A run in the files of a group of transfers that share their route."""
+
+    group: int
+    read_index: int
+    write_index: int
+    source_first: int
+    target_first: int
+    elements: int
+
+
 def reads_urls(plan: Plan) -> bool:
     """Return whether any source file is at a URL."""
     return any(can(file.path).has_latency for file in plan.source.files)
@@ -52,28 +63,44 @@ def copies_of(plan: Plan, numbers: Iterable[int]) -> dict[int, tuple[Copied, ...
     """Return the ranges of target files that the store can copy, by file number."""
     files = {number for number in numbers if not plan.files[number].layout.crcs}  # their sums need the bytes
     usable = {number for number, file in enumerate(plan.source.files) if file.inputs is None and in_s3(file.path)}
-    runs_of: dict[Route, list[_Run]] = {}
-    found: dict[int, list[Copied]] = {}
+    similar: dict[tuple[Route, int], list[Transfer]] = {}
     for transfer in plan.transfers:
-        if transfer.dtype is not transfer.target_dtype or transfer.cost != 1:
-            continue
-        if transfer.route not in runs_of:
-            runs_of[transfer.route] = list(_runs(transfer.route, transfer.dtype.itemsize))
-        for run in runs_of[transfer.route]:
-            source = transfer.route.reads[run.source]
-            read = transfer.read_runs[source.runs_index]
-            if source.file not in usable or source.strides or not read:
-                continue
-            size = transfer.dtype.itemsize
-            begin, first, nbytes = run.target_first * size, run.source_first * size, run.elements * size
-            for replica in transfer.route.writes[run.target]:
-                if replica.file in files:
-                    pairs = _pairs(transfer.write_runs[replica.runs_index], begin, read, first, nbytes)
-                    found.setdefault(replica.file, []).extend(
-                        Copied(offset, length, source.file, origin) for offset, length, origin in pairs
+        if transfer.dtype is transfer.target_dtype and transfer.cost == 1:
+            similar.setdefault((transfer.route, transfer.dtype.itemsize), []).append(transfer)
+    pieces_of: dict[int, list[tuple[int, _Piece]]] = {}  # by target file: the source file of each piece, and the piece
+    for group, (route, itemsize) in enumerate(similar):
+        for run in _runs(route, itemsize):
+            read = route.reads[run.source]
+            for write in route.writes[run.target] if read.file in usable and not read.strides else ():
+                if write.file in files:
+                    piece = _Piece(
+                        group, read.runs_index, write.runs_index, run.source_first, run.target_first, run.elements
                     )
-    joined = {number: _joined(sorted(copies)) for number, copies in found.items()}
-    return {number: copies for number, copies in joined.items() if copies}
+                    pieces_of.setdefault(write.file, []).append((read.file, piece))
+    transfers = list(similar.values())
+    known: dict[tuple[tuple[int, _Piece], ...], tuple[Copied, ...]] = {}  # of files that differ in their sources only
+    result = {}
+    for number, pieces in pieces_of.items():
+        sources = sorted({source for source, _ in pieces})
+        position = {source: index for index, source in enumerate(sources)}
+        key = tuple((position[source], piece) for source, piece in pieces)
+        if key not in known:
+            known[key] = _joined(sorted(_copies(key, transfers)))
+        if known[key]:
+            result[number] = tuple(copied._replace(source=sources[copied.source]) for copied in known[key])
+    return result
+
+
+def _copies(pieces: Iterable[tuple[int, _Piece]], transfers: Sequence[Sequence[Transfer]]) -> Iterator[Copied]:
+    """Yield the ranges of the pieces of one file, for all transfers that have them."""
+    for source, piece in pieces:
+        for transfer in transfers[piece.group]:
+            size = transfer.dtype.itemsize
+            read, write = transfer.read_runs[piece.read_index], transfer.write_runs[piece.write_index]
+            if read:
+                pairs = _pairs(write, piece.target_first * size, read, piece.source_first * size, piece.elements * size)
+                for offset, nbytes, origin in pairs:
+                    yield Copied(offset, nbytes, source, origin)
 
 
 def _runs(route: Route, itemsize: int) -> Iterator[_Run]:

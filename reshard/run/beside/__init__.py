@@ -22,7 +22,7 @@ from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is
 from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.sets import DCP_INDEX, SET_INDEXES
-from reshard.formats.zarr.files import is_store
+from reshard.formats.zarr.files import is_of_store
 from reshard.plan.inputs import ledger_provenance
 from reshard.run.locks import refuse_link
 from reshard.run.preflight import states_of
@@ -149,13 +149,15 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
         return ()
     ranks, foreign, hiding = [], [], []
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
-        hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
-        hiding = [name for name in hiding if name not in older]
-        hiding += ["a zarr store"] if is_store(target) else []
-        if not has_pointer:
-            hiding += sorted(filter(is_iteration, target.names()))
-        ranks = [path for path in _other_ranks(plan, target) if path not in older]
+        listing = target.names()
+        if not listing:
+            return ()
         own_pattern, has_index = _own(plan), any(file.last for file in plan.files)
+        hiding = [name for name in SET_INDEXES if name in listing and not has_index and name not in older]
+        hiding += ["a zarr store"] if any(map(is_of_store, listing)) else []
+        if not has_pointer:
+            hiding += sorted(filter(is_iteration, listing))
+        ranks = [path for path in _other_ranks(plan, target) if path not in older]
         has_step = Step.of([target / plan.files[0].path]) is not None
         foreign = [
             path

@@ -83,22 +83,25 @@ def _end(url: str, recorded: str) -> None:
         ask(url, "removed", partial(client.abort, key, recorded.rpartition(" ")[0]), TargetError)
 
 
-def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int:
-    """Return how many bytes of contents the upload of an unfinished file has; end it if it has none, or if `ends`."""
+def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int | None:
+    """Return how many bytes of contents the upload of a file has; None if there is none to go on with.
+
+    An upload that has nothing is ended, and so is any upload if `ends`.
+    """
     recorded = plan.uploads.get(number)
     if recorded is None:
-        return 0
+        return None
     url = f"{directory}/{plan.files[number].path}"
     client, key = _client(url)
-    if ends:
-        _end(url, recorded)
-        return 0
     try:
-        parts = ask(url, "looked at", partial(client.parts, key, recorded.rpartition(" ")[0]))
-    except ReshardError:  # the file is complete, or the store does not answer
+        parts = {} if ends else ask(url, "looked at", partial(client.parts, key, recorded.rpartition(" ")[0]))
+    except GoneError:  # the file is complete
+        return None
+    except ReshardError:  # the store does not answer
         return 0
     if not parts:
-        _end(url, recorded)  # there is nothing to go on with, and the ledger forgets the file
+        _end(url, recorded)
+        return None
     return min(sum(nbytes for nbytes, _ in parts.values()), plan.files[number].layout.content_bytes)
 
 

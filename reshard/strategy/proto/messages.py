@@ -59,24 +59,30 @@ def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
             if isinstance(name := getattr(item, key), bytes):  # protobuf returns bytes for text that is not UTF-8
                 faults.add(f"{part}[{number}].{key}", f"is {name!r:.60}, which is not UTF-8", code="not-utf-8")
     faults.raise_if_any(StrategyError)
+    plain = type(message)()
+    plain.CopyFrom(message)
+    plain.DiscardUnknownFields()
+    unknown_of = _unknown if plain.ByteSize() < message.ByteSize() else _nothing
     layouts = []
+    known: dict[bytes, Layout] = {}  # most tensors share their layout with others
     for item in message.parallel_layout_item:
+        content = item.parallel_layouts.SerializePartialToString()
         try:
-            layout = layout_of_message(item.parallel_layouts)
+            layout = known[content] = known.get(content) or layout_of_message(item.parallel_layouts)
         except LayoutError as error:
             faults.add(item.param_name, error)
             continue
-        layouts.append((item.param_name, layout, None, _unknown(item, "parallel_layouts")))
+        layouts.append((item.param_name, layout, None, unknown_of(item, "parallel_layouts")))
     operators = tuple(
         Operator(
             item.node_name,
             item.parallel_strategys.stage,
             tuple(tuple(part.dim) for part in item.parallel_strategys.parallel_strategy),
-            _unknown(item, "parallel_strategys"),
+            unknown_of(item, "parallel_strategys"),
         )
         for item in message.parallel_strategy_item
     )
-    return layouts, operators, message.current_stage, _unknown(message)
+    return layouts, operators, message.current_stage, unknown_of(message)
 
 
 def layout_of_message(message: Any) -> Layout:
@@ -110,6 +116,11 @@ def tensor_map_parts(layout: Layout) -> list[Axes]:
         return [tuple(flat(layout.tensor_map))]
     parts = [axes or (-1,) for axes in layout.tensor_map]
     return parts if len(parts) > 1 else [*parts, ()]
+
+
+def _nothing(_message: Message, _inside: str = "") -> bytes:
+    """Return no unknown fields; most files have none."""
+    return b""
 
 
 def _unknown(message: Message, inside: str = "") -> bytes:

@@ -1,0 +1,316 @@
+"""Files at S3 in parts: what the store copies itself, and what a later run goes on with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import tree, write_file, write_ranks
+from refusals import refused
+from remotes import get, put
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import BudgetError, ChangedError, TargetError
+from reshard.plan.partition import partitioned
+from reshard.plan.uploads.sending import requests_of
+from reshard.storage.urls.s3.client import S3Client
+from reshard.storage.urls.s3.parts import LEAST_BYTES, Copied, parts_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+BIG = {
+    "a": np.arange(6 * MIB, dtype=np.float32).reshape(-1, 1024),  # 24 MiB
+    "b": np.ones(7, np.float32),
+    "c": np.arange(5 * MIB, dtype=np.float32).reshape(-1, 512)[::-1].copy(),
+}
+
+
+def cut(axes: list[int], sizes: list[int]) -> Strategy:
+    return Strategy.of({"a": Layout.of(sizes, axes), "b": Layout.of(sizes, [-1]), "c": Layout.of(sizes, axes)})
+
+
+QUARTERS, HALVES, COLUMNS = cut([0, -1], [4]), cut([0, -1], [2]), cut([-1, 0], [2])
+
+
+class Asked:
+    """The requests of a process to S3: operations, and bytes of bodies in both directions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.operations: list[str] = []
+        self.sent = self.received = 0
+        lock, request = threading.Lock(), S3Client.request
+
+        def counted(client: S3Client, method: str, key: str = "", query: Any = None, headers: Any = None,
+                    body: Any = (), into: Any = None) -> Any:  # fmt: skip
+            reply = request(client, method, key, query, headers, body, into)
+            copies = "x-amz-copy-source" in (headers or {})
+            kind = "copy" if copies else f"part {method}" if "partNumber" in (query or {}) else method
+            with lock:
+                self.operations.append(kind)
+                self.sent += sum(map(len, body))
+                self.received += reply.nbytes
+            return reply
+
+        monkeypatch.setattr(S3Client, "request", counted)
+
+    def clear(self) -> None:
+        self.operations.clear()
+        self.sent = self.received = 0
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def uploads_at(bucket: str) -> list[str]:
+    """The uploads that the store keeps."""
+    import fsspec
+
+    found = fsspec.filesystem("s3").list_multipart_uploads(bucket.removeprefix("s3://"))
+    return [str(upload["Key"]) for upload in found]
+
+
+def test_a_merge_sends_headers_and_seams_only(bucket: str, tmp_path: Path, counts: Asked) -> None:
+    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
+    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
+    plan.run(tmp_path / "here")
+    counts.clear()
+    report = plan.run(f"{bucket}/out", progress=None)
+    assert get(f"{bucket}/out") == tree(tmp_path / "here")
+    total = sum(map(len, tree(tmp_path / "here").values()))
+    # Two files, each with a header that takes 5 MiB of the first block, and seams.
+    assert counts.operations.count("copy") >= 4
+    assert report.bytes_copied > total // 3
+    assert report.bytes_written + report.bytes_copied >= plan.stats.bytes_written
+    assert counts.sent + counts.received < 2 * (total - report.bytes_copied) + MIB
+    assert reshard.verify(f"{bucket}/out")
+    again = plan.run(f"{bucket}/other", server_copy=False)
+    assert again.bytes_copied == 0
+    assert get(f"{bucket}/other") == tree(tmp_path / "here")
+
+
+def test_columns_and_casts_are_not_copied(bucket: str, tmp_path: Path) -> None:
+    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
+    source = reshard.open(f"{bucket}/src", strategy=QUARTERS)
+    for name, plan in {
+        "columns": reshard.plan(source, COLUMNS),
+        "cast": reshard.plan(source, HALVES, cast={"float32": "bfloat16"}),
+    }.items():
+        report = plan.run(f"{bucket}/{name}")
+        plan.run(tmp_path / name)
+        assert report.bytes_copied == 0
+        assert get(f"{bucket}/{name}") == tree(tmp_path / name)
+
+
+def random_strategy(rng: np.random.Generator, names: list[str]) -> Strategy:
+    devices = int(rng.choice([1, 2, 4]))
+    return Strategy.of({
+        name: Layout.of([devices], [[0, -1], [-1, 0], [-1, -1]][rng.integers(3)]) for name in names
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_layouts_are_copied_right(
+    bucket: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors of some MiB, so that seams fall inside of them, and many are as long as the least that is copied."""
+    rng = np.random.default_rng(seed)
+    full = {
+        f"t{n}": rng.integers(0, 1 << 30, (int(rng.choice([8, 512, 2048, 4096])), 1024)).astype(np.int32)
+        for n in range(6)
+    }
+    source, target = random_strategy(rng, list(full)), random_strategy(rng, list(full))
+    format = str(rng.choice(["ckpt", "safetensors"]))
+    put(write_ranks(tmp_path / "src", full, source, format), f"{bucket}/src")
+    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=source), target, format="safetensors")
+    plan.run(tmp_path / "here")
+    plan.run(f"{bucket}/out")
+    assert get(f"{bucket}/out") == tree(tmp_path / "here")
+
+
+def test_a_source_that_changes_is_not_copied(bucket: str, tmp_path: Path) -> None:
+    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
+    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
+    changed = write_ranks(tmp_path / "new", {name: values + 1 for name, values in BIG.items()}, QUARTERS)
+    put(changed, f"{bucket}/src")
+    with refused(ChangedError, "source-changed"):
+        plan.run(f"{bucket}/out")
+    assert get(f"{bucket}/out") == {}
+    assert uploads_at(bucket) == []
+
+
+def test_the_dry_run_counts_requests(bucket: str, tmp_path: Path, counts: Asked) -> None:
+    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
+    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
+    url = f"{bucket}/out"
+    expected = requests_of(partitioned(plan._record, None, url), url)
+    assert expected is not None
+    assert requests_of(plan._record, str(tmp_path)) is not None  # the source is at a URL
+    counts.clear()
+    plan.run(url)
+    operations = counts.operations
+    assert operations.count("copy") == expected.copy
+    assert operations.count("part PUT") <= expected.put
+    assert abs(operations.count("POST") - expected.post) <= 1
+    assert operations.count("GET") <= expected.get + expected.other
+
+
+STOPPED = """
+import sys, time
+sys.path[:0] = {path!r}
+import reshard
+from reshard.storage.urls.s3.client import S3Client
+from test_uploads import COLUMNS, QUARTERS
+send, calls = S3Client.send_part, []
+
+def slow(client, key, upload, number, body):
+    calls.append(number)
+    if len(calls) > {number}:
+        time.sleep(2)
+        print("ready", flush=True)
+        time.sleep(100)
+    return send(client, key, upload, number, body)
+
+S3Client.send_part = slow
+reshard.plan(reshard.open({source!r}, strategy=QUARTERS), COLUMNS).run({target!r}, scheduler="synchronous")
+"""
+
+
+def test_a_killed_run_goes_on_inside_a_file(bucket: str, tmp_path: Path, counts: Asked) -> None:
+    source = write_ranks(tmp_path / "src", BIG, QUARTERS)
+    plan = reshard.plan(reshard.open(source, strategy=QUARTERS), COLUMNS)
+    plan.run(tmp_path / "here")
+    script = STOPPED.format(path=[str(path) for path in sys.path], number=3, source=str(source), target=f"{bucket}/out")
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+    assert get(f"{bucket}/out") == {}
+    assert len(uploads_at(bucket)) == 2
+    counts.clear()
+    report = plan.run(f"{bucket}/out")
+    assert get(f"{bucket}/out") == tree(tmp_path / "here")
+    total = sum(map(len, tree(tmp_path / "here").values()))
+    assert report.resumed >= 3 * 8 * MIB
+    assert counts.sent < total - 3 * 8 * MIB + MIB
+    assert report.bytes_read < plan.stats.bytes_read
+    assert uploads_at(bucket) == []
+
+
+def test_a_run_that_fails_says_what_is_kept(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_ranks(tmp_path / "src", BIG, QUARTERS)
+    plan = reshard.plan(reshard.open(source, strategy=QUARTERS), HALVES)
+    send, sent = S3Client.send_part, []
+
+    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
+        if len(sent) >= 2:
+            raise PermissionError("AccessDenied: no more")
+        sent.append(number)
+        return send(client, key, upload, number, body)
+
+    monkeypatch.setattr(S3Client, "send_part", failing)
+    with refused(TargetError, "no-access") as caught:
+        plan.run(f"{bucket}/out", scheduler="synchronous")
+    assert any("the same command resumes" in str(note) for note in caught.value.__notes__)
+    monkeypatch.setattr(S3Client, "send_part", send)
+    assert len(uploads_at(bucket)) >= 1
+    assert plan.run(f"{bucket}/out").resumed >= 2 * 8 * MIB
+    assert uploads_at(bucket) == []
+
+
+@pytest.mark.parametrize("how", ["restart", "no ledger", "other plan"])
+def test_uploads_that_are_of_no_use_are_ended(
+    bucket: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_ranks(tmp_path / "src", BIG, QUARTERS)
+    opened = reshard.open(source, strategy=QUARTERS)
+    plan = reshard.plan(opened, HALVES)
+    send = S3Client.send_part
+
+    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
+        raise PermissionError("AccessDenied: no more")
+
+    monkeypatch.setattr(S3Client, "send_part", failing)
+    with refused(TargetError, "no-access"):
+        plan.run(f"{bucket}/out", ledger=how != "no ledger")
+    if how == "no ledger":
+        assert uploads_at(bucket) == []
+        return
+    monkeypatch.setattr(S3Client, "send_part", send)
+    if how == "other plan":
+        plan = reshard.plan(opened, HALVES, cast={"float32": "bfloat16"})
+    report = plan.run(f"{bucket}/out", restart=True)
+    assert report.resumed == 0
+    assert uploads_at(bucket) == []
+    plan.run(tmp_path / "here")
+    assert get(f"{bucket}/out") == tree(tmp_path / "here")
+
+
+def test_an_upload_that_is_gone_is_begun_anew(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    source = write_ranks(tmp_path / "src", BIG, QUARTERS)
+    plan = reshard.plan(reshard.open(source, strategy=QUARTERS), HALVES)
+    send = S3Client.send_part
+
+    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
+        raise PermissionError("AccessDenied: no more")
+
+    monkeypatch.setattr(S3Client, "send_part", failing)
+    with refused(TargetError, "no-access"):
+        plan.run(f"{bucket}/out")
+    monkeypatch.setattr(S3Client, "send_part", send)
+    fs, name = fsspec.filesystem("s3"), bucket.removeprefix("s3://")
+    for upload in fs.list_multipart_uploads(name):
+        fs.abort_mpu(name, upload["Key"], upload["UploadId"])
+    plan.run(tmp_path / "here")
+    plan.run(f"{bucket}/out")
+    assert get(f"{bucket}/out") == tree(tmp_path / "here")
+
+
+def test_memory_that_is_given_is_kept_or_refused(bucket: str, tmp_path: Path) -> None:
+    source = reshard.open(write_ranks(tmp_path / "src", BIG, QUARTERS), strategy=QUARTERS)
+    for memory in ("100MB", "150MB"):
+        plan = partitioned(reshard.plan(source, COLUMNS, memory=memory)._record, None, f"{bucket}/out")
+        assert plan.stats.peak_memory <= int(memory.removesuffix("MB")) * 1_000_000
+        assert sum(plan.explain_memory().values()) == plan.stats.peak_memory
+    with refused(BudgetError, "not-enough-memory", "memory="):
+        reshard.plan(source, COLUMNS, memory="80MB").run(f"{bucket}/out")
+
+
+def test_parts_are_as_s3_takes_them() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        size = int(rng.integers(1, 200 * MIB))
+        edges = sorted(int(edge) for edge in rng.integers(0, size, 6))
+        copies = [Copied(a, b - a, n, 7 * n) for n, (a, b) in enumerate(zip(edges[::2], edges[1::2], strict=True))]
+        copies = [copied for copied in copies if copied.nbytes >= LEAST_BYTES]
+        cut_up = parts_of(size, copies)
+        assert [part.begin for part in cut_up] == [0, *(part.end for part in cut_up[:-1])]
+        assert cut_up[-1].end == size
+        assert all(part.end - part.begin >= LEAST_BYTES for part in cut_up[:-1])
+        for part in cut_up:
+            if part.copied:
+                whole = next(copied for copied in copies if copied.source == part.copied.source)
+                assert part.copied.begin == part.begin >= whole.begin
+                assert part.copied.offset - whole.offset == part.begin - whole.begin
+                assert part.end <= whole.begin + whole.nbytes
+    assert parts_of(0) == []
+    assert len(parts_of(5 << 40)) <= 10_000
+
+
+def test_a_file_of_one_part_is_one_request(bucket: str, tmp_path: Path, counts: Asked) -> None:
+    source = reshard.open(write_file(tmp_path / "a.safetensors", {"b": BIG["b"]}))
+    counts.clear()
+    reshard.plan(source).run(f"{bucket}/out")
+    assert "POST" not in counts.operations
