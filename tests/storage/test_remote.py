@@ -17,7 +17,6 @@ from commands import call, done
 from faulty import Faults, raising
 from refusals import failed, refused
 from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, records
-from reshard.storage.urls.requests import translating
 
 import reshard
 from reshard import Layout, Strategy
@@ -133,8 +132,10 @@ def test_a_failure_leaves_nothing_unfinished(
     faults: Faults,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither unfinished files nor parts of them that cost money, but for those of an upload that the ledger knows, with
-    which the next run goes on; without a ledger no complete ones either."""
+    """Neither unfinished files nor parts of them that cost money, but for those of an upload that the ledger knows.
+
+    With these the next run goes on. Without a ledger no complete files are left either.
+    """
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
