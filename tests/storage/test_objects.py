@@ -16,7 +16,7 @@ from scripted import Answer, Asked, ScriptedServer
 import reshard
 from reshard.errors import SourceError, TargetError
 from reshard.storage.places import as_place
-from reshard.storage.urls import clients, failures
+from reshard.storage.urls import failures
 from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
     memory = stores.MemoryStore()
     monkeypatch.setattr(objects, "_store", lambda *_: memory)
-    clients._object_client.cache_clear()
+    schemes._object_client.cache_clear()
     yield f"{request.param}://bucket/run {request.param}"
-    clients._object_client.cache_clear()
+    schemes._object_client.cache_clear()
 
 
 def contents(url: str) -> dict[str, bytes]:

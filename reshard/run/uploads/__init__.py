@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from reshard.errors import ChangedError, GoneError, ReshardError, TargetError
 from reshard.plan.uploads.copies import upload_of
 from reshard.storage.threads import map_ordered
-from reshard.storage.urls.clients import client_at, in_s3
+from reshard.storage.urls.clients import in_s3
 from reshard.storage.urls.lines import ask
 from reshard.storage.urls.remote import REQUESTS
+from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

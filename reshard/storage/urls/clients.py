@@ -1,26 +1,26 @@
-"""The interface of clients of object stores and other file systems at URLs, and the choice among them by scheme.
+"""The interface of clients of object stores and other file systems at URLs.
 
 A client makes each request once; `lines` makes it again if it fails. Errors are its own; `failures` translates them.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reshard.errors import ReshardError, UsageError
 from reshard.storage.base import Status
-from reshard.storage.urls.failures import key_hint, one_line, stall_seconds
 
 if TYPE_CHECKING:
     from reshard.storage.base import Sink
 
-_S3 = {"s3", "s3a"}
-_OBSTORE = {"gs", "gcs", "az", "abfs", "abfss", "http", "https"}
+S3 = {"s3", "s3a"}
+"""The schemes of S3 and its compatibles."""
+
+OBSTORE = {"gs", "gcs", "az", "abfs", "abfss", "http", "https"}
+"""The schemes that obstore serves."""
 
 # File systems on which a file appears only when it is complete.
-_WHOLE = {*_S3, "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
+_WHOLE = {*S3, "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
 
 
 class Info(NamedTuple):
@@ -105,54 +105,11 @@ def in_s3(url: str) -> bool:
     >>> in_s3("s3://bucket/a"), in_s3("gs://bucket/a")
     (True, False)
     """
-    return url.partition("://")[0] in _S3
+    return url.partition("://")[0] in S3
 
 
 def buffering(url: str) -> Buffering:
     """Return how the client of a URL buffers."""
     if in_s3(url):
         return Buffering(1, 1)
-    return Buffering(2, 6 if url.partition("://")[0] in _OBSTORE else 2)  # obstore sends four parts at once
-
-
-def client_at(url: str) -> tuple[Client, str]:
-    """Return the client for a URL, and the key of the file.
-
-    Raises:
-        UsageError: the URL or its scheme is invalid.
-        ReshardError: its library is not installed.
-    """
-    scheme, _, rest = url.partition("://")
-    bucket, _, key = rest.partition("/")
-    key = key.strip("/")
-    if scheme in _S3:
-        if not bucket:
-            raise UsageError(f"cannot open {url}: it names no bucket", code="bad-url")
-        from reshard.storage.urls.s3.client import S3Client
-
-        return S3Client(bucket), key
-    try:
-        if scheme in _OBSTORE:
-            return _object_client(scheme, bucket, stall_seconds()), key
-        from reshard.storage.urls.filesystems import FileSystemClient, named
-
-        return FileSystemClient(url), named(url)
-    except ImportError as error:
-        hint = "pip install obstore, or 'reshard[remote]'" if scheme in _OBSTORE else ""
-        raise ReshardError(
-            f"the library for {scheme}:// is not installed, to open {url}",
-            code="library-missing",
-            facts=[] if hint else [str(error)],
-            hint=hint,
-        ) from None
-    except ReshardError:
-        raise
-    except Exception as error:  # of a library, about its settings
-        raise UsageError(f"cannot open {url}: {one_line(error)}", code="bad-url", hint=key_hint(url, error)) from None
-
-
-@lru_cache(maxsize=64)
-def _object_client(scheme: str, bucket: str, stall: float) -> Client:
-    from reshard.storage.urls.objects import ObjectClient
-
-    return ObjectClient(scheme, bucket, stall)
+    return Buffering(2, 6 if url.partition("://")[0] in OBSTORE else 2)  # obstore sends four parts at once

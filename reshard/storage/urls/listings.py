@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import GoneError, SourceError
-from reshard.storage.urls.clients import client_at
 from reshard.storage.urls.lines import ask
+from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, cast
 
 from reshard.errors import GoneError, TargetError
 from reshard.storage.base import Capabilities, Status, truncated, unfinished_path
-from reshard.storage.urls.clients import appears_whole, client_at, in_s3
+from reshard.storage.urls.clients import appears_whole, in_s3
 from reshard.storage.urls.lines import Request, ask, results
 from reshard.storage.urls.listings import listings
 from reshard.storage.urls.pool import SLAB_BYTES, line, pool
+from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
