@@ -136,8 +136,12 @@ def test_after_five_tries_it_has_failed(
     assert time.monotonic() - begun < 60
     assert caught.value.exit_code == 1
     tries = Counter(seen.key for seen in through.seen if seen.fault)
-    assert max(tries.values()) == 5
+    at_once = 2 if operation == "UploadPart" else 1  # parts of the same file
+    assert 5 <= max(tries.values()) <= 5 * at_once
     through.clear()
+    if not is_read:  # an upload that has parts is gone on with, and no other is left
+        reshard.plan(reshard.open(local, strategy=HALVES), HALVES).run(f"{bucket}/out")
+        assert get(f"{bucket}/out") == tree(local)
     assert not fsspec.filesystem("s3").list_multipart_uploads(bucket.removeprefix("s3://"))
 
 
