@@ -16,7 +16,7 @@ from scripted import Answer, Asked, ScriptedServer
 import reshard
 from reshard.errors import SourceError, TargetError
 from reshard.storage.places import as_place
-from reshard.storage.urls import failures
+from reshard.storage.urls import failures, schemes
 from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:

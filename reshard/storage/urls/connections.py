@@ -93,7 +93,7 @@ def exchange(
             reply = _once(connection, method, target, headers, body, into)
         except BaseException as error:
             connection.close()
-            if is_new or not isinstance(error, _CLOSED):
+            if is_new or not isinstance(error, _CLOSED) or hasattr(connection, "is_given_up"):
                 raise
         else:
             break

@@ -201,6 +201,7 @@ class Request(Generic[T]):
         self._turn += 1
         for connection in [*self._connections]:
             with suppress(OSError, AttributeError):
+                connection.is_given_up = True  # no other connection takes its place
                 connection.sock.shutdown(SHUT_RDWR)  # the thread that waits for it gets an error
 
     def _lose(self) -> None:
