@@ -17,11 +17,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, TargetError, names
-from reshard.formats.entries import ranges
+from reshard.formats.entries import covers, ranges
 from reshard.run.locks import locks_at, opened
 from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, digest, known, lines_of, listed, parts_of
-from reshard.storage.crc import CASTAGNOLI, combine
-from reshard.storage.local import write_error
+from reshard.storage.crc import CASTAGNOLI, combine, crc32, crc_of_range
+from reshard.storage.local import local_store, write_error
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.small import read_small
 from reshard.storage.urls.remote import remote_store
@@ -29,6 +29,7 @@ from reshard.storage.urls.remote import remote_store
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from reshard.formats.entries import FileLayout, Spans
     from reshard.plan.plan import Plan
     from reshard.source.records import Range
 
@@ -379,3 +380,27 @@ def sum_of(
             value = combine(value, crc, length, polynomial)
             end += length
     return value
+
+
+def is_complete(path: str, layout: FileLayout, spans: Spans) -> bool:
+    """Return whether a file written in order has all contents, literals and sums.
+
+    Args:
+        path: the path of the unfinished file.
+        layout: its planned contents.
+        spans: the byte ranges that are written.
+    """
+    if not all(covers(spans, at, at + n) for content in layout.contents for at, n in content.runs):
+        return False
+    for offset, content in layout.literals:
+        stored = bytearray(len(content))
+        local_store().read_into(path, offset, memoryview(stored))
+        if stored != content:
+            return False
+    for begin, nbytes, places in layout.crcs:
+        stored = bytearray(4 * len(places))
+        for at, crc_offset in enumerate(places):
+            local_store().read_into(path, crc_offset, memoryview(stored)[4 * at : 4 * at + 4])
+        if stored != crc_of_range(local_store(), path, begin, nbytes, crc32).to_bytes(4, "little") * len(places):
+            return False
+    return True

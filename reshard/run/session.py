@@ -17,12 +17,12 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
-from reshard.formats.entries import covers, merged
+from reshard.formats.entries import merged
 from reshard.plan.inputs import ledger_provenance
 from reshard.plan.partition import bytes_left, remaining
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.run.beside import remove_older
-from reshard.run.ledger import Ledger, in_files, refuse_foreign
+from reshard.run.ledger import Ledger, in_files, is_complete, refuse_foreign
 from reshard.run.preflight import (
     Do,
     Policy,
@@ -38,7 +38,7 @@ from reshard.run.uploads import begin_uploads, sent_bytes
 from reshard.source.headers import contents_digest
 from reshard.source.made import provenance_file
 from reshard.source.records import Record, digest
-from reshard.storage.crc import crc32, crc_of_range
+from reshard.storage.crc import crc_of_range
 from reshard.storage.local import allocated, free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
@@ -141,7 +141,7 @@ class Session:
             good = {number: ranges for number, ranges in zip(begun, verified, strict=True) if ranges}
             local_store().close()  # files that were read are written next
             self._spans = {number: _spans(ranges) for number, ranges in good.items()}
-            complete = [n for n, spans in self._spans.items() if plan.by_file and _is_complete(plan, n, spans, root)]
+            complete = [n for n, spans in self._spans.items() if plan.by_file and self._is_complete(n, spans)]
             self.plan = remaining(plan, finished, self._spans, complete)
             self._ready: dict[int, State | None] = {number: self._record(number).ready for number in finished}
             self._unfinished_numbers = [number for number, file in enumerate(self.plan.files) if not file.done]
@@ -357,6 +357,9 @@ class Session:
                     good.append((begin, nbytes, crc))
         return good
 
+    def _is_complete(self, number: int, spans: Spans) -> bool:
+        return is_complete(self._unfinished(number), self._whole.files[number].layout, spans)
+
     def _begin(self, good: Mapping[int, Sequence[Range]]) -> None:
         """Begin the remaining files; keep good ranges of an earlier run."""
         if self._named_early:
@@ -435,26 +438,6 @@ def _headers(plan: Plan) -> dict[FileLayout, str]:
         return {}
     layouts = {file.layout for file in plan.files}
     return {layout: contents_digest((entry.name, entry) for entry in layout.contents) for layout in layouts}
-
-
-def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
-    """Return whether a file written in order has all contents, literals and sums."""
-    layout = plan.files[number].layout
-    path = unfinished(plan, number, root)
-    if not all(covers(spans, at, at + n) for content in layout.contents for at, n in content.runs):
-        return False
-    for offset, content in layout.literals:
-        stored = bytearray(len(content))
-        local_store().read_into(path, offset, memoryview(stored))
-        if stored != content:
-            return False
-    for begin, nbytes, places in layout.crcs:
-        stored = bytearray(4 * len(places))
-        for at, crc_offset in enumerate(places):
-            local_store().read_into(path, crc_offset, memoryview(stored)[4 * at : 4 * at + 4])
-        if stored != crc_of_range(local_store(), path, begin, nbytes, crc32).to_bytes(4, "little") * len(places):
-            return False
-    return True
 
 
 def _spans(good: Iterable[Range]) -> Spans:

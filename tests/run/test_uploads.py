@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import tree, write_file, write_ranks
+from measure import RESHARD, measured
 from refusals import refused
 from remotes import get, put
 
@@ -286,6 +288,35 @@ def test_memory_that_is_given_is_kept_or_refused(bucket: str, tmp_path: Path) ->
         assert sum(plan.explain_memory().values()) == plan.stats.peak_memory
     with refused(BudgetError, "not-enough-memory", "memory="):
         reshard.plan(source, COLUMNS, memory="80MB").run(f"{bucket}/out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["100MB", "140MB", None])
+@pytest.mark.parametrize("way", ["from", "to", "both", "columns"])
+def test_the_memory_of_a_run_is_kept_at_s3(bucket: str, tmp_path: Path, way: str, memory: str | None) -> None:
+    """Of whole commands: the buffers of requests, too, are within the limit, and within the prediction."""
+    big = {name: np.concatenate([values + n for n in range(4)]) for name, values in BIG.items() if values.ndim == 2}
+    big["b"] = BIG["b"]
+    source = write_ranks(tmp_path / "src", big, QUARTERS)
+    for name, strategy in {"source": QUARTERS, "target": COLUMNS if way == "columns" else HALVES}.items():
+        reshard.write_strategy(strategy, tmp_path / f"{name}.ckpt")
+    if way != "to":
+        put(source, f"{bucket}/src")
+    command = [
+        *RESHARD, "convert", str(source) if way == "to" else f"{bucket}/src",
+        str(tmp_path / "out") if way == "from" else f"{bucket}/out", "--source-strategy", f"{tmp_path}/source.ckpt",
+        "--target-strategy", f"{tmp_path}/target.ckpt", "--no-server-copy", "--json",
+        *(["--memory", memory] if memory else []),
+    ]  # fmt: skip
+    planned = measured(*command, "--dry-run")
+    if planned.code == 5:
+        assert (way, memory) == ("columns", "100MB") or way == "both"
+        return
+    assert planned.code == 0, planned.out + planned.err
+    predicted = json.loads(planned.out)["peak_memory"]
+    ran = measured(*command)
+    assert ran.code == 0, ran.err
+    assert ran.peak <= predicted <= (int(memory.removesuffix("MB")) if memory else 260) * 1_000_000
 
 
 def test_parts_are_as_s3_takes_them() -> None:
