@@ -62,7 +62,8 @@ def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
     plain = type(message)()
     plain.CopyFrom(message)
     plain.DiscardUnknownFields()
-    unknown_of = _unknown if plain.ByteSize() < message.ByteSize() else _nothing
+    has_unknown = plain.SerializePartialToString() != message.SerializePartialToString()
+    unknown_of = _unknown if has_unknown else _nothing
     layouts = []
     known: dict[bytes, Layout] = {}  # most tensors share their layout with others
     for item in message.parallel_layout_item:
