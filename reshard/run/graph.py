@@ -1,7 +1,7 @@
 """Build the dask graph of a plan: create files, move bytes, name files.
 
-There are few, large tasks, implemented in `tasks`. The plan itself is one node, which a cluster sends to each worker
-once. Keys are numbered downwards, because dask starts with the last of the tasks that wait for nothing; tasks that wait
+There are few, large tasks, implemented in `tasks`. If other processes may execute them, small ones are joined. The plan
+itself is one node, which a cluster sends to each worker once. Keys are numbered downwards, because dask starts with the last of the tasks that wait for nothing; tasks that wait
 for the same task have no order in dask (its dependents are a set), so `run` sorts them on this machine. Files are then
 read from the first byte to the last, which suits the read-ahead of the kernel.
 
@@ -98,7 +98,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     `Plan.run` does more: it refuses to overwrite, cleans up after a failure and reports progress.
 
     Attributes:
-        plan: by tensor, or by file (see `plan.partition`).
+        plan: by tensor, or by file (see `plan.partition`); with fewer tasks than given, if they are joined.
         directory: the target directory; a path or a URL.
         options: options of the tasks.
         run: the identifier of this run, used to cancel it.
