@@ -1,7 +1,7 @@
 """Build the dask graph of a plan: create files, move bytes, name files.
 
-There are few, large tasks, implemented in `tasks`. The plan itself is one node, which a cluster sends to each worker
-once. Keys are numbered downwards, because dask starts with the last of the tasks that wait for nothing; tasks that wait
+There are few, large tasks, implemented in `tasks`. If other processes may execute them, small ones are joined. The plan
+itself is one node, which a cluster sends to each worker once. Keys are numbered downwards, because dask starts with the last of the tasks that wait for nothing; tasks that wait
 for the same task have no order in dask (its dependents are a set), so `run` sorts them on this machine. Files are then
 read from the first byte to the last, which suits the read-ahead of the kernel.
 
@@ -20,6 +20,7 @@ import uuid
 from collections import Counter
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -30,6 +31,7 @@ from dask.threaded import get as threaded_get
 
 from reshard.errors import names
 from reshard.plan.partition import partitioned
+from reshard.plan.plan import Task as PlanTask
 from reshard.run.preflight import check_sources
 from reshard.run.settings import Report, TaskOptions, report_of
 from reshard.run.tasks import (
@@ -61,6 +63,12 @@ FILES_A_TASK = 32
 FILE_TASKS = 64
 """Below this number, each file has a task: allocating a large file keeps a thread busy."""
 
+ENOUGH_TASKS = 256
+"""The fewest tasks that are left when small tasks are joined."""
+
+JOINED_BYTES, JOINED_FILES = 16 << 20, 16
+"""The most bytes that joined tasks move, and whole files that they write side by side, on average."""
+
 
 def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
     """Join the receipts of several tasks."""
@@ -90,7 +98,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     `Plan.run` does more: it refuses to overwrite, cleans up after a failure and reports progress.
 
     Attributes:
-        plan: by tensor, or by file (see `plan.partition`).
+        plan: by tensor, or by file (see `plan.partition`); with fewer tasks than given, if they are joined.
         directory: the target directory; a path or a URL.
         options: options of the tasks.
         run: the identifier of this run, used to cancel it.
@@ -101,7 +109,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     """
 
     def __init__(self, plan: Plan, directory: str, options: TaskOptions) -> None:
-        self.plan = plan
+        self.plan = plan = _with_joined_tasks(plan) if options.multi_process else plan
         self.directory = directory
         self.run = uuid.uuid4().hex
         self.options = options._replace(run=self.run, crcs=plan.has_crcs)
@@ -136,15 +144,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     @property
     def has_arrays(self) -> bool:
         """Return whether tasks get chunks of assigned arrays."""
-        return not self._by_file and bool(self._arrays())
-
-    def _arrays(self) -> list[FromArray]:
-        """Return the assigned arrays of the source."""
-        if all(file.inputs is None for file in self.plan.source.files):
-            return []
-        from reshard.expressions.assigned import arrays_in  # rarely needed
-
-        return [array for array in arrays_in(self.plan.source.coding) if array.array is not None]
+        return not self._by_file and bool(_arrays(self.plan))
 
     def creating(self) -> dict[str, Any]:
         """Return the tasks that create files, for a graph of their own."""
@@ -161,7 +161,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return the arguments of the tasks that move bytes; add the tasks that compute chunks of arrays."""
         moves: list[tuple[Any, ...]]
         moves = [(number, self.directory, self.options, created) for number in range(len(self.plan.tasks))]
-        arrays = self._arrays()
+        arrays = _arrays(self.plan)
         if not arrays:
             return moves
         from reshard.expressions.assigned import Needed
@@ -320,6 +320,29 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def __repr__(self) -> str:
         tasks, files = counted(self.plan.stats.tasks, "task"), counted(len(self.plan.files), "file")
         return f"<Graph: {tasks} to write {files} below {names([self.directory])}>"
+
+
+def _with_joined_tasks(plan: Plan) -> Plan:
+    """Return the plan with small tasks joined: a cluster needs 5 ms of processor time for each, besides the work."""
+    count, nbytes = len(plan.tasks), max(plan.stats.bytes_read, plan.stats.bytes_written)
+    files = sum(len(task.files) for task in plan.tasks)
+    size = min(count // ENOUGH_TASKS, JOINED_BYTES * plan.stats.tasks // (nbytes or 1))
+    if files:
+        size = min(size, JOINED_FILES * count // files)
+    if size < 2 or _arrays(plan):  # a task keeps all chunks of arrays that it needs in memory
+        return plan
+    batches = [plan.tasks[begin : begin + size] for begin in range(0, count, size)]
+    tasks = tuple(PlanTask(*(tuple(chain(*parts)) for parts in zip(*batch, strict=True))) for batch in batches)
+    return replace(plan, tasks=tasks, stats=plan.stats._replace(tasks=len(tasks)))
+
+
+def _arrays(plan: Plan) -> list[FromArray]:
+    """Return the assigned arrays of the source."""
+    if all(file.inputs is None for file in plan.source.files):
+        return []
+    from reshard.expressions.assigned import arrays_in  # rarely needed
+
+    return [array for array in arrays_in(plan.source.coding) if array.array is not None]
 
 
 def _tasks_of(arrays: Sequence[FromArray], keys: Sequence[Key]) -> dict[Any, Any]:

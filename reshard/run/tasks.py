@@ -57,7 +57,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 @contextmanager
-def _working(options: TaskOptions, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
+def _working(options: TaskOptions, directory: str, written: Iterable[str] = ()) -> Iterator[None]:
     """Enter a task; if several processes share the files, close them afterwards.
 
     With `fsync`, written files are synced, unless a process on the same machine syncs them when all is written. Closing
@@ -73,8 +73,8 @@ def _working(options: TaskOptions, directory: str, written: Sequence[str] = ()) 
                 code="different-directory", hint="every worker must reach the target by the same path",
             )  # fmt: skip
         yield
-        syncs = options.multi_process and options.fsync and bool(written)
-        if syncs and not (options.cached and options.cached == cache_of(directory)):
+        is_synced_later = options.cached and options.cached == cache_of(directory)
+        if options.multi_process and options.fsync and not is_synced_later:
             for path in written:
                 local_store().sync(path)
     finally:
@@ -124,7 +124,7 @@ def move_task(
     sinks = Sinks(partial(_positioned, plan, directory))
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
     spans = ReadSpans(store) if drops_spans else None
-    with _working(options, directory, _written(plan, [number], directory) if options.multi_process else ()):
+    with _working(options, directory, _paths(plan, sinks, directory)):
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,
@@ -146,7 +146,7 @@ def move_task(
             for path in _written(plan, tasks, directory):
                 local_store().drop_cache(path, written=True, wait=last or options.multi_process)
         elif options.fsync and len(plan.files) <= WRITEBACK_FILES:
-            for path in _written(plan, [number], directory):
+            for path in _paths(plan, sinks, directory):
                 local_store().start_writeback(path)
     seconds = time.perf_counter() - began
     return Receipt(f"move {number}", *moved[:2], seconds, *moved[2:])
@@ -164,6 +164,11 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
     if plan.coding and plan.coding.of(file.path):
         return plan.coding.sink(file.path, sink(sized=False))
     return sink(sized=True)
+
+
+def _paths(plan: Plan, sinks: Sinks, directory: str) -> Iterator[str]:
+    """Yield the unfinished paths of the files that a task has written into."""
+    yield from (unfinished(plan, file, directory) for file in sorted(sinks.ended.union(sinks)))
 
 
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
