@@ -98,8 +98,7 @@ _VIEW_BYTES = 200  # size of a view in a cached band, with its share of the cont
 class _Buffers(threading.local):
     """Buffers of a thread, reused because touching new memory is slower than copying.
 
-    The bands of the last few tensor shapes are cached, too: layers repeat, and computing bands with their views of the
-    buffers takes as long as gathering their columns.
+    Bands of the last few tensor shapes are cached, too: layers repeat, and to compute them takes as long as to gather.
 
     Attributes:
         read: the bytes that are read for a band.

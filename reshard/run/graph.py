@@ -1,9 +1,10 @@
 """Build the dask graph of a plan: create files, move bytes, name files.
 
 There are few, large tasks, implemented in `tasks`. If other processes may execute them, small ones are joined. The plan
-itself is one node, which a cluster sends to each worker once. Keys are numbered downwards, because dask starts with the last of the tasks that wait for nothing; tasks that wait
-for the same task have no order in dask (its dependents are a set), so `run` sorts them on this machine. Files are then
-read from the first byte to the last, which suits the read-ahead of the kernel.
+itself is one node, which a cluster sends to each worker once. Keys are numbered downwards, because dask starts with the
+last of the tasks that wait for nothing; tasks that wait for the same task have no order in dask (its dependents are a
+set), so `run` sorts them on this machine. Files are then read from the first byte to the last, which suits the
+read-ahead of the kernel.
 
 A cluster that loses a worker repeats its tasks on another worker, including tasks whose receipts the lost one held. So
 working tasks are idempotent, and may even run twice at the same time: creating a file keeps its contents, and the same
