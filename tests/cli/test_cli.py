@@ -113,7 +113,7 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
         "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "dropped",
         "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
         "finished",
-        "verify", "manifest", "changes", "removed",
+        "verify", "manifest", "changes", "removed", "bytes_copied", "requests",
     }  # fmt: skip
     assert before["files"][3] == {"rank": 3, "path": "rank_3/checkpoint_3.ckpt", "nbytes": 4321}
     sizes = {name.removeprefix("dst/"): len(content) for name, content in tree(tmp_path).items()}

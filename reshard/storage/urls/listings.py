@@ -50,7 +50,9 @@ class Listings:
         """
         files = self._listing_of(url)
         if files is None:
-            files = self._deep[url] = self.now(url)
+            files = self.now(url)
+            if files:  # otherwise it may be a file
+                self._deep[url] = files
         return {path: info for path, info in files.items() if path.startswith(f"{url}/")}
 
     def now(self, url: str) -> dict[str, Info]:
