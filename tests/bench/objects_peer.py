@@ -4,7 +4,7 @@
 
 Source and target are directories or `s3://` URLs of rank files in safetensors, with matrices cut along their rows and
 vectors that every rank has. `rows` writes files of half as many ranks, `columns` of as many ranks that have columns,
-`compare` compares what `rows` wrote with its source.
+`compare` compares what `rows` wrote with its source. Local sources are mapped, so that they count as resident memory.
 """
 
 from __future__ import annotations
