@@ -182,7 +182,7 @@ def test_a_generated_page_is_what_the_program_says(place: str) -> None:
 
 def test_options_that_are_named_exist() -> None:
     known = set(options(cli)) | OF_OTHERS
-    for bench in ("bench.py", "zarr_route.py"):
+    for bench in ("bench.py", "objects.py", "zarr_route.py"):
         shown = subprocess.run(
             [sys.executable, f"tests/bench/{bench}", "--help"], cwd=ROOT, check=True, capture_output=True
         )
