@@ -344,7 +344,7 @@ def counts_table(rows: list[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|")
     for row in rows:
         for arm, counts in row["counts"].items():
-            operations = {name: int(count) for name, count in sorted(counts.items()) if name[0].isupper()}
+            operations = {name: int(count) for name, count in sorted(counts.items()) if name[:1].isupper()}
             shown = ", ".join(f"{count} {name}" for name, count in operations.items())
             failed = sum(int(count) for name, count in counts.items() if name.isdigit() and int(name) >= 500)
             print(f"| {row['case']}, {arm} | {shown}{f'; {failed} failed' if failed else ''} "
