@@ -23,6 +23,7 @@ from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
 from reshard.storage.places import any_store, as_place, can
+from reshard.storage.urls.pool import pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +95,7 @@ def run(
         drop_sources(plan, plan.transfers if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
+        pool.clear()
     report = report_of(plan, root, receipts, time.perf_counter() - began)
     return report._replace(
         resumed=session.resumed + sum(receipt.bytes_kept for receipt in receipts),

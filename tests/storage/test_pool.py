@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from refusals import refused
 from reshard.errors import SourceError
 from reshard.storage import places
 from reshard.storage.places import any_store, in_batches
-from reshard.storage.urls import lines, remote
+from reshard.storage.urls import connections, lines, remote
 from reshard.storage.urls import pool as pools
 from reshard.storage.urls.pool import SLAB_BYTES, Pool
 from reshard.storage.urls.remote import Fetch, joined, read_request, remote_store
@@ -330,3 +331,17 @@ def test_joined_ranges_are_few_requests(asked: Requests) -> None:
     asked.ranges.clear()
     remote_store().read(wants)
     assert len(asked.ranges) == 1
+
+
+def test_a_forked_process_starts_its_own_threads_and_connections() -> None:
+    """Threads do not live in the copy, and two processes must not talk on one connection."""
+    lines.ask("memory://x", "read", lambda: None)
+    connections._idle["http", "host", ""].append(None)  # type: ignore[arg-type]
+    child = os.fork()
+    if not child:
+        is_right = not any(connections._idle.values())
+        lines.ask("memory://x", "read", lambda: None)
+        os._exit(0 if is_right else 1)
+    connections._idle.clear()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -58,6 +58,8 @@ class Reply(NamedTuple):
 _idle: defaultdict[tuple[str, str, str], deque[http.client.HTTPConnection]] = defaultdict(deque)
 """Open connections that are not in use, by scheme, address and proxy."""
 
+os.register_at_fork(after_in_child=_idle.clear)  # two processes must not talk on one connection
+
 
 def exchange(
     method: str,

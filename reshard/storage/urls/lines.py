@@ -12,6 +12,7 @@ library may keep one of them waiting for ever.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -105,6 +106,7 @@ class _Lines:
 
 
 _lines = _Lines()
+os.register_at_fork(after_in_child=_lines.__init__)  # type: ignore[misc]  # a copy of the process has no threads
 
 
 class Request(Generic[T]):

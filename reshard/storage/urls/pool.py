@@ -103,6 +103,10 @@ class Pool:
             self._tokens = deque([None] * limits[0]), deque([None] * limits[1])
             self._free.clear()
 
+    def clear(self) -> None:
+        """Give the memory of buffers that are not in use back to the system."""
+        self._free.clear()
+
     def take(self, *, own: bool, sends: bool) -> Slab | None:
         """Return a shared buffer if there is one; else one beyond them if `own`, or None."""
         tokens: deque[None] | None = self._tokens[sends]

@@ -29,6 +29,7 @@ from reshard.run.executor import map_tasks
 from reshard.source.holdings import in_several_stages, with_all_stages
 from reshard.source.reshape import Shared
 from reshard.storage.cipher import store_of
+from reshard.storage.urls.pool import pool
 from reshard.verify.compare.comparer import Compared, Comparer, Mismatch, joined
 from reshard.verify.difference import Difference
 
@@ -305,6 +306,7 @@ def compare(
     finally:
         for side in (source, target):
             store_of(side.coding).close()
+        pool.clear()
     return Outcome(
         tuple(
             _difference(source, target, every[number], mismatch)
