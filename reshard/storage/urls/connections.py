@@ -18,7 +18,6 @@ from functools import lru_cache
 from socket import gaierror
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from reshard.errors import UsageError
 from reshard.storage.urls.failures import stall_seconds
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 _SENT_AT_ONCE = 1 << 20  # Python's timeout is for a whole `sendall`, so this much must go within a stall
 _LARGEST_REPLY = 1 << 30  # of small files, which have limits of their own
+_PROXY_VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 _CLOSED = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, ssl.SSLEOFError)
 """Errors on a connection that the server closed while it was idle: the request did not arrive."""
 
@@ -188,6 +188,10 @@ def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnectio
 
 def _proxy(scheme: str, address: str) -> str:
     """Return the address of the proxy for requests to an address, with the login if it has one, or ""."""
+    if not any(name in os.environ for name in _PROXY_VARIABLES):  # `getproxies` reads all of the environment
+        return ""
+    from urllib.request import getproxies, proxy_bypass  # slow, and rarely needed
+
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all", "")
     if not proxy or proxy_bypass(address):
