@@ -36,7 +36,7 @@ from reshard.plan.uploads.copies import unread_bytes
 from reshard.plan.uploads.sending import extra_bands, library_bytes, with_uploads
 from reshard.storage.places import can
 from reshard.storage.urls.pool import shared_bytes
-from reshard.storage.urls.s3.parts import part_bytes
+from reshard.storage.urls.s3.upload_parts import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

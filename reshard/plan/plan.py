@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
-    from reshard.storage.urls.s3.parts import Copied
+    from reshard.storage.urls.s3.upload_parts import Copied
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
 

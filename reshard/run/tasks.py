@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.source.records import Range
     from reshard.storage.base import ReadStore, Sink
-    from reshard.storage.urls.s3.parts import Upload
+    from reshard.storage.urls.s3.upload_parts import Upload
     from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16

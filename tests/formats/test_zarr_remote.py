@@ -24,8 +24,8 @@ from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.plan import budget
 from reshard.plan.partition import partitioned
 from reshard.storage.urls import remote
-from reshard.storage.urls.s3 import parts
-from reshard.storage.urls.s3.parts import LEAST_PART_BYTES
+from reshard.storage.urls.s3 import upload_parts
+from reshard.storage.urls.s3.upload_parts import LEAST_PART_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +178,7 @@ def test_large_chunks_are_sent_in_parts(
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     strategy = Strategy.of({"w": Layout.of([2], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
-    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 << 20)
     plan = reshard.plan(local, files=ZarrGroup(shard_size=0))
     plan.run(f"{bucket}/z")
     assert asked.operations.count("CompleteMultipartUpload") == 2

@@ -23,7 +23,7 @@ from reshard.errors import BudgetError, ChangedError, TargetError
 from reshard.plan.partition import partitioned
 from reshard.plan.uploads.sending import requests_of
 from reshard.storage.urls.s3.client import S3Client
-from reshard.storage.urls.s3.parts import LEAST_BYTES, Copied, parts_of
+from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, parts_of
 
 if TYPE_CHECKING:
     from pathlib import Path

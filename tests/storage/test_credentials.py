@@ -10,7 +10,7 @@ from refusals import refused
 from scripted import Answer, Asked, ScriptedServer, error
 
 from reshard.errors import SourceError, UsageError
-from reshard.storage.urls import lines
+from reshard.storage.urls import retries
 from reshard.storage.urls.remote import remote_store
 from reshard.storage.urls.s3 import aws
 from reshard.storage.urls.s3.aws import Keys
@@ -47,7 +47,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 def store(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
     server = ScriptedServer()
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setattr(lines, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(retries, "_FIRST_DELAY", 0.01)
     yield server
     server.close()
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL of a cloud, whose objects are in memory."""
     stores = pytest.importorskip("obstore.store")
-    from reshard.storage.urls import objects
+    from reshard.storage.urls import obstore_client
 
     memory = stores.MemoryStore()
-    monkeypatch.setattr(objects, "_store", lambda *_: memory)
+    monkeypatch.setattr(obstore_client, "_store", lambda *_: memory)
     schemes._object_client.cache_clear()
     yield f"{request.param}://bucket/run {request.param}"
     schemes._object_client.cache_clear()

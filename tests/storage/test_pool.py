@@ -16,7 +16,7 @@ from refusals import refused
 from reshard.errors import SourceError
 from reshard.storage import places
 from reshard.storage.places import any_store, in_batches
-from reshard.storage.urls import connections, lines, remote
+from reshard.storage.urls import connections, remote, retries
 from reshard.storage.urls import pool as pools
 from reshard.storage.urls.pool import SLAB_BYTES, Pool
 from reshard.storage.urls.remote import Fetch, joined, read_request, remote_store
@@ -210,7 +210,7 @@ def test_buffers_are_returned_by_files_that_are_sent(
     """A file of more parts than the pool has buffers is sent."""
     sink = remote_store().create(f"{bucket}/x", 6 * SLAB_BYTES)
     if stop == "error":
-        monkeypatch.setattr(lines, "TRIES", 1)
+        monkeypatch.setattr(retries, "TRIES", 1)
         monkeypatch.setattr(sinks.PartsSink, "_land", raising)
     try:
         for number in range(6):
@@ -315,7 +315,7 @@ def test_any_ranges_are_fetched(pieces: list[tuple[int, int]], most: int, size: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "pool", pool)
         patch.setattr(remote, "SLAB_BYTES", most)
-        patch.setattr(remote.line, "request_bytes", lambda: size)
+        patch.setattr(remote.speed, "request_bytes", lambda: size)
         slab = pool.take(own=True, sends=False)
         assert slab
         fetch = Fetch(wants, slab)
@@ -335,12 +335,12 @@ def test_joined_ranges_are_few_requests(asked: Requests) -> None:
 
 def test_a_forked_process_starts_its_own_threads_and_connections() -> None:
     """Threads do not live in the copy, and two processes must not talk on one connection."""
-    lines.ask("memory://x", "read", lambda: None)
+    retries.ask("memory://x", "read", lambda: None)
     connections._idle["http", "host", ""].append(None)  # type: ignore[arg-type]
     child = os.fork()
     if not child:
         is_right = not any(connections._idle.values())
-        lines.ask("memory://x", "read", lambda: None)
+        retries.ask("memory://x", "read", lambda: None)
         os._exit(0 if is_right else 1)
     connections._idle.clear()
     _, status = os.waitpid(child, 0)

@@ -26,7 +26,7 @@ from reshard.storage.places import RemotePath, any_store, as_place, can
 from reshard.storage.urls import remote
 from reshard.storage.urls.failures import translating
 from reshard.storage.urls.remote import joined
-from reshard.storage.urls.s3 import parts
+from reshard.storage.urls.s3 import upload_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,7 +110,7 @@ def test_a_large_file_is_sent_in_parts(
     bucket: str, asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_file(tmp_path / "model.safetensors", BIG)
-    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 << 20)
     plan = reshard.plan(reshard.open(path), Strategy.of({"w": Layout.of([1], [-1, -1]), "v": Layout.of([1], [-1, -1])}))
     plan.run(bucket)
     assert asked.operations.count("UploadPart") >= 2
@@ -139,7 +139,7 @@ def test_a_failure_leaves_nothing_unfinished(
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
-    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 << 20)
     monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
     # The first file is complete, five of the second file's eight MB are sent.
@@ -244,7 +244,7 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     with refused(UsageError, "unknown-partition", "'rank'"):
         plan.run(tmp_path / "out", partition="rank")
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "reshard.storage.urls.objects", raising=False)
+    monkeypatch.delitem(sys.modules, "reshard.storage.urls.obstore_client", raising=False)
     with refused(ReshardError, "library-missing", "gs://no-library/x", "pip install obstore", "reshard[remote]"):
         reshard.open("gs://no-library/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

@@ -14,7 +14,7 @@ from scripted import Answer, Asked, ScriptedServer, error
 
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.storage.places import as_place
-from reshard.storage.urls import connections, lines
+from reshard.storage.urls import connections, retries
 from reshard.storage.urls.remote import remote_store
 from reshard.storage.urls.s3 import aws
 from reshard.storage.urls.s3 import client as s3
@@ -45,7 +45,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setattr(lines, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(retries, "_FIRST_DELAY", 0.01)
     monkeypatch.setattr(s3, "_regions", {})
 
 
@@ -143,7 +143,7 @@ def test_a_connection_that_the_server_closed_while_it_was_idle(
     store: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no failed try, and needs no delay."""
-    monkeypatch.setattr(lines, "TRIES", 1)
+    monkeypatch.setattr(retries, "TRIES", 1)
     store.answers += [ranged(Asked("GET", "", {"range": "bytes=0-99"}, b"", 0))._replace(hangs_up=True)]
     store.answer = lambda asked: ranged(asked) if asked.method == "GET" else Answer()
     assert read("s3://b/x", 0, 100) + read("s3://b/x", 100, 100) == CONTENT

@@ -23,10 +23,10 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, UnansweredError, UnsentError, UsageError
 from reshard.storage.places import as_place
-from reshard.storage.urls import lines
+from reshard.storage.urls import retries
 from reshard.storage.urls.failures import passes as may_pass
 from reshard.storage.urls.remote import remote_store
-from reshard.storage.urls.s3 import parts
+from reshard.storage.urls.s3 import upload_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,8 +54,8 @@ WRITES = [
 def through(bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy that this process and those it starts reach S3 by."""
     monkeypatch.setenv("RESHARD_STALL_SECONDS", str(STALL))
-    monkeypatch.setattr(lines, "_FIRST_DELAY", 0.1)
-    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(retries, "_FIRST_DELAY", 0.1)
+    monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 << 20)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
     proxy.clear()

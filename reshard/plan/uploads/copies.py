@@ -16,7 +16,7 @@ from reshard.plan.bands import is_whole
 from reshard.plan.plan import Piece
 from reshard.storage.places import can
 from reshard.storage.urls.clients import in_s3
-from reshard.storage.urls.s3.parts import LEAST_BYTES, Copied, Upload, parts_of
+from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, Upload, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class _Run(NamedTuple):
     elements: int
 
 
-class _Piece(NamedTuple):
+class _SharedRun(NamedTuple):
     """A run in the files of a group of transfers that share their route."""
 
     group: int
@@ -67,18 +67,20 @@ def copies_of(plan: Plan, numbers: Iterable[int]) -> dict[int, tuple[Copied, ...
     for transfer in plan.transfers:
         if transfer.dtype is transfer.target_dtype and transfer.cost == 1:
             similar.setdefault((transfer.route, transfer.dtype.itemsize), []).append(transfer)
-    pieces_of: dict[int, list[tuple[int, _Piece]]] = {}  # by target file: the source file of each piece, and the piece
+    # By target file: the source file of each run, and the run.
+    pieces_of: dict[int, list[tuple[int, _SharedRun]]] = {}
     for group, (route, itemsize) in enumerate(similar):
         for run in _runs(route, itemsize):
             read = route.reads[run.source]
             for write in route.writes[run.target] if read.file in usable and not read.strides else ():
                 if write.file in files:
-                    piece = _Piece(
+                    piece = _SharedRun(
                         group, read.runs_index, write.runs_index, run.source_first, run.target_first, run.elements
                     )
                     pieces_of.setdefault(write.file, []).append((read.file, piece))
     transfers = list(similar.values())
-    known: dict[tuple[tuple[int, _Piece], ...], tuple[Copied, ...]] = {}  # of files that differ in their sources only
+    # Files that differ in their sources only are looked through once.
+    known: dict[tuple[tuple[int, _SharedRun], ...], tuple[Copied, ...]] = {}
     result = {}
     for number, pieces in pieces_of.items():
         sources = sorted({source for source, _ in pieces})
@@ -91,7 +93,7 @@ def copies_of(plan: Plan, numbers: Iterable[int]) -> dict[int, tuple[Copied, ...
     return result
 
 
-def _copies(pieces: Iterable[tuple[int, _Piece]], transfers: Sequence[Sequence[Transfer]]) -> Iterator[Copied]:
+def _copies(pieces: Iterable[tuple[int, _SharedRun]], transfers: Sequence[Sequence[Transfer]]) -> Iterator[Copied]:
     """Yield the ranges of the pieces of one file, for all transfers that have them."""
     for source, piece in pieces:
         for transfer in transfers[piece.group]:

@@ -13,7 +13,7 @@ from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
 from reshard.storage.urls.clients import buffering, in_s3
 from reshard.storage.urls.pool import SLAB_BYTES, shared_bytes
-from reshard.storage.urls.s3.parts import part_bytes
+from reshard.storage.urls.s3.upload_parts import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from reshard.errors import ChangedError, GoneError, ReshardError, TargetError
 from reshard.plan.uploads.copies import upload_of
 from reshard.storage.threads import map_ordered
 from reshard.storage.urls.clients import in_s3
-from reshard.storage.urls.lines import ask
 from reshard.storage.urls.remote import REQUESTS
+from reshard.storage.urls.retries import ask
 from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from reshard.plan.plan import Plan
     from reshard.storage.urls.s3.client import S3Client
-    from reshard.storage.urls.s3.parts import Upload
+    from reshard.storage.urls.s3.upload_parts import Upload
 
 
 def _client(url: str) -> tuple[S3Client, str]:

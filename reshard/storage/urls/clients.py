@@ -48,7 +48,7 @@ class Buffering(NamedTuple):
     sent: int
 
 
-class Page(NamedTuple):
+class ListingPage(NamedTuple):
     """A part of a listing.
 
     Attributes:
@@ -68,7 +68,7 @@ class Client(Protocol):
     def info(self, key: str) -> Info:
         """Return the state of a file as it is now; raise `FileNotFoundError` if there is none."""
 
-    def page(self, directory: str, token: str, *, deep: bool) -> Page:
+    def page(self, directory: str, token: str, *, deep: bool) -> ListingPage:
         """Return a page of the files below a directory, at any depth if `deep`; empty if it does not exist."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:

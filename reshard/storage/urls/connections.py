@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from reshard.errors import UsageError
 from reshard.storage.urls.failures import stall_seconds
-from reshard.storage.urls.lines import line
+from reshard.storage.urls.retries import line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

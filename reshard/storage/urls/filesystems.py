@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.core import url_to_fs  # 40 ms
 
 from reshard.errors import TargetError
-from reshard.storage.urls.clients import Info, Page, appears_whole
+from reshard.storage.urls.clients import Info, ListingPage, appears_whole
 from reshard.storage.urls.failures import translating
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class FileSystemClient:
             raise FileNotFoundError(key)
         return _info(info)
 
-    def page(self, directory: str, token: str, *, deep: bool) -> Page:  # noqa: ARG002 -- there is one page
+    def page(self, directory: str, token: str, *, deep: bool) -> ListingPage:  # noqa: ARG002 -- there is one page
         """See `Client.page`."""
         self._fs.invalidate_cache()
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -59,8 +59,8 @@ class FileSystemClient:
             found.pop(directory, None)
             # In some file systems, a listing and a request for one file give different versions.
             files = {key: Info(int(entry["size"] or 0), "") for key, entry in found.items() if entry["type"] == "file"}
-            return Page(files, tuple(key for key in found if key not in files))
-        return Page({})
+            return ListingPage(files, tuple(key for key in found if key not in files))
+        return ListingPage({})
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""

@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import GoneError, SourceError
-from reshard.storage.urls.lines import ask
+from reshard.storage.urls.retries import ask
 from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard.storage.base import Status
-    from reshard.storage.urls.clients import Info, Page
+    from reshard.storage.urls.clients import Info, ListingPage
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Listings:
             return "file"
         return "directory" if any(path.startswith(f"{url}/") for path in files) else ""
 
-    def _first_page(self, url: str) -> Page:
+    def _first_page(self, url: str) -> ListingPage:
         """Return the first page of a listing; keep it if it is the only one."""
         client, key = client_at(url)
         page = ask(url, "listed", partial(client.page, key, "", deep=True), nbytes=None)

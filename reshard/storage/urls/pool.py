@@ -43,7 +43,7 @@ LEAST_REQUEST_BYTES = 2 << 20
 _NEAR_SECONDS = 0.005  # a store that answers sooner is on this machine or next to it: long requests cost the least
 
 
-class Line:
+class Speed:
     """The latency and the rate of connections, as measured; they tell how long requests should be.
 
     With a certain memory in flight, short requests are faster, until they take about twice their latency. The estimate
@@ -71,7 +71,7 @@ class Line:
         return min(SLAB_BYTES, max(LEAST_REQUEST_BYTES, int(self._latency * self._rate)))
 
 
-line = Line()
+speed = Speed()
 
 
 class Slab(NamedTuple):

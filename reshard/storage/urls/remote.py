@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, cast
 from reshard.errors import GoneError, TargetError
 from reshard.storage.base import Capabilities, Status, truncated, unfinished_path
 from reshard.storage.urls.clients import appears_whole, in_s3
-from reshard.storage.urls.lines import Request, ask, results
 from reshard.storage.urls.listings import listings
-from reshard.storage.urls.pool import SLAB_BYTES, line, pool
+from reshard.storage.urls.pool import SLAB_BYTES, pool, speed
+from reshard.storage.urls.retries import StoreRequest, ask, results
 from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Sink, Want
     from reshard.storage.urls.clients import SinkClient
     from reshard.storage.urls.pool import Slab
-    from reshard.storage.urls.s3.parts import Upload
+    from reshard.storage.urls.s3.upload_parts import Upload
 
 Range = tuple[str, int, int]
 """A byte range of a file: path, offset and size."""
@@ -92,7 +92,7 @@ def joined(ranges: Iterable[Range], gap: int = _GAP, most: int = SLAB_BYTES) -> 
     ]
 
 
-def read_request(path: str, offset: int, buffer: memoryview) -> Request[None]:
+def read_request(path: str, offset: int, buffer: memoryview) -> StoreRequest[None]:
     """Begin to fill a buffer from a file, and return the request."""
 
     def read() -> None:
@@ -101,7 +101,7 @@ def read_request(path: str, offset: int, buffer: memoryview) -> Request[None]:
         if nbytes != len(buffer):
             raise truncated(path, offset + nbytes, len(buffer) - nbytes)
 
-    return Request(path, "read", read, nbytes=len(buffer))
+    return StoreRequest(path, "read", read, nbytes=len(buffer))
 
 
 class Fetch:
@@ -115,7 +115,7 @@ class Fetch:
     def __init__(self, wants: Sequence[Want], slab: Slab) -> None:
         self._slab = slab
         ranges = [(path, offset, len(buffer)) for path, offset, buffer in wants]
-        most = line.request_bytes()
+        most = speed.request_bytes()
         requested = joined(ranges, most=most)
         total = sum(nbytes for _, _, nbytes in requested)
         if total > SLAB_BYTES:
@@ -123,7 +123,7 @@ class Fetch:
             total = sum(nbytes for _, _, nbytes in requested)
         self._content = slab.view if total <= SLAB_BYTES else memoryview(bytearray(total))
         self._starts: list[tuple[str, int, int]] = []  # path, offset and position in the buffer, by path and offset
-        self._requests: list[Request[None]] = []
+        self._requests: list[StoreRequest[None]] = []
         position = 0
         for path, offset, nbytes in requested:
             self._starts.append((path, offset, position))
@@ -172,10 +172,10 @@ class RemoteStore:
         Raises:
             SourceError: a file ends too early, or cannot be read.
         """
-        most = line.request_bytes()
+        most = speed.request_bytes()
         ordered = sorted((want for want in wants if want[2]), key=lambda want: want[:2])
         small: list[Want] = []
-        requests: list[Request[None]] = []
+        requests: list[StoreRequest[None]] = []
         for number, (path, offset, buffer) in enumerate(ordered):
             if len(buffer) < _GAP and len(ordered) > 1:
                 small.append(ordered[number])
@@ -218,8 +218,8 @@ class RemoteStore:
         if not in_s3(path):
             return cast("SinkClient", client).sink(path, key, size)
         from reshard.storage.urls.s3.client import S3Client
-        from reshard.storage.urls.s3.parts import Upload, parts_of
         from reshard.storage.urls.s3.sink import PartsSink
+        from reshard.storage.urls.s3.upload_parts import Upload, parts_of
 
         assert isinstance(client, S3Client)  # noqa: S101 -- of the scheme
         return PartsSink(client, path, key, upload or Upload(() if size is None else parts_of(size)))

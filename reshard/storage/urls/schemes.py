@@ -51,6 +51,6 @@ def client_at(url: str) -> tuple[Client, str]:
 
 @lru_cache(maxsize=64)
 def _object_client(scheme: str, bucket: str, stall: float) -> Client:
-    from reshard.storage.urls.objects import ObjectClient
+    from reshard.storage.urls.obstore_client import ObjectClient
 
     return ObjectClient(scheme, bucket, stall)

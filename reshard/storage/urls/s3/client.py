@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from reshard.storage.crc import crc32, crc32c
-from reshard.storage.urls.clients import Info, Page
+from reshard.storage.urls.clients import Info, ListingPage
 from reshard.storage.urls.connections import Reply, exchange
 from reshard.storage.urls.failures import StoreError
-from reshard.storage.urls.pool import line
+from reshard.storage.urls.pool import speed
 from reshard.storage.urls.s3 import aws
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class S3Client:
             headers = self.request("HEAD", key).headers
         return Info(int(headers["content-length"]), headers.get("etag", "").strip('"'))
 
-    def page(self, directory: str, token: str, *, deep: bool) -> Page:
+    def page(self, directory: str, token: str, *, deep: bool) -> ListingPage:
         """See `Client.page`."""
         query = {"list-type": "2", "prefix": f"{directory}/" if directory else ""}
         query |= {} if deep else {"delimiter": "/"}
@@ -130,7 +130,7 @@ class S3Client:
             elif _tag(child) == "CommonPrefixes":
                 directories.append(_text(child, "Prefix").rstrip("/"))
         more = _text(root, "NextContinuationToken") if _text(root, "IsTruncated") == "true" else ""
-        return Page(files, tuple(directories), more)
+        return ListingPage(files, tuple(directories), more)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
@@ -141,7 +141,7 @@ class S3Client:
             if error.status == 416:
                 return 0
             raise
-        line.add(reply.waited, reply.nbytes, reply.took)
+        speed.add(reply.waited, reply.nbytes, reply.took)
         span, _, total = reply.headers.get("content-range", "").rpartition("/")
         if (reply.status != 206 and offset) or (span and span.split()[-1].partition("-")[0] != str(offset)):
             raise StoreError("NoRanges", "the store ignores byte ranges", reply.status)

@@ -8,15 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.errors import TargetError
-from reshard.storage.urls.lines import Request, ask
 from reshard.storage.urls.pool import SLAB_BYTES, pool
+from reshard.storage.urls.retries import StoreRequest, ask
 from reshard.storage.urls.s3.client import Source
-from reshard.storage.urls.s3.parts import LEAST_PART_BYTES, Part
+from reshard.storage.urls.s3.upload_parts import LEAST_PART_BYTES, UploadPart
 
 if TYPE_CHECKING:
     from reshard.storage.urls.pool import Slab
     from reshard.storage.urls.s3.client import S3Client
-    from reshard.storage.urls.s3.parts import Upload
+    from reshard.storage.urls.s3.upload_parts import Upload
 
 _MOST_FLYING = 16  # requests for one file: parts that are copied need no buffers
 
@@ -45,7 +45,7 @@ class PartsSink:
         self._slabs: list[Slab] = []  # of the part that is being written
         self._filled = 0
         self._tags = dict(upload.done)
-        self._flying: deque[tuple[int, Request[str], list[Slab]]] = deque()
+        self._flying: deque[tuple[int, StoreRequest[str], list[Slab]]] = deque()
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Add bytes; send each complete part."""
@@ -53,7 +53,7 @@ class PartsSink:
         self._pass(offset)
         while view:
             if self._is_open and self._next == len(self._parts):
-                self._parts.append(Part(self._position, self._position + LEAST_PART_BYTES))
+                self._parts.append(UploadPart(self._position, self._position + LEAST_PART_BYTES))
             part = self._parts[self._next]
             count = min(len(view), part.end - self._position)
             if not self._skips():
@@ -113,7 +113,7 @@ class PartsSink:
             call = partial(self._client.copy_part, self._key, self._identifier, number, source)
         else:
             call = partial(self._client.send_part, self._key, self._identifier, number, self._body())
-        request = Request(self._url, "written", call, TargetError, None if part.copied else self._filled)
+        request = StoreRequest(self._url, "written", call, TargetError, None if part.copied else self._filled)
         self._flying.append((number, request, self._slabs))
         self._slabs, self._filled = [], 0
 

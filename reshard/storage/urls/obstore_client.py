@@ -9,7 +9,7 @@ import obstore
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from reshard.errors import TargetError
-from reshard.storage.urls.clients import Info, Page
+from reshard.storage.urls.clients import Info, ListingPage
 from reshard.storage.urls.failures import translating
 
 if TYPE_CHECKING:
@@ -53,16 +53,16 @@ class ObjectClient:
         """See `Client.info`."""
         return _info(obstore.head(self._store, key))
 
-    def page(self, directory: str, token: str, *, deep: bool) -> Page:  # noqa: ARG002 -- obstore follows the tokens
+    def page(self, directory: str, token: str, *, deep: bool) -> ListingPage:  # noqa: ARG002 -- obstore follows the tokens
         """See `Client.page`: all pages at once; a web server lists nothing."""
         if not self._lists:
-            return Page({})
+            return ListingPage({})
         prefix = directory or None
         if deep:
             metas = [meta for chunk in obstore.list(self._store, prefix) for meta in chunk]
-            return Page({meta["path"]: _info(meta) for meta in metas})
+            return ListingPage({meta["path"]: _info(meta) for meta in metas})
         level = obstore.list_with_delimiter(self._store, prefix)
-        return Page({meta["path"]: _info(meta) for meta in level["objects"]}, tuple(level["common_prefixes"]))
+        return ListingPage({meta["path"]: _info(meta) for meta in level["objects"]}, tuple(level["common_prefixes"]))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""

@@ -38,7 +38,7 @@ TRIES = 5
 PATIENCE = 3.0
 """The seconds to wait for any response of a store when waits are cut short."""
 
-LINES = 48
+MOST_REQUESTS = 48
 """The number of requests of this process that are in flight at most."""
 
 _LOOK_SECONDS = 0.2
@@ -46,7 +46,7 @@ _FIRST_DELAY = 1.0  # before the second try; it doubles
 _SLOWEST = 1 << 20  # a library that moves fewer bytes in the time of a stall counts as stalled
 
 
-class Line(threading.local):
+class RequestConnection(threading.local):
     """The connection that a thread uses, so that another thread can break it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Line(threading.local):
     holder: list[Any] | None = None
 
 
-line = Line()
+line = RequestConnection()
 
 
 class _Responses:
@@ -76,12 +76,12 @@ class _Hurry:
     since: float | None = None
 
 
-class _Lines:
+class _RequestThreads:
     """Threads that make requests; each starts when there is work for it."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.unstarted = [None] * LINES  # a token for each thread; a list, because its `pop` needs no lock
+        self.unstarted = [None] * MOST_REQUESTS  # a token for each thread; a list, because its `pop` needs no lock
         self._idle: list[None] = []
 
     def start(self, job: Callable[[], None]) -> None:
@@ -105,11 +105,11 @@ class _Lines:
             del job  # it holds buffers
 
 
-_lines = _Lines()
-os.register_at_fork(after_in_child=_lines.__init__)  # type: ignore[misc]  # a copy of the process has no threads
+_threads = _RequestThreads()
+os.register_at_fork(after_in_child=_threads.__init__)  # type: ignore[misc]  # a copy of the process has no threads
 
 
-class Request(Generic[T]):
+class StoreRequest(Generic[T]):
     """A request that is made on another thread until it succeeds.
 
     Args:
@@ -139,7 +139,7 @@ class Request(Generic[T]):
         self._job(0)
 
     def _job(self, turn: int) -> None:
-        _lines.start(lambda: self._make(turn))
+        _threads.start(lambda: self._make(turn))
 
     def _make(self, turn: int) -> None:
         """Make the request, again if it fails for a passing reason; on a thread of its own."""
@@ -209,7 +209,7 @@ class Request(Generic[T]):
     def _lose(self) -> None:
         """Leave a thread that waits for ever, and make the request again on another."""
         self.give_up()
-        _lines.unstarted.append(None)
+        _threads.unstarted.append(None)
         self._tries += 1
         self._began = float("inf")
         if self._tries < TRIES and self._pause():
@@ -233,11 +233,11 @@ class Request(Generic[T]):
 def ask(
     url: str, action: str, call: Callable[[], T], kind: type[ReshardError] = SourceError, nbytes: int | None = 0
 ) -> T:
-    """Make one request and return its result; see `Request`."""
-    return Request(url, action, call, kind, nbytes).result()
+    """Make one request and return its result; see `StoreRequest`."""
+    return StoreRequest(url, action, call, kind, nbytes).result()
 
 
-def results(requests: Sequence[Request[T]]) -> list[T]:
+def results(requests: Sequence[StoreRequest[T]]) -> list[T]:
     """Return the results of requests in flight; if one fails, give the others up."""
     try:
         return [request.result() for request in requests]

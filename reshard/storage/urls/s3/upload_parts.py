@@ -43,7 +43,7 @@ class Copied(NamedTuple):
     offset: int
 
 
-class Part(NamedTuple):
+class UploadPart(NamedTuple):
     """A part of a file.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     copied: Copied | None = None
 
 
-def parts_of(size: int, copies: Sequence[Copied] = ()) -> list[Part]:
+def parts_of(size: int, copies: Sequence[Copied] = ()) -> list[UploadPart]:
     """Cut a file into parts, some of which are copied.
 
     A part before the last must have `LEAST_BYTES`, so what is sent between two copies takes bytes from the second.
@@ -78,10 +78,10 @@ def parts_of(size: int, copies: Sequence[Copied] = ()) -> list[Part]:
         least *= 2  # without short copies there are fewer parts
 
 
-def _parts(size: int, copies: Sequence[Copied], least: int) -> list[Part]:
+def _parts(size: int, copies: Sequence[Copied], least: int) -> list[UploadPart]:
     """Return the parts of a file with copies of at least `least` bytes."""
     most = part_bytes(size)
-    parts: list[Part] = []
+    parts: list[UploadPart] = []
     position = 0
     for copied in copies:
         sent = copied.begin - position
@@ -95,19 +95,19 @@ def _parts(size: int, copies: Sequence[Copied], least: int) -> list[Part]:
         edges = [begin + nbytes * number // count for number in range(count + 1)]
         for first, last in pairwise(edges):
             offset = copied.offset + first - copied.begin
-            parts.append(Part(first, last, Copied(first, last - first, copied.source, offset)))
+            parts.append(UploadPart(first, last, Copied(first, last - first, copied.source, offset)))
         position = end
     return [*parts, *_sent(position, size, most, is_last=True)]
 
 
-def _sent(begin: int, end: int, most: int, *, is_last: bool) -> list[Part]:
+def _sent(begin: int, end: int, most: int, *, is_last: bool) -> list[UploadPart]:
     """Cut bytes that are sent into parts; the last part of a file may be short."""
     nbytes = end - begin
     if is_last:
-        return [Part(first, min(first + most, end)) for first in range(begin, end, most)]
+        return [UploadPart(first, min(first + most, end)) for first in range(begin, end, most)]
     count = max(min(-(-nbytes // most), nbytes // LEAST_BYTES), 1) if nbytes else 0
     edges = [begin + nbytes * number // count for number in range(count + 1)] if count else []
-    return [Part(first, last) for first, last in pairwise(edges)]
+    return [UploadPart(first, last) for first, last in pairwise(edges)]
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -131,7 +131,7 @@ class Upload(NamedTuple):
         sources: the objects that are copied from: bucket, key and entity tag, by identity as in `Copied`.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[UploadPart]
     identifier: str = ""
     done: Mapping[int, str] = MappingProxyType({})
     sources: Mapping[int, tuple[str, str, str]] = MappingProxyType({})
