@@ -68,7 +68,7 @@ ENOUGH_TASKS = 256
 """The fewest tasks that are left when small tasks are joined."""
 
 JOINED_BYTES, JOINED_FILES = 16 << 20, 16
-"""The most bytes that joined tasks move, and whole files that they write side by side, on average."""
+"""The most bytes that joined tasks move, and whole files that they write side by side: at URLs these are buffered."""
 
 
 def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
@@ -325,14 +325,19 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
 def _with_joined_tasks(plan: Plan) -> Plan:
     """Return the plan with small tasks joined: a cluster needs 5 ms of processor time for each, besides the work."""
-    count, nbytes = len(plan.tasks), max(plan.stats.bytes_read, plan.stats.bytes_written)
-    files = sum(len(task.files) for task in plan.tasks)
-    size = min(count // ENOUGH_TASKS, JOINED_BYTES * plan.stats.tasks // (nbytes or 1))
-    if files:
-        size = min(size, JOINED_FILES * count // files)
-    if size < 2 or _arrays(plan):  # a task keeps all chunks of arrays that it needs in memory
+    most = len(plan.tasks) // ENOUGH_TASKS
+    if most < 2 or _arrays(plan):  # a task keeps all chunks of arrays that it needs in memory
         return plan
-    batches = [plan.tasks[begin : begin + size] for begin in range(0, count, size)]
+    mean = max(plan.stats.bytes_read, plan.stats.bytes_written) // max(plan.stats.tasks, 1)
+    batches: list[list[PlanTask]] = []
+    files = nbytes = 0
+    for task in plan.tasks:
+        size = max(mean, sum(plan.size_of(plan.files[number]) for number in task.files))
+        files, nbytes = files + len(task.files), nbytes + size
+        if not batches or len(batches[-1]) == most or files > JOINED_FILES or nbytes > JOINED_BYTES:
+            batches.append([])
+            files, nbytes = len(task.files), size
+        batches[-1].append(task)
     tasks = tuple(PlanTask(*(tuple(chain(*parts)) for parts in zip(*batch, strict=True))) for batch in batches)
     return replace(plan, tasks=tasks, stats=plan.stats._replace(tasks=len(tasks)))
 

@@ -110,7 +110,7 @@ if __name__ == "__main__":  # workers import this
     plan = reshard.plan(reshard.open(source, strategy=before), reshard.read_strategy(after))
     def run(**scheduler):
         began = time.perf_counter()
-        report = plan.run(out, overwrite=True, **scheduler)
+        report = plan.run(out, restart=True, **scheduler)
         print(time.perf_counter() - began, plan.stats.tasks, len(report.receipts))
     if cluster == "threads":
         run(threads=2)
