@@ -337,6 +337,7 @@ def test_joined_ranges_are_few_requests(asked: Requests) -> None:
 def test_a_forked_process_starts_its_own_threads_and_connections() -> None:
     """Threads do not live in the copy, and two processes must not talk on one connection."""
     retries.ask("memory://x", "read", lambda: None)
+    connections.close_idle()  # of other tests
     connections._idle["http", "host", ""].append(None)  # type: ignore[arg-type]
     child = os.fork()
     if not child:
