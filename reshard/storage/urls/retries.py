@@ -115,14 +115,15 @@ class _RequestThreads:
             start_new_thread(self._work, ())
 
     def _work(self) -> None:
+        job = self._jobs.get()  # not as an idle thread: the job that it was started for may be done by another
         while True:
+            job()
+            del job  # it holds buffers
             try:
                 job = self._jobs.get_nowait()
             except Empty:
                 self._idle.append(None)
                 job = self._jobs.get()
-            job()
-            del job  # it holds buffers
 
 
 _threads = _RequestThreads()
