@@ -164,7 +164,7 @@ def _fill(response: http.client.HTTPResponse, buffer: memoryview) -> int:
         if nbytes < len(buffer):
             raise http.client.IncompleteRead(b"", response.length)
     else:
-        response.read()  # the end of a chunked body
+        response.read(1)  # the end of a chunked body; a longer one is left
     return nbytes
 
 
