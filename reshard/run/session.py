@@ -189,7 +189,8 @@ class Session:
             withdraw(self._root, [self._whole.files[number] for number in self._unfinished_numbers])
             free = self.ledger.spare(sorted({file.file for file in self._older.values()}))
             self.removed = tuple(remove_older(self._root, self._older, free))
-            self.ledger.removed({self._older[path].file for path in self.removed})
+            ended = {path for path, item in self._older.items() if item.upload and item.file in free}
+            self.ledger.removed({self._older[path].file for path in ended.union(self.removed)})
 
     def finished(self) -> None:
         """Write the last records; move or remove the ledger if the target directory may not hold it."""
@@ -362,13 +363,22 @@ class Session:
 
     def _begin(self, good: Mapping[int, Sequence[Range]]) -> None:
         """Begin the remaining files; keep good ranges of an earlier run."""
+        wrote = {number: array("Q", [value for span in ranges for value in span]) for number, ranges in good.items()}
+        begun = self._records(self._unfinished_numbers)
+
+        def record(uploads: Mapping[int, str]) -> None:
+            self.ledger.add({
+                path: replace(value, wrote=wrote.get(number, value.wrote), upload=uploads.get(number, ""))
+                for number, (path, value) in zip(self._unfinished_numbers, begun.items(), strict=True)
+            })  # fmt: skip
+
         if self._named_early:
             # An index marks a set as complete, and this run replaces files of it.
             withdraw(self._root, [self._whole.files[number] for number in self._unfinished_numbers])
-            if self.ledger.keeps:
-                recorded = {number: self._record(number).upload for number in self._unfinished_numbers}
-                same = self._numbers(Do.RESUME)
-                self.plan = replace(self.plan, uploads=begin_uploads(self.plan, self._root, recorded, same))
+            numbers = self._unfinished_numbers if self.ledger.keeps else []
+            recorded = {number: self._record(number).upload for number in numbers}
+            uploads = begin_uploads(self.plan, self._root, recorded, self._numbers(Do.RESUME), record)
+            self.plan = replace(self.plan, uploads=uploads)
         else:
             self._check_space()
             for number in self._unfinished_numbers:
@@ -376,13 +386,7 @@ class Session:
                 for path in self._existing[self._paths[number]].unfinished:
                     if path != resumed:
                         local_store().discard(path)
-        wrote = {number: array("Q", [value for span in ranges for value in span]) for number, ranges in good.items()}
-        begun = self._records(self._unfinished_numbers)
-        begun_uploads = self.plan.uploads
-        self.ledger.add({
-            path: replace(value, wrote=wrote.get(number, value.wrote), upload=begun_uploads.get(number, ""))
-            for number, (path, value) in zip(self._unfinished_numbers, begun.items(), strict=True)
-        })  # fmt: skip
+            record({})
 
     def _records(self, numbers: Iterable[int]) -> dict[str, Record]:
         """Return the records of files at their beginning, by path."""

@@ -11,7 +11,7 @@ A log consists of JSON lines; at URLs, to which nothing can be appended, of seve
                                                          "replaces": an earlier run's file that has the name till then
     {"file": "rank_0/a.ckpt", "wrote": [[128, 2048, 305419896], …]}
                                                          ranges of the file: begin, bytes, CRC-32C
-    {"file": "rank_0/a.ckpt", "upload": "2~Xb… 12.8388608.0"}
+    {"file": "rank_0/a.ckpt", "upload": "2~Xb… 12.5b1f0c…"}
                                                          at S3: the identifier of its upload, and of its parts
     {"file": "rank_0/a.ckpt", "ready": [4096, 1790000000000000000]}
                                                          complete: size and time (at a URL, version); "boot": not

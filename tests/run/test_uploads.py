@@ -22,6 +22,8 @@ from reshard import Layout, Strategy
 from reshard.errors import BudgetError, ChangedError, TargetError
 from reshard.plan.partition import partitioned
 from reshard.plan.uploads.sending import requests_of
+from reshard.run.ledger import Ledger
+from reshard.storage.urls.s3 import upload_parts
 from reshard.storage.urls.s3.client import S3Client
 from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, parts_of
 
@@ -258,6 +260,52 @@ def test_uploads_that_are_of_no_use_are_ended(
     assert get(f"{bucket}/out") == tree(tmp_path / "here")
 
 
+def test_uploads_of_files_that_are_no_longer_written_are_ended(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new target has fewer ranks."""
+    opened = reshard.open(write_ranks(tmp_path / "src", BIG, QUARTERS), strategy=QUARTERS)
+    send = S3Client.send_part
+    monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 * MIB)
+
+    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
+        if number > 1 and "rank_3" in key:
+            raise PermissionError("AccessDenied: no more")
+        return send(client, key, upload, number, body)
+
+    monkeypatch.setattr(S3Client, "send_part", failing)
+    with refused(TargetError, "no-access"):
+        reshard.plan(opened, QUARTERS).run(f"{bucket}/out", scheduler="synchronous")
+    assert ["rank_3" in key for key in uploads_at(bucket)] == [True]
+    monkeypatch.setattr(S3Client, "send_part", send)
+    report = reshard.plan(opened, HALVES).run(f"{bucket}/out", restart=True)
+    assert not any("rank_3" in path for path in report.removed)
+    assert uploads_at(bucket) == []
+
+
+@pytest.mark.parametrize("where", ["begin", "ledger"])
+def test_uploads_that_no_ledger_records_are_ended(
+    bucket: str, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = reshard.plan(reshard.open(write_ranks(tmp_path / "src", BIG, QUARTERS), strategy=QUARTERS), HALVES)
+    begin = S3Client.begin
+
+    def failing(client: S3Client, key: str) -> str:
+        if where == "begin" and "rank_1" in key:
+            raise PermissionError("AccessDenied: no more")
+        return begin(client, key)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TargetError("no", code="no-access")
+
+    monkeypatch.setattr(S3Client, "begin", failing)
+    if where == "ledger":
+        monkeypatch.setattr(Ledger, "add", refuse)
+    with refused(TargetError, "no-access"):
+        plan.run(f"{bucket}/out")
+    assert uploads_at(bucket) == []
+
+
 def test_an_upload_that_is_gone_is_begun_anew(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
@@ -331,6 +379,7 @@ def test_parts_are_as_s3_takes_them() -> None:
         assert cut_up[-1].end == size
         assert all(part.end - part.begin >= LEAST_BYTES for part in cut_up[:-1])
         for part in cut_up:
+            assert part.copied or part.end - part.begin <= upload_parts.part_bytes(size)  # as many buffers are planned
             if part.copied:
                 whole = next(copied for copied in copies if copied.source == part.copied.source)
                 assert part.copied.begin == part.begin >= whole.begin

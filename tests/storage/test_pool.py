@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -336,6 +337,7 @@ def test_joined_ranges_are_few_requests(asked: Requests) -> None:
 def test_a_forked_process_starts_its_own_threads_and_connections() -> None:
     """Threads do not live in the copy, and two processes must not talk on one connection."""
     retries.ask("memory://x", "read", lambda: None)
+    connections.close_idle()  # of other tests
     connections._idle["http", "host", ""].append(None)  # type: ignore[arg-type]
     child = os.fork()
     if not child:
@@ -345,3 +347,30 @@ def test_a_forked_process_starts_its_own_threads_and_connections() -> None:
     connections._idle.clear()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_library_that_wakes_up_late_writes_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request succeeded on another thread, so its buffer is in use for something else."""
+    monkeypatch.setenv("RESHARD_STALL_SECONDS", "0.1")
+    monkeypatch.setattr(retries, "_FIRST_DELAY", 0.01)
+    memory = fsspec.filesystem("memory")
+    wakes, woke, read = threading.Event(), threading.Event(), type(memory).cat_file
+    calls: list[None] = []
+
+    def cat_file(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            wakes.wait(20)
+            woke.set()
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(type(memory), "cat_file", cat_file)
+    buffer = bytearray(STEP)
+    remote_store().read_into(URL, 0, memoryview(buffer))
+    assert buffer == CONTENT[:STEP]
+    assert len(calls) == 2
+    buffer[:] = bytes(STEP)  # it is used again
+    wakes.set()
+    assert woke.wait(20)
+    time.sleep(0.05)
+    assert buffer == bytes(STEP)

@@ -375,7 +375,7 @@ def test_a_batch_is_few_requests(root: str, asked: Requests, tmp_path: Path) -> 
 
 
 def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote.line, "request_bytes", lambda: 1000)
+    monkeypatch.setattr(remote.speed, "request_bytes", lambda: 1000)
     fsspec.filesystem("memory").pipe_file("/batches/a", bytes(range(250)) * 10)
     buffer = memoryview(bytearray(2500))
     asked.ranges.clear()

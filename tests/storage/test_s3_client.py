@@ -189,6 +189,20 @@ def test_a_store_that_ignores_ranges(store: ScriptedServer) -> None:
     assert read("s3://b/x", 100, 50) == CONTENT[100:150]
 
 
+def test_no_more_is_read_than_was_asked_for(store: ScriptedServer) -> None:
+    """A store that ignores ranges may not say how long its reply is."""
+    body = b"c8\r\n" + CONTENT + b"\r\nfffff\r\nand so on"
+    store.answers.append(Answer(200, {"transfer-encoding": "chunked"}, body, hangs_up=True))
+    assert read("s3://b/x", 0, 200) == CONTENT
+    assert len(store.asked) == 1
+
+
+def test_an_endpoint_that_is_no_url_is_refused(store: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.address)
+    with refused(UsageError, "bad-value", "AWS_ENDPOINT_URL"):
+        read("s3://b/x", 0, 1)
+
+
 def test_a_completion_whose_reply_was_lost_on_a_kept_connection(store: ScriptedServer) -> None:
     """It is not repeated unnoticed: the second one would find no upload."""
     size = 10 << 20

@@ -154,3 +154,26 @@ def test_sums_of_ranges_are_filled_in(size: int) -> None:
     assert kept.state == "durable"
     sink.abort()
     assert kept.state == "aborted"
+
+
+@pytest.mark.parametrize("skipped", [[(0, 12)], [(0, 8)], [(0, 4), (6, 12)], [(2, 7), (8, 11)]])
+def test_pieces_that_are_skipped_do_not_wait_for_ever(skipped: list[tuple[int, int]]) -> None:
+    """Literals are given first, up to the end of the file; then the zeros between them."""
+
+    class Sparse(Kept):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bytes: dict[int, int] = {}
+
+        def write_at(self, offset: int, data: bytes | memoryview) -> None:
+            self.bytes.update(enumerate(bytes(data), offset))
+
+    content = b"ab\0cd\0ef\0ghi"
+    kept = Sparse()
+    sink = Ordered(lambda: kept, "a", 12, skips=skipped)
+    for begin, end in ((0, 2), (3, 5), (6, 8), (9, 12), (2, 3), (5, 6), (8, 9)):
+        sink.write_at(begin, content[begin:end])
+    sink.finish(durable=False)
+    assert all(content[at] == value for at, value in kept.bytes.items())
+    needed = set(range(12)).difference(*(range(*span) for span in skipped))
+    assert needed <= set(kept.bytes)

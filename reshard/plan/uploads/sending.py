@@ -85,9 +85,14 @@ def _write_buffers(plan: Plan, groups: Groups, parts: int) -> int:
     block = BLOCK_BYTES if plan.cipher else 0  # buffered until its header is known
     sizes_by_group = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
     return max(
-        (sum(min(parts * part_bytes(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
+        (sum(min(parts * _buffered(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
         default=0,
     )
+
+
+def _buffered(size: int) -> int:
+    """Return the memory of the buffers of a part, for a file of this size."""
+    return -(-part_bytes(size) // SLAB_BYTES) * SLAB_BYTES
 
 
 def _thread_bytes(plan: Plan) -> int:

@@ -26,11 +26,13 @@ from reshard.formats.zarr.files import is_of_store
 from reshard.plan.inputs import ledger_provenance
 from reshard.run.locks import refuse_link
 from reshard.run.preflight import states_of
+from reshard.run.uploads import end_upload
 from reshard.source.made import provenance_file
 from reshard.source.records import digest, known
 from reshard.storage.base import unfinished_path
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.small import is_within
+from reshard.storage.urls.clients import in_s3
 from reshard.strategy.schema import is_inner_path
 from reshard.strategy.strategy import Strategy
 
@@ -43,10 +45,17 @@ if TYPE_CHECKING:
 
 
 class Older(NamedTuple):
-    """A file of an earlier run, maybe unfinished: its target path and its state."""
+    """A file of an earlier run, maybe unfinished.
+
+    Attributes:
+        file: its target path.
+        state: its state; None if only its upload exists.
+        upload: the upload that makes it, as in the ledger; "" if there is none.
+    """
 
     file: str
-    state: State
+    state: State | None
+    upload: str = ""
 
 
 def older_files(plan: Plan, root: str) -> dict[str, Older]:
@@ -82,6 +91,8 @@ def older_files(plan: Plan, root: str) -> dict[str, Older]:
         record = records[file]
         if states.get(file) is not None and states[file] in {record.ready, record.replaces}:
             older[file] = Older(file, states[file])
+        elif states.get(file) is None and record.upload and in_s3(root):
+            older[file] = Older(file, None, record.upload)
     if can(root).positioned:
         unfinished = {unfinished_path(file, records[file].digest): file for file in files}
         states_of_unfinished = states_of(root, list(unfinished), ())
@@ -90,7 +101,7 @@ def older_files(plan: Plan, root: str) -> dict[str, Older]:
 
 
 def remove_older(root: str, older: Mapping[str, Older], free: Collection[str]) -> list[str]:
-    """Remove files of earlier runs whose state has not changed; return their paths.
+    """Remove files of earlier runs whose state has not changed, and return their paths; end their uploads.
 
     Args:
         root: the target.
@@ -101,7 +112,10 @@ def remove_older(root: str, older: Mapping[str, Older], free: Collection[str]) -
         TargetError: a file cannot be removed.
         SourceError: the storage of the target cannot be reached.
     """
-    paths = [path for path, item in older.items() if item.file in free and _is_below(root, path)]
+    for path, item in older.items():
+        if item.upload and item.file in free and _is_below(root, path):
+            end_upload(f"{root}/{path}", item.upload)
+    paths = [path for path, item in older.items() if item.state and item.file in free and _is_below(root, path)]
     states = states_of(root, paths, paths)
     paths = sorted((path for path in paths if states.get(path) == older[path].state), key=_indexes_first)
     for path in paths:

@@ -6,8 +6,10 @@ recorded upload has, and neither reads nor sends what is in them. So do the task
 
 from __future__ import annotations
 
+from array import array
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from reshard.errors import ChangedError, GoneError, ReshardError, TargetError
@@ -19,7 +21,7 @@ from reshard.storage.urls.retries import ask
 from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from reshard.plan.plan import Plan
     from reshard.storage.urls.s3.client import S3Client
@@ -37,10 +39,17 @@ def _client(url: str) -> tuple[S3Client, str]:
 def layout_of(plan: Plan, number: int) -> str:
     """Return a text that identifies the parts of a file; only equal parts can be gone on with."""
     parts = upload_of(plan, number).parts
-    return f"{len(parts)}.{parts[0].end if parts else 0}.{sum(part.copied is not None for part in parts)}"
+    edges = array("Q", [part.end for part in parts])
+    return f"{len(parts)}.{sha256(edges).hexdigest()[:16]}"
 
 
-def begin_uploads(plan: Plan, directory: str, recorded: Mapping[int, str], resumed: Collection[int]) -> dict[int, str]:
+def begin_uploads(
+    plan: Plan,
+    directory: str,
+    recorded: Mapping[int, str],
+    resumed: Collection[int],
+    record: Callable[[Mapping[int, str]], None],
+) -> dict[int, str]:
     """Begin the uploads of the files of a plan, and return their identifiers by file number.
 
     Args:
@@ -48,12 +57,16 @@ def begin_uploads(plan: Plan, directory: str, recorded: Mapping[int, str], resum
         directory: the URL of the target.
         recorded: the identifiers that earlier runs recorded, as this function returns them; "" if there is none.
         resumed: the numbers of files that earlier runs began with the same contents.
+        record: records the identifiers; if that fails, the new uploads are ended.
 
     Raises:
         TargetError: an upload cannot be begun.
     """
     if not in_s3(directory):
+        record({})
         return {}
+
+    new: list[tuple[str, str]] = []
 
     def begin(number: int) -> str:
         url, earlier = f"{directory}/{plan.files[number].path}", recorded[number]
@@ -61,12 +74,23 @@ def begin_uploads(plan: Plan, directory: str, recorded: Mapping[int, str], resum
         if earlier and layout and number in resumed and earlier.rpartition(" ")[2] == layout:
             return earlier
         if earlier:
-            _end(url, earlier)
+            end_upload(url, earlier)
+        if not layout:
+            return ""
         client, key = _client(url)
-        return f"{ask(url, 'written', partial(client.begin, key), TargetError)} {layout}" if layout else ""
+        upload = f"{ask(url, 'written', partial(client.begin, key), TargetError)} {layout}"
+        new.append((url, upload))
+        return upload
 
-    uploads = zip(recorded, map_ordered(begin, list(recorded), REQUESTS), strict=True)
-    return {number: upload for number, upload in uploads if upload}
+    try:
+        uploads = dict(zip(recorded, map_ordered(begin, list(recorded), REQUESTS), strict=True))
+        uploads = {number: upload for number, upload in uploads.items() if upload}
+        record(uploads)
+    except BaseException:  # no ledger tells a later run of them
+        for _ in map_ordered(lambda begun: end_upload(*begun), new, REQUESTS):
+            pass
+        raise
+    return uploads
 
 
 def can_resume(plan: Plan, number: int) -> bool:
@@ -77,7 +101,7 @@ def can_resume(plan: Plan, number: int) -> bool:
     return is_plain and is_first and len(upload_of(plan, number).parts) > 1
 
 
-def _end(url: str, recorded: str) -> None:
+def end_upload(url: str, recorded: str) -> None:
     """End an upload, so that the store drops its parts; never raises."""
     client, key = _client(url)
     with suppress(Exception):
@@ -101,7 +125,7 @@ def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int | 
     except ReshardError:  # the store does not answer
         return 0
     if not parts:
-        _end(url, recorded)
+        end_upload(url, recorded)
         return None
     return min(sum(nbytes for nbytes, _ in parts.values()), plan.files[number].layout.content_bytes)
 

@@ -78,6 +78,7 @@ class Ordered:
     ) -> None:
         self.ended = False
         self._skips = [*reversed(skips)]
+        self._may_skip = bool(skips)
         self._begin, self._path, self._size, self._room, self._ends = begin, path, size, room, ends
         self._into: Sink | None = None
         self._position = 0
@@ -86,7 +87,7 @@ class Ordered:
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write the next bytes, or let them wait for their turn; read-only bytes are not copied."""
-        if self._skips:
+        if self._may_skip:
             self._skip(offset)
             if offset < self._position:  # all these bytes, or the first of them, are skipped
                 data = memoryview(data)[self._position - offset :]
@@ -108,7 +109,7 @@ class Ordered:
 
     def _next_waiting(self) -> bytes | memoryview | None:
         """Return the waiting piece whose turn it is."""
-        while self._skips and self._offsets:
+        while self._may_skip and self._offsets:
             offset = self._offsets[0]
             self._skip(offset)
             if offset >= self._position:

@@ -95,7 +95,7 @@ def exchange(
             reply = _once(connection, method, target, headers, body, into)
         except BaseException as error:
             connection.close()
-            if is_new or not isinstance(error, _CLOSED) or hasattr(connection, "is_given_up"):
+            if is_new or not isinstance(error, _CLOSED) or line.is_given_up:
                 raise
         else:
             break
@@ -124,6 +124,7 @@ def _once(
     if holder is not None:
         holder.append(connection)
     try:
+        line.check_wanted()  # it may have been given up while it was connected
         connection.putrequest(method, target, skip_host="host" in headers, skip_accept_encoding=True)
         for name, value in headers.items():
             connection.putheader(name, value)
@@ -163,7 +164,7 @@ def _fill(response: http.client.HTTPResponse, buffer: memoryview) -> int:
         if nbytes < len(buffer):
             raise http.client.IncompleteRead(b"", response.length)
     else:
-        response.read()  # the end of a chunked body
+        response.read(1)  # the end of a chunked body; a longer one is left
     return nbytes
 
 

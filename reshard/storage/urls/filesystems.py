@@ -10,6 +10,7 @@ from fsspec.core import url_to_fs  # 40 ms
 from reshard.errors import TargetError
 from reshard.storage.urls.clients import Info, ListingPage, appears_whole
 from reshard.storage.urls.failures import translating
+from reshard.storage.urls.retries import line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +66,7 @@ class FileSystemClient:
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
         content = self._fs.cat_file(self._name(key), start=offset, end=offset + len(buffer))
+        line.check_wanted()
         buffer[: len(content)] = content
         return len(content)
 

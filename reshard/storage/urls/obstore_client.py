@@ -11,6 +11,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 from reshard.errors import TargetError
 from reshard.storage.urls.clients import Info, ListingPage
 from reshard.storage.urls.failures import translating
+from reshard.storage.urls.retries import line
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -67,6 +68,7 @@ class ObjectClient:
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
         content = memoryview(obstore.get_range(self._store, key, start=offset, length=len(buffer))).cast("B")
+        line.check_wanted()
         buffer[: len(content)] = content
         return len(content)
 

@@ -46,6 +46,16 @@ _FIRST_DELAY = 1.0  # before the second try; it doubles
 _SLOWEST = 1 << 20  # a library that moves fewer bytes in the time of a stall counts as stalled
 
 
+class RequestConnections(list[Any]):
+    """The connections that a request uses.
+
+    Attributes:
+        is_given_up: nobody waits for the request, and its buffer may be in use for something else.
+    """
+
+    is_given_up = False
+
+
 class RequestConnection(threading.local):
     """The connection that a thread uses, so that another thread can break it.
 
@@ -53,7 +63,17 @@ class RequestConnection(threading.local):
         holder: a list that has the connection while it is in use; None outside of requests.
     """
 
-    holder: list[Any] | None = None
+    holder: RequestConnections | None = None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Return whether nobody waits for the request of this thread any more."""
+        return self.holder is not None and self.holder.is_given_up
+
+    def check_wanted(self) -> None:
+        """Raise an error if the request of this thread was given up; it must not write into its buffer any more."""
+        if self.is_given_up:
+            raise StalledError
 
 
 line = RequestConnection()
@@ -95,14 +115,15 @@ class _RequestThreads:
             start_new_thread(self._work, ())
 
     def _work(self) -> None:
+        job = self._jobs.get()  # not as an idle thread: the job that it was started for may be done by another
         while True:
+            job()
+            del job  # it holds buffers
             try:
                 job = self._jobs.get_nowait()
             except Empty:
                 self._idle.append(None)
                 job = self._jobs.get()
-            job()
-            del job  # it holds buffers
 
 
 _threads = _RequestThreads()
@@ -135,7 +156,7 @@ class StoreRequest(Generic[T]):
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._turn = self._tries = 0
         self._began = float("inf")
-        self._connections: list[Any] = []
+        self._connections = RequestConnections()
         self._job(0)
 
     def _job(self, turn: int) -> None:
@@ -143,9 +164,8 @@ class StoreRequest(Generic[T]):
 
     def _make(self, turn: int) -> None:
         """Make the request, again if it fails for a passing reason; on a thread of its own."""
-        connections: list[Any] = []
+        self._connections = line.holder = RequestConnections()
         while turn == self._turn:
-            self._connections = line.holder = connections
             self._began = time.monotonic()
             error: BaseException | None = None
             result = None
@@ -160,6 +180,8 @@ class StoreRequest(Generic[T]):
                 self._tries += 1
                 if self._tries < TRIES and self._pause():
                     continue
+                if turn != self._turn:
+                    return  # the store did not fail
                 self._responses.failed = time.monotonic()
             else:
                 self._responses.answered = time.monotonic()
@@ -201,9 +223,9 @@ class StoreRequest(Generic[T]):
     def give_up(self) -> None:
         """Let the request end, whatever comes of it."""
         self._turn += 1
+        self._connections.is_given_up = True
         for connection in [*self._connections]:
             with suppress(OSError, AttributeError):
-                connection.is_given_up = True  # no other connection takes its place
                 connection.sock.shutdown(SHUT_RDWR)  # the thread that waits for it gets an error
 
     def _lose(self) -> None:
@@ -213,7 +235,8 @@ class StoreRequest(Generic[T]):
         self._tries += 1
         self._began = float("inf")
         if self._tries < TRIES and self._pause():
-            self._job(self._turn)
+            if self._answers.empty():  # otherwise it succeeded in the meantime
+                self._job(self._turn)
         else:
             self._responses.failed = time.monotonic()
             self._answers.put((None, StalledError()))

@@ -55,9 +55,19 @@ def _settings(profile: str, config: str, shared: str) -> Mapping[str, str]:
 
 
 def endpoint() -> str:
-    """Return the URL of the S3 service, or "" for Amazon's."""
+    """Return the URL of the S3 service, or "" for Amazon's.
+
+    Raises:
+        UsageError: it is not a URL.
+    """
     url = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _profile().get("endpoint_url")
-    return (url or "").rstrip("/")
+    url = (url or "").rstrip("/")
+    if url and not url.startswith(("http://", "https://")):
+        raise UsageError(
+            "the URL of the S3 service (AWS_ENDPOINT_URL, or endpoint_url of the profile) has no http:// or https://",
+            code="bad-value",
+        )
+    return url
 
 
 def region() -> str:

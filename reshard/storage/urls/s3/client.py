@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+from html import escape
 from http.client import HTTPException
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
@@ -221,7 +222,8 @@ class S3Client:
     def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
         """Make the object of the parts of an upload, given the entity tags by number."""
         names = "".join(
-            f"<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag></Part>" for number, tag in sorted(parts.items())
+            f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag, quote=False)}</ETag></Part>"
+            for number, tag in sorted(parts.items())
         )
         xmlns = "http://s3.amazonaws.com/doc/2006-03-01/"
         body = f'<CompleteMultipartUpload xmlns="{xmlns}">{names}</CompleteMultipartUpload>'
@@ -264,7 +266,7 @@ def _parsed(content: bytes, *, or_empty: bool = False) -> Element:
     from xml.etree.ElementTree import Element, ParseError, fromstring
 
     try:
-        return fromstring(content)  # noqa: S314 -- of the user's own store; expat limits entities
+        return fromstring(content.lstrip())  # noqa: S314 -- of the user's own store; expat limits entities
     except ParseError:
         if or_empty:
             return Element("Error")

@@ -85,7 +85,11 @@ def _parts(size: int, copies: Sequence[Copied], least: int) -> list[UploadPart]:
     position = 0
     for copied in copies:
         sent = copied.begin - position
-        lead = 0 if not sent else max(0, LEAST_BYTES - sent)
+        lead = 0
+        if 0 < sent < LEAST_BYTES:
+            lead = LEAST_BYTES - sent
+        elif most < sent < 2 * LEAST_BYTES:  # too much for one part, too little for two
+            lead = 2 * LEAST_BYTES - sent
         nbytes = copied.nbytes - lead
         if nbytes < least:
             continue
@@ -105,7 +109,7 @@ def _sent(begin: int, end: int, most: int, *, is_last: bool) -> list[UploadPart]
     nbytes = end - begin
     if is_last:
         return [UploadPart(first, min(first + most, end)) for first in range(begin, end, most)]
-    count = max(min(-(-nbytes // most), nbytes // LEAST_BYTES), 1) if nbytes else 0
+    count = -(-nbytes // most)
     edges = [begin + nbytes * number // count for number in range(count + 1)] if count else []
     return [UploadPart(first, last) for first, last in pairwise(edges)]
 
