@@ -39,8 +39,8 @@ class Words(NamedTuple):
 
 
 _FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
-_BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
-_BARE.add("dequantize")
+_BARE = {"allow_missing", "cast", "dequantize", "exclude", "include", "layout", "lora", "same_ranks", "stage"}
+_BARE |= {"weights_only"}
 """Options that Python's texts name without a value."""
 
 
@@ -67,6 +67,7 @@ PYTHON = Words(
         "lora_tied": ("tied={!r} to reshard.LoRA",),
         "memory": ("memory=...", "memory={:_}"),
         "model_config": ("config=...",),
+        "no_server_copy": ("server_copy=False",),
         "source_key": tuple(f"source_{form}" for form in _CIPHER),
         "target_cipher": tuple(f"target_{form}" for form in _CIPHER),
         "target_key": _CIPHER,

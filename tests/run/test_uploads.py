@@ -23,6 +23,7 @@ from reshard.errors import BudgetError, ChangedError, TargetError
 from reshard.plan.partition import partitioned
 from reshard.plan.uploads.sending import requests_of
 from reshard.run.ledger import Ledger
+from reshard.storage.urls.failures import StoreError
 from reshard.storage.urls.s3 import upload_parts
 from reshard.storage.urls.s3.client import S3Client
 from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, parts_of
@@ -394,3 +395,17 @@ def test_a_file_of_one_part_is_one_request(bucket: str, tmp_path: Path, counts: 
     counts.clear()
     reshard.plan(source).run(f"{bucket}/out")
     assert "POST" not in counts.operations
+
+
+def test_a_store_that_refuses_copies_is_told_of(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
+    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
+
+    def refusing(*_: Any) -> str:
+        raise StoreError("NotImplemented", "no copies", 501)
+
+    monkeypatch.setattr(S3Client, "copy_part", refusing)
+    with refused(TargetError, "store-error", "server_copy=False"):
+        plan.run(f"{bucket}/out")
+    assert plan.run(f"{bucket}/out", server_copy=False, restart=True).bytes_copied == 0
+    assert uploads_at(bucket) == []

@@ -131,10 +131,11 @@ def _once(
         if body or method in {"PUT", "POST"}:
             connection.putheader("content-length", str(sum(map(len, body))))
         connection.endheaders()
-        for piece in body:
-            view = memoryview(piece)
-            for begin in range(0, len(view), _SENT_AT_ONCE):
-                connection.send(view[begin : begin + _SENT_AT_ONCE])
+        with suppress(BrokenPipeError, ConnectionResetError):  # a response that came early says why
+            for piece in body:
+                view = memoryview(piece)
+                for begin in range(0, len(view), _SENT_AT_ONCE):
+                    connection.send(view[begin : begin + _SENT_AT_ONCE])
         begun = time.perf_counter()
         response = connection.getresponse()
         answered = time.perf_counter()

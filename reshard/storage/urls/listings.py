@@ -143,6 +143,8 @@ def _listed(url: str, *, deep: bool) -> tuple[dict[str, Info], list[str]]:
         page = ask(url, "listed", partial(client.page, key, token, deep=deep), nbytes=None if deep else 0)
         files |= _by_url(url, key, page.files)
         directories += _by_url(url, key, dict.fromkeys(page.directories))
+        if page.next and page.next == token:
+            raise SourceError(f"{url} cannot be listed: the store repeats itself", code="store-error")
         token = page.next
         if not token:
             return files, directories

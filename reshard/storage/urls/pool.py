@@ -109,9 +109,10 @@ class Pool:
 
     def take(self, *, own: bool, sends: bool) -> Slab | None:
         """Return a shared buffer if there is one; else one beyond them if `own`, or None."""
-        tokens: deque[None] | None = self._tokens[sends]
+        shared = self._tokens[sends]
+        tokens: deque[None] | None = shared
         try:
-            self._tokens[sends].pop()
+            shared.pop()
         except IndexError:
             if not own:
                 return None

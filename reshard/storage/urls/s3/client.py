@@ -91,7 +91,8 @@ class S3Client:
             url = f"{self._root(region)}/{aws.encoded(key)}{parameters}"
             reply = exchange(method, url, aws.signed(method, url, headers or {}, aws.keys(), region), body, into)
             elsewhere = reply.headers.get("x-amz-bucket-region", "")
-            if reply.status not in {301, 307, 400} or is_last or elsewhere in {"", region}:
+            is_region = re.fullmatch("[a-z0-9-]+", elsewhere)  # it becomes a part of the host name
+            if reply.status not in {301, 307, 400} or is_last or not is_region or elsewhere == region:
                 break
             _regions[self.bucket] = elsewhere
         if reply.status < 300:
@@ -116,7 +117,7 @@ class S3Client:
                 raise
             self.request("GET", key, headers={"range": "bytes=0-0"})  # this response says why, as with expired tokens
             headers = self.request("HEAD", key).headers
-        return Info(int(headers["content-length"]), headers.get("etag", "").strip('"'))
+        return Info(int(headers.get("content-length", 0)), headers.get("etag", "").strip('"'))
 
     def page(self, directory: str, token: str, *, deep: bool) -> ListingPage:
         """See `Client.page`."""
@@ -177,8 +178,12 @@ class S3Client:
         upload = self.begin(copy)
         begins = range(0, info.nbytes, _COPIED_PART)
         sources = [Source(self.bucket, key, info.version, at, min(_COPIED_PART, info.nbytes - at)) for at in begins]
-        parts = {n: self.copy_part(copy, upload, n, source) for n, source in enumerate(sources, 1)}
-        self.complete(copy, upload, parts)
+        try:
+            parts = {n: self.copy_part(copy, upload, n, source) for n, source in enumerate(sources, 1)}
+            self.complete(copy, upload, parts)
+        except BaseException:
+            self.abort(copy, upload)
+            raise
 
     def begin(self, key: str) -> str:
         """Begin an upload in parts, and return its identifier."""
@@ -188,7 +193,9 @@ class S3Client:
     def send_part(self, key: str, upload: str, number: int, body: Sequence[Buffer]) -> str:
         """Send a part, and return its entity tag."""
         query = {"partNumber": str(number), "uploadId": upload}
-        return self.request("PUT", key, query, _sums(body), body).headers["etag"]
+        if not (tag := self.request("PUT", key, query, _sums(body), body).headers.get("etag", "")):
+            raise HTTPException("the response has no entity tag")
+        return tag
 
     def copy_part(self, key: str, upload: str, number: int, source: Source) -> str:
         """Make a part of bytes of an object in the store, and return its entity tag."""

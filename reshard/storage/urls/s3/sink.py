@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.errors import TargetError
+from reshard.errors import Option, TargetError, Text
 from reshard.storage.urls.pool import SLAB_BYTES, pool
 from reshard.storage.urls.retries import StoreRequest, ask
 from reshard.storage.urls.s3.client import Source
@@ -89,7 +89,13 @@ class PartsSink:
     def _land(self) -> None:
         """Wait for the request that was made first."""
         number, request, slabs = self._flying[0]
-        self._tags[number] = request.result()
+        try:
+            self._tags[number] = request.result()
+        except TargetError as error:
+            if self._parts[number - 1].copied and error.code in {"no-access", "store-error"}:
+                before = f"{error.hint}; " if error.hint else ""
+                error.hint = Text(before, "to send all bytes, pass ", Option("no_server_copy"))
+            raise
         self._flying.popleft()
         for slab in slabs:
             pool.give(slab)
