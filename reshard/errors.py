@@ -39,8 +39,7 @@ class Words(NamedTuple):
 
 
 _FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
-_BARE = {"allow_missing", "cast", "dequantize", "exclude", "include", "layout", "lora", "same_ranks", "stage"}
-_BARE |= {"weights_only"}
+_BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
 """Options that Python's texts name without a value."""
 
 
@@ -49,7 +48,7 @@ def _argument(option: Option) -> str:
     name = option.name.removeprefix("target_")
     if option.value is not None:
         return f"{name}={option.value!r}"
-    return name if name in _BARE else f"{name}={'True' if name in _FLAGS else '...'}"
+    return name if name in _BARE or name == "dequantize" else f"{name}={'True' if name in _FLAGS else '...'}"
 
 
 _CIPHER = ("cipher=...", "cipher=reshard.Cipher({!r}, key)")

@@ -137,8 +137,8 @@ run_options = record(
         "larger than memory]",
     ),
     _running(
-        "--server-copy/--no-server-copy", default=True,
-        help="From S3 to S3, let the store copy the parts of files that it has.  [default: yes]",
+        "--no-server-copy", "server_copy", is_flag=True, flag_value=False, default=True,
+        help="From S3 to S3, send all bytes. Without it, the store copies the parts of files that it has.",
     ),
     _running(
         "--fsync/--no-fsync", default=True,
