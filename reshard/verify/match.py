@@ -196,6 +196,10 @@ def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int | None, 
     }
 
 
+_FRAMEWORKS = (None, "ms", "pt", "np", "tf", "flax", "mlx")
+"""Values of the note `format`, which safetensors files may lack."""
+
+
 def compares_notes(source: Checkpoint, target: Checkpoint) -> bool:
     """Return whether both have files with notes, metadata (`__metadata__`) that a conversion copies."""
     return all(any(file.index.format == SAFETENSORS for file in side.files) for side in (source, target))
@@ -204,8 +208,8 @@ def compares_notes(source: Checkpoint, target: Checkpoint) -> bool:
 def _of_notes(source: Checkpoint, target: Checkpoint, rank: int | None) -> Iterator[Difference]:
     """Compare the notes of target files with the notes of source files.
 
-    If the notes of source files differ, a target file may have any of them. The note `format` is skipped, because it
-    names the program that wrote a file.
+    If the notes of source files differ, a target file may have any of them. The note `format` names the framework that
+    a file is for, so that it may be another framework's, too.
     """
     if not compares_notes(source, target):
         return
@@ -213,8 +217,8 @@ def _of_notes(source: Checkpoint, target: Checkpoint, rank: int | None) -> Itera
     for number in _numbers(target, rank):
         file = target.files[number]
         notes = dict(file.index.metadata)
-        for key in sorted({key for item in (notes, *source_notes) for key in item} - {"format"}):
-            values = [item.get(key) for item in source_notes]
+        for key in sorted({key for item in (notes, *source_notes) for key in item}):
+            values = [item.get(key) for item in source_notes] + [*_FRAMEWORKS] * (key == "format")
             if file.index.format == SAFETENSORS and notes.get(key) not in values:
                 fault = f"has {_noted(key, notes.get(key))}; the source has {_noted(key, values[0])}"
                 yield Difference("note", fault, None, "target", target.ranks[number], file.path)

@@ -527,6 +527,8 @@ def planned(case: Case, root: Path, words: list[str], rng: Random) -> Told:
     result = reshard("plan", words[1], *planning, *style, "-o", plan)
     if is_unclear(result):
         return None
+    if "not-savable" in result.codes:  # a conversion file by file
+        return transformed(words)
     require(result.exit_code == 0, f"plan: exit code {result.exit_code}: {error_of(result)}")
     there = words[1]
     if rng.random() < 0.7:
