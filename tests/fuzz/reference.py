@@ -93,6 +93,8 @@ class Cut:
 
     def slices(self, shape: Shape, rank: int) -> tuple[slice, ...]:
         """Return where a rank of the stage finds its block."""
+        if not shape:  # a scalar has nothing to cut, whatever a flipped bit says
+            return ()
         side = {
             "dev_matrix": self.matrix,
             "tensor_map": [list(entry) or -1 for entry in self.entries],
