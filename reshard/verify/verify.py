@@ -421,7 +421,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         tuple(dict.fromkeys(left_out)),
         (*dict.fromkeys(warnings), *leftovers(as_place(target.root))),
         (
-            "the note `format`" if compares_notes(source, target) else "notes (__metadata__)",
+            *([] if compares_notes(source, target) else ["notes (__metadata__)"]),
             _ALWAYS_UNCHECKED,
             *_unread_by_library(target),
         ),

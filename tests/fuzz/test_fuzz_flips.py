@@ -503,7 +503,7 @@ def verify_words(base: Base, way: str) -> list[str | Path]:
         "manifest": ["--manifest", base.root / "manifest.json"],
         "sample": [base.strategies[1], "--against", base.root / "src", base.strategies[0], "--sample=30%", "--seed=1"],
     }[way]
-    return ["verify", base.root / "out", *words]
+    return ["verify", base.root / "out", *words, "--verbose"]
 
 
 def of_target(flip: Flip, counts: Counter[str]) -> list[str]:
