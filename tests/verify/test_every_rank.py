@@ -230,7 +230,9 @@ def test_notes_of_the_files_are_carried_over(tmp_path: Path) -> None:
             "has no note 'epoch'; the source has the note 'epoch' with '7'",
             "has the note 'epoci' with '7'; the source has no note 'epoci'",
         ]),
-        (b'"format":"ms"', b'"format":"es"', ["has the note 'format' with 'es'; the source has the note 'format' with 'ms'"]),
+        (b'"format":"ms"', b'"format":"es"', [
+            "has the note 'format' with 'es'; the source has the note 'format' with 'ms'",
+        ]),
     ):  # fmt: skip
         target.write_bytes(content.replace(old, new))
         differences = reshard.verify(tmp_path / "dst", against=source).differences
