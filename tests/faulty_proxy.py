@@ -11,12 +11,13 @@ import http.client
 import socket
 import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import google_crc32c
 import pytest
+from scripted import QuietHandler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -115,15 +116,8 @@ class FaultyProxy:
         self._http.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     faults: FaultyProxy
-    protocol_version = "HTTP/1.1"
-
-    def handle_one_request(self) -> None:
-        try:
-            super().handle_one_request()
-        except OSError:
-            self.close_connection = True
 
     def _serve(self) -> None:
         parts = urlsplit(self.path)
@@ -147,9 +141,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._forward(body, fault)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815 -- as the library calls them
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
 
     def _end(self) -> None:
         self.faults.hold()

@@ -8,6 +8,8 @@ from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.storage.urls import connections
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
@@ -72,8 +74,16 @@ class ScriptedServer:
         self._http.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    script: ScriptedServer
+def close_idle() -> None:
+    """Close all connections of this process that are not in use."""
+    for waiting in connections._idle.values():
+        while waiting:
+            waiting.pop().close()
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """Keeps connections open, and says nothing of those that break."""
+
     protocol_version = "HTTP/1.1"
 
     def handle_one_request(self) -> None:
@@ -81,6 +91,13 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle_one_request()
         except OSError:
             self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+class _Handler(QuietHandler):
+    script: ScriptedServer
 
     def _serve(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -99,6 +116,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = answer.hangs_up or answer.cut is not None
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_CONNECT = _serve  # noqa: N815 -- as the library calls them
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""

@@ -100,7 +100,7 @@ def plan(
         link_replicas: make equal target files links to one file: copies that share their blocks if the file system
             has them, else hard links.
         memory: the most resident memory that a run may use, in bytes or as `"1GB"`; by default about 100 MB are
-            enough, and some kB a tensor.
+            enough, at URLs 256 MB, and some kB a tensor.
         threads: the most threads that a run may have, fewer if `memory` is for fewer; by default 4.
         target_cipher: encrypts the target files, of format `ckpt`, as MindSpore does; needs the `crypto` extra.
 

@@ -210,7 +210,7 @@ def budget(
     remote = int(any(can(file.path).has_latency for file in source.files))
     buffers = band_buffers(casts=_casts(items), strided=strided)
     most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
-    limits = Budget(fixed, used_coders, buffers, remote, threads or most, band, held=_held([source]))
+    limits = Budget(fixed, used_coders, buffers, remote, threads or most, band, held=times_held([source]))
     largest = max(((t.spec.nbytes, t.spec.name) for t in source.tensors.values()), default=(0, ""))[1]
     purpose = f"the program and its plan of {len(source.tensors)} tensors"
     return limits.within(memory, purpose, f"tensor {largest!r}")
@@ -241,7 +241,7 @@ def comparison_budget(
     buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * strided
     most, band = (min(threads, STRIDED_THREADS), STRIDED_BAND_BYTES) if strided else (threads, BAND_BYTES)
     fixed = (_program(casts=casts), ("checkpoints", checkpoint_bytes))
-    limits = Budget(fixed, coders, buffers, remote, most, band, held=_held(sides))
+    limits = Budget(fixed, coders, buffers, remote, most, band, held=times_held(sides))
     return limits.within(memory, "the program and what the headers say", "either side")
 
 
@@ -265,12 +265,12 @@ def values_budget(
     remote = int(any(can(file.path).has_latency for side in sides for file in side.files))
     shares = (_program(casts=True), ("checkpoints", checkpoint_bytes))
     used_coders = tuple(coder for coder in coders if coder is not None)
-    limits = Budget(shares, used_coders, 0, remote, threads, LEAST_BAND_BYTES, held=_held(sides))
+    limits = Budget(shares, used_coders, 0, remote, threads, LEAST_BAND_BYTES, held=times_held(sides))
     return limits.within(memory, "the program, what the headers say, and a thread", "a tensor")
 
 
-def _held(sides: Iterable[Checkpoint]) -> int:
-    """Return how many times a requested byte is held."""
+def times_held(sides: Iterable[Checkpoint]) -> int:
+    """Return how many times a requested byte is held: in its buffer, and maybe by the library of its store."""
     urls = (file.path for side in sides for file in side.files if can(file.path).has_latency)
     return max((buffering(url).read for url in urls), default=1)
 

@@ -81,7 +81,7 @@ def plan(
         link_replicas: make target files that are equal in every byte links to one file: copies that share blocks if
             the file system supports them, else hard links.
         memory: resident memory in bytes that a run may use at its peak; by default about 100 MB and a few kB per tensor
-            are enough.
+            are enough; at URLs about 256 MB.
         threads: maximum number of threads of a run, reduced to fit in `memory`; by default 4.
         target_cipher: encrypts the target files, of format `ckpt`, as MindSpore does; needs the `crypto` extra.
 

@@ -31,12 +31,12 @@ from reshard.errors import UsageError
 from reshard.formats.entries import covers, ranges
 from reshard.plan import budget
 from reshard.plan.bands import AHEAD, Recipe
+from reshard.plan.budget import times_held
 from reshard.plan.plan import Piece, Route, Task
-from reshard.plan.uploads.copies import unread_bytes
-from reshard.plan.uploads.sending import extra_bands, library_bytes, with_uploads
+from reshard.plan.uploads.copies import copied_bytes
+from reshard.plan.uploads.sending import extra_bands, file_bytes, library_bytes, with_uploads
 from reshard.storage.places import can
 from reshard.storage.urls.pool import shared_bytes
-from reshard.storage.urls.s3.upload_parts import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -96,8 +96,8 @@ def partitioned(plan: Plan, partition: str | None, directory: str, *, server_cop
     if can(directory).positioned:
         groups = _groups(readers, numbers, FILES_AT_ONCE)
         return _by_groups(plan, groups, readers, (("more bands", extra_bands(plan, len(groups))),))
-    sent = with_uploads(plan, directory, partial(_groups, readers, numbers), server_copy=server_copy)
-    return _by_groups(sent.plan, sent.groups, readers, sent.memory)
+    plan, groups, memory = with_uploads(plan, directory, partial(_groups, readers, numbers), server_copy=server_copy)
+    return _by_groups(plan, groups, readers, memory)
 
 
 def _by_groups(
@@ -106,9 +106,10 @@ def _by_groups(
     """Return the plan with a task for each group of files."""
     group_of = {number: index for index, group in enumerate(groups) for number in group}
     read = sum(nbytes * len({group_of[number] for number in files}) for files, nbytes in readers.items())
+    copied, unread = copied_bytes(plan, groups)
     stats = plan.stats._replace(
-        bytes_read=max(read - unread_bytes(plan, groups), 0),
-        bytes_copied=sum(copied.nbytes for copies in plan.copies.values() for copied in copies),
+        bytes_read=max(read - unread, 0),
+        bytes_copied=copied,
         tasks=len(groups),
         peak_memory=plan.stats.peak_memory + sum(nbytes for _, nbytes in memory),
     )
@@ -194,20 +195,21 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
         for block, (at,) in zip(transfer.recipe.targets, transfer.route.writes, strict=True):
             first = block.start[0] * row if block.start else 0
             groups[starts[bisect_right(starts, first, key=itemgetter(0)) - 1][1]][at.file] = None
-        array_sent, array_waiting = _array_buffers(plan, transfer)
+        array_sent, array_waiting = _array_buffers(plan, transfer, directory)
         sending, waiting = max(sending, array_sent), max(waiting, array_waiting)
     overshoot = 2 * plan.band_bytes  # the last band of a part may exceed the part size
     memory = library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sending + waiting + overshoot)
     limit = plan.request.memory if plan.request else None
-    shared = shared_bytes(plan.stats.peak_memory - plan.shared_bytes + memory, limit)
-    memory += shared - plan.shared_bytes
+    held = times_held([plan.source])
+    shared = shared_bytes(plan.stats.peak_memory - held * plan.shared_bytes + memory, limit) // held
+    memory += held * (shared - plan.shared_bytes)
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))
     tasks = tuple(Task(task.pieces, tuple(files)) for task, files in zip(tasks, groups, strict=True))
     return replace(plan, tasks=tasks, stats=stats, memory=shares, shared_bytes=shared)
 
 
-def _array_buffers(plan: Plan, transfer: Transfer) -> tuple[int, int]:
+def _array_buffers(plan: Plan, transfer: Transfer, directory: str) -> tuple[int, int]:
     """Return how many bytes of an array are buffered for sending, and how many wait.
 
     Files that share rows are open side by side, and each begins and ends with the same rows. In a shard of several
@@ -222,8 +224,7 @@ def _array_buffers(plan: Plan, transfer: Transfer) -> tuple[int, int]:
         chunks[block.start[: lead + 1]] += block.size * transfer.target_dtype.itemsize
     side_by_side: Counter[tuple[int, ...]] = Counter()
     for file, start in files.items():
-        size = plan.files[file].layout.size
-        side_by_side[start[: lead + 1]] += min(part_bytes(size), size)
+        side_by_side[start[: lead + 1]] += file_bytes(plan.files[file].layout.size, directory)
     waits = len(files) < len(blocks) and plan.coding is None
     return max(side_by_side.values(), default=0), max(chunks.values(), default=0) if waits else 0
 

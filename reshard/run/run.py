@@ -95,7 +95,7 @@ def run(
         drop_sources(plan, plan.transfers if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
-        pool.clear()
+        pool.reset()
     report = report_of(plan, root, receipts, time.perf_counter() - began)
     return report._replace(
         resumed=session.resumed + sum(receipt.bytes_kept for receipt in receipts),

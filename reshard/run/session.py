@@ -141,7 +141,8 @@ class Session:
             good = {number: ranges for number, ranges in zip(begun, verified, strict=True) if ranges}
             local_store().close()  # files that were read are written next
             self._spans = {number: _spans(ranges) for number, ranges in good.items()}
-            complete = [n for n, spans in self._spans.items() if plan.by_file and self._is_complete(n, spans)]
+            in_order = self._spans.items() if plan.by_file else ()
+            complete = [n for n, s in in_order if is_complete(self._unfinished(n), plan.files[n].layout, s)]
             self.plan = remaining(plan, finished, self._spans, complete)
             self._ready: dict[int, State | None] = {number: self._record(number).ready for number in finished}
             self._unfinished_numbers = [number for number, file in enumerate(self.plan.files) if not file.done]
@@ -357,9 +358,6 @@ class Session:
                 if 0 <= begin < begin + nbytes <= size and crc_of_range(local_store(), path, begin, nbytes) == crc:
                     good.append((begin, nbytes, crc))
         return good
-
-    def _is_complete(self, number: int, spans: Spans) -> bool:
-        return is_complete(self._unfinished(number), self._whole.files[number].layout, spans)
 
     def _begin(self, good: Mapping[int, Sequence[Range]]) -> None:
         """Begin the remaining files; keep good ranges of an earlier run."""

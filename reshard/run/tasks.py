@@ -16,8 +16,10 @@ from heapq import merge
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, TargetError
+from reshard.formats.entries import merged
 from reshard.plan.partition import whole_files
-from reshard.plan.uploads.copies import needed_pieces, reads_urls
+from reshard.plan.uploads.copies import needed_pieces
+from reshard.plan.uploads.sending import reserve
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files, longest, sum_of
 from reshard.run.preflight import check_sources
@@ -30,7 +32,6 @@ from reshard.storage.page_cache import ReadSpans, cache_of
 from reshard.storage.places import any_store, can, store_at
 from reshard.storage.sinks import Ordered, Sinks, Summing
 from reshard.storage.threads import live_runs
-from reshard.storage.urls.pool import pool
 from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def move_task(
         with given(dict(zip(keys, chunks, strict=True))):
             return move_task(plan, number, directory, options, _made)
     began = time.perf_counter()
-    pool.limit(plan.shared_bytes, reads=True, sends=False)
+    reserve(plan, directory)
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
@@ -193,13 +194,13 @@ def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) ->
 def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) -> Receipt:
     """Write the files of a task in the order of their bytes; at URLs, publish them."""
     began = time.perf_counter()
-    pool.limit(plan.shared_bytes, reads=reads_urls(plan), sends=not can(directory).positioned)
+    reserve(plan, directory)
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()
     uploads = uploads_of(plan, files, directory)
-    if skips := {number: upload.skips for number, upload in uploads.items() if upload.skips}:
-        pieces = needed_pieces(part, pieces, skips)
+    if any(upload.skips for upload in uploads.values()):
+        pieces = needed_pieces(part, pieces, {number: merged(upload.skips) for number, upload in uploads.items()})
     with _working(options, directory):
         moved = _write_files(part, pieces, files, directory, options, uploads)
         if not can(directory).positioned:  # complete files stay, even if other tasks fail
@@ -426,7 +427,7 @@ def _sink(plan: Plan, number: int, directory: str, upload: Upload | None = None)
     if plan.coding and plan.coding.of(file.path):
         return plan.coding.sink(file.path, Ordered(begin, path, None))
     ends = plan.exclusive and bool(layout.contents)
-    skips = upload.skips if upload else []
+    skips = merged(upload.skips) if upload else []
     ordered = Ordered(begin, path, layout.size, room=layout.size if ends else 0, ends=ends, skips=skips)
     constant: list[tuple[int, bytes | memoryview]] = [*layout.literals, *_zeros(layout)]
     for offset, content in constant:

@@ -241,7 +241,7 @@ def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | 
             f"would {_written(plan, directory, write='write', link='link')}",
             *_step_lines(plan),
             f"  {_tensors_text(plan)}; {reads}; about {bytes_text(stats.peak_memory)} of memory",
-            *(f"  {text}" for text in _requests_texts(plan, directory)),
+            *(Text("  ", text) for text in _requests_texts(plan, directory)),
             *_changed_lines(plan),
             *commands,
         ],
@@ -296,17 +296,18 @@ def _step_lines(plan: Plan) -> list[Text]:
     return [Text("  from ", printable(near(plan.source.root)), ": ", step.text())] if step else []
 
 
-def _requests_texts(plan: Plan, directory: str) -> list[str]:
+def _requests_texts(plan: Plan, directory: str) -> list[Text]:
     """Write the requests to object stores, and the bytes that a store copies."""
     requests = requests_of(plan, directory)
     if requests is None:
         return []
     counts = {"get": requests.get, "put": requests.put, "copy": requests.copy, "post": requests.post}
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-    lines = [f"about {kinds}, {requests.other:,} other requests" if kinds else f"about {requests.other:,} requests"]
+    others = f"about {kinds}, {requests.other:,} other requests" if kinds else f"about {requests.other:,} requests"
+    lines = [Text(others)]
     if plan.stats.bytes_copied:
         share = f"{bytes_text(plan.stats.bytes_copied)} of {bytes_text(plan.stats.target_bytes)}"
-        lines.append(f"the store copies {share} itself (--no-server-copy sends them)")
+        lines.append(Text(f"the store copies {share} itself (", Option("no_server_copy"), " sends them)"))
     return lines
 
 

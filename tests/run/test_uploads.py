@@ -161,8 +161,11 @@ def test_the_dry_run_counts_requests(bucket: str, tmp_path: Path, counts: Asked)
     expected = requests_of(partitioned(plan._record, None, url), url)
     assert expected is not None
     assert requests_of(plan._record, str(tmp_path)) is not None  # the source is at a URL
+    planned = partitioned(plan._record, None, url).stats
     counts.clear()
-    plan.run(url)
+    report = plan.run(url)
+    assert report.bytes_copied == planned.bytes_copied
+    assert report.bytes_read == pytest.approx(planned.bytes_read, rel=0.01)
     operations = counts.operations
     assert operations.count("copy") == expected.copy
     assert operations.count("part PUT") <= expected.put

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
+from scripted import close_idle
 
 from reshard.errors import SourceError
 from reshard.storage import places
@@ -212,7 +213,7 @@ def test_buffers_are_returned_by_files_that_are_sent(
     sink = remote_store().create(f"{bucket}/x", 6 * SLAB_BYTES)
     if stop == "error":
         monkeypatch.setattr(retries, "TRIES", 1)
-        monkeypatch.setattr(sinks.PartsSink, "_land", raising)
+        monkeypatch.setattr(sinks.PartsSink, "_await_first", raising)
     try:
         for number in range(6):
             sink.write_at(number * SLAB_BYTES, bytes(SLAB_BYTES))
@@ -337,7 +338,7 @@ def test_joined_ranges_are_few_requests(asked: Requests) -> None:
 def test_a_forked_process_starts_its_own_threads_and_connections() -> None:
     """Threads do not live in the copy, and two processes must not talk on one connection."""
     retries.ask("memory://x", "read", lambda: None)
-    connections.close_idle()  # of other tests
+    close_idle()  # of other tests
     connections._idle["http", "host", ""].append(None)  # type: ignore[arg-type]
     child = os.fork()
     if not child:

@@ -10,11 +10,11 @@ from urllib.parse import unquote
 import fsspec
 import pytest
 from refusals import refused
-from scripted import Answer, Asked, ScriptedServer, error
+from scripted import Answer, Asked, ScriptedServer, close_idle, error
 
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.storage.places import as_place
-from reshard.storage.urls import connections, retries
+from reshard.storage.urls import retries
 from reshard.storage.urls.remote import remote_store
 from reshard.storage.urls.s3 import aws
 from reshard.storage.urls.s3 import client as s3
@@ -309,7 +309,7 @@ def test_a_certificate_of_ones_own(certificate: Path, monkeypatch: pytest.Monkey
     assert len({asked.connection for asked in server.asked}) == 1
     server.answers.append(Answer(206, {"content-range": "bytes 0-99/200"}, CONTENT[:100], hangs_up=True))
     assert read("s3://b/x", 0, 100) + read("s3://b/x", 100, 100) == CONTENT
-    connections.close_idle()
+    close_idle()
     server.close()
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere")
     with refused(UsageError, "bad-value", "/nowhere"):

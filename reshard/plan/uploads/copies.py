@@ -49,7 +49,7 @@ class _SharedRun(NamedTuple):
 
 
 def reads_urls(plan: Plan) -> bool:
-    """Return whether any source file is at a URL."""
+    """Return whether any source file of a plan is at a URL."""
     return any(can(file.path).has_latency for file in plan.source.files)
 
 
@@ -68,24 +68,24 @@ def copies_of(plan: Plan, numbers: Iterable[int]) -> dict[int, tuple[Copied, ...
         if transfer.dtype is transfer.target_dtype and transfer.cost == 1:
             similar.setdefault((transfer.route, transfer.dtype.itemsize), []).append(transfer)
     # By target file: the source file of each run, and the run.
-    pieces_of: dict[int, list[tuple[int, _SharedRun]]] = {}
+    runs_of: dict[int, list[tuple[int, _SharedRun]]] = {}
     for group, (route, itemsize) in enumerate(similar):
         for run in _runs(route, itemsize):
             read = route.reads[run.source]
             for write in route.writes[run.target] if read.file in usable and not read.strides else ():
                 if write.file in files:
-                    piece = _SharedRun(
+                    shared = _SharedRun(
                         group, read.runs_index, write.runs_index, run.source_first, run.target_first, run.elements
                     )
-                    pieces_of.setdefault(write.file, []).append((read.file, piece))
+                    runs_of.setdefault(write.file, []).append((read.file, shared))
     transfers = list(similar.values())
     # Files that differ in their sources only are looked through once.
     known: dict[tuple[tuple[int, _SharedRun], ...], tuple[Copied, ...]] = {}
     result = {}
-    for number, pieces in pieces_of.items():
-        sources = sorted({source for source, _ in pieces})
+    for number, runs in runs_of.items():
+        sources = sorted({source for source, _ in runs})
         position = {source: index for index, source in enumerate(sources)}
-        key = tuple((position[source], piece) for source, piece in pieces)
+        key = tuple((position[source], run) for source, run in runs)
         if key not in known:
             known[key] = _joined(sorted(_copies(key, transfers)))
         if known[key]:
@@ -93,14 +93,14 @@ def copies_of(plan: Plan, numbers: Iterable[int]) -> dict[int, tuple[Copied, ...
     return result
 
 
-def _copies(pieces: Iterable[tuple[int, _SharedRun]], transfers: Sequence[Sequence[Transfer]]) -> Iterator[Copied]:
-    """Yield the ranges of the pieces of one file, for all transfers that have them."""
-    for source, piece in pieces:
-        for transfer in transfers[piece.group]:
+def _copies(runs: Iterable[tuple[int, _SharedRun]], transfers: Sequence[Sequence[Transfer]]) -> Iterator[Copied]:
+    """Yield the ranges of the runs of one file, for all transfers that have them."""
+    for source, run in runs:
+        for transfer in transfers[run.group]:
             size = transfer.dtype.itemsize
-            read, write = transfer.read_runs[piece.read_index], transfer.write_runs[piece.write_index]
+            read, write = transfer.read_runs[run.read_index], transfer.write_runs[run.write_index]
             if read:
-                pairs = _pairs(write, piece.target_first * size, read, piece.source_first * size, piece.elements * size)
+                pairs = _pairs(write, run.target_first * size, read, run.source_first * size, run.elements * size)
                 for offset, nbytes, origin in pairs:
                     yield Copied(offset, nbytes, source, origin)
 
@@ -148,13 +148,14 @@ def _joined(copies: Sequence[Copied]) -> tuple[Copied, ...]:
     return tuple(copied for copied in result if copied.nbytes >= LEAST_BYTES)
 
 
-def unread_bytes(plan: Plan, groups: Iterable[Iterable[int]]) -> int:
-    """Return how many source bytes are not read because they are copied; each group of files reads a byte once."""
-    return sum(
-        copied.nbytes
-        for group in groups
-        for copied in {copied[1:]: copied for number in group for copied in plan.copies.get(number, ())}.values()
-    )
+def copied_bytes(plan: Plan, groups: Iterable[Iterable[int]]) -> tuple[int, int]:
+    """Return how many bytes are copied, and how many are not read therefore: a group of files reads a byte once."""
+    copied = unread = 0
+    for group in groups:
+        copies = [part.copied for n in group if n in plan.copies for part in upload_of(plan, n).parts if part.copied]
+        copied += sum(copy.nbytes for copy in copies)
+        unread += sum(nbytes for nbytes, _, _ in {copy[1:] for copy in copies})
+    return copied, unread
 
 
 def upload_of(plan: Plan, number: int) -> Upload:

@@ -7,16 +7,16 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import BudgetError, Option, Text, bytes_text
-from reshard.plan.budget import band_buffers, thread_bytes
-from reshard.plan.uploads.copies import can_copy, copies_of, upload_of
+from reshard.plan.budget import band_buffers, thread_bytes, times_held
+from reshard.plan.uploads.copies import can_copy, copies_of, reads_urls, upload_of
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
 from reshard.storage.urls.clients import buffering, in_s3
-from reshard.storage.urls.pool import SLAB_BYTES, shared_bytes
+from reshard.storage.urls.pool import SLAB_BYTES, pool, shared_bytes
 from reshard.storage.urls.s3.upload_parts import part_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reshard.plan.budget import Share
     from reshard.plan.plan import Plan
@@ -31,15 +31,9 @@ Groups = tuple[tuple[int, ...], ...]
 """The files of each task, by number."""
 
 
-class Sent(NamedTuple):
-    """A plan with the memory for sending, and the files that each of its tasks sends."""
-
-    plan: Plan
-    groups: Groups
-    memory: tuple[Share, ...]
-
-
-def with_uploads(plan: Plan, directory: str, grouped: Callable[[int], Groups], *, server_copy: bool) -> Sent:
+def with_uploads(
+    plan: Plan, directory: str, grouped: Callable[[int], Groups], *, server_copy: bool
+) -> tuple[Plan, Groups, tuple[Share, ...]]:
     """Choose the files that are sent side by side, and the threads, to fit in the memory of a plan.
 
     Args:
@@ -48,28 +42,33 @@ def with_uploads(plan: Plan, directory: str, grouped: Callable[[int], Groups], *
         grouped: returns groups of at most a number of files.
         server_copy: let the store copy bytes that it has, if it can.
 
+    Returns:
+        the plan, the files that each task sends, and the additional memory.
+
     Raises:
         BudgetError: the memory is too little to send one file.
     """
     limit = plan.request.memory if plan.request else None
     library = library_bytes(plan, directory)
-    of_reading = _thread_bytes(plan)
-    fixed = plan.stats.peak_memory - plan.shared_bytes - min(plan.threads, plan.stats.tasks) * of_reading + library
+    held = times_held([plan.source])
+    of_reading = thread_bytes(plan.band_bytes, buffers_of(plan)) + reads_urls(plan) * held * SLAB_BYTES
+    reading = held * plan.shared_bytes + min(plan.threads, plan.stats.tasks) * of_reading
+    fixed = plan.stats.peak_memory - reading + library
     most = STREAMS_AT_ONCE
     while True:
         groups = grouped(most)
-        of_sending = _write_buffers(plan, groups, buffering(directory).sent)
+        of_sending = max((_group_bytes(plan, group, directory) for group in groups), default=0)
         for threads in range(max(min(plan.threads, len(groups)), 1), 0, -1):
             sending = threads * of_sending
             needed = fixed + sending + threads * of_reading
             if needed <= limit if limit is not None else sending <= SENDING_BYTES or most == threads == 1:
-                shared = shared_bytes(needed, limit)
+                shared = shared_bytes(needed, limit) // held
                 copies = {}
                 if server_copy and can_copy(plan, directory):
                     copies = copies_of(plan, [number for group in groups for number in group])
-                more = needed + shared - plan.stats.peak_memory
+                more = needed + held * shared - plan.stats.peak_memory
                 plan = replace(plan, threads=min(plan.threads, threads), shared_bytes=shared, copies=copies)
-                return Sent(plan, groups, (("sending", more),))
+                return plan, groups, (("sending", more),)
         if most == 1:
             break
         most //= 2
@@ -80,26 +79,17 @@ def with_uploads(plan: Plan, directory: str, grouped: Callable[[int], Groups], *
     )  # fmt: skip
 
 
-def _write_buffers(plan: Plan, groups: Groups, parts: int) -> int:
-    """Return the memory of a thread that sends a group of files side by side, each with so many parts buffered."""
+def _group_bytes(plan: Plan, group: Sequence[int], directory: str) -> int:
+    """Return the memory for sending a group of files side by side."""
     block = BLOCK_BYTES if plan.cipher else 0  # buffered until its header is known
-    sizes_by_group = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
-    return max(
-        (sum(min(parts * _buffered(size), size) + min(block, size) for size in sizes) for sizes in sizes_by_group),
-        default=0,
-    )
+    sizes = [plan.size_of(plan.files[number]) for number in group]
+    return sum(file_bytes(size, directory) + min(block, size) for size in sizes)
 
 
-def _buffered(size: int) -> int:
-    """Return the memory of the buffers of a part, for a file of this size."""
-    return -(-part_bytes(size) // SLAB_BYTES) * SLAB_BYTES
-
-
-def _thread_bytes(plan: Plan) -> int:
-    """Return the memory of a thread that reads."""
-    remote = any(can(file.path).has_latency for file in plan.source.files)
-    held = max((buffering(file.path).read for file in plan.source.files), default=1)
-    return thread_bytes(plan.band_bytes, buffers_of(plan)) + remote * held * SLAB_BYTES
+def file_bytes(size: int, directory: str) -> int:
+    """Return the memory of the buffers for sending a file of this size, besides the shared buffers."""
+    part = -(-part_bytes(size) // SLAB_BYTES) * SLAB_BYTES
+    return min(buffering(directory).sent * part, size)
 
 
 def buffers_of(plan: Plan) -> int:
@@ -117,7 +107,14 @@ def extra_bands(plan: Plan, tasks: int) -> int:
 
 def library_bytes(plan: Plan, directory: str) -> int:
     """Return the memory of the target's client library, unless sources need it too."""
-    return 0 if any(can(file.path).library_bytes for file in plan.source.files) else can(directory).library_bytes
+    return 0 if reads_urls(plan) else can(directory).library_bytes
+
+
+def reserve(plan: Plan, directory: str) -> None:
+    """Set the memory of the shared buffers for requests of this process, if a plan makes any."""
+    reads, sends = reads_urls(plan), not can(directory).positioned
+    if reads or sends:
+        pool.limit(plan.shared_bytes, reads=reads, sends=sends)
 
 
 class Requests(NamedTuple):
@@ -126,7 +123,7 @@ class Requests(NamedTuple):
     Attributes:
         get: requests for bytes of source files, about.
         put: parts and files that are sent.
-        copy: parts that the store copies.
+        copy: parts, and files that are equal to others, that the store copies.
         post: uploads that are begun and completed.
         other: requests for the states of files, and for listings, about.
     """
@@ -147,7 +144,10 @@ def requests_of(plan: Plan, directory: str) -> Requests | None:
     put = copy = post = 0
     if in_s3(directory):
         for number, file in enumerate(plan.files):
-            parts = upload_of(plan, number).parts if file.link is None else ()
+            if file.link is not None:
+                copy += 1
+                continue
+            parts = upload_of(plan, number).parts
             copied = sum(part.copied is not None for part in parts)
             copy += copied
             put += max(len(parts) - copied, not parts)

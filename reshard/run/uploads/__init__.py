@@ -1,4 +1,4 @@
-"""Uploads to S3 of a run: begun before its tasks, recorded in the ledger, and gone on with by a later run.
+"""Uploads to S3 of a run: begun before its tasks, recorded in the ledger, and resumed by a later run.
 
 A killed run loses the parts that were being sent, and no others: the next run asks the store for the parts that each
 recorded upload has, and neither reads nor sends what is in them. So do the tasks that repeat those of a lost worker.
@@ -37,10 +37,15 @@ def _client(url: str) -> tuple[S3Client, str]:
 
 
 def layout_of(plan: Plan, number: int) -> str:
-    """Return a text that identifies the parts of a file; only equal parts can be gone on with."""
+    """Return a text that identifies the parts of a file; only an upload with equal parts can be resumed."""
     parts = upload_of(plan, number).parts
     edges = array("Q", [part.end for part in parts])
     return f"{len(parts)}.{sha256(edges).hexdigest()[:16]}"
+
+
+def _identifier(recorded: str) -> str:
+    """Return the identifier of an upload from a record, in which the layout of its parts follows."""
+    return recorded.rpartition(" ")[0]
 
 
 def begin_uploads(
@@ -105,11 +110,11 @@ def end_upload(url: str, recorded: str) -> None:
     """End an upload, so that the store drops its parts; never raises."""
     client, key = _client(url)
     with suppress(Exception):
-        ask(url, "removed", partial(client.abort, key, recorded.rpartition(" ")[0]), TargetError)
+        ask(url, "removed", partial(client.abort, key, _identifier(recorded)), TargetError)
 
 
 def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int | None:
-    """Return how many bytes of contents the upload of a file has; None if there is none to go on with.
+    """Return how many bytes of contents the upload of a file has; None if there is none to resume.
 
     An upload that has nothing is ended, and so is any upload if `ends`.
     """
@@ -119,7 +124,7 @@ def sent_bytes(plan: Plan, number: int, directory: str, *, ends: bool) -> int | 
     url = f"{directory}/{plan.files[number].path}"
     client, key = _client(url)
     try:
-        parts = {} if ends else ask(url, "looked at", partial(client.parts, key, recorded.rpartition(" ")[0]))
+        parts = {} if ends else ask(url, "looked at", partial(client.parts, key, _identifier(recorded)))
     except GoneError:  # the file is complete
         return None
     except ReshardError:  # the store does not answer
@@ -146,7 +151,7 @@ def uploads_of(plan: Plan, numbers: Iterable[int], directory: str) -> dict[int, 
     for number in numbers:
         upload = upload_of(plan, number)._replace(sources=sources)
         if recorded := plan.uploads.get(number):
-            upload = _with_done(upload, f"{directory}/{plan.files[number].path}", recorded.rpartition(" ")[0])
+            upload = _with_done(upload, f"{directory}/{plan.files[number].path}", _identifier(recorded))
         uploads[number] = upload
     return uploads
 

@@ -1,14 +1,17 @@
 """The interface of clients of object stores and other file systems at URLs.
 
-A client makes each request once; `lines` makes it again if it fails. Errors are its own; `failures` translates them.
+A client makes each request once; `retries` makes it again if it fails. Errors are its own; `failures` translates them.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from reshard.errors import TargetError
 from reshard.storage.base import Status
+from reshard.storage.urls.failures import translating
 
 if TYPE_CHECKING:
     from reshard.storage.base import Sink
@@ -41,7 +44,7 @@ class Buffering(NamedTuple):
 
     Attributes:
         read: how many times a requested byte is held: in the buffer of the request, and by the library.
-        sent: how many parts of a file are buffered beyond those of the pool.
+        sent: how many parts of a file are buffered, besides the shared buffers of the pool.
     """
 
     read: int
@@ -85,6 +88,46 @@ class Client(Protocol):
 
     def copy(self, key: str, copy: str) -> None:
         """Copy a file within the store."""
+
+
+class FileSink:
+    """A file that a library writes in order; see `Sink`.
+
+    Args:
+        url: its URL, for messages.
+        file: the library's file, which has `write` and `close`.
+    """
+
+    def __init__(self, url: str, file: Any) -> None:
+        self.ended = False
+        self._url, self._file, self._position = url, file, 0
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write the next bytes."""
+        assert offset == self._position, "a file is sent in order"  # noqa: S101
+        with translating(self._url, "written", TargetError):
+            self._file.write(bytes(data))  # a library may keep what it is given, and the buffer is used again
+        self._position += len(data)
+
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
+        """Complete the file."""
+        with translating(self._url, "written", TargetError):
+            self._file.close()
+        self.ended = True
+
+    def abort(self) -> None:
+        """Leave the file incomplete."""
+        with suppress(Exception):  # a failure here must not hide the first error
+            self._file.discard()
+        self._leave()
+
+    def _leave(self) -> None:
+        with suppress(Exception):
+            self._file.closed = True  # or fsspec would complete the partial file on garbage collection
+
+    def __del__(self) -> None:
+        if not self.ended:
+            self._leave()
 
 
 class SinkClient(Client, Protocol):

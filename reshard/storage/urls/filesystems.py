@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from fsspec.core import url_to_fs  # 40 ms
 
 from reshard.errors import TargetError
-from reshard.storage.urls.clients import Info, ListingPage, appears_whole
+from reshard.storage.urls.clients import FileSink, Info, ListingPage, appears_whole
 from reshard.storage.urls.failures import translating
-from reshard.storage.urls.retries import line
+from reshard.storage.urls.retries import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,7 @@ class FileSystemClient:
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
         content = self._fs.cat_file(self._name(key), start=offset, end=offset + len(buffer))
-        line.check_wanted()
+        attempt().check_wanted()
         buffer[: len(content)] = content
         return len(content)
 
@@ -98,7 +98,7 @@ class FileSystemClient:
         """See `SinkClient.sink`."""
         with translating(url, "written", TargetError):
             self._make_directory(key)
-            return FileSystemSink(url, self._fs.open(self._name(key), "wb", block_size=_PART_BYTES))
+            return FileSink(url, self._fs.open(self._name(key), "wb", block_size=_PART_BYTES))
 
     def _make_directory(self, key: str) -> None:
         if self._makes_directories:
@@ -108,38 +108,3 @@ class FileSystemClient:
 def _info(info: Mapping[str, Any]) -> Info:
     version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
     return Info(int(info["size"]), version)
-
-
-class FileSystemSink:
-    """A file that is written in order; see `Sink`."""
-
-    def __init__(self, url: str, file: Any) -> None:
-        self.ended = False
-        self._url, self._file, self._position = url, file, 0
-
-    def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Write the next bytes."""
-        assert offset == self._position, "a file is sent in order"  # noqa: S101
-        with translating(self._url, "written", TargetError):
-            self._file.write(data)
-        self._position += len(data)
-
-    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
-        """Complete the file."""
-        with translating(self._url, "written", TargetError):
-            self._file.close()
-        self.ended = True
-
-    def abort(self) -> None:
-        """Leave the file incomplete."""
-        with suppress(Exception):  # a failure here must not hide the first error
-            self._file.discard()
-        self._leave()
-
-    def _leave(self) -> None:
-        with suppress(Exception):
-            self._file.closed = True  # or fsspec would complete the partial file on garbage collection
-
-    def __del__(self) -> None:
-        if not self.ended:
-            self._leave()

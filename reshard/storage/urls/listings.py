@@ -113,6 +113,15 @@ class Listings:
         files = self._listing_of(url)
         if files is not None and url in files and files[url].version:
             return files[url].status
+        return self.status_now(url)
+
+    @staticmethod
+    def status_now(url: str) -> Status:
+        """Return the state of a file as it is now.
+
+        Raises:
+            SourceError: it does not exist, or the store cannot be reached.
+        """
         client, key = client_at(url)
         if not key:
             raise GoneError(f"{url} does not exist", code="not-found")
@@ -120,14 +129,9 @@ class Listings:
 
     def require_bucket(self, url: str) -> None:
         """Raise a `SourceError` if the bucket of a URL does not exist."""
-        client, _ = client_at(url)
+        client, key = client_at(url)
         try:
-            ask(
-                url,
-                "listed",
-                partial(client.page, url.partition("://")[2].partition("/")[2], "", deep=False),
-                nbytes=None,
-            )
+            ask(url, "listed", partial(client.page, key, "", deep=False), nbytes=None)
         except SourceError as error:  # later reads report other errors
             if error.code == "no-such-bucket":
                 raise SourceError(error.message, code="no-such-bucket") from None

@@ -9,17 +9,15 @@ import obstore
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from reshard.errors import TargetError
-from reshard.storage.urls.clients import Info, ListingPage
+from reshard.storage.urls.clients import FileSink, Info, ListingPage
 from reshard.storage.urls.failures import translating
-from reshard.storage.urls.retries import line
+from reshard.storage.urls.retries import attempt
+from reshard.storage.urls.s3.upload_parts import part_bytes
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
     from reshard.storage.base import Sink
-
-PART_BYTES = 8 << 20
-"""The size of a part that is sent, in bytes."""
 
 PARTS = 4
 """The number of parts of a file that are in flight at once."""
@@ -68,7 +66,7 @@ class ObjectClient:
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
         content = memoryview(obstore.get_range(self._store, key, start=offset, length=len(buffer))).cast("B")
-        line.check_wanted()
+        attempt().check_wanted()
         buffer[: len(content)] = content
         return len(content)
 
@@ -91,35 +89,10 @@ class ObjectClient:
 
     def sink(self, url: str, key: str, size: int | None) -> Sink:
         """See `SinkClient.sink`."""
-        return ObjectSink(self._store, url, key, max(PART_BYTES, -(-(size or 0) // (9_000 << 20)) << 20))
+        with translating(url, "written", TargetError):
+            part = part_bytes(size or 0)
+            return FileSink(url, obstore.open_writer(self._store, key, buffer_size=part, max_concurrency=PARTS))
 
 
 def _info(meta: ObjectMeta) -> Info:
     return Info(meta["size"], str(meta["e_tag"] or meta["last_modified"]).strip('"'))
-
-
-class ObjectSink:
-    """A file that obstore sends in parts; see `Sink`."""
-
-    def __init__(self, store: Any, url: str, key: str, part: int) -> None:
-        self.ended = False
-        self._url, self._position = url, 0
-        with translating(url, "written", TargetError):
-            self._writer = obstore.open_writer(store, key, buffer_size=part, max_concurrency=PARTS)
-
-    def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Add the next bytes."""
-        assert offset == self._position, "a file is sent in order"  # noqa: S101
-        with translating(self._url, "written", TargetError):
-            self._writer.write(bytes(data))  # obstore keeps what it is given, and the buffer is used again
-        self._position += len(data)
-
-    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
-        """Send the rest and complete the object."""
-        with translating(self._url, "written", TargetError):
-            self._writer.close()
-        self.ended = True
-
-    def abort(self) -> None:
-        """Leave the object incomplete: it never appears."""
-        del self._writer

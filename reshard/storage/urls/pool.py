@@ -91,7 +91,12 @@ class Pool:
         self._free: deque[memoryview] = deque()
         self._limits = (-1, -1)
         self._tokens: tuple[deque[None], deque[None]] = deque(), deque()  # one for each buffer that is not in use
+        self.reset()
+
+    def reset(self) -> None:
+        """Return to the limits of a process without a run; give the memory of unused buffers back to the system."""
         self.limit(_LEAST_SHARED_BYTES, reads=True, sends=True)
+        self._free.clear()
 
     def limit(self, nbytes: int, *, reads: bool, sends: bool) -> None:
         """Set the memory of shared buffers, while none is in use; it is shared out to reading and sending."""
@@ -102,10 +107,6 @@ class Pool:
             self._limits = limits
             self._tokens = deque([None] * limits[0]), deque([None] * limits[1])
             self._free.clear()
-
-    def clear(self) -> None:
-        """Give the memory of buffers that are not in use back to the system."""
-        self._free.clear()
 
     def take(self, *, own: bool, sends: bool) -> Slab | None:
         """Return a shared buffer if there is one; else one beyond them if `own`, or None."""

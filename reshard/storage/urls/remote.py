@@ -105,7 +105,7 @@ def read_request(path: str, offset: int, buffer: memoryview) -> StoreRequest[Non
 
 
 class Fetch:
-    """Ranges that are being read into a buffer of the pool; see `base.Fetch`.
+    """Ranges that are being read into a buffer of the pool.
 
     Args:
         wants: the requests to read, with the buffers to fill later.
@@ -159,8 +159,7 @@ class RemoteStore:
 
     def status(self, path: str) -> Status:
         """Return the state of a file as it is now."""
-        client, key = client_at(path)
-        return ask(path, "looked at", partial(client.info, key)).status
+        return listings.status_now(path)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes, as the last listing has it."""
@@ -174,14 +173,13 @@ class RemoteStore:
         """
         most = speed.request_bytes()
         ordered = sorted((want for want in wants if want[2]), key=lambda want: want[:2])
-        small: list[Want] = []
-        requests: list[StoreRequest[None]] = []
-        for number, (path, offset, buffer) in enumerate(ordered):
-            if len(buffer) < _GAP and len(ordered) > 1:
-                small.append(ordered[number])
-                continue
-            begins = range(0, len(buffer), most)
-            requests += [read_request(path, offset + at, buffer[at : at + most]) for at in begins]
+        small = [want for want in ordered if len(want[2]) < _GAP] if len(ordered) > 1 else []  # these may be joined
+        requests = [
+            read_request(path, offset + at, buffer[at : at + most])
+            for path, offset, buffer in ordered
+            if not small or len(buffer) >= _GAP
+            for at in range(0, len(buffer), most)
+        ]
         while small:
             count = nbytes = 0
             while count < len(small) and nbytes < SLAB_BYTES - _GAP:

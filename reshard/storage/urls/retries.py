@@ -46,37 +46,37 @@ _FIRST_DELAY = 1.0  # before the second try; it doubles
 _SLOWEST = 1 << 20  # a library that moves fewer bytes in the time of a stall counts as stalled
 
 
-class RequestConnections(list[Any]):
-    """The connections that a request uses.
+class Attempt:
+    """The work of one thread for a request.
 
     Attributes:
-        is_given_up: nobody waits for the request, and its buffer may be in use for something else.
+        connections: the connections that it uses now, so that another thread can break them.
+        is_given_up: nobody waits for it, and its buffer may be in use for something else.
     """
 
-    is_given_up = False
-
-
-class RequestConnection(threading.local):
-    """The connection that a thread uses, so that another thread can break it.
-
-    Attributes:
-        holder: a list that has the connection while it is in use; None outside of requests.
-    """
-
-    holder: RequestConnections | None = None
-
-    @property
-    def is_given_up(self) -> bool:
-        """Return whether nobody waits for the request of this thread any more."""
-        return self.holder is not None and self.holder.is_given_up
+    def __init__(self) -> None:
+        self.connections: list[Any] = []
+        self.is_given_up = False
 
     def check_wanted(self) -> None:
-        """Raise an error if the request of this thread was given up; it must not write into its buffer any more."""
+        """Raise an error if it was given up: it must not write into its buffer any more."""
         if self.is_given_up:
             raise StalledError
 
 
-line = RequestConnection()
+class _Current(threading.local):
+    """The attempt of this thread; outside of requests, one that nobody gives up."""
+
+    def __init__(self) -> None:
+        self.attempt = Attempt()
+
+
+_current = _Current()
+
+
+def attempt() -> Attempt:
+    """Return the attempt of this thread."""
+    return _current.attempt
 
 
 class _Responses:
@@ -156,7 +156,7 @@ class StoreRequest(Generic[T]):
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._turn = self._tries = 0
         self._began = float("inf")
-        self._connections = RequestConnections()
+        self._attempt = Attempt()
         self._job(0)
 
     def _job(self, turn: int) -> None:
@@ -164,7 +164,7 @@ class StoreRequest(Generic[T]):
 
     def _make(self, turn: int) -> None:
         """Make the request, again if it fails for a passing reason; on a thread of its own."""
-        self._connections = line.holder = RequestConnections()
+        self._attempt = _current.attempt = Attempt()
         while turn == self._turn:
             self._began = time.monotonic()
             error: BaseException | None = None
@@ -223,8 +223,8 @@ class StoreRequest(Generic[T]):
     def give_up(self) -> None:
         """Let the request end, whatever comes of it."""
         self._turn += 1
-        self._connections.is_given_up = True
-        for connection in [*self._connections]:
+        self._attempt.is_given_up = True
+        for connection in [*self._attempt.connections]:
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(SHUT_RDWR)  # the thread that waits for it gets an error
 

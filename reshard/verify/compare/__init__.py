@@ -306,7 +306,7 @@ def compare(
     finally:
         for side in (source, target):
             store_of(side.coding).close()
-        pool.clear()
+        pool.reset()
     return Outcome(
         tuple(
             _difference(source, target, every[number], mismatch)

@@ -101,9 +101,7 @@ def keys() -> Keys | None:
 def _botocore(_profile: str) -> Any:
     """Return botocore's credentials; None if it is not installed or has none."""
     try:
-        from botocore.exceptions import (
-            ProfileNotFound,  # slow, and only for credentials that are not in the environment
-        )
+        from botocore.exceptions import ProfileNotFound  # slow, and only for keys that are not in the environment
         from botocore.session import Session
     except ImportError:
         return None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.storage.urls.s3.client import S3Client
     from reshard.storage.urls.s3.upload_parts import Upload
 
-_MOST_FLYING = 16  # requests for one file: parts that are copied need no buffers
+_MOST_IN_FLIGHT = 16  # requests for one file: parts that are copied need no buffers
 
 
 class PartsSink:
@@ -37,7 +37,7 @@ class PartsSink:
     def __init__(self, client: S3Client, url: str, key: str, upload: Upload) -> None:
         self.ended = False
         self._client, self._url, self._key, self._upload = client, url, key, upload
-        self._is_ours = not upload.identifier  # an upload of a ledger is kept, to go on with it
+        self._is_ours = not upload.identifier  # a recorded upload is kept, to be resumed
         self._identifier = upload.identifier
         self._parts = [*upload.parts]
         self._is_open = not upload.parts
@@ -45,12 +45,12 @@ class PartsSink:
         self._slabs: list[Slab] = []  # of the part that is being written
         self._filled = 0
         self._tags = dict(upload.done)
-        self._flying: deque[tuple[int, StoreRequest[str], list[Slab]]] = deque()
+        self._in_flight: deque[tuple[int, StoreRequest[str], list[Slab]]] = deque()
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Add bytes; send each complete part."""
         view = memoryview(data).cast("B")
-        self._pass(offset)
+        self._skip_to(offset)
         while view:
             if self._is_open and self._next == len(self._parts):
                 self._parts.append(UploadPart(self._position, self._position + LEAST_PART_BYTES))
@@ -72,8 +72,8 @@ class PartsSink:
         """Return whether the current part is not sent."""
         return self._parts[self._next].copied is not None or self._next + 1 in self._upload.done
 
-    def _pass(self, offset: int) -> None:
-        """Go on to an offset; what is between is not sent."""
+    def _skip_to(self, offset: int) -> None:
+        """Move to an offset, past bytes of parts that are not sent."""
         while self._position < offset:
             assert self._skips(), "a file is sent in order"  # noqa: S101
             self._position = min(offset, self._parts[self._next].end)
@@ -82,13 +82,13 @@ class PartsSink:
 
     def _slab(self) -> Slab:
         """Return a buffer; if the pool has none, wait for a part of this file that is being sent."""
-        while (slab := pool.take(own=not self._flying, sends=True)) is None:
-            self._land()
+        while (slab := pool.take(own=not self._in_flight, sends=True)) is None:
+            self._await_first()
         return slab
 
-    def _land(self) -> None:
+    def _await_first(self) -> None:
         """Wait for the request that was made first."""
-        number, request, slabs = self._flying[0]
+        number, request, slabs = self._in_flight[0]
         try:
             self._tags[number] = request.result()
         except TargetError as error:
@@ -96,7 +96,7 @@ class PartsSink:
                 before = f"{error.hint}; " if error.hint else ""
                 error.hint = Text(before, "to send all bytes, pass ", Option("no_server_copy"))
             raise
-        self._flying.popleft()
+        self._in_flight.popleft()
         for slab in slabs:
             pool.give(slab)
 
@@ -112,26 +112,26 @@ class PartsSink:
             return
         if not self._identifier:
             self._identifier = ask(self._url, "written", partial(self._client.begin, self._key), TargetError)
-        while len(self._flying) >= _MOST_FLYING:
-            self._land()
+        while len(self._in_flight) >= _MOST_IN_FLIGHT:
+            self._await_first()
         if part.copied:
             source = Source(*self._upload.sources[part.copied.source], part.copied.offset, part.copied.nbytes)
             call = partial(self._client.copy_part, self._key, self._identifier, number, source)
         else:
             call = partial(self._client.send_part, self._key, self._identifier, number, self._body())
         request = StoreRequest(self._url, "written", call, TargetError, None if part.copied else self._filled)
-        self._flying.append((number, request, self._slabs))
+        self._in_flight.append((number, request, self._slabs))
         self._slabs, self._filled = [], 0
 
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- finished objects are durable
         """Send the rest and complete the object."""
         if self._parts and not self._is_open:
-            self._pass(self._parts[-1].end)
+            self._skip_to(self._parts[-1].end)
         if self._identifier:
             if self._filled:
                 self._end_part()
-            while self._flying:
-                self._land()
+            while self._in_flight:
+                self._await_first()
             ask(self._url, "written", self._complete(), TargetError, None)
         else:
             ask(self._url, "written", partial(self._client.put, self._key, self._body()), TargetError, self._filled)
@@ -157,7 +157,7 @@ class PartsSink:
 
     def abort(self) -> None:
         """Abort the upload, so that the store drops its parts; an upload that was begun before is kept."""
-        for _, request, _ in self._flying:
+        for _, request, _ in self._in_flight:
             request.give_up()
         if self._identifier and self._is_ours and not self.ended:
             with suppress(Exception):  # a failure here must not hide the first error
@@ -169,7 +169,7 @@ class PartsSink:
         for slab in self._slabs:
             pool.give(slab)
         self._slabs, self._filled = [], 0
-        for _, _, slabs in self._flying:
+        for _, _, slabs in self._in_flight:
             for slab in slabs:
                 pool.forget(slab)
-        self._flying.clear()
+        self._in_flight.clear()

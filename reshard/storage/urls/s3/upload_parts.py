@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 LEAST_PART_BYTES = 8 << 20
 """The smallest size of parts, unless parts are copied."""
@@ -114,17 +114,6 @@ def _sent(begin: int, end: int, most: int, *, is_last: bool) -> list[UploadPart]
     return [UploadPart(first, last) for first, last in pairwise(edges)]
 
 
-def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join adjacent spans, given in order."""
-    result: list[tuple[int, int]] = []
-    for begin, end in spans:
-        if result and result[-1][1] == begin:
-            result[-1] = result[-1][0], end
-        else:
-            result.append((begin, end))
-    return result
-
-
 class Upload(NamedTuple):
     """How a file is sent.
 
@@ -142,9 +131,9 @@ class Upload(NamedTuple):
 
     @property
     def skips(self) -> list[tuple[int, int]]:
-        """Return the byte ranges of the file that need not be written, joined."""
+        """Return the byte ranges of the file that need not be written, part by part."""
         skipped = (part for number, part in enumerate(self.parts, 1) if part.copied or number in self.done)
-        return joined((part.begin, part.end) for part in skipped)
+        return [(part.begin, part.end) for part in skipped]
 
     @property
     def kept_bytes(self) -> int:
