@@ -122,7 +122,7 @@ def _runs(route: Route, itemsize: int) -> Iterator[_Run]:
 
 
 def _pairs(write: Runs, begin: int, read: Runs, first: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield offset in the target file, length, and offset in the source file, of parts that are contiguous in both."""
+    """Yield parts that are contiguous in both files: offset in the target, length, offset in the source."""
     for offset, start, stop in ranges(write, begin, nbytes):
         for origin, low, high in ranges(read, first + start, stop - start):
             yield offset + low, high - low, origin

@@ -1,4 +1,4 @@
-"""Other URLs, through fsspec: `memory://`, `sftp://`, `hf://` and whatever else has a file system there."""
+"""Other URLs, through the file systems of fsspec: `memory://`, `sftp://`, `hf://` and so on."""
 
 from __future__ import annotations
 

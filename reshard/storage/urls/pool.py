@@ -84,7 +84,7 @@ class Slab(NamedTuple):
 class Pool:
     """The shared buffers of this process.
 
-    Those for reading and for sending are counted apart: what is read ahead must not keep all buffers from what is sent.
+    Buffers for reading and for sending are counted separately, so that reading ahead never takes all of them.
     """
 
     def __init__(self) -> None:

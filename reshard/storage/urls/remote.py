@@ -69,7 +69,12 @@ def remote_can(scheme: str) -> Capabilities:
 
 
 def joined(ranges: Iterable[Range], gap: int = _GAP, most: int = SLAB_BYTES) -> list[Range]:
-    """Join adjacent ranges, and those with a gap that is small beside them; cut those of more than `most` bytes.
+    """Join ranges that adjoin or have a small gap, and cut long ones.
+
+    Args:
+        ranges: the ranges.
+        gap: the longest gap in bytes; a gap is at most as long as the joined ranges before it, or 32 KiB.
+        most: the longest request in bytes.
 
     >>> joined([("a", 100, 10), ("a", 0, 90), ("b", 0, 1)])
     [('a', 0, 110), ('b', 0, 1)]

@@ -221,7 +221,7 @@ class StoreRequest(Generic[T]):
             raise error
 
     def give_up(self) -> None:
-        """Let the request end, whatever comes of it."""
+        """Cancel the request; its result is ignored."""
         self._turn += 1
         self._attempt.is_given_up = True
         for connection in [*self._attempt.connections]:

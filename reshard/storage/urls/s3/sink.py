@@ -165,7 +165,7 @@ class PartsSink:
         self._leave()
 
     def _leave(self) -> None:
-        """Give the buffers back, but for those of requests that were given up, which may still use them."""
+        """Return the buffers, except those of cancelled requests, which may still use them."""
         for slab in self._slabs:
             pool.give(slab)
         self._slabs, self._filled = [], 0

@@ -59,7 +59,7 @@ class UploadPart(NamedTuple):
 def parts_of(size: int, copies: Sequence[Copied] = ()) -> list[UploadPart]:
     """Cut a file into parts, some of which are copied.
 
-    A part before the last must have `LEAST_BYTES`, so what is sent between two copies takes bytes from the second.
+    Each part before the last must have `LEAST_BYTES`, so short parts between two copies take bytes from the second copy.
 
     Args:
         size: the size of the file, in bytes.
