@@ -59,7 +59,7 @@ class UploadPart(NamedTuple):
 def parts_of(size: int, copies: Sequence[Copied] = ()) -> list[UploadPart]:
     """Cut a file into parts, some of which are copied.
 
-    Each part before the last must have `LEAST_BYTES`, so short parts between two copies take bytes from the second copy.
+    Each part before the last must have `LEAST_BYTES`, so a short part before a copy takes bytes from it.
 
     Args:
         size: the size of the file, in bytes.
