@@ -181,7 +181,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if run is not None:
         return applied(_open_iteration, root, listing, run, iteration)
     if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
-        from reshard.readers.dcp.saves import open_save  # not on every start
+        from reshard.readers.torch_save.saves import open_save  # not on every start
 
         refuse_one_of_several(root)
         return applied(open_save, root)
@@ -205,7 +205,7 @@ def _shown(
 _OPENERS = (
     (applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2"),
     (applied(_shown, DCP), "dcp", "open_dcp"),
-    (applied(_shown, SAVES), "dcp.saves", "open_saves"),
+    (applied(_shown, SAVES), "torch_save.saves", "open_saves"),
     (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
     (parts_below, "dcp", "open_dcp"),
 )

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import UsageError
 from reshard.layout.axes import row_major
-from reshard.readers.dcp.archive import LARGE, ending
-from reshard.readers.dcp.torch_save import STORAGES
 from reshard.readers.pickles import Name
+from reshard.readers.torch_save.archive import LARGE, ending
+from reshard.readers.torch_save.tensors import STORAGES
 from reshard.targets.pickling import Call, Persistent, pickled
 
 if TYPE_CHECKING:

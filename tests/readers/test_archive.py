@@ -21,8 +21,8 @@ from refusals import refused
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.readers.dcp import archive
-from reshard.readers.dcp.archive import Archives, ZipPart
+from reshard.readers.torch_save import archive
+from reshard.readers.torch_save.archive import Archives, ZipPart
 from reshard.storage.base import Around
 from reshard.storage.places import any_store
 from reshard.targets.saved_tensors import saved_tensor, saved_text

@@ -16,8 +16,8 @@ from numcodecs import zstd
 import reshard
 from reshard.formats import decoding
 from reshard.readers.dcp import zstd as module
-from reshard.readers.dcp.archive import Archives, ZipPart
 from reshard.readers.dcp.zstd import StreamArchives
+from reshard.readers.torch_save.archive import Archives, ZipPart
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:

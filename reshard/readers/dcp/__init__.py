@@ -34,12 +34,12 @@ from reshard.formats.entries import Extent, FileIndex, RangeReader
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
 from reshard.layout.axes import row_major
 from reshard.layout.block import Block, flat_boxes, shape_text
-from reshard.readers.dcp.archive import Archives, ZipPart
+from reshard.readers.dcp.items import Span, read_items
 from reshard.readers.dcp.metadata import BUCKET, BUCKETS, STREAM, DCPMetadata
-from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import describe
+from reshard.readers.torch_save.archive import Archives, ZipPart
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.headers import read_indexes

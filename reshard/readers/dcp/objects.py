@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from reshard.errors import SourceError, bytes_text
 from reshard.layout.block import shape_text
 from reshard.readers.dcp import BACKEND, COMMON
-from reshard.readers.dcp.archive import Damaged, checked_records
-from reshard.readers.dcp.torch_save import PickleBytes, rebuilt
 from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
+from reshard.readers.torch_save.archive import Damaged, checked_records
+from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
 from reshard.source.checkpoint import TensorSpec
 from reshard.storage.places import any_store, in_batches
 from reshard.storage.small import parse_json

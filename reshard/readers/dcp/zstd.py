@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import bytes_text
 from reshard.formats.decoding import TooLongError, zstd_begun, zstd_content
 from reshard.formats.entries import Entry, Summed
-from reshard.readers.dcp.archive import Archives, ZipPart, directory
-from reshard.readers.dcp.torch_save import KnownHeads, Span, item, read_heads
+from reshard.readers.dcp.items import KnownHeads, Span, item, read_heads
+from reshard.readers.torch_save.archive import Archives, ZipPart, directory
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault
 from reshard.storage.places import any_store, in_batches

@@ -20,10 +20,10 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
 from reshard.formats.entries import Entry, FileIndex, RangeReader
 from reshard.layout.block import LONGEST_NAME, shape_text
-from reshard.readers.dcp.archive import Archive, Archives, ZipPart
-from reshard.readers.dcp.dtensors import Tensors, is_tensor
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe, unpickled
+from reshard.readers.torch_save.archive import Archive, Archives, ZipPart
+from reshard.readers.torch_save.dtensors import Tensors, is_tensor
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
@@ -35,7 +35,7 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.readers.dcp.dtensors import DeviceMesh, RankTensor
+    from reshard.readers.torch_save.dtensors import DeviceMesh, RankTensor
     from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
 

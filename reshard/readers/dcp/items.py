@@ -1,0 +1,155 @@
+"""Read the items of PyTorch's distributed checkpoints: a tensor that `torch.save` wrote, from its first bytes.
+
+An item is a zip archive of stored records. The first records are small: `data.pkl`, which describes the tensor, and
+`byteorder`; then follow the bytes of the tensor, `data/0`. Sizes are in descriptors behind the records, so the records
+are walked through from the first. The bytes of a tensor are aligned to 64 within the item, not within the file.
+
+Sources: PyTorch 2.13 `torch/serialization.py`, `caffe2/serialize/inline_container.cc`, and files that it wrote
+(`tests/data/dcp`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import SourceError
+from reshard.readers.pickles import unpickled
+from reshard.readers.torch_save.archive import Damaged, first_records
+from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
+from reshard.storage.page_cache import GLANCE_BYTES
+from reshard.storage.places import any_store, in_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reshard.formats.entries import Entry
+    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.storage.base import ReadStore, Want
+
+_HEAD = 2048  # has all that is needed of most items
+_LONGEST_HEAD = 1 << 18
+_MOST_BEGINS, _MOST_HEADS = 8, 512  # of items that differ in nothing but their bytes
+_EXPECTED = "a tensor that torch.save stored"
+
+
+class Span(NamedTuple):
+    """The range of an item in a file."""
+
+    path: str
+    begin: int
+    nbytes: int
+
+
+def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
+    """Yield the entry of the tensor in each item, or the reason why it cannot be read.
+
+    Raises:
+        SourceError: a file ends before an item does.
+    """
+    known_heads = KnownHeads({}, {})
+    for span, head in read_heads(spans, _HEAD):
+        entry = item(span, head, known_heads)
+        if entry is None:
+            entry = next(
+                (item(span, longer_head, known_heads) for _, longer_head in read_heads([span], _LONGEST_HEAD)), None
+            )
+        yield entry or "is not a tensor of torch.save: its head is too long"
+
+
+def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
+    """Yield the first bytes of each item; near items are read together, and at URLs many at once."""
+
+    def steps() -> Iterator[tuple[tuple[list[Span], bytearray], ReadStore, list[Want]]]:
+        for near in _near(spans, nbytes):
+            begin = near[0].begin
+            buffer = bytearray(near[-1].begin + min(near[-1].nbytes, nbytes) - begin)
+            yield (near, buffer), any_store(), [(near[0].path, begin, memoryview(buffer))]
+
+    for near, buffer in in_batches(steps()):
+        for span in near:
+            begin = span.begin - near[0].begin
+            yield span, bytes(buffer[begin : begin + min(span.nbytes, nbytes)])
+
+
+def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
+    """Yield groups of consecutive items whose first bytes lie within one read."""
+    near: list[Span] = []
+    for span in spans:
+        if near:
+            (path, begin, _), last = near[0], near[-1]
+            if span.path != path or span.begin < last.begin + last.nbytes or span.begin + nbytes > begin + GLANCE_BYTES:
+                yield near
+                near = []
+        near.append(span)
+    if near:
+        yield near
+
+
+def item(span: Span, head: bytes, known_heads: KnownHeads) -> Entry | str | None:
+    """Return the entry of the tensor in an item, or a reason why not; None if the head is too short.
+
+    Args:
+        span: the range of the item.
+        head: its first bytes.
+        known_heads: the results for other items.
+    """
+    try:
+        for begin, heads in known_heads.heads.items():
+            if (alike := heads.get(head[:begin])) is not None:
+                return alike.entry(span.begin + begin, span.begin + span.nbytes)
+        record = _tensor_record(head, is_whole=len(head) == span.nbytes)
+        if record is None:
+            return None
+        begin, name, pickled = record
+        if pickled not in known_heads.pickles:
+            known_heads.pickles[pickled] = rebuilt(unpickled(PickleBytes(span.path, pickled), _EXPECTED, outside=True))
+        alike = known_heads.pickles[pickled]
+        if name != alike.record:
+            raise SourceError(  # noqa: TRY301 -- returned as a reason
+                f"is in record {alike.record!r:.60} of its item; the first is {name!r:.60}", code="wrong-record"
+            )
+        if begin in known_heads.heads or len(known_heads.heads) < _MOST_BEGINS:
+            heads = known_heads.heads.setdefault(begin, {})
+            if len(heads) < _MOST_HEADS:
+                heads[head[:begin]] = alike
+        return alike.entry(span.begin + begin, span.begin + span.nbytes)
+    except SourceError as error:
+        return error.message
+
+
+def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
+    """Return the offset and name of a tensor's record, and its pickle; None if the head is too short.
+
+    Args:
+        head: the first bytes of the item.
+        is_whole: the head is all of the item.
+
+    Raises:
+        SourceError: the item is not a tensor that `torch.save` stored.
+    """
+    contents: dict[bytes, bytes | None] = {}
+    try:
+        for name, begin, content in first_records(head):
+            if name.startswith(b"data/"):
+                order = contents.get(b"byteorder") or b"little"
+                if order.strip() != b"little":
+                    raise SourceError(f"has the unsupported byte order {order!r:.20}", code="unsupported-byte-order")
+                return begin, name, contents.get(b"data.pkl") or b""
+            contents[name] = content
+    except Damaged as error:
+        raise SourceError(f"is not a tensor of torch.save: it {error}", code="not-torch-save") from None
+    if is_whole:
+        raise SourceError("is not a tensor of torch.save: it has no bytes, or is truncated", code="truncated")
+    return None
+
+
+class KnownHeads(NamedTuple):
+    """The results for other items; many items are alike.
+
+    Attributes:
+        pickles: tensors by their pickles.
+        heads: tensors by the offset of their bytes in an item, and by all bytes before it.
+    """
+
+    pickles: dict[bytes, Rebuilt]
+    heads: dict[int, dict[bytes, Rebuilt]]
