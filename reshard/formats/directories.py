@@ -139,6 +139,25 @@ SAVES = DirectoryFormat(
 SAVE_EXTENSIONS = {".pt", ".pth", ".bin"}
 """The extensions of files with a whole state dict, as `torch.save` writes them."""
 
+MODEL_STATES = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<part>\d{1,9})_model_states\.pt")
+"""DeepSpeed's files of weights, and of all that is not of the optimizer: one of each tensor-parallel part; with ZeRO
+stage 3, one of each of its data-parallel ranks."""
+
+OPTIM_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<part>\d{1,9})_optim_states\.pt")
+"""DeepSpeed's files of optimizer states: one of each data-parallel rank of each tensor-parallel part."""
+
+EXPERT_STATES = re.compile(r"(?:layer_\d{1,9}_)?expert_\d{1,9}_mp_rank_(?P<part>\d{1,9})_model_states\.pt")
+"""DeepSpeed's files of the weights of one expert."""
+
+DEEPSPEED = DirectoryFormat(
+    re.compile(
+        r"(?:bf16_)?(?:zero_pp_rank_\d{1,9}_)?mp_rank_\d{1,9}_(?:model|optim)_states\.pt|"
+        r"(?:layer_\d{1,9}_)?expert_\d{1,9}_mp_rank_\d{1,9}_model_states\.pt"
+    ),
+    "is of a checkpoint of DeepSpeed",
+    "open the directory of all its files, or of the run",
+)
+
 BLOCKS = DirectoryFormat(
     re.compile(r"shard-(?P<shard>\d{5,9})-.+-(?P<number>\d{5,9})-of-(?P<count>\d{5,9})\.safetensors", re.DOTALL),
     "has blocks that PyTorch saved for Hugging Face",
@@ -168,6 +187,7 @@ Hugging Face's `pytorch_model`; ranks, as of DeepSpeed, Megatron-LM and Llama.""
 DIRECTORY_FORMATS = (
     DCP,
     SAVES,
+    DEEPSPEED,
     BLOCKS,
     CHECKPOINT2,
     RUNS,

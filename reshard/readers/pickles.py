@@ -211,20 +211,57 @@ def unpickled(reader: Readable, expected: str, *, outside: bool = False) -> Any:
     Raises:
         SourceError: it is not a pickle, has an instruction that Python's pickler does not write, or exceeds a limit.
     """
+    if reader.size > _LARGEST:
+        _refuse(reader, expected, f"has {bytes_text(reader.size)}; at most {bytes_text(_LARGEST)} are taken", 0)
+    first = first_unpickled(reader, expected, outside=outside)
+    if first.nbytes != reader.size:
+        _refuse(reader, expected, "goes on behind its end", first.nbytes)
+    return first.value
+
+
+class FirstPickle(NamedTuple):
+    """The first pickle of a file of several.
+
+    Attributes:
+        value: its value.
+        nbytes: its length.
+        references: its references to data outside of the pickle, in order.
+    """
+
+    value: Any
+    nbytes: int
+    references: tuple[PickledObject, ...]
+
+
+def first_unpickled(reader: Readable, expected: str, *, outside: bool = False) -> FirstPickle:
+    """Return the first pickle of a file, which others may follow; arguments and errors as for `unpickled`."""
     scan = _Scan(reader, expected, outside=outside)
+    unpickler = _Unpickler(scan)
     try:
-        first, values = _Unpickler(scan).load()
+        first, values = unpickler.load()
     except SourceError:
         raise
     except _DAMAGED as error:
         scan.refuse(f"is damaged: {error!s:.100}")
     if first is not None or len(values) != 1:
         scan.refuse("ends before its value is complete")
-    return values[0]
+    return FirstPickle(values[0], scan.nbytes, tuple(unpickler.references))
+
+
+def _refuse(reader: Readable, expected: str, why: str, at: int) -> NoReturn:
+    raise SourceError(f"{reader.path} {why} (byte {at:,} of a pickle); expected {expected}", code="bad-pickle")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's unpickler, which imports nothing."""
+    """Python's unpickler, which imports nothing.
+
+    Attributes:
+        references: the references to data outside of the pickle.
+    """
+
+    def __init__(self, scan: _Scan) -> None:
+        super().__init__(scan)
+        self.references: list[PickledObject] = []
 
     def find_class(self, module: str, name: str) -> Name:
         if not is_text(module + name):
@@ -235,7 +272,10 @@ class _Unpickler(pickle.Unpickler):
         """Return a dict for None and a long value for a text, as `_Scan` writes; others are in tuples."""
         if key is None:
             return Pairs()
-        return PickledObject(Name("", key), ()) if isinstance(key, str) else PickledObject(None, *key)
+        if isinstance(key, str):
+            return PickledObject(Name("", key), ())
+        self.references.append(PickledObject(None, *key))
+        return self.references[-1]
 
 
 class _Scan:
@@ -261,8 +301,12 @@ class _Scan:
         return b""
 
     def refuse(self, why: str) -> NoReturn:
-        position = f"byte {self._at:,} of a pickle"
-        raise SourceError(f"{self._reader.path} {why} ({position}); expected {self._expected}", code="bad-pickle")
+        _refuse(self._reader, self._expected, why, self._at)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes that were checked: the length of the pickle, once it is read."""
+        return self._at
 
     def _checked(self) -> Iterator[bytes]:
         """Yield the pickle, frame by frame.
@@ -271,8 +315,6 @@ class _Scan:
         another result, or an error.
         """
         reader = self._reader
-        if reader.size > _LARGEST:
-            self.refuse(f"has {bytes_text(reader.size)}; at most {bytes_text(_LARGEST)} are taken")
         start = reader.upto(0, 2)
         if len(start) < 2:
             self.refuse("ends early; was saving it interrupted?")
@@ -292,9 +334,9 @@ class _Scan:
                 self.refuse("ends early, or has a name that is too long; was saving it interrupted?")
             buffer = buffer[self._at - begin :]
             self._compare()
+            if self._at > _LARGEST:
+                self.refuse(f"has more than {bytes_text(_LARGEST)}, which are taken at most")
             yield b"\x95%b%b" % (len(piece).to_bytes(8, "little"), piece)
-        if self._at != reader.size:
-            self.refuse("goes on behind its end")
         yield b"t\x86."
 
     def _follow(self, buffer: bytes) -> tuple[bytes, bool]:

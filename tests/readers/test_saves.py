@@ -361,7 +361,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "nothing"),
     "of before PyTorch 1.6": (
         lambda path: path.write_bytes(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + bytes(100)),
-        "1.6",
+        "a version",
     ),
     "something else": (lambda path: path.write_bytes(b"GIF89a" * 9), "47 49 46"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "zip archive"),
@@ -401,7 +401,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 CODES = {
-    "of before PyTorch 1.6": "unsupported-version",
+    "of before PyTorch 1.6": "bad-pickle",
     "big-endian": "unsupported-byte-order",
     "a tensor": "not-a-state-dict",
     "a number": "not-a-state-dict",

@@ -40,7 +40,6 @@ _ENDING = 98  # bytes behind a directory, with zip64
 _DESCRIPTOR = b"PK\7\10"
 _FLAGS = 0x808  # in a directory: names are UTF-8; a descriptor follows the contents
 _IS_DIRECTORY = 16  # of external attributes; PyTorch reads such a record as nothing
-_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number before PyTorch 1.6, pickled
 
 # for `verify`
 _WHOLE = 64 << 10  # an archive of at most this size is read at once
@@ -268,15 +267,9 @@ class Archive:
             SourceError: the file is not a complete archive.
         """
         self.reader = reader
-        start = reader.upto(0, len(_LEGACY))
-        if start == _LEGACY:
-            raise SourceError(
-                f"{reader.path} was saved by PyTorch before 1.6, which made no zip",
-                code="unsupported-version",
-                hint="load and save it with a newer PyTorch",
-            )
+        start = reader.upto(0, 8)
         if start[:4] != b"PK\3\4":
-            self._refuse(f"begins with {start[:8].hex(' ') or 'nothing'}")
+            self._refuse(f"begins with {start.hex(' ') or 'nothing'}")
         try:
             records = directory(reader.size, reader.read)
         except Damaged as error:

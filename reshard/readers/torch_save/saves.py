@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
-from reshard.formats.entries import Entry, FileIndex, RangeReader
+from reshard.formats.entries import Entry
 from reshard.layout.block import LONGEST_NAME, shape_text
 from reshard.readers.listed import BlockList, nothing_readable
-from reshard.readers.pickles import Name, Pairs, PickledObject, describe, unpickled
-from reshard.readers.torch_save.archive import Archive, Archives, ZipPart
+from reshard.readers.pickles import Name, Pairs, PickledObject, describe
 from reshard.readers.torch_save.dtensors import Tensors, is_tensor
+from reshard.readers.torch_save.file import NAME, TorchFile, extent_in
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
 
-NAME = "torch.save"
 _EXPECTED = "a state dict that torch.save stored"
 _MODEL = "model"
 _RANK_STATE = "extra_state"  # per-rank RNG state
@@ -49,7 +48,6 @@ _MOST_VALUES = 1 << 19
 _MOST_SCANNED = 64  # items of a list, to see whether it has dicts
 _MOST_KEY = 16  # items of a tuple that is a key
 _MOST_TEXT = 1 << 25  # characters of all names of a file
-_REMOTE_WINDOW = 1 << 22  # a pickle is read in many pieces; each would be a request
 
 
 class _File(NamedTuple):
@@ -198,18 +196,12 @@ def _tensor(
 
 def _read(number: int, file: _File, count: int) -> _Read:
     """Read file number `number`, of one of `count` ranks."""
-    path = file.location.absolute()
-    status = path.status()
-    archive = Archive(RangeReader(str(path), window=_REMOTE_WINDOW if path.can.has_latency else 0))
-    order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
-    if order.strip() != b"little":
-        raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
-    content = archive.content(b"data.pkl")
-    state_dict, finder = unpickled(content, _EXPECTED, outside=True), _TensorFinder()
+    saved = TorchFile.read(file.location, _EXPECTED)
+    state_dict, finder = saved.value, _TensorFinder()
     try:
-        values = _flattened(state_dict, file.prefix, min(_MOST_VALUES, content.size), finder)
+        values = _flattened(state_dict, file.prefix, min(_MOST_VALUES, saved.pickle_bytes), finder)
     except SourceError as error:
-        raise SourceError(f"{path}: {error.message}; expected {_EXPECTED}", code=error.code) from None
+        raise SourceError(f"{saved.path}: {error.message}; expected {_EXPECTED}", code=error.code) from None
     reader, refused = Tensors(file.rank, count), dict[str, str]()
     objects: dict[str, str] = {}
     rank_tensors: dict[str, RankTensor] = {}
@@ -224,18 +216,17 @@ def _read(number: int, file: _File, count: int) -> _Read:
             rank_tensors[name] = reader.read(value)
         except SourceError as error:
             refused[name] = error.message
-    records = archive.checked(dict.fromkeys(rank_tensor.local.record for rank_tensor in rank_tensors.values()))
+    storages = saved.storages({rank_tensor.local.record for rank_tensor in rank_tensors.values()})
     entries: dict[str, Entry] = {}
     for name, rank_tensor in rank_tensors.items():
-        record = records[rank_tensor.local.record]
+        local = rank_tensor.local
         try:
-            entries[name] = rank_tensor.local.entry(record.begin, record.begin + record.size)
+            extent = extent_in(local, number, storages[local.record])
+            entries[name] = Entry(local.dtype, local.shape, extent.runs, strides=extent.strides)
         except SourceError as error:
             refused[name] = error.message
-    sums = Archives((ZipPart("", 0, archive.reader.size),))
-    index = FileIndex(NAME, entries, header_id=number, sums=sums)
-    tensors = {name: (rank_tensors[name], records[rank_tensors[name].local.record].begin) for name in entries}
-    return _Read(SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change), tensors, refused, objects)
+    tensors = {name: (rank_tensors[name], storages[rank_tensors[name].local.record].begin) for name in entries}
+    return _Read(saved.source_file(number, entries), tensors, refused, objects)
 
 
 def _kind(value: object) -> str:

@@ -115,10 +115,7 @@ def rebuilt(value: object) -> Rebuilt:
         )
     if len(arguments) > version and not (isinstance(arguments[-1], list) and not arguments[-1]):
         raise SourceError("is conjugated or negated on loading, which is not supported", code="unsupported-tensor")
-    outside = arguments[0].arguments if isinstance(arguments[0], PickledObject) and not arguments[0].name else ()
-    if not (isinstance(outside, tuple) and len(outside) == 5 and outside[0] == "storage"):
-        raise SourceError("has no storage", code="bad-tensor")
-    _, kind, key, _, elements = outside
+    kind, key, elements = storage_reference(arguments[0])
     dtype_or_storage = arguments[6] if version == 7 else kind
     text = dtype_or_storage.name if isinstance(dtype_or_storage, Name) else ""
     dtype = BY_NAME.get(text if version == 7 else STORAGES.get(text.removesuffix("Storage"), ""))
@@ -135,6 +132,18 @@ def rebuilt(value: object) -> Rebuilt:
         count //= dtype.itemsize
     if prod(shape) and last >= count:
         raise SourceError("reaches beyond its storage", code="out-of-range")
-    if not isinstance(key, str):
-        raise SourceError("has no storage", code="bad-tensor")
     return Rebuilt(dtype, b"data/" + key.encode(), count, first, shape, strides)
+
+
+def storage_reference(value: object) -> tuple[object, str, object]:
+    """Return the kind, the key and the number of elements of a storage; raise `SourceError` for other values.
+
+    Before PyTorch 1.6 a reference has another item: the part of another storage, if it is not None.
+    """
+    outside = value.arguments if isinstance(value, PickledObject) and not value.name else ()
+    if not (isinstance(outside, tuple) and len(outside) in {5, 6} and outside[0] == "storage"):
+        raise SourceError("has no storage", code="bad-tensor")
+    _, kind, key, _, elements, *part = outside
+    if not isinstance(key, str) or part not in ([], [None]):
+        raise SourceError("has no storage of its own", code="bad-tensor")
+    return kind, key, elements

@@ -1,0 +1,175 @@
+"""Read a file that `torch.save` wrote: its pickled value, and the place of each storage.
+
+Most files are zip archives (`archive`). Before PyTorch 1.6, and on request since, a file is a chain of pickles instead,
+with the storages behind them: the number of elements of each, and its bytes (`_legacy_save`). Such a file has no
+checksums.
+
+Sources: PyTorch 2.13 `torch/serialization.py` and `torch/csrc/generic/serialization.cpp`, and files that it wrote.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import SourceError
+from reshard.formats.entries import Extent, FileIndex, RangeReader
+from reshard.readers.pickles import Name, Pairs, describe, first_unpickled, unpickled
+from reshard.readers.torch_save.archive import Archive, Archives, RecordReader, ZipPart
+from reshard.readers.torch_save.tensors import STORAGES, storage_reference
+from reshard.source.checkpoint import SourceFile
+from reshard.storage.places import any_store, in_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from reshard.formats.entries import Entry
+    from reshard.readers.pickles import PickledObject
+    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.storage.base import ReadStore, Status, Want
+    from reshard.storage.places import Place
+
+NAME = "torch.save"
+"""The format of files with several tensors that `torch.save` wrote."""
+
+PICKLE = b"data.pkl"
+"""The record of the pickled value in a zip archive."""
+
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number, pickled
+_VERSION = 1001
+_REMOTE_WINDOW = 1 << 22  # a pickle is read in many pieces; each would be a request
+
+
+class Storage(NamedTuple):
+    """The place of a storage in a file, in bytes."""
+
+    begin: int
+    nbytes: int
+
+
+class TorchFile(NamedTuple):
+    """A file that `torch.save` wrote.
+
+    Attributes:
+        path: its absolute path or URL.
+        status: its state when it was read.
+        value: the pickled value; see `readers.pickles`.
+        pickle_bytes: the size of the pickle.
+        archive: its zip archive; None for a file in the format before PyTorch 1.6.
+        legacy: the storages of such a file, by the name of their record in an archive.
+    """
+
+    path: str
+    status: Status
+    value: Any
+    pickle_bytes: int
+    archive: Archive | None
+    legacy: Mapping[bytes, Storage]
+
+    @classmethod
+    def read(cls, location: Place, expected: str) -> TorchFile:
+        """Read the pickle of a file.
+
+        Args:
+            location: the file.
+            expected: the expected content, for messages.
+
+        Raises:
+            SourceError: the file is not complete, or its pickle is not valid.
+        """
+        path = location.absolute()
+        status = path.status()
+        reader = RangeReader(str(path), window=_REMOTE_WINDOW if path.can.has_latency else 0)
+        if reader.upto(0, len(_LEGACY)) == _LEGACY:
+            value, nbytes, storages = _legacy(reader, expected)
+            return cls(str(path), status, value, nbytes, None, storages)
+        archive = Archive(reader)
+        order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
+        if order.strip() != b"little":
+            raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
+        content = archive.content(PICKLE)
+        return cls(str(path), status, unpickled(content, expected, outside=True), content.size, archive, {})
+
+    def storages(self, records: Collection[bytes]) -> Mapping[bytes, Storage]:
+        """Return the places of storages, by the name of their record; at URLs, many headers are read at once.
+
+        Raises:
+            SourceError: a storage is missing, or its header is wrong.
+        """
+        if self.archive is None:
+            for name in records:
+                if name not in self.legacy:
+                    raise SourceError(
+                        f"{self.path} has no storage {name.decode(errors='replace')!r:.60}", code="corrupt"
+                    )
+            return self.legacy
+        checked = self.archive.checked(dict.fromkeys(records))
+        return {name: Storage(record.begin, record.size) for name, record in checked.items()}
+
+    def source_file(self, number: int, entries: Mapping[str, Entry]) -> SourceFile:
+        """Return the record of the file as number `number` of a checkpoint, with the entries of its tensors."""
+        sums = None if self.archive is None else Archives((ZipPart("", 0, self.status.nbytes),))
+        index = FileIndex(NAME, entries, header_id=number, sums=sums)
+        return SourceFile(self.path, self.status.nbytes, self.status.mtime_ns, index, self.status.change)
+
+
+def extent_in(tensor: Rebuilt, file: int, storage: Storage) -> Extent:
+    """Return the extent of a tensor in file number `file`; raise `SourceError` if its storage is too short."""
+    if tensor.elements * tensor.dtype.itemsize > storage.nbytes:
+        raise SourceError("has a storage that is shorter than the tensor", code="truncated")
+    return tensor.extent(file, storage.begin)
+
+
+def _legacy(reader: RangeReader, expected: str) -> tuple[Any, int, dict[bytes, Storage]]:
+    """Return the value of a chain of pickles, the size of its pickle, and the storages behind them."""
+    at = len(_LEGACY)
+    values = []
+    references: Sequence[PickledObject] = ()
+    nbytes = 0
+    for number, what in enumerate(("a version", "facts about a machine", expected, "a list of storages")):
+        part = first_unpickled(RecordReader(reader, at, reader.size - at), what, outside=number == 2)
+        values.append(part.value)
+        if number == 2:
+            references, nbytes = part.references, part.nbytes
+        at += part.nbytes
+    version, machine, value, keys = values
+    little = dict(machine.items()).get("little_endian") if isinstance(machine, Pairs) else None
+    if version != _VERSION or little is not True:
+        _refuse(reader, f"is of version {describe(version)}, or of another byte order")
+    sizes = _storage_sizes(reader, references)
+    if not (isinstance(keys, list) and all(isinstance(key, str) and key in sizes for key in keys)):
+        _refuse(reader, "has a list of storages that its pickle does not describe")
+    storages: dict[bytes, Storage] = {}
+    for key in keys:
+        width, count = sizes[key]
+        storages[b"data/" + key.encode()] = Storage(at + 8, count * width)
+        at += 8 + count * width
+    if len(storages) != len(sizes) or at != reader.size:
+        _refuse(reader, f"has {reader.size:,} bytes; its storages end at byte {at:,}")
+
+    def steps() -> Iterator[tuple[tuple[str, bytearray], ReadStore, list[Want]]]:
+        for key, storage in zip(keys, storages.values(), strict=True):
+            header = bytearray(8)
+            yield (key, header), any_store(), [(reader.path, storage.begin - 8, memoryview(header))]
+
+    for key, header in in_batches(steps()):
+        if int.from_bytes(header, "little") != sizes[key][1]:
+            _refuse(reader, f"has another number of elements in storage {key!r:.60} than its pickle says")
+    return value, nbytes, storages
+
+
+def _storage_sizes(reader: RangeReader, references: Sequence[PickledObject]) -> dict[str, tuple[int, int]]:
+    """Return the bytes of an element and the number of elements of each storage, by key."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for reference in references:
+        kind, key, count = storage_reference(reference)
+        dtype = BY_NAME.get(STORAGES.get(kind.name.removesuffix("Storage"), "")) if isinstance(kind, Name) else None
+        if dtype is None or type(count) is not int or not 0 <= count < 1 << 59:
+            _refuse(reader, f"has the unsupported storage {describe(key)}")
+        if sizes.setdefault(key, (dtype.itemsize, count)) != (dtype.itemsize, count):
+            _refuse(reader, f"has storage {key!r:.60} with two sizes")
+    return sizes
+
+
+def _refuse(reader: RangeReader, why: str) -> NoReturn:
+    raise SourceError(f"{reader.path} is not a complete file of torch.save", code="corrupt", facts=[f"it {why}"])
