@@ -1,0 +1,122 @@
+"""Open a DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3.
+
+16-bit weights are not in a checkpoint of stage 3: they are the float32 masters, rounded to the dtype that the module
+has. If weights are stored, samples of them are compared with the masters, which are located by sizes alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from reshard.errors import SourceError
+from reshard.readers.deepspeed.files import checkpoint_files, read_files
+from reshard.readers.deepspeed.flat import FlatTensors
+from reshard.readers.deepspeed.model import ModelStates
+from reshard.readers.deepspeed.part import Part, add_expert, add_rounded, add_states, add_weights
+from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
+from reshard.readers.deepspeed.zero import Buffers
+from reshard.readers.listed import nothing_readable
+from reshard.readers.pickles import Name, Pairs, PickledObject
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.facts import Extras, Object
+from reshard.source.probe import compare_contents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from reshard.readers.torch_save.file import TorchFile
+    from reshard.storage.places import Place
+
+DESCRIBED_BY = "DeepSpeed"
+
+
+def open_zero(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open a checkpoint, reading the pickles of its files.
+
+    Args:
+        directory: the directory of its tag.
+        listing: the names in it.
+        contents: compare samples of weights and masters.
+
+    Raises:
+        SourceError: a file is missing or not valid, or there are files of another checkpoint, or it does not say how
+            tensors are cut.
+    """
+    files = checkpoint_files(directory, listing)
+    if len(files.parts) > 1:
+        raise SourceError(
+            f"{directory} has {len(files.parts)} tensor-parallel parts, and does not say how tensors are cut",
+            code="no-layout",
+        )
+    (of_part,) = files.parts
+    ranked = [*enumerate(of_part.model), *enumerate(of_part.optim), *((0, name) for name in files.experts)]
+    ranked.sort(key=lambda item: item[0])  # stable: a rank's model states come first
+    read = read_files(directory, [name for _, name in ranked])
+    numbers = {name: number for number, (_, name) in enumerate(ranked)}
+    models = [(numbers[name], ModelStates.of(read[numbers[name]])) for name in of_part.model]
+    ranks = [Buffers.of(read[numbers[name]], numbers[name]) for name in of_part.optim]
+    part, model = Part(), models[0][1]
+    add_weights(part, models)
+    for name in files.experts:
+        add_expert(part, numbers[name], read[numbers[name]])
+    if ranks:
+        add_states(part, model, ranks, has_experts=bool(files.experts))
+    add_rounded(part, model)
+    warnings = [] if ranks else [_WITHOUT_STATES.format(directory)]
+    return checkpoint_of(directory, read, [rank for rank, _ in ranked], part, model.others, warnings, contents=contents)
+
+
+_WITHOUT_STATES = (
+    "{} has no files of optimizer states, so only weights are read (without ZeRO, the states are in the model states, "
+    "by number and without names)"
+)
+
+
+def checkpoint_of(
+    directory: Place, files: Sequence[TorchFile], ranks: Sequence[int], part: Part, others: Mapping[str, Any],
+    warnings: Sequence[str] = (), *, contents: bool | Literal["blocks"],
+) -> Checkpoint:  # fmt: skip
+    """Return the checkpoint of files and their tensors.
+
+    Args:
+        directory: the directory of the files.
+        files: the files, in the order of their numbers.
+        ranks: the rank of each file.
+        part: the tensors.
+        others: what the model states have beside tensors.
+        warnings: warnings of the checkpoint.
+        contents: compare samples of weights and masters.
+
+    Raises:
+        SourceError: no tensor can be read.
+    """
+    builder = FlatTensors()
+    tensors = {name: builder.tensor(name, location) for name, location in part.located.items()}
+    if not tensors:
+        raise SourceError(f"{directory}: {nothing_readable(part.unreadable)}", code="no-tensors")
+    checkpoint = Checkpoint(
+        str(directory), tensors,
+        tuple(file.source_file(number, part.entries.get(number, {})) for number, file in enumerate(files)),
+        tuple(ranks), warnings=tuple(warnings), unreadable=part.unreadable,
+        extras=Extras(DESCRIBED_BY, objects={name: Object(problem=_problem(value)) for name, value in others.items()}),
+    )  # fmt: skip
+    checkpoint = compare_contents(checkpoint, {}, contents=contents)
+    if contents:
+        checkpoint = with_masters_compared(checkpoint)
+    return with_computed(
+        checkpoint,
+        {name: rounding for name, rounding in part.rounded.items() if rounding[0] in checkpoint.tensors},
+        part.numbers,
+    )
+
+
+def _problem(value: object) -> str:
+    """Return why a value of the model states is not read, with a short description."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return f"is {value!r:.60} (only a Universal Checkpoint keeps it)"
+    if isinstance(value, Name | PickledObject):
+        kind = value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
+    else:
+        kind = "dict" if isinstance(value, Pairs) else type(value).__name__
+    return f"is a pickled {kind}, which only a Universal Checkpoint keeps"
