@@ -86,13 +86,13 @@ def saved_tensor(dtype: DType, shape: Shape, *, key: str = "") -> Saved:
     return saved_storages(pickled(value, 2), {"0": prod(shape) * dtype.itemsize})
 
 
-def rebuilding(dtype: DType, shape: Shape) -> Call:
-    """Return the call that makes a tensor of the storage with key 0."""
+def rebuilding(dtype: DType, shape: Shape, key: str = "0") -> Call:
+    """Return the call that makes a tensor of the storage with a key."""
     numel = prod(shape)
     strides = row_major(tuple(max(extent, 1) for extent in shape))
     is_untyped = dtype.name in _UNTYPED
     kind = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", f"{_STORAGES[dtype.name]}Storage")
-    storage = Persistent(("storage", kind, "0", "cpu", numel * dtype.itemsize if is_untyped else numel))
+    storage = Persistent(("storage", kind, key, "cpu", numel * dtype.itemsize if is_untyped else numel))
     hooks = Call(Name("collections", "OrderedDict"), ())
     dtype_arguments = (Name("torch", dtype.name),) if is_untyped else ()
     function = Name("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
@@ -107,12 +107,7 @@ def saved_text(text: str) -> Saved:
 
 def saved_object(value: object) -> bytes:
     """Return the zip of an object that has no tensors."""
-    return saved_value(pickled(value, 2))
-
-
-def saved_value(pickle: bytes) -> bytes:
-    """Return the zip of a pickle that has no tensors."""
-    ((_, content),) = saved_storages(pickle, {}).literals
+    ((_, content),) = saved_storages(pickled(value, 2), {}).literals
     return content
 
 
