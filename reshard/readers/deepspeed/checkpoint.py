@@ -6,6 +6,7 @@ has. If weights are stored, samples of them are compared with the masters, which
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import SourceError
@@ -22,8 +23,7 @@ from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
     from reshard.readers.torch_save.file import TorchFile
     from reshard.storage.places import Place
@@ -64,7 +64,7 @@ def open_zero(directory: Place, listing: Sequence[str], *, contents: bool | Lite
         add_states(part, model, ranks, has_experts=bool(files.experts))
     add_rounded(part, model)
     warnings = [] if ranks else [_WITHOUT_STATES.format(directory)]
-    return checkpoint_of(directory, read, [rank for rank, _ in ranked], part, model.others, warnings, contents=contents)
+    return checkpoint_of(directory, read, [rank for rank, _ in ranked], part, model, warnings, contents=contents)
 
 
 _WITHOUT_STATES = (
@@ -74,7 +74,7 @@ _WITHOUT_STATES = (
 
 
 def checkpoint_of(
-    directory: Place, files: Sequence[TorchFile], ranks: Sequence[int], part: Part, others: Mapping[str, Any],
+    directory: Place, files: Sequence[TorchFile], ranks: Sequence[int], part: Part, model: ModelStates,
     warnings: Sequence[str] = (), *, contents: bool | Literal["blocks"],
 ) -> Checkpoint:  # fmt: skip
     """Return the checkpoint of files and their tensors.
@@ -84,7 +84,7 @@ def checkpoint_of(
         files: the files, in the order of their numbers.
         ranks: the rank of each file.
         part: the tensors.
-        others: what the model states have beside tensors.
+        model: the model states, whose order of weights is kept, and which have further values.
         warnings: warnings of the checkpoint.
         contents: compare samples of weights and masters.
 
@@ -95,26 +95,25 @@ def checkpoint_of(
     tensors = {name: builder.tensor(name, location) for name, location in part.located.items()}
     if not tensors:
         raise SourceError(f"{directory}: {nothing_readable(part.unreadable)}", code="no-tensors")
+    objects = {name: Object(problem=_problem(value)) for name, value in model.others.items() if value is not None}
     checkpoint = Checkpoint(
         str(directory), tensors,
         tuple(file.source_file(number, part.entries.get(number, {})) for number, file in enumerate(files)),
         tuple(ranks), warnings=tuple(warnings), unreadable=part.unreadable,
-        extras=Extras(DESCRIBED_BY, objects={name: Object(problem=_problem(value)) for name, value in others.items()}),
+        extras=Extras(DESCRIBED_BY, objects=objects),
     )  # fmt: skip
     checkpoint = compare_contents(checkpoint, {}, contents=contents)
     if contents:
         checkpoint = with_masters_compared(checkpoint)
-    return with_computed(
-        checkpoint,
-        {name: rounding for name, rounding in part.rounded.items() if rounding[0] in checkpoint.tensors},
-        part.numbers,
-    )
+    checkpoint = with_computed(checkpoint, part.rounded, part.numbers)
+    first = [name for name in model.module if name in checkpoint.tensors]
+    return replace(checkpoint, tensors={name: checkpoint.tensors[name] for name in (*first, *checkpoint.tensors)})
 
 
 def _problem(value: object) -> str:
     """Return why a value of the model states is not read, with a short description."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"is {value!r:.60} (only a Universal Checkpoint keeps it)"
+    if isinstance(value, bool | int | float | str):
+        return f"is {value!r:.60}, which only a Universal Checkpoint keeps"
     if isinstance(value, Name | PickledObject):
         kind = value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
     else:

@@ -82,7 +82,7 @@ def open_universal(
             _add_state(part, number, read[number], f"{kind}.{name}", shapes.get(name))
     _add_step(part, len(model_names), read[len(model_names)], states)
     add_rounded(part, model)
-    return checkpoint_of(directory, read, [0] * len(read), part, model.others, contents=contents)
+    return checkpoint_of(directory, read, [0] * len(read), part, model, contents=contents)
 
 
 def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:

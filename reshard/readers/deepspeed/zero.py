@@ -210,7 +210,11 @@ def _group_cut(
 
 def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tuple[int, ...]:
     """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
-    recorded = {numbers(each, count) for each in (_of_group(buffers, group) for buffers in ranks) if each is not None}
+    try:
+        every = [_of_group(buffers, group) for buffers in ranks]
+        recorded = {numbers(each, count) for each in every if each is not None}
+    except SourceError as error:
+        raise error.about(ranks[0].file.path) from None
     if not recorded:
         return (0,) * count
     if len(recorded) > 1 or len(paddings := recorded.pop()) != count:
