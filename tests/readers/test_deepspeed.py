@@ -153,16 +153,37 @@ def test_steps_and_learning_rates_that_are_numbers(tmp_path: Path) -> None:
     done("verify", tmp_path / "out")
 
 
-def test_states_are_known_as_states_of_their_weights(tmp_path: Path) -> None:
-    full = write_zero(tmp_path / "run", GROUPS, stage=3)
-    source = reshard.open(tmp_path / "run")
-    weights = {name for group in GROUPS for name in group}
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "hidden_size": 8, "head_dim": 4, "intermediate_size": 12, "vocab_size": 16,
+}  # fmt: skip
+LLAMA_SHAPES: dict[str, tuple[int, ...]] = {
+    "self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8), "self_attn.o_proj": (8, 8),
+    "mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12), "input_layernorm": (8,),
+    "post_attention_layernorm": (8,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_states_are_known_as_states_of_their_weights(tmp_path: Path, step: int | None) -> None:
+    """Rules fuse and split them, and steps are numbers of which fused weights have one."""
+    group = {f"model.layers.{n}.{name}.weight": shape for n in range(2) for name, shape in LLAMA_SHAPES.items()}
+    group |= {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,), "lm_head.weight": (16, 8)}
+    full = write_zero(tmp_path / "run", [group], stage=3, ranks=3, step=step)
     done("convert", tmp_path / "run", tmp_path / "weights", "--to", "hf", "--weights-only")
-    assert set(reshard.open(tmp_path / "weights").tensors) == weights
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("sides: [here, there]\nrules:\n- here: '{a}.weight'\n  there: 'net.{a}.w'\n")
-    assert source
-    assert full
+    assert set(reshard.open(tmp_path / "weights")) == set(group)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    done(
+        "convert", tmp_path / "run", tmp_path / "out", "--to", "dcp", "--rules", "llama-hf-mcore-layers",
+        "--model-config", tmp_path / "config.json",
+    )  # fmt: skip
+    fused = reshard.open(tmp_path / "out")
+    fc1 = "decoder.layers.1.mlp.linear_fc1.weight"
+    for kind in ("", "fp32.", "exp_avg.", "exp_avg_sq."):
+        parts = [full[f"{kind}model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        assert fused[f"{kind}{fc1}"].compute().tobytes() == np.concatenate(parts).tobytes()
+    assert fused[f"step.{fc1}"].compute() == 3
+    done("verify", tmp_path / "out")
 
 
 def test_a_plan_is_saved_and_run_elsewhere(tmp_path: Path) -> None:
