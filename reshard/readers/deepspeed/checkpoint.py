@@ -23,8 +23,9 @@ from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from reshard.readers.deepspeed.files import PartFiles
     from reshard.readers.torch_save.file import TorchFile
     from reshard.storage.places import Place
 
@@ -49,22 +50,54 @@ def open_zero(directory: Place, listing: Sequence[str], *, contents: bool | Lite
             f"{directory} has {len(files.parts)} tensor-parallel parts, and does not say how tensors are cut",
             code="no-layout",
         )
-    (of_part,) = files.parts
-    ranked = [*enumerate(of_part.model), *enumerate(of_part.optim), *((0, name) for name in files.experts)]
-    ranked.sort(key=lambda item: item[0])  # stable: a rank's model states come first
-    read = read_files(directory, [name for _, name in ranked])
+    ranked = sorted(
+        (rank * len(files.parts) + number, name)  # tensor-parallel ranks are next to each other
+        for number, of_part in enumerate(files.parts)
+        for names_of_ranks in (of_part.model, of_part.optim)
+        for rank, name in enumerate(names_of_ranks)
+    )
+    ranked += [(0, name) for name in files.experts]
+    ranked.sort(key=lambda item: item[0])
     numbers = {name: number for number, (_, name) in enumerate(ranked)}
-    models = [(numbers[name], ModelStates.of(read[numbers[name]])) for name in of_part.model]
-    ranks = [Buffers.of(read[numbers[name]], numbers[name]) for name in of_part.optim]
-    part, model = Part(), models[0][1]
-    add_weights(part, models)
-    for name in files.experts:
-        add_expert(part, numbers[name], read[numbers[name]])
+    read: dict[str, TorchFile] = {}
+    parts = [_part(directory, of_part, files.experts, numbers, read) for of_part in files.parts]
+    part, model = parts[0]
+    warnings = [] if files.parts[0].optim else [_WITHOUT_STATES.format(directory)]
+    in_order = [read[name] for _, name in ranked]
+    return checkpoint_of(directory, in_order, [rank for rank, _ in ranked], part, model, warnings, contents=contents)
+
+
+def _part(
+    directory: Place, files: PartFiles, experts: Sequence[str], numbers: Mapping[str, int], read: dict[str, TorchFile]
+) -> tuple[Part, ModelStates]:
+    """Read the files of a tensor-parallel part; return its tensors and its model states.
+
+    Args:
+        directory: the directory of the files.
+        files: their names.
+        experts: the names of the files of experts.
+        numbers: the number of each file.
+        read: gets the files.
+    """
+    first, *others = files.model
+    model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
+    models = {first: model}
+    if model.frozen:
+        models |= read_files(directory, others, ModelStates.of)
+    else:  # the same shapes again
+        read |= read_files(directory, others, lambda file: file, with_value=False)
+    ranks = read_files(directory, files.optim, lambda file: Buffers.of(file, numbers[file.path.rpartition("/")[2]]))
+    part = Part()
+    add_weights(part, [(numbers[name], states) for name, states in models.items()])
+    for name, file in read_files(directory, experts, lambda file: file).items():
+        add_expert(part, numbers[name], file)
+        read[name] = file._replace(value=None)
     if ranks:
-        add_states(part, model, ranks, has_experts=bool(files.experts))
+        add_states(part, model, list(ranks.values()), has_experts=bool(experts))
     add_rounded(part, model)
-    warnings = [] if ranks else [_WITHOUT_STATES.format(directory)]
-    return checkpoint_of(directory, read, [rank for rank, _ in ranked], part, model, warnings, contents=contents)
+    read |= {name: states.file for name, states in models.items()}
+    read |= {name: buffers.file for name, buffers in ranks.items()}
+    return part, model
 
 
 _WITHOUT_STATES = (
