@@ -199,7 +199,7 @@ def _read(number: int, file: _File, count: int) -> _Read:
     saved = TorchFile.read(file.location, _EXPECTED)
     state_dict, finder = saved.value, _TensorFinder()
     try:
-        values = _flattened(state_dict, file.prefix, min(_MOST_VALUES, saved.pickle_bytes), finder)
+        values = _flattened(state_dict, file.prefix, min(_MOST_VALUES, saved.pickle.nbytes), finder)
     except SourceError as error:
         raise SourceError(f"{saved.path}: {error.message}; expected {_EXPECTED}", code=error.code) from None
     reader, refused = Tensors(file.rank, count), dict[str, str]()
