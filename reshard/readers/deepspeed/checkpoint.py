@@ -6,6 +6,7 @@ has. If weights are stored, samples of them are compared with the masters, which
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import SourceError
@@ -23,8 +24,8 @@ from reshard.source.probe import compare_contents
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
+    from reshard.readers.deepspeed.files import PartFiles
     from reshard.readers.torch_save.file import TorchFile
     from reshard.storage.places import Place
 
@@ -49,22 +50,54 @@ def open_zero(directory: Place, listing: Sequence[str], *, contents: bool | Lite
             f"{directory} has {len(files.parts)} tensor-parallel parts, and does not say how tensors are cut",
             code="no-layout",
         )
-    (of_part,) = files.parts
-    ranked = [*enumerate(of_part.model), *enumerate(of_part.optim), *((0, name) for name in files.experts)]
-    ranked.sort(key=lambda item: item[0])  # stable: a rank's model states come first
-    read = read_files(directory, [name for _, name in ranked])
+    ranked = sorted(
+        (rank * len(files.parts) + number, name)  # tensor-parallel ranks are next to each other
+        for number, of_part in enumerate(files.parts)
+        for names_of_ranks in (of_part.model, of_part.optim)
+        for rank, name in enumerate(names_of_ranks)
+    )
+    ranked += [(0, name) for name in files.experts]
+    ranked.sort(key=lambda item: item[0])
     numbers = {name: number for number, (_, name) in enumerate(ranked)}
-    models = [(numbers[name], ModelStates.of(read[numbers[name]])) for name in of_part.model]
-    ranks = [Buffers.of(read[numbers[name]], numbers[name]) for name in of_part.optim]
-    part, model = Part(), models[0][1]
-    add_weights(part, models)
-    for name in files.experts:
-        add_expert(part, numbers[name], read[numbers[name]])
+    read: dict[str, TorchFile] = {}
+    parts = [_part(directory, of_part, files.experts, numbers, read) for of_part in files.parts]
+    part, model = parts[0]
+    warnings = [] if files.parts[0].optim else [_WITHOUT_STATES.format(directory)]
+    in_order = [read[name] for _, name in ranked]
+    return checkpoint_of(directory, in_order, [rank for rank, _ in ranked], part, model, warnings, contents=contents)
+
+
+def _part(
+    directory: Place, files: PartFiles, experts: Sequence[str], numbers: Mapping[str, int], read: dict[str, TorchFile]
+) -> tuple[Part, ModelStates]:
+    """Read the files of a tensor-parallel part; return its tensors and its model states.
+
+    Args:
+        directory: the directory of the files.
+        files: their names.
+        experts: the names of the files of experts.
+        numbers: the number of each file.
+        read: gets the files.
+    """
+    first, *others = files.model
+    model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
+    models = {first: model}
+    if model.frozen:
+        models |= read_files(directory, others, ModelStates.of)
+    else:  # the same shapes again
+        read |= read_files(directory, others, lambda file: file, with_value=False)
+    ranks = read_files(directory, files.optim, lambda file: Buffers.of(file, numbers[file.path.rpartition("/")[2]]))
+    part = Part()
+    add_weights(part, [(numbers[name], states) for name, states in models.items()])
+    for name, file in read_files(directory, experts, lambda file: file).items():
+        add_expert(part, numbers[name], file)
+        read[name] = file._replace(value=None)
     if ranks:
-        add_states(part, model, ranks, has_experts=bool(files.experts))
+        add_states(part, model, list(ranks.values()), has_experts=bool(experts))
     add_rounded(part, model)
-    warnings = [] if ranks else [_WITHOUT_STATES.format(directory)]
-    return checkpoint_of(directory, read, [rank for rank, _ in ranked], part, model.others, warnings, contents=contents)
+    read |= {name: states.file for name, states in models.items()}
+    read |= {name: buffers.file for name, buffers in ranks.items()}
+    return part, model
 
 
 _WITHOUT_STATES = (
@@ -74,7 +107,7 @@ _WITHOUT_STATES = (
 
 
 def checkpoint_of(
-    directory: Place, files: Sequence[TorchFile], ranks: Sequence[int], part: Part, others: Mapping[str, Any],
+    directory: Place, files: Sequence[TorchFile], ranks: Sequence[int], part: Part, model: ModelStates,
     warnings: Sequence[str] = (), *, contents: bool | Literal["blocks"],
 ) -> Checkpoint:  # fmt: skip
     """Return the checkpoint of files and their tensors.
@@ -84,7 +117,7 @@ def checkpoint_of(
         files: the files, in the order of their numbers.
         ranks: the rank of each file.
         part: the tensors.
-        others: what the model states have beside tensors.
+        model: the model states, whose order of weights is kept, and which have further values.
         warnings: warnings of the checkpoint.
         contents: compare samples of weights and masters.
 
@@ -95,26 +128,25 @@ def checkpoint_of(
     tensors = {name: builder.tensor(name, location) for name, location in part.located.items()}
     if not tensors:
         raise SourceError(f"{directory}: {nothing_readable(part.unreadable)}", code="no-tensors")
+    objects = {name: Object(problem=_problem(value)) for name, value in model.others.items() if value is not None}
     checkpoint = Checkpoint(
         str(directory), tensors,
         tuple(file.source_file(number, part.entries.get(number, {})) for number, file in enumerate(files)),
         tuple(ranks), warnings=tuple(warnings), unreadable=part.unreadable,
-        extras=Extras(DESCRIBED_BY, objects={name: Object(problem=_problem(value)) for name, value in others.items()}),
+        extras=Extras(DESCRIBED_BY, objects=objects),
     )  # fmt: skip
     checkpoint = compare_contents(checkpoint, {}, contents=contents)
     if contents:
         checkpoint = with_masters_compared(checkpoint)
-    return with_computed(
-        checkpoint,
-        {name: rounding for name, rounding in part.rounded.items() if rounding[0] in checkpoint.tensors},
-        part.numbers,
-    )
+    checkpoint = with_computed(checkpoint, part.rounded, part.numbers)
+    first = [name for name in model.module if name in checkpoint.tensors]
+    return replace(checkpoint, tensors={name: checkpoint.tensors[name] for name in (*first, *checkpoint.tensors)})
 
 
 def _problem(value: object) -> str:
     """Return why a value of the model states is not read, with a short description."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"is {value!r:.60} (only a Universal Checkpoint keeps it)"
+    if isinstance(value, bool | int | float | str):
+        return f"is {value!r:.60}, which only a Universal Checkpoint keeps"
     if isinstance(value, Name | PickledObject):
         kind = value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
     else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import EXPERT_STATES, MODEL_STATES, OPTIM_STATES
@@ -23,9 +23,11 @@ from reshard.storage.threads import map_ordered
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from reshard.storage.places import Place
+
+T = TypeVar("T")
 
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _MOST_PARTS = 1 << 12
@@ -130,11 +132,23 @@ def _ordered(of_rank: dict[int, str]) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(of_rank.items()))
 
 
-def read_files(directory: Place, file_names: Sequence[str]) -> list[TorchFile]:
-    """Read the pickles of files, several at once.
+def read_files(
+    directory: Place, file_names: Iterable[str], interpret: Callable[[TorchFile], T], *, with_value: bool = True
+) -> dict[str, T]:
+    """Read the pickles of files, several at once, and interpret them.
+
+    Args:
+        directory: the directory of the files.
+        file_names: their names.
+        interpret: returns the result for a file; it may raise an error.
+        with_value: as in `TorchFile.read`.
 
     Raises:
-        SourceError: a file is not complete.
+        SourceError: a file is not complete, or not valid.
     """
-    locations = [directory / name for name in file_names]
-    return list(map_ordered(lambda location: TorchFile.read(location, _EXPECTED), locations, workers_at(locations)))
+    by_location = {directory / name: name for name in file_names}
+
+    def read(location: Place) -> T:
+        return interpret(TorchFile.read(location, _EXPECTED, with_value=with_value))
+
+    return dict(zip(by_location.values(), map_ordered(read, list(by_location), workers_at(by_location)), strict=True))

@@ -32,7 +32,7 @@ class ModelStates(NamedTuple):
     """The model states of one file.
 
     Attributes:
-        file: the file.
+        file: the file, without its value.
         module: the tensors of the module, by name.
         refused: values of the module that are not read, with the reason.
         groups: the shapes of trainable parameters, in the order of the flat buffers; None if the file has none.
@@ -83,7 +83,7 @@ class ModelStates(NamedTuple):
         optional = {name: values.get(name) or Pairs() for name in _TENSORS}
         fragments = table(optional["frozen_param_fragments"], "frozen_param_fragments")
         return cls(
-            file, module, refused,
+            file._replace(value=None), module, refused,
             None if groups is None else [shapes(group, "param_shapes") for group in groups],
             shapes(optional["frozen_param_shapes"], "frozen_param_shapes"),
             {

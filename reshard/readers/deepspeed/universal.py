@@ -66,23 +66,27 @@ def open_universal(
             f"{directory / DIRECTORY} has no {OPTIMIZER}, which is written last; was converting it interrupted?",
             code="unfinished",
         )
-    model_names = files.parts[0].model
-    paths = [f"{DIRECTORY}/{name}/{kind}.pt" for name, kinds in states.items() for kind in kinds]
-    file_names = [*model_names, f"{DIRECTORY}/{OPTIMIZER}", *paths]
-    read = read_files(directory, file_names)
-    numbers = {name: number for number, name in enumerate(file_names)}
-    models = [(number, ModelStates.of(file)) for number, file in enumerate(read[: len(model_names)])]
-    model, part = models[0][1], Part()
+    first, *others = files.parts[0].model
+    model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
+    read = {first: model.file}
+    models = {first: model}
+    if model.frozen:
+        models |= read_files(directory, others, ModelStates.of)
+        read |= {name: states.file for name, states in models.items()}
+    optimizer = f"{DIRECTORY}/{OPTIMIZER}"
+    paths = {f"{DIRECTORY}/{name}/{kind}.pt": (name, kind) for name, kinds in states.items() for kind in kinds}
+    read |= read_files(directory, [optimizer, *paths], lambda file: file)
+    numbers = {name: number for number, name in enumerate(read)}
+    part = Part()
     if len(files.parts) == 1:
-        add_weights(part, models)
+        add_weights(part, [(numbers[name], states_of_rank) for name, states_of_rank in models.items()])
     shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
-    for name, kinds in states.items():
-        for kind in kinds:
-            number = numbers[f"{DIRECTORY}/{name}/{kind}.pt"]
-            _add_state(part, number, read[number], f"{kind}.{name}", shapes.get(name))
-    _add_step(part, len(model_names), read[len(model_names)], states)
+    for path, (name, kind) in paths.items():
+        _add_state(part, numbers[path], read[path], f"{kind}.{name}", shapes.get(name))
+    _add_step(part, numbers[optimizer], read[optimizer], states)
     add_rounded(part, model)
-    return checkpoint_of(directory, read, [0] * len(read), part, model.others, contents=contents)
+    in_order = [file._replace(value=None) for file in read.values()]
+    return checkpoint_of(directory, in_order, [0] * len(read), part, model, contents=contents)
 
 
 def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:

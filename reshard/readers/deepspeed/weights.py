@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.dtypes import BY_NAME
+from reshard.errors import names as quoted
 from reshard.expressions.arithmetic import rounded
 from reshard.expressions.cast import Cast, Number
 from reshard.expressions.computed import computed
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
 _SAMPLE = 64  # elements at the beginning and at the end of a tensor
 _MOST_AT_URLS = 256  # tensors
 _FLOATS = {"float32", "bfloat16", "float16"}
-_DIFFERS = (
-    "is not the state of its weight: the float32 master does not round to it (DeepSpeed's converter to Universal "
-    "Checkpoints writes other weights' states under a name if the training had round_robin_gradients)"
+_DIFFERS = "is of another weight: the float32 master does not round to this one"
+_WARNING = (
+    "{root}: masters of {names} do not round to the weights, so they and their moments are of other weights; DeepSpeed "
+    "converts to Universal Checkpoints so if a training has round_robin_gradients: read its own checkpoint instead"
 )
 
 
@@ -47,7 +49,8 @@ def with_computed(
     casts: dict[tuple[str, DType], Expression] = {}
     expressions: dict[str, Expression] = {}
     for name, (master, dtype) in weights.items():
-        expressions[name] = casts.setdefault((master, dtype), Cast(Operand(checkpoint, master), dtype))
+        if master in checkpoint.tensors:
+            expressions[name] = casts.setdefault((master, dtype), Cast(Operand(checkpoint, master), dtype))
     of_value: dict[float, Expression] = {}
     for name, value in numbers.items():
         expressions[name] = of_value.setdefault(value, Number(value, BY_NAME["float32"]))
@@ -72,11 +75,15 @@ def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     wrong = {
         state: _DIFFERS
-        for state in checkpoint.tensors
-        if state not in differing and state.partition(".")[2] in differing
+        for state, tensor in checkpoint.tensors.items()
+        if state not in differing and state.partition(".")[2] in differing and tensor.spec.shape
     }
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in wrong}
-    return replace(checkpoint, tensors=tensors, unreadable={**checkpoint.unreadable, **wrong})
+    warning = _WARNING.format(root=checkpoint.root, names=quoted(sorted(differing), most=3))
+    return replace(
+        checkpoint, tensors=tensors, unreadable={**checkpoint.unreadable, **wrong},
+        warnings=(*checkpoint.warnings, warning),
+    )  # fmt: skip
 
 
 def _are_comparable(master: Tensor, weight: Tensor) -> bool:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.readers.torch_save.file import Storage, TorchFile
 
+_KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
+
 MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
 
@@ -38,11 +40,11 @@ class Buffers(NamedTuple):
     """The flat buffers of a rank: by group, then by kind of state.
 
     Attributes:
-        file: the file.
+        file: the file, without its value.
         number: its number in the checkpoint.
         groups: the flat buffers of each group (or sub-group), by kind of state: `fp32`, `exp_avg` and so on.
         scalars: the states that are a single number, such as `step`, in the same way.
-        values: the other values of the optimizer.
+        values: the values of the optimizer that say how it is cut.
         storages: the places of the storages.
     """
 
@@ -85,7 +87,8 @@ class Buffers(NamedTuple):
                     extent_in(tensor, number, storages[tensor.record])
         except SourceError as error:
             raise error.about(file.path) from None
-        return cls(file, number, groups, scalars, values, storages)
+        kept = {name: values.get(name) for name in _KEPT}
+        return cls(file._replace(value=None), number, groups, scalars, kept, storages)
 
     @property
     def stage(self) -> int:
@@ -210,7 +213,11 @@ def _group_cut(
 
 def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tuple[int, ...]:
     """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
-    recorded = {numbers(each, count) for each in (_of_group(buffers, group) for buffers in ranks) if each is not None}
+    try:
+        every = [_of_group(buffers, group) for buffers in ranks]
+        recorded = {numbers(each, count) for each in every if each is not None}
+    except SourceError as error:
+        raise error.about(ranks[0].file.path) from None
     if not recorded:
         return (0,) * count
     if len(recorded) > 1 or len(paddings := recorded.pop()) != count:

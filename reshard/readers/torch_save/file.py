@@ -67,12 +67,13 @@ class TorchFile(NamedTuple):
     legacy: Mapping[bytes, Storage]
 
     @classmethod
-    def read(cls, location: Place, expected: str) -> TorchFile:
+    def read(cls, location: Place, expected: str, *, with_value: bool = True) -> TorchFile:
         """Read the pickle of a file.
 
         Args:
             location: the file.
             expected: the expected content, for messages.
+            with_value: read the value; else it is None, and only the directory of an archive is read.
 
         Raises:
             SourceError: the file is not complete, or its pickle is not valid.
@@ -84,6 +85,8 @@ class TorchFile(NamedTuple):
             value, pickle, storages = _legacy(reader, expected)
             return cls(str(path), status, value, pickle, None, storages)
         archive = Archive(reader)
+        if not with_value:
+            return cls(str(path), status, None, 0, archive, {})
         order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
         if order.strip() != b"little":
             raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
