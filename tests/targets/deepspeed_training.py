@@ -21,12 +21,13 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-import deepspeed  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from deepspeed.checkpoint import ds_to_universal  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: E402
-from torch import nn  # noqa: E402
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # each rank imports it, in 5 seconds, unless it is there
+import numpy as np
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
 
 VOCABULARY, HIDDEN, LENGTH, BATCH = 23, 10, 7, 6
 
@@ -55,12 +56,14 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(1, -1).flatten())
 
 
-def groups(net: nn.Module) -> list[dict[str, Any]]:
-    """Two groups of parameters: matrices with decay, others without."""
+def groups_of(net: nn.Module, *, count: int, decay: float) -> list[dict[str, Any]]:
+    """One group of parameters, or two: matrices, and others with another decay."""
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    if count == 1:
+        return [{"params": trained, "weight_decay": 0.1}]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     rest = [parameter for parameter in trained if parameter.ndim == 1]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": decay}]
 
 
 def tokens_of(step: int, rank: int, ranks: int) -> torch.Tensor:
@@ -107,20 +110,21 @@ def work(rank: int, job: dict[str, Any], meeting: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     deepspeed.init_distributed("gloo", dist_init_required=False)
     torch.manual_seed(7)
-    net = Net(**job["model"])
+    options = dict(job["model"])
+    groups, decay = options.pop("groups", 2), options.pop("decay", 0.0)
+    net = Net(**options)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.uniform_(-0.5, 0.5)
-    optimizer = torch.optim.AdamW(groups(net), lr=0.01)
+    optimizer = torch.optim.AdamW(groups_of(net, count=groups, decay=decay), lr=0.01)
     config = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH // ranks, **job["config"]}
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"client": ""}
     if "load" in job:
         path, client = engine.load_checkpoint(job["load"], tag=job.get("tag"))
         assert path is not None
         found["client"] = json.dumps({key: client[key] for key in ("note", "iteration") if key in client})
-        found["global_steps"] = engine.global_steps
-        found["lr"] = [group["lr"] for group in engine.optimizer.param_groups]
+        found["loaded_lr"] = [group["lr"] for group in engine.optimizer.param_groups]
         found |= loaded_states(engine)
     losses = []
     for step in range(engine.global_steps, engine.global_steps + job["steps"]):
@@ -133,7 +137,11 @@ def work(rank: int, job: dict[str, Any], meeting: str) -> None:
         if "save" in job and step + 1 == job["save_at"]:
             engine.save_checkpoint(job["save"], client_state={"note": "a client's own", "iteration": step + 1})
     found["losses"] = losses
+    found["global_steps"], found["skipped_steps"] = engine.global_steps, engine.skipped_steps
     found["scheduler"] = engine.lr_scheduler.last_batch_iteration if engine.lr_scheduler else -1
+    found["scale"] = getattr(engine.optimizer, "cur_scale", 0)
+    for key, kind in (("lr", "lr"), ("decay", "weight_decay")):
+        found[key] = [group[kind] for group in engine.optimizer.param_groups]
     found |= flat_states(engine, rank, ranks)
     weights(engine, found)
     if rank == 0 and "result" in job:

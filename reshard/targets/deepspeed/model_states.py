@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MODULE, _FROZEN = "module", "frozen_param_fragments"
 _CUT = ("parameter_", "vocabulary_parameter_", "tp_replicated_parameter_")
 _ROUND_ROBIN = (
-    "the training has round_robin_gradients: load the target without it (DeepSpeed 0.19 puts the states of parameters in "
+    "the training has round_robin_gradients: load the target without it (DeepSpeed 0.19 puts states of parameters in "
     "wrong places with it, and says nothing)"
 )
 _PATTERNS = (
