@@ -272,6 +272,32 @@ def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None
     return files, weight_map
 
 
+def check_members(root: Place, weight_map: Mapping[str, str], members: Mapping[str, Iterable[str]]) -> None:
+    """Compare an index with the names in the files of a set.
+
+    Args:
+        root: the directory, for messages.
+        weight_map: the file of each tensor according to the index.
+        members: the names in each file.
+
+    Raises:
+        SourceError: a file lacks a tensor, or a tensor is in several files; all faults at once.
+    """
+    files_by_name: dict[str, list[str]] = {}
+    for file, names_in_file in members.items():
+        for name in names_in_file:
+            files_by_name.setdefault(name, []).append(file)
+    faults = Faults(str(root))
+    for name, file in weight_map.items():
+        if file not in files_by_name.get(name, ()):
+            fault = f"is not in {file}, although the index lists it there"
+            faults.add(f"tensor {name!r}", fault, code="missing-tensor")
+    for name, files in files_by_name.items():
+        if len(files) > 1:  # one file may belong to an older set
+            faults.add(f"tensor {name!r}", f"is in several files: {names(files)}", code="duplicate-name")
+    faults.raise_if_any(SourceError)
+
+
 def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
     """Return the numbers of shards with names like `NAME-NUMBER-of-COUNT`, by name and count.
 
