@@ -14,14 +14,18 @@ from reshard.formats import is_known
 from reshard.formats.directories import (
     BLOCKS,
     CHECKPOINT2,
+    CONSOLIDATED,
     DCP,
+    MEGATRON_RANKS,
     PARTS,
     RUN_FORMATS,
     SAVE_EXTENSIONS,
+    SAVED_SET,
     SAVES,
     parts_below,
     refuse_directory,
     refuse_one_of_several,
+    saved_parts,
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, check_members, read_index
@@ -235,10 +239,13 @@ _OPENERS = (
     (applied(_shown, SAVES), "torch_save.saves", "open_saves"),
     (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
     (parts_below, "dcp", "open_dcp"),
+    (applied(saved_parts, SAVED_SET), "torch_save.sets", "open_set"),
+    (applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated"),
+    (applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron", "open_megatron"),
 )
 """For each distributed format: a function that finds its file names, and the module and name of its opener."""
 
-_TAKE_RULES = frozenset[str]()
+_TAKE_RULES = {"open_consolidated", "open_megatron"}
 """The openers that take rules."""
 
 

@@ -149,7 +149,7 @@ class Cuts:
             StrategyError: a rule of the user does not fit the parts.
         """
         pattern, rule = self._ruled.get(name, ("", ""))
-        if pattern and (shapes[0] or name == pattern):  # a glob that cuts tensors does not apply to scalars
+        if pattern and (shapes[0] or name == pattern or rule == COPY):  # a glob that cuts does not apply to scalars
             try:
                 return cut_by(rule, tuple(shapes))
             except (LayoutError, SourceError) as error:

@@ -257,9 +257,9 @@ def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: s
     for name, value in values.items():
         if not is_tensor(value):
             if finder.has_tensor(value):
-                refused[name] = f"is a pickled {_kind(value)} with tensors in it, which is not read"
+                refused[name] = f"is a pickled {kind_of(value)} with tensors in it, which is not read"
             else:
-                objects[name] = f"a pickled {_kind(value)}, which is not read"
+                objects[name] = f"a pickled {kind_of(value)}, which is not read"
             continue
         try:
             rank_tensors[name] = reader.read(value)
@@ -278,7 +278,8 @@ def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: s
     return Contents(saved.source_file(number, entries), tensors, refused, objects)
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return the kind of a pickled value, for messages."""
     if isinstance(value, Name | PickledObject):
         return value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
     return "dict" if isinstance(value, Pairs) else type(value).__name__
@@ -297,7 +298,7 @@ def _flattened(state_dict: object, prefix: str, most: int, finder: TensorFinder)
         SourceError: it is not a dict, has an invalid name, or is too deep or large.
     """
     flat: dict[str, object] = {}
-    if _kind(state_dict) in _DICTS and not _items(state_dict) and not finder.has_tensor(state_dict):
+    if kind_of(state_dict) in _DICTS and not _items(state_dict) and not finder.has_tensor(state_dict):
         return flat
     if _inside(state_dict, finder) is None:
         raise SourceError(
@@ -329,7 +330,7 @@ def _flattened(state_dict: object, prefix: str, most: int, finder: TensorFinder)
 
 def _inside(value: object, finder: TensorFinder) -> tuple[Sequence[object], Sequence[object]] | None:
     """Return keys and values of a dict, or of a list with tensors or dicts; None for other values."""
-    if _kind(value) in _DICTS:
+    if kind_of(value) in _DICTS:
         items = _items(value)
         keys = items[::2]
         plain = 0 < len(items) <= 2 * _MOST_VALUES and not len(items) % 2 and all(map(_is_plain, keys))
