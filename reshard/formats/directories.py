@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import RangeReader
-from reshard.formats.sets import DCP_INDEX, SET_FILES, SET_INDEXES, files_beside
+from reshard.formats.sets import DCP_INDEX, SAVED_INDEX, SET_FILES, SET_INDEXES, files_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -168,25 +168,42 @@ BLOCKS = DirectoryFormat(
     "open the directory of all its files",
 )
 
-_SAVED = "load all of the files with the program that wrote them, and save the model in one"
+_ALL = "open the directory of all its files"
+SAVED_SET = DirectoryFormat(
+    re.compile(rf"(?:.+[-_.])?\d{{5,}}-of-(?!0*1\.)\d{{5,}}\.(?:bin|pt|pth)|{SAVED_INDEX.pattern}", re.DOTALL),
+    "is one of several files that torch.save made of one model",
+    _ALL,
+)
+"""Sets of whole tensors in files of `torch.save`, as Hugging Face's `pytorch_model`."""
+
+CONSOLIDATED = DirectoryFormat(
+    re.compile(r"consolidated\.(?P<part>\d{1,9})\.pth"),
+    "is what one rank of several saved of a model (torch.save)",
+    _ALL,
+)
+"""Meta's files, one of each tensor-parallel part; the only one may be the whole model."""
+
+MEGATRON_RANKS = DirectoryFormat(
+    re.compile(r"mp_rank_(?P<part>\d{2,9})(?:_(?P<stage>\d{3,9}))?(?:_(?P<expert>\d{3,9}))?"),
+    "is the directory of one rank of Megatron-LM",
+    "open the directory above",
+)
+"""Directories of Megatron-LM's older format, one of each tensor-parallel part of each pipeline stage."""
+
 SAVED_PARTS = (
-    DirectoryFormat(
-        re.compile(r"(?:.+[-_.])?\d{5,}-of-(?!0*1\.)\d{5,}\.(?:bin|pt|pth)", re.DOTALL),
-        "is one of several files that torch.save made of one model",
-        _SAVED,
-    ),
+    SAVED_SET,
     DirectoryFormat(
         re.compile(
             r"(?:.*_)?(?:zero_pp_rank_\d+_|mp_rank_(?!0+[_.])\d+).*\.pt|layer_\d+-model_\d+.*\.pt"
             r"|consolidated\.(?!0+\.)\d+\.pth",
             re.DOTALL,
         ),
-        "is what one rank of several saved of a model (torch.save)",
-        _SAVED,
+        CONSOLIDATED.problem,
+        _ALL,
     ),
+    MEGATRON_RANKS,
 )
-"""Partial files of `torch.save`, which are not merged here; next to readable files they are ignored. Shards, as of
-Hugging Face's `pytorch_model`; ranks, as of DeepSpeed, Megatron-LM and Llama."""
+"""Partial files of `torch.save`; next to other readable files they are ignored."""
 
 DIRECTORY_FORMATS = (
     DCP,
@@ -229,6 +246,11 @@ def parts_below(directory: Place, names: Collection[str]) -> list[str]:
 
 
 _OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|model\.safetensors")
+
+
+def saved_parts(kind: DirectoryFormat, directory: Place, names: Collection[str]) -> Collection[str]:
+    """Return `names` if the directory is of a format of `torch.save`, and has no checkpoint that is preferred to it."""
+    return names if kind.shown_by(directory, names) and not any(map(_OTHERS.fullmatch, names)) else []
 
 
 def is_of_a_set(name: str) -> bool:
@@ -285,7 +307,7 @@ def _refuse_one_of_several(path: Place) -> None:
     directory, siblings = path.absolute().parent, [path.name]
     with suppress(SourceError, OSError):  # the directory may be unreadable
         siblings = [sibling.name for sibling in directory.iterdir()]
-    index, files = files_beside(directory, siblings)
+    index, files = files_beside(directory, path.name, siblings)
     if path.name in files:
         if len(files) > 1:
             raise SourceError(
@@ -300,19 +322,20 @@ def _refuse_one_of_several(path: Place) -> None:
         if name := format_.shown_by(directory, [path.name, *parts, *set(format_.marks).intersection(siblings)]):
             subject = path if name == path.name else f"{name} next to {path}"
             raise SourceError(f"{subject} {format_.problem}", code="one-of-several", hint=format_.advice)
-    numbered = [(path.name, parts)]
-    if directory.name.startswith("mp_rank_"):  # of Megatron-LM
+    match = _NUMBERED.fullmatch(path.name)
+    above = directory
+    is_part = bool(match and (parts or int(match["number"])))
+    if of_rank := MEGATRON_RANKS.files.fullmatch(directory.name):
+        is_part, above = any(int(number) for number in of_rank.groups("0")), directory.parent
         with suppress(SourceError, OSError):
-            directories = (sibling.name for sibling in directory.parent.iterdir())
-            numbered.append((directory.name, _numbered_alike(directory.name, directories)))
-    for name, parts in numbered:
-        match = _NUMBERED.fullmatch(name)
-        if match and (parts or int(match["number"])):
-            raise SourceError(
-                f"{path} is one of several parts of a checkpoint, by its name",
-                code="one-of-several",
-                hint=f"open {directory}, or rename a file that has all of the checkpoint",
-            )
+            ranks = [sibling.name for sibling in above.iterdir() if MEGATRON_RANKS.files.fullmatch(sibling.name)]
+            is_part = is_part or len(ranks) > 1
+    if is_part:
+        raise SourceError(
+            f"{path} is one of several parts of a checkpoint, by its name",
+            code="one-of-several",
+            hint=f"open {above}, or rename a file that has all of the checkpoint",
+        )
 
 
 def _numbered_alike(name: str, siblings: Iterable[str]) -> list[str]:

@@ -220,6 +220,7 @@ class SourceRecord:
         files: the files in the order of their ranks; none if the source describes itself, unless they are compared, or
             if it is computed.
         computation: how it is computed from other sources; None if it is in files.
+        rules: as in `Opening`; None for none.
     """
 
     root: Line
@@ -235,6 +236,7 @@ class SourceRecord:
     headers: tuple[str, ...]
     files: tuple[FileRecord, ...]
     computation: ComputationRecord | None = None
+    rules: dict[str, str] | None = None
 
     @classmethod
     def of(
@@ -259,7 +261,7 @@ class SourceRecord:
             source.opening.partial, source.opening.by_file,
             tuple(name for name, tensor in source.tensors.items() if tensor.varies),
             tuple(sorted(source.opening.elsewhere)), tuple(sorted(source.left_out)), source.cipher is not None,
-            tuple(headers), tuple(files), computation,
+            tuple(headers), tuple(files), computation, dict(source.opening.rules) or None,
         )  # fmt: skip
 
     @classmethod
@@ -305,7 +307,7 @@ class SourceRecord:
 
     def is_of(self, other: SourceRecord) -> bool:
         """Return whether files and layouts are those of another record, wherever they are."""
-        return (self.strategy, self.files) == (other.strategy, other.files)
+        return (self.strategy, self.rules, self.files) == (other.strategy, other.rules, other.files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,9 @@ SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
 SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
 """Files that belong to a set by name, even if an index does not list them."""
 
+SAVED_INDEX = re.compile(r".+\.(?:bin|pt|pth)\.index(?:\.[^.]+)?\.json", re.DOTALL)
+"""The possible names of the index of a set of files of `torch.save`, such as `pytorch_model.bin.index.json`."""
+
 MODEL_CONFIG = "config.json"
 """The configuration of a model, next to its Hugging Face set."""
 
@@ -242,15 +245,21 @@ def check_step(step: int | None) -> None:
 
 
 @reading(SourceError)
-def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None:
+def read_index(
+    directory: Place, index_names: Iterable[str] = SET_INDEXES
+) -> tuple[list[Place], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor; None without an index.
 
     MindSpore's hyper-parameter files are included, although only indexes written by this program name them.
 
+    Args:
+        directory: the directory of the set.
+        index_names: the possible names of its index.
+
     Raises:
         SourceError: the index is not valid, or names a file that does not exist or is outside the directory.
     """
-    indexes = [path for name in SET_INDEXES if (path := directory / name).is_file()]
+    indexes = [path for name in index_names if (path := directory / name).is_file()]
     if not indexes:
         return None
     if len(indexes) > 1:
@@ -282,6 +291,32 @@ def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None
     return files, weight_map
 
 
+def check_members(root: Place, weight_map: Mapping[str, str], members: Mapping[str, Iterable[str]]) -> None:
+    """Compare an index with the names in the files of a set.
+
+    Args:
+        root: the directory, for messages.
+        weight_map: the file of each tensor according to the index.
+        members: the names in each file.
+
+    Raises:
+        SourceError: a file lacks a tensor, or a tensor is in several files; all faults at once.
+    """
+    files_by_name: dict[str, list[str]] = {}
+    for file, names_in_file in members.items():
+        for name in names_in_file:
+            files_by_name.setdefault(name, []).append(file)
+    faults = Faults(str(root))
+    for name, file in weight_map.items():
+        if file not in files_by_name.get(name, ()):
+            fault = f"is not in {file}, although the index lists it there"
+            faults.add(f"tensor {name!r}", fault, code="missing-tensor")
+    for name, files in files_by_name.items():
+        if len(files) > 1:  # one file may belong to an older set
+            faults.add(f"tensor {name!r}", f"is in several files: {names(files)}", code="duplicate-name")
+    faults.raise_if_any(SourceError)
+
+
 def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
     """Return the numbers of shards with names like `NAME-NUMBER-of-COUNT`, by name and count.
 
@@ -295,18 +330,21 @@ def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
     return numbers
 
 
-def files_beside(directory: Place, names: Collection[str]) -> tuple[str, set[str]]:
-    """Return the name of a unified set's index and its files; empty without a readable index.
+def files_beside(directory: Place, name: str, names: Collection[str]) -> tuple[str, set[str]]:
+    """Return the name of the index that names a file, and all files of its set; empty if no readable index does.
 
     Args:
-        directory: the directory of the index.
-        names: the names of its entries.
+        directory: the directory of the file.
+        name: the name of the file.
+        names: the names of the entries of the directory.
     """
-    for index in SET_INDEXES:
+    for index in [*SET_INDEXES, *filter(SAVED_INDEX.fullmatch, names)]:
         if index in names:
             with suppress(SourceError, OSError):
                 unlisted = SET_FILES[2:] if index == _MINDSPORE_INDEX else ()
-                return index, {*_read_map(directory / index)[0].values(), *(name for name in unlisted if name in names)}
+                files = {*_read_map(directory / index)[0].values(), *unlisted}
+                if name in files:
+                    return index, files.difference({*unlisted}.difference(names))
     return "", set()
 
 

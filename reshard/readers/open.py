@@ -7,33 +7,46 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial as applied
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
+from reshard.errors import Option, SourceError, Text, UsageError
 from reshard.formats import is_known
 from reshard.formats.directories import (
     BLOCKS,
     CHECKPOINT2,
+    CONSOLIDATED,
     DCP,
     DEEPSPEED,
+    MEGATRON_RANKS,
     MODEL_STATES,
     PARTS,
     RUN_FORMATS,
     SAVE_EXTENSIONS,
+    SAVED_SET,
     SAVES,
     parts_below,
     refuse_directory,
     refuse_one_of_several,
+    saved_parts,
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
-from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
+from reshard.formats.sets import SET_FILES, SET_INDEXES, check_members, read_index
 from reshard.formats.zarr.files import is_of_store
-from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, refuse_other_strategy, with_rules
+from reshard.readers.ranks import (
+    IndexedFiles,
+    changed_text,
+    index_ranks,
+    left_of_several,
+    lone_rank,
+    one_stage,
+    refuse_other_strategy,
+    rules_over_parts,
+    with_rules,
+)
 from reshard.readers.runs import checkpoint_of, iteration_at, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
 from reshard.source.facts import Opening
-from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
 from reshard.storage.base import reading
@@ -44,7 +57,7 @@ from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.formats.directories import DirectoryFormat, RunFormat
     from reshard.readers.runs import Iteration
@@ -67,17 +80,12 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 ) -> Checkpoint:
     """Open a checkpoint, with the arguments of `reshard.open` (`layouts` is its `layout`)."""
     unnamed = suffix is None and rank_pattern == RANK_PATTERN
-    bare = strategy is None and not layouts and stage is None and unnamed
     listing = [] if isinstance(path, Mapping) else as_place(path).names()
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration, listing)
     if opener is not None:
-        if not bare or required(cipher):
-            raise UsageError(
-                f"{path} describes its own blocks",
-                code="self-described",
-                hint="leave the strategy, layout, stage, suffix, pattern and key out",
-            )
-        return opener(contents=contents)
+        if not (stage is None and unnamed) or required(cipher):
+            raise _self_described(path)
+        return opener(contents=contents, rules=rules_over_parts(strategy, layouts))
     if iteration is not None:
         raise UsageError(
             f"{path} has no iterations",
@@ -159,11 +167,34 @@ def _explained(path: AnyName | Mapping[int, AnyName], *, knows: bool) -> Iterato
         raise
 
 
-class _Opener(Protocol):
-    """Opens a directory."""
+class _Opener(NamedTuple):
+    """Opens a directory.
 
-    def __call__(self, *, contents: bool | Literal["blocks"]) -> Checkpoint:
-        """Return its checkpoint, comparing samples of the contents as `open` does."""
+    Attributes:
+        root: the directory, for messages.
+        opens: returns its checkpoint.
+        takes_rules: the format does not say how tensor-parallel parts are cut, so that the user may.
+    """
+
+    root: Place
+    opens: Callable[..., Checkpoint]
+    takes_rules: bool = False
+
+    def __call__(self, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None) -> Checkpoint:
+        """Return the checkpoint; `contents` is as for `open`, and the rules are those of `rules_over_parts`."""
+        if rules is None:
+            return self.opens(contents=contents)
+        if not self.takes_rules:
+            raise _self_described(self.root)
+        return self.opens(contents=contents, rules=rules)
+
+
+def _self_described(path: object) -> UsageError:
+    return UsageError(
+        f"{path} describes its own blocks",
+        code="self-described",
+        hint="leave the strategy, layout, stage, suffix, pattern and key out",
+    )
 
 
 def self_described(root: Place, iteration: int | None = None, listing: Sequence[str] | None = None) -> _Opener | None:
@@ -178,15 +209,15 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if any(map(is_of_store, listing)) and iteration is None:
         from reshard.readers.zarr import open_store  # not on every start
 
-        return applied(open_store, root)
+        return _Opener(root, applied(open_store, root))
     run = run_at(listing)
     if run is not None:
-        return applied(_open_iteration, root, listing, run, iteration)
+        return _Opener(root, applied(_open_iteration, root, listing, run, iteration), takes_rules=True)
     if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
         from reshard.readers.torch_save.saves import open_save  # not on every start
 
         refuse_one_of_several(root)
-        return applied(open_save, root)
+        return _Opener(root, applied(open_save, root))
     opener = _described(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root)}:
         raise SourceError(
@@ -217,8 +248,14 @@ _OPENERS = (
     (applied(_shown, DEEPSPEED), "deepspeed.checkpoint", "open_zero"),
     (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
     (parts_below, "dcp", "open_dcp"),
+    (applied(saved_parts, SAVED_SET), "torch_save.sets", "open_set"),
+    (applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated"),
+    (applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron", "open_megatron"),
 )
 """For each distributed format: a function that finds its file names, and the module and name of its opener."""
+
+_TAKE_RULES = {"open_consolidated", "open_megatron", "open_zero"}
+"""The openers that take rules."""
 
 
 def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
@@ -226,28 +263,36 @@ def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
     for finds, module, name in _OPENERS:
         if files := finds(directory, listing):
             opener = getattr(import_module(f"reshard.readers.{module}"), name)  # not all of them on every start
-            return applied(opener, directory, files)
+            return _Opener(directory, applied(opener, directory, files), name in _TAKE_RULES)
     return None
 
 
 def _open_iteration(
-    root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None, *, contents: bool | Literal["blocks"]
+    root: Place,
+    listing: Sequence[str],
+    run: RunFormat,
+    iteration: int | None,
+    *,
+    contents: bool | Literal["blocks"],
+    rules: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of a run, by its iteration."""
     directory = checkpoint_of(root, listing, run, iteration)
-    checkpoint = _open_distributed(directory, contents=contents)
+    checkpoint = _open_distributed(directory, contents=contents, rules=rules)
     warnings = newer(root, listing, run, directory) if iteration is None else []
     return replace(checkpoint, warnings=(*warnings, *checkpoint.warnings))
 
 
-def _open_distributed(directory: Place, *, contents: bool | Literal["blocks"]) -> Checkpoint:
+def _open_distributed(
+    directory: Place, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None
+) -> Checkpoint:
     opener = _described(directory, directory.names())
     if opener is None:
         raise SourceError(
             f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint",
             facts=["the checkpoints of a run are DCPs, Checkpoint 2.0 or DeepSpeed's"], hint="open it by its own path",
         )  # fmt: skip
-    return opener(contents=contents)
+    return opener(contents=contents, rules=rules)
 
 
 def iterations_at(path: AnyName) -> list[Iteration]:
@@ -347,19 +392,6 @@ def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: s
     return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
 
 
-class IndexedFiles(NamedTuple):
-    """The indexed files of a checkpoint, with ranks, warnings, step and key.
-
-    `step` is the one that was chosen if there are several.
-    """
-
-    files: tuple[SourceFile, ...]
-    ranks: tuple[int, ...]
-    warnings: list[str]
-    step: Step | None = None
-    cipher: Cipher | None = None
-
-
 @reading(SourceError)
 def read_headers(
     path: AnyName | Mapping[int, AnyName],
@@ -408,27 +440,6 @@ def _read_undescribed(
         return index_ranks(of_ranks, cipher, warnings, step)
     paths, weight_map = unified
     result = index_ranks({0: paths}, cipher, warnings)
-    entries_of = {paths[number].name: file.index.entries for number, file in enumerate(result.files)}
-    faults = Faults(str(root))
-    for name, file_name in weight_map.items():
-        if name not in entries_of[file_name]:
-            faults.add(
-                f"tensor {name!r}", f"is not in {file_name}, although the index lists it there", code="missing-tensor"
-            )
-    replicas: dict[str, list[str]] = {}
-    for file_name, entries in entries_of.items():
-        for name in entries:
-            replicas.setdefault(name, []).append(file_name)
-    for name, file_names in replicas.items():
-        if len(file_names) > 1:  # one file may belong to an older set
-            faults.add(f"tensor {name!r}", f"is in several files: {names(file_names)}", code="duplicate-name")
-    faults.raise_if_any(SourceError)
+    members = {path.name: file.index.entries for path, file in zip(paths, result.files, strict=True)}
+    check_members(root, weight_map, members)
     return result
-
-
-def index_ranks(
-    of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
-) -> IndexedFiles:
-    """Index the files of each rank, with the key if they are encrypted."""
-    cipher = key_of([path.absolute() for paths in of_ranks.values() for path in paths], cipher)
-    return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)

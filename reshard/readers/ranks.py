@@ -11,19 +11,44 @@ from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text
 from reshard.formats.directories import is_later_part
 from reshard.formats.rank_dirs import rank_of
 from reshard.layout.layout import Layout
+from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.storage.places import AnyName, Place, as_place
+from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ALL_STAGES, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from reshard.formats.rank_dirs import Step
     from reshard.source.checkpoint import SourceFile, Tensor
     from reshard.source.made import Made
+    from reshard.storage.cipher import Cipher
 
 COPY = "copy"
 """The rule of a tensor whose value differs by rank, such as the state of a random number generator."""
+
+
+class IndexedFiles(NamedTuple):
+    """The indexed files of a checkpoint, with ranks, warnings, step and key.
+
+    `step` is the one that was chosen if there are several.
+    """
+
+    files: tuple[SourceFile, ...]
+    ranks: tuple[int, ...]
+    warnings: list[str]
+    step: Step | None = None
+    cipher: Cipher | None = None
+
+
+def index_ranks(
+    of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
+) -> IndexedFiles:
+    """Index the files of each rank, with the key if they are encrypted."""
+    cipher = key_of([path.absolute() for paths in of_ranks.values() for path in paths], cipher)
+    return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)
 
 
 def lone_rank(
@@ -231,6 +256,32 @@ def with_rules(
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):
                 confirmed.add(name)
     return Ruled(result, ruled, confirmed)
+
+
+def rules_over_parts(
+    strategy: Strategy | AnyName | None, layouts: Mapping[str, str] | None
+) -> Mapping[str, str] | None:
+    """Return how the user says that tensor-parallel parts are cut, as rules over the parts; None for nothing.
+
+    Args:
+        strategy: as for `reshard.open`; its devices are the parts.
+        layouts: rules by name or glob, which win over the strategy.
+
+    Raises:
+        StrategyError: the strategy cannot be read, or a layout cannot be written as a rule.
+    """
+    if strategy is None:
+        return dict(layouts) if layouts else None
+    if not isinstance(strategy, Strategy):
+        strategy = read_strategy(strategy)
+    rules = {}
+    for name, (placed, *_) in strategy.tensors.items():
+        rules[name] = str(placed.layout)
+        if placed.expanded or placed.layout.param_split_shape or placed.layout.field:
+            raise StrategyError(
+                f"the layout of {name!r} is uneven, interleaved or of an unknown shape", code="unsupported-layout"
+            )
+    return {**rules, **(layouts or {})}
 
 
 def refuse_other_strategy(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, names
 from reshard.formats.rank_dirs import Step
-from reshard.readers.open import index_ranks, self_described
 from reshard.readers.open import open as open_checkpoint
+from reshard.readers.open import self_described
+from reshard.readers.ranks import index_ranks
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, unreadable_in
 from reshard.source.facts import Opening
@@ -40,7 +41,7 @@ def reopen(record: SourceRecord, root: Place | None = None, *, cipher: Cipher | 
         return recomputed(record, lambda source: reopen(source, cipher=cipher if source.encrypted else None))
     top = record.root if root is None else str(root)
     if record.described_by:
-        checkpoint = open_checkpoint(top, contents=False, cipher=cipher)
+        checkpoint = open_checkpoint(top, layouts=record.rules, contents=False, cipher=cipher)
     else:
         paths = {
             rank: [as_place(path) if root is None else root / path for path in of_rank]

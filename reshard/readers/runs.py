@@ -158,7 +158,7 @@ def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[P
         except SourceError as error:
             text = "; ".join([error.message, *error.facts])
             problem = text.removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
-        nbytes = sum(file.status().nbytes for file in directory.files(depth=1))
+        nbytes = sum(file.status().nbytes for file in directory.files(depth=2))  # Megatron-LM has directories
         result.append(Iteration(number, str(directory), nbytes, number == last, problem, tuple(warnings)))
     return result
 

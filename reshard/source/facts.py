@@ -98,6 +98,7 @@ class Opening:
         looked: statistics of the content sampling done on open, or None.
         step: the training step of the checkpoint, if the names of its files have one.
         computation: how its tensors were computed from other checkpoints; None if they are in files.
+        rules: how the user says that tensor-parallel parts are cut, in a format that does not say it; by name or glob.
     """
 
     stage: int | None = None
@@ -108,6 +109,7 @@ class Opening:
     looked: SampleStats | None = None
     step: Step | None = None
     computation: Computation | None = None
+    rules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,8 @@ class _Sampler:
     def _may_be_whole(self, tensor: Tensor) -> bool:
         """Return whether a split tensor may be stored whole, and has not been checked yet."""
         # Shapes in headers, or a rule that agrees with the strategy, have shown it.
-        if self.checkpoint.extras.described_by or tensor.spec.name in self.confirmed:
+        name = tensor.spec.name
+        if name in self.confirmed or (self.checkpoint.extras.described_by and name not in self.ruled):
             return False
         return len(tensor.sharding.blocks) > 1 and tensor.listed
 

@@ -86,7 +86,7 @@ class TorchFile(NamedTuple):
             return cls(str(path), status, value, pickle, None, storages)
         archive = Archive(reader)
         if not with_value:
-            return cls(str(path), status, None, 0, archive, {})
+            return cls(str(path), status, None, Storage(0, 0), archive, {})
         order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
         if order.strip() != b"little":
             raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
 
-_EXPECTED = "a state dict that torch.save stored"
+EXPECTED = "a state dict that torch.save stored"
+"""The content of a file, for messages."""
+
 _MODEL = "model"
 _RANK_STATE = "extra_state"  # per-rank RNG state
 _DICTS = {"dict", "OrderedDict", "defaultdict"}
@@ -50,7 +52,7 @@ _MOST_KEY = 16  # items of a tuple that is a key
 _MOST_TEXT = 1 << 25  # characters of all names of a file
 
 
-class _File(NamedTuple):
+class File(NamedTuple):
     """A file to read: its location, its rank, and the prefix of its names."""
 
     location: Place
@@ -58,8 +60,15 @@ class _File(NamedTuple):
     prefix: str
 
 
-class _Read(NamedTuple):
-    """The contents of a file: tensors with the offsets of their storages, refused tensors, and objects."""
+class Contents(NamedTuple):
+    """The contents of a file.
+
+    Attributes:
+        file: its record.
+        tensors: the tensors by name, each with the offset of its storage in the file.
+        refused: the names of values that have tensors and cannot be read, with the reason.
+        objects: the names of values without tensors, described.
+    """
 
     file: SourceFile
     tensors: Mapping[str, tuple[RankTensor, int]]
@@ -101,7 +110,7 @@ def open_saves(directory: Place, listing: Sequence[str], *, contents: bool | Lit
             faults.add(names_by_rank[max(names_by_rank)], f"is of a rank beyond the {counts[0]}", code="no-such-rank")
     faults.raise_if_any(SourceError)
     files = [
-        _File(directory / name, rank, "" if kind == _MODEL else f"{kind}.")
+        File(directory / name, rank, "" if kind == _MODEL else f"{kind}.")
         for rank in range(counts[0])
         for kind, names_by_rank in sorted(by_kind.items(), key=lambda item: (item[0] != _MODEL, item[0]))
         for name in [names_by_rank[rank]]
@@ -111,18 +120,48 @@ def open_saves(directory: Place, listing: Sequence[str], *, contents: bool | Lit
 
 def open_save(location: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
     """Open a file of a whole state dict; arguments and errors as for `open_saves`."""
-    return _opened(location, [_File(location, 0, "")], 1, contents=contents)
+    return _opened(location, [File(location, 0, "")], 1, contents=contents)
 
 
-def _opened(location: Place, files: Sequence[_File], count: int, *, contents: bool | Literal["blocks"]) -> Checkpoint:
+def _opened(location: Place, files: Sequence[File], count: int, *, contents: bool | Literal["blocks"]) -> Checkpoint:
     """Read the files of `count` ranks, and join their tensors."""
+    return joined(location, read_files(files, count), [file.rank for file in files], contents=contents)
+
+
+def read_files(files: Sequence[File], count: int) -> list[Contents]:
+    """Read files of `count` ranks; at URLs, several at once.
+
+    Raises:
+        SourceError: a file is not valid.
+    """
     numbered = {file.location: (number, file) for number, file in enumerate(files)}
-    read_files = list(map_ordered(lambda path: _read(*numbered[path], count), list(numbered), workers_at(numbered)))
-    ranks = tuple(file.rank for file in files)
+
+    def read(location: Place) -> Contents:
+        number, file = numbered[location]
+        saved = TorchFile.read(location, EXPECTED)
+        return read_state_dict(saved, number, saved.value, file.prefix, Tensors(file.rank, count))
+
+    return list(map_ordered(read, list(numbered), workers_at(numbered)))
+
+
+def joined(
+    location: Place, files: Sequence[Contents], ranks: Sequence[int], *, contents: bool | Literal["blocks"]
+) -> Checkpoint:
+    """Join the tensors of files.
+
+    Args:
+        location: the file, or the directory of the files.
+        files: what they hold.
+        ranks: the rank of each.
+        contents: compare samples of replicas.
+
+    Raises:
+        SourceError: no tensor can be read, or replicas differ.
+    """
     tensors_by_name: dict[str, list[tuple[int, RankTensor, int]]] = {}
     objects: dict[str, str] = {}
     unreadable: dict[str, str] = {}
-    for number, read_file in enumerate(read_files):
+    for number, read_file in enumerate(files):
         for name, (rank_tensor, begin) in read_file.tensors.items():
             tensors_by_name.setdefault(name, []).append((number, rank_tensor, begin))
         for name, reason in read_file.refused.items():
@@ -145,7 +184,7 @@ def _opened(location: Place, files: Sequence[_File], count: int, *, contents: bo
         name: Object(problem=kind) for name, kind in objects.items() if name not in {*tensors_by_name, *unreadable}
     }
     checkpoint = Checkpoint(
-        str(location), tensors, tuple(read_file.file for read_file in read_files), ranks, unreadable=unreadable,
+        str(location), tensors, tuple(read_file.file for read_file in files), tuple(ranks), unreadable=unreadable,
         extras=Extras(NAME, objects=unread),
     )  # fmt: skip
     ruled = {name: "copy" for name in tensors if name.startswith(f"{_RANK_STATE}.")}
@@ -194,23 +233,33 @@ def _tensor(
     return tensor
 
 
-def _read(number: int, file: _File, count: int) -> _Read:
-    """Read file number `number`, of one of `count` ranks."""
-    saved = TorchFile.read(file.location, _EXPECTED)
-    state_dict, finder = saved.value, _TensorFinder()
+def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: str, reader: Tensors) -> Contents:
+    """Return the contents of a state dict in a file.
+
+    Args:
+        saved: the file.
+        number: its number among the files of the checkpoint.
+        state_dict: the value of the file, or a part of it.
+        prefix: the prefix of all names.
+        reader: reads the tensors of the file.
+
+    Raises:
+        SourceError: it is not a state dict, or a storage is missing.
+    """
+    finder = TensorFinder()
     try:
-        values = _flattened(state_dict, file.prefix, min(_MOST_VALUES, saved.pickle.nbytes), finder)
+        values = _flattened(state_dict, prefix, min(_MOST_VALUES, saved.pickle.nbytes), finder)
     except SourceError as error:
-        raise SourceError(f"{saved.path}: {error.message}; expected {_EXPECTED}", code=error.code) from None
-    reader, refused = Tensors(file.rank, count), dict[str, str]()
+        raise SourceError(f"{saved.path}: {error.message}; expected {EXPECTED}", code=error.code) from None
+    refused = dict[str, str]()
     objects: dict[str, str] = {}
     rank_tensors: dict[str, RankTensor] = {}
     for name, value in values.items():
         if not is_tensor(value):
             if finder.has_tensor(value):
-                refused[name] = f"is a pickled {_kind(value)} with tensors in it, which is not read"
+                refused[name] = f"is a pickled {kind_of(value)} with tensors in it, which is not read"
             else:
-                objects[name] = f"a pickled {_kind(value)}, which is not read"
+                objects[name] = f"a pickled {kind_of(value)}, which is not read"
             continue
         try:
             rank_tensors[name] = reader.read(value)
@@ -226,16 +275,17 @@ def _read(number: int, file: _File, count: int) -> _Read:
         except SourceError as error:
             refused[name] = error.message
     tensors = {name: (rank_tensors[name], storages[rank_tensors[name].local.record].begin) for name in entries}
-    return _Read(saved.source_file(number, entries), tensors, refused, objects)
+    return Contents(saved.source_file(number, entries), tensors, refused, objects)
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return the kind of a pickled value, for messages."""
     if isinstance(value, Name | PickledObject):
         return value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
     return "dict" if isinstance(value, Pairs) else type(value).__name__
 
 
-def _flattened(state_dict: object, prefix: str, most: int, finder: _TensorFinder) -> dict[str, object]:
+def _flattened(state_dict: object, prefix: str, most: int, finder: TensorFinder) -> dict[str, object]:
     """Return the values of a state dict by dotted names: tensors, and other values that are not flattened.
 
     Args:
@@ -248,7 +298,7 @@ def _flattened(state_dict: object, prefix: str, most: int, finder: _TensorFinder
         SourceError: it is not a dict, has an invalid name, or is too deep or large.
     """
     flat: dict[str, object] = {}
-    if _kind(state_dict) in _DICTS and not _items(state_dict) and not finder.has_tensor(state_dict):
+    if kind_of(state_dict) in _DICTS and not _items(state_dict) and not finder.has_tensor(state_dict):
         return flat
     if _inside(state_dict, finder) is None:
         raise SourceError(
@@ -278,9 +328,9 @@ def _flattened(state_dict: object, prefix: str, most: int, finder: _TensorFinder
     return flat
 
 
-def _inside(value: object, finder: _TensorFinder) -> tuple[Sequence[object], Sequence[object]] | None:
+def _inside(value: object, finder: TensorFinder) -> tuple[Sequence[object], Sequence[object]] | None:
     """Return keys and values of a dict, or of a list with tensors or dicts; None for other values."""
-    if _kind(value) in _DICTS:
+    if kind_of(value) in _DICTS:
         items = _items(value)
         keys = items[::2]
         plain = 0 < len(items) <= 2 * _MOST_VALUES and not len(items) % 2 and all(map(_is_plain, keys))
@@ -309,7 +359,7 @@ def _items(value: object) -> Pairs:
     return items if isinstance(items, Pairs) else Pairs()
 
 
-class _TensorFinder:
+class TensorFinder:
     """Finds values that contain tensors, visiting shared values once."""
 
     def __init__(self) -> None:

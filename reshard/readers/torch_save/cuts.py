@@ -1,0 +1,220 @@
+"""How tensor-parallel parts make whole tensors: by a table of names, or by the user's rules in its place.
+
+Programs that train with tensor parallelism save the parts of each rank, and often not the axis along which they cut a
+tensor. The axis follows from the layer, so from the name. A rule is a text, as in the argument `layout` of
+`reshard.open`, over the parts in the place of ranks:
+
+* `split:0`: columns of a linear layer (in PyTorch the first axis), rows of an embedding;
+* `split:1`: rows of a linear layer;
+* `whole`: each part is the whole tensor;
+* `gate-and-up`: each part is its gate and its up projection one after the other, and so is the whole tensor;
+* `copy`: as `whole`, but the values may differ.
+
+Sources: Megatron-LM `megatron/core/tensor_parallel/layers.py` and `megatron/legacy/model`, Meta's `llama/model.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text
+from reshard.layout.block import Block, is_possible, shape_text
+from reshard.layout.layout import Layout
+from reshard.strategy.names import matching
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from reshard.layout.block import Shape
+
+COLUMNS, ROWS, WHOLE = "split:0", "split:1", "whole"
+
+GATE_AND_UP = "gate-and-up"
+"""The rule of a layer of two fused ones, which are cut each by itself."""
+
+COPY = "copy"
+"""The rule of a tensor whose value differs by part."""
+
+LLAMA: Mapping[str, tuple[str, ...]] = {
+    COLUMNS: (
+        ".attention.wq.weight", ".attention.wk.weight", ".attention.wv.weight", ".feed_forward.w1.weight",
+        ".feed_forward.w3.weight", ".output.weight",
+    ),
+    ROWS: (".attention.wo.weight", ".feed_forward.w2.weight"),
+    WHOLE: ("norm.weight", ".rope.freqs"),
+}  # fmt: skip
+"""Endings of names in Meta's files by rule. The embedding is cut along another axis since Llama 3."""
+
+MEGATRON: Mapping[str, tuple[str, ...]] = {
+    COLUMNS: (
+        "word_embeddings.weight", ".output_layer.weight", ".word_embeddings_for_head.weight",
+        ".linear_qkv.weight", ".linear_qkv.bias", ".query_key_value.weight", ".query_key_value.bias",
+        ".linear_q.weight", ".linear_q.bias", ".linear_kv.weight", ".linear_kv.bias",
+        "_attention.query.weight", "_attention.query.bias", "_attention.key_value.weight", "_attention.key_value.bias",
+        ".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight",
+        ".linear_fc1.weight", ".linear_fc1.bias", ".dense_h_to_4h.weight", ".dense_h_to_4h.bias",
+    ),
+    ROWS: (".linear_proj.weight", "attention.dense.weight", ".linear_fc2.weight", ".dense_4h_to_h.weight"),
+    WHOLE: (
+        "norm.weight", "norm.bias", ".layer_norm_weight", ".layer_norm_bias",
+        ".linear_proj.bias", "attention.dense.bias", ".linear_fc2.bias", ".dense_4h_to_h.bias",
+        "position_embeddings.weight", "tokentype_embeddings.weight",
+        ".router.weight", ".router.expert_bias", ".shared_experts.gate_weight",
+    ),
+}  # fmt: skip
+"""Endings of names in files of Megatron-LM by rule, of Megatron-Core and of before."""
+
+_NUMBERED_EXPERT = re.compile(r"(?<=\.weight)\d{1,9}\Z|(?<=\.bias)\d{1,9}\Z")  # as Transformer Engine groups them
+
+
+def rule_in(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
+    """Return the rule of a name in a table of endings, or None.
+
+    >>> rule_in(MEGATRON, "decoder.layers.0.mlp.linear_fc2.weight"), rule_in(LLAMA, "output.weight")
+    ('split:1', 'split:0')
+    """
+    dotted = f".{_NUMBERED_EXPERT.sub('', name)}"
+    return next((rule for rule, endings in table.items() if dotted.endswith(endings)), None)
+
+
+class Piece(NamedTuple):
+    """A block of a part: where it is in the whole tensor, and in the part."""
+
+    block: Block
+    inside: Block
+
+
+class Cut(NamedTuple):
+    """How parts make a whole tensor.
+
+    Attributes:
+        shape: the shape of the whole tensor.
+        rule: the rule.
+        pieces: the blocks of each part. Parts with the same block are replicas.
+    """
+
+    shape: Shape
+    rule: str
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether any part lacks something of the whole tensor."""
+        return any(len(of_part) > 1 or of_part[0].block.shape != self.shape for of_part in self.pieces)
+
+
+class Cuts:
+    """The cuts of all tensors of a checkpoint.
+
+    Args:
+        table: returns the rule of a name; None if it is unknown.
+        rules: the user's rules by name or glob, which win; the last one that matches counts.
+        names: the names of all tensors.
+
+    Raises:
+        StrategyError: a rule of the user matches no tensor.
+    """
+
+    def __init__(
+        self, table: Callable[[str], str | None], rules: Mapping[str, str] | None, names: Collection[str]
+    ) -> None:
+        self._table = table
+        self._ruled: dict[str, tuple[str, str]] = {}
+        for pattern, rule in (rules or {}).items():
+            matched = matching(pattern, names)
+            if not matched:
+                raise StrategyError(
+                    Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"), code="no-match"
+                )
+            self._ruled.update(dict.fromkeys(matched, (pattern, rule)))
+
+    def is_ruled(self, name: str) -> bool:
+        """Return whether the user says how a tensor is cut."""
+        return name in self._ruled
+
+    def of(self, name: str, shapes: Sequence[Shape]) -> Cut:
+        """Return how the parts of a tensor make the whole.
+
+        If no rule is known, several parts of more than one dimension are refused. Others are taken for replicas, which
+        the caller has to compare.
+
+        Args:
+            name: the name of the tensor.
+            shapes: the shape of each part.
+
+        Raises:
+            SourceError: it is unknown how the tensor is cut, or its parts do not fit together.
+            StrategyError: a rule of the user does not fit the parts.
+        """
+        pattern, rule = self._ruled.get(name, ("", ""))
+        if pattern and (shapes[0] or name == pattern or rule == COPY):  # a glob that cuts does not apply to scalars
+            try:
+                return cut_by(rule, tuple(shapes))
+            except (LayoutError, SourceError) as error:
+                about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
+                raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
+        table_rule = self._table(name)
+        if table_rule is None and len(shapes) > 1 and max(map(len, shapes)) > 1:
+            raise SourceError(
+                Text("is in parts, and nothing says how it is cut; give ", Option("layout", name, "RULE")),
+                code="no-layout",
+            )
+        try:
+            return cut_by(table_rule or WHOLE, tuple(shapes))
+        except LayoutError as error:
+            raise SourceError(error.message, code=error.code) from None
+
+
+@lru_cache(maxsize=1 << 10)  # layers are alike
+def cut_by(rule: str, shapes: tuple[Shape, ...]) -> Cut:
+    """Return how parts make a whole tensor by a rule.
+
+    Args:
+        rule: see above.
+        shapes: the shape of each part.
+
+    Raises:
+        LayoutError: it is not a rule for such parts.
+        SourceError: the shapes differ.
+
+    >>> [str(piece.block) for part in cut_by("gate-and-up", ((4, 3), (4, 3))).pieces for piece in part]
+    ['[0:2, 0:3]', '[4:6, 0:3]', '[2:4, 0:3]', '[6:8, 0:3]']
+    """
+    first, count = shapes[0], len(shapes)
+    if other := next((part for part in range(count) if shapes[part] != first), 0):
+        raise SourceError(
+            f"has parts of shape {shape_text(first)} and {shape_text(shapes[other])} (parts 0 and {other})",
+            code="ranks-disagree",
+        )
+    if rule == GATE_AND_UP:
+        return _gate_and_up(first, count)
+    layout = Layout.parse(WHOLE if rule == COPY else rule, len(first), count)
+    if layout.devices != count:
+        raise LayoutError(f"rule {rule!r} is for {layout.devices} parts; the files have {count}", code="devices-differ")
+    shape = layout.full_shape(first)
+    grid = layout.grid(shape)
+    blocks = {part: block for block, parts in zip(grid.blocks, grid.ranks, strict=True) for part in parts}
+    return Cut(shape, rule, tuple((Piece(blocks[part], Block.whole(first)),) for part in range(count)))
+
+
+def _gate_and_up(part: Shape, count: int) -> Cut:
+    """Return how parts make the whole tensor if each is [gate; up]."""
+    if not part or part[0] % 2:
+        raise LayoutError(
+            f"a part of shape {shape_text(part)} is not a gate and an up projection", code="not-divisible"
+        )
+    rows, rest = part[0] // 2, part[1:]
+    shape = (part[0] * count, *rest)
+    if not is_possible(shape):
+        raise LayoutError(f"{count} parts of {shape_text(part)} make no possible array", code="bad-shape")
+
+    def block(begin: int) -> Block:
+        return Block((begin, *(0 for _ in rest)), (begin + rows, *rest))
+
+    pieces = (
+        tuple(Piece(block((half * count + number) * rows), block(half * rows)) for half in (0, 1))
+        for number in range(count)
+    )
+    return Cut(shape, GATE_AND_UP, tuple(pieces))

@@ -1,0 +1,184 @@
+"""Join the parts of tensor-parallel ranks to whole tensors, as `cuts` says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
+from reshard.layout.block import shape_text
+from reshard.readers.listed import BlockList, nothing_readable
+from reshard.readers.torch_save.cuts import COPY
+from reshard.source.checkpoint import Checkpoint, TensorSpec
+from reshard.source.facts import Extras, Object, Opening
+from reshard.source.probe import compare_contents
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from reshard.formats.entries import Extent
+    from reshard.layout.block import Block, Shape
+    from reshard.readers.torch_save.cuts import Cut, Cuts
+    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.source.checkpoint import SourceFile, Tensor
+    from reshard.storage.places import Place
+
+TABLE = "the table of names"
+"""What describes the blocks: `Extras.described_by`."""
+
+
+class Part(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        file: the number of the file that has it.
+        local: how to rebuild it from its storage.
+        begin: the offset of the storage in the file.
+    """
+
+    file: int
+    local: Rebuilt
+    begin: int
+
+
+class Joined(NamedTuple):
+    """Tensors joined from parts.
+
+    Attributes:
+        tensors: the tensors by name.
+        unreadable: the names of tensors that cannot be joined, with the reason.
+        ruled: the rules of the tensors that are cut, or differ by rank.
+    """
+
+    tensors: dict[str, Tensor]
+    unreadable: dict[str, str]
+    ruled: dict[str, str]
+
+
+def join(sets: Mapping[str, Sequence[Sequence[Part | None]]], cuts: Cuts) -> Joined:
+    """Join the parts of each tensor.
+
+    Args:
+        sets: the parts of each tensor in order, None for a missing one. A tensor of several pipeline stages has several
+            sets of parts, which are replicas.
+        cuts: how the tensors are cut.
+
+    Raises:
+        StrategyError: a rule of the user does not fit a tensor.
+    """
+    block_list = BlockList()
+    result = Joined({}, {}, {})
+    for name, of_stages in sets.items():
+        try:
+            complete = [_complete(parts) for parts in of_stages]
+            cut = cuts.of(name, [part.local.shape for part in complete[0]])
+            result.tensors[name] = _tensor(name, complete, cut, block_list)
+            if cut.is_cut or cut.rule == COPY:
+                result.ruled[name] = cut.rule
+        except StrategyError:
+            raise
+        except SourceError as error:
+            result.unreadable[name] = error.message
+    return result
+
+
+def _complete(parts: Sequence[Part | None]) -> list[Part]:
+    """Return the parts; raise `SourceError` if one is missing."""
+    if missing := [number for number, part in enumerate(parts) if part is None]:
+        raise SourceError(f"has no part {names(missing)} of {len(parts)}", code="missing-blocks")
+    return [part for part in parts if part is not None]
+
+
+def _tensor(name: str, sets: Sequence[Sequence[Part]], cut: Cut, block_list: BlockList) -> Tensor:
+    """Return a tensor; raise `SourceError` if its parts do not fit together."""
+    dtypes = {part.local.dtype.name: part.local.dtype for parts in sets for part in parts}
+    if len(dtypes) > 1:
+        raise SourceError(f"is {names(sorted(dtypes))} in different files", code="mixed-dtypes")
+    shapes = dict.fromkeys(part.local.shape for parts in sets for part in parts)
+    if len(shapes) > 1:
+        raise SourceError(f"has parts of shape {names(map(shape_text, shapes), most=3)}", code="ranks-disagree")
+    (dtype,) = dtypes.values()
+    tensor = block_list.tensor(TensorSpec(name, dtype, cut.shape), _blocks(sets, cut))
+    if isinstance(tensor, str):
+        raise SourceError(tensor, code="missing-blocks")
+    return tensor
+
+
+def _blocks(sets: Sequence[Sequence[Part]], cut: Cut) -> Iterator[tuple[Block, Extent]]:
+    """Yield the blocks of the parts, with their extents."""
+    for parts in sets:
+        for part, pieces in zip(parts, cut.pieces, strict=True):
+            for piece in pieces:
+                local = part.local if piece.inside.shape == part.local.shape else part.local.part(piece.inside)
+                yield piece.block, local.extent(part.file, part.begin)
+
+
+def check_shapes(
+    root: Place, tensors: Mapping[str, Tensor], expected: Mapping[str, Sequence[int | None]], said_by: str
+) -> None:
+    """Compare the shapes of whole tensors with the sizes that a file tells.
+
+    Args:
+        root: the directory, for messages.
+        tensors: the tensors.
+        expected: the shape of some of them, None for an unknown extent.
+        said_by: what tells the sizes.
+
+    Raises:
+        SourceError: shapes differ; all faults at once.
+    """
+    faults = Faults(str(root))
+    for name, shape in expected.items():
+        actual: Shape = tensors[name].spec.shape
+        if len(actual) != len(shape) or any(
+            size not in {None, extent} for size, extent in zip(shape, actual, strict=True)
+        ):
+            expected_text = ", ".join("?" if size is None else str(size) for size in shape)
+            fault = f"is {shape_text(actual)} by its parts; {said_by} says [{expected_text}]"
+            faults.add(f"tensor {name!r}", fault, code="wrong-shape")
+    faults.raise_if_any(SourceError)
+
+
+def opened(
+    root: Place,
+    files: Sequence[tuple[int, SourceFile]],
+    parts: Joined,
+    *,
+    objects: Mapping[str, str],
+    rules: Mapping[str, str] | None,
+    warnings: Sequence[str] = (),
+    contents: bool | Literal["blocks"],
+) -> Checkpoint:
+    """Return the checkpoint of joined parts, after comparing samples of replicas.
+
+    Args:
+        root: the directory.
+        files: the rank and the record of each file.
+        parts: the tensors.
+        objects: the names of values that are not read, described.
+        rules: the user's rules.
+        warnings: remarks for the user.
+        contents: compare samples.
+
+    Raises:
+        SourceError: no tensor can be read, replicas of blocks differ, or every part has all of a tensor that is cut.
+    """
+    if not parts.tensors:
+        raise SourceError(f"{root}: {nothing_readable(parts.unreadable)}", code="no-tensors")
+    unread = {
+        name: Object(problem=kind)
+        for name, kind in objects.items()
+        if name not in parts.tensors and name not in parts.unreadable
+    }
+    checkpoint = Checkpoint(
+        str(root), parts.tensors, tuple(file for _, file in files), tuple(rank for rank, _ in files),
+        warnings=tuple(warnings), unreadable=parts.unreadable, extras=Extras(TABLE, objects=unread),
+        opening=Opening(rules=rules or {}),
+    )  # fmt: skip
+    compared = compare_contents(checkpoint, parts.ruled, contents=contents)
+    differing = {
+        name: Text(reason, "; give its rule with ", Option("layout", name, "RULE"))
+        for name, reason in compared.unreadable.items()
+        if name in parts.tensors
+    }
+    return replace(compared, unreadable={**compared.unreadable, **differing})
