@@ -22,6 +22,7 @@ FOLDERS = (
     "deduplicated",
     "directories",
     "encrypted",
+    "megatron_legacy",
     "merged",
     "peft",
     "quantized",
