@@ -230,17 +230,17 @@ def test_parts_of_two_checkpoints(tmp_path: Path) -> None:
     failed(4, "unreadable-tensor", "unify", tmp_path / "one", tmp_path / "dst", places=("norm",))
 
 
-O = "layers.0.attention.wo.weight"
+OUT = "layers.0.attention.wo.weight"
 ODD: dict[str, Callable[[int], dict[str, Any]]] = {
-    "of one part alone": lambda part: {} if part else {O: tensor(FULL[O][:, :4])},
-    "of other shapes": lambda part: {O: tensor(FULL[O][:, : 4 + part])},
-    "of other dtypes": lambda part: {O: tensor(FULL[O][:, :4].astype([np.float32, np.int64][part]))},
-    "a DTensor": lambda part: {O: dtensor(tensor(FULL[O][:4]), (8, 8), [shard(0)], mesh((2,), part))},
-    "no tensor": lambda part: {O: 7 if part else tensor(FULL[O][:, :4])},
-    "an object with a tensor": lambda _: {O: Made("Mine", tensor(FULL[O]), module="mine")},
-    "of one dimension": lambda _: {O: tensor(FULL[O][0])},
-    "of no dimension": lambda _: {O: tensor(FULL[O][0, 0])},
-    "a view of one element that makes no possible array": lambda _: {O: expanded((1, 1 << 59))},
+    "of one part alone": lambda part: {} if part else {OUT: tensor(FULL[OUT][:, :4])},
+    "of other shapes": lambda part: {OUT: tensor(FULL[OUT][:, : 4 + part])},
+    "of other dtypes": lambda part: {OUT: tensor(FULL[OUT][:, :4].astype([np.float32, np.int64][part]))},
+    "a DTensor": lambda part: {OUT: dtensor(tensor(FULL[OUT][:4]), (8, 8), [shard(0)], mesh((2,), part))},
+    "no tensor": lambda part: {OUT: 7 if part else tensor(FULL[OUT][:, :4])},
+    "an object with a tensor": lambda _: {OUT: Made("Mine", tensor(FULL[OUT]), module="mine")},
+    "of one dimension": lambda _: {OUT: tensor(FULL[OUT][0])},
+    "of no dimension": lambda _: {OUT: tensor(FULL[OUT][0, 0])},
+    "a view of one element that makes no possible array": lambda _: {OUT: expanded((1, 1 << 59))},
 }
 
 
@@ -253,12 +253,12 @@ def expanded(shape: tuple[int, ...]) -> Made:
 @pytest.mark.parametrize("name", ODD)
 def test_a_tensor_that_cannot_be_joined(tmp_path: Path, name: str) -> None:
     def change(part: int, state: dict[str, Any]) -> None:
-        del state[O]
+        del state[OUT]
         state.update(ODD[name](part))
 
     source = reshard.open(write_llama(tmp_path, FULL, change=change))
-    assert set(source.unreadable) == {O}
-    assert_equal(source, FULL, but=(O,))
+    assert set(source.unreadable) == {OUT}
+    assert_equal(source, FULL, but=(OUT,))
 
 
 def test_sizes_of_views_are_compared_before_anything_is_read(tmp_path: Path) -> None:
