@@ -247,7 +247,7 @@ class Checkpoint(Arrays):
                 way; all faults at once.
             reshard.UsageError: another dtype; rules or an adapter were applied before.
         """
-        from reshard.expressions.dequantize import dequantize  # not on every start
+        from reshard.expressions.quantized.dequantize import dequantize  # not on every start
 
         return Checkpoint(dequantize(self._record, dtype))
 

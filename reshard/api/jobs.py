@@ -124,7 +124,7 @@ def job(
         with noting_swap(source, opening, options.target_strategy):
             checkpoint = open_checkpoint(source, **vars(opening))
     if dequantize is not None:
-        from reshard.expressions.dequantize import dequantize as dequantized  # not on every start
+        from reshard.expressions.quantized.dequantize import dequantize as dequantized  # not on every start
 
         checkpoint = dequantized(checkpoint, dequantize)
     if to is None:

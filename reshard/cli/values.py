@@ -79,7 +79,7 @@ def dequantized_dtype(_ctx: click.Context, _param: click.Parameter, value: str |
     """Return the name of the dtype of dequantized weights, given a name or a short one."""
     if value is None:
         return None
-    from reshard.expressions.dequantize import result_dtype  # seldom
+    from reshard.expressions.quantized.dequantize import result_dtype  # seldom
 
     return result_dtype(value).name
 

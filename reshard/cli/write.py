@@ -243,7 +243,7 @@ def average(
             with noting_swap(path, replace(each, strategy=strategy), options.target_strategy):
                 checkpoints.append(open_checkpoint(path, **vars(replace(each, strategy=strategy))))
         if dequantize is not None:
-            from reshard.expressions.dequantize import dequantize_each  # seldom
+            from reshard.expressions.quantized.dequantize import dequantize_each  # seldom
 
             checkpoints = dequantize_each(checkpoints, dequantize)
         checkpoints, selection = excluding(checkpoints, selection)

@@ -81,16 +81,20 @@ class RunFormat(NamedTuple):
     Attributes:
         tracker: the file with the iteration of the last complete checkpoint.
         directory: matches the name of a checkpoint's directory and captures its iteration.
+        by_name: the tracker file has the name of the directory, which need not match.
     """
 
     tracker: str
     directory: re.Pattern[str]
+    by_name: bool = False
 
 
 RUN_FORMATS = (
     RunFormat(TRACKER, re.compile(r"iteration_(\d{8,18})")),  # MindSpore Transformers
     RunFormat("latest_checkpoint_iteration.txt", re.compile(r"global_step_(\d{1,18})")),  # hyper-parallel
     RunFormat(TRACKER, re.compile(r"iter_(\d{7,18})")),  # Megatron-LM
+    RunFormat("latest", re.compile(r"global_step(\d{1,18})"), by_name=True),  # DeepSpeed
+    RunFormat("latest_universal", re.compile(r"global_step(\d{1,18})_universal"), by_name=True),
 )
 
 
@@ -100,7 +104,7 @@ def is_iteration(name: str) -> bool:
 
 
 RUNS = DirectoryFormat(
-    re.compile("|".join(re.escape(run.tracker) for run in RUN_FORMATS)),
+    re.compile("|".join(re.escape(run.tracker) for run in RUN_FORMATS if not run.by_name)),
     "names an iteration of a training run that saves distributed checkpoints",
     "open the directory of the run, which has that of the iteration",
 )

@@ -33,7 +33,9 @@ DCP_NAME = "dcp"
 
 CHECKPOINT2_NAME = "checkpoint2"
 
-TO = ("ckpt", "safetensors", "hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME, "zarr")
+UNIVERSAL_NAME = "deepspeed-universal"
+
+TO = ("ckpt", "safetensors", "hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME, UNIVERSAL_NAME, "zarr")
 """The target formats: values of `--to` on the command line, and of `to` and `format` in Python."""
 
 OTHER_WORDS = {"huggingface": "hf", "distcp": DCP_NAME, "ms": "mindspore"}
@@ -176,6 +178,14 @@ class LinkedDCP:
 
     No bytes of tensors are copied.
     Tensors and objects may be left out or renamed; dtypes and blocks do not change.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedUniversal:
+    """A Universal Checkpoint of DeepSpeed.
+
+    Its files are `zero/PARAMETER/STATE.pt`, model states for all stages of ZeRO, and `latest_universal`.
     """
 
 

@@ -322,11 +322,9 @@ def _source_record(source: Checkpoint) -> SourceRecord:
     computation = ComputationRecord.of(source, _source_record)
     if computation is not None:
         return SourceRecord.of(source, str(root), (), computation=computation)
-    digests = index_digests([file.index for file in source.files])
-    headers = {
-        (rank, file.path, file.nbytes): header
-        for rank, file, header in zip(source.ranks, source.files, digests, strict=True)
-    }
+    stored = source.stored_files
+    digests = index_digests([file.index for _, file in stored])
+    headers = {(rank, file.path, file.nbytes): header for (rank, file), header in zip(stored, digests, strict=True)}
     if source.format == ZARR:
         root = root.resolve()
         parents = {above for _, path, _ in headers for above in Path(path).parents if above.is_relative_to(root)}

@@ -16,7 +16,9 @@ from reshard.formats.directories import (
     CHECKPOINT2,
     CONSOLIDATED,
     DCP,
+    DEEPSPEED,
     MEGATRON_RANKS,
+    MODEL_STATES,
     PARTS,
     RUN_FORMATS,
     SAVE_EXTENSIONS,
@@ -233,10 +235,17 @@ def _shown(
     return listing if kind.shown_by(directory, listing) and not {*without}.intersection(listing) else ()
 
 
+def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]:
+    """Return `listing` if it is of a Universal Checkpoint of DeepSpeed, else ()."""
+    return listing if "zero" in listing and any(map(MODEL_STATES.fullmatch, listing)) else ()
+
+
 _OPENERS = (
     (applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2"),
     (applied(_shown, DCP), "dcp", "open_dcp"),
     (applied(_shown, SAVES), "torch_save.saves", "open_saves"),
+    (_shown_universal, "deepspeed.universal", "open_universal"),
+    (applied(_shown, DEEPSPEED), "deepspeed.checkpoint", "open_zero"),
     (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
     (parts_below, "dcp", "open_dcp"),
     (applied(saved_parts, SAVED_SET), "torch_save.sets", "open_set"),
@@ -281,7 +290,7 @@ def _open_distributed(
     if opener is None:
         raise SourceError(
             f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint",
-            facts=["the checkpoints of a run are DCPs or Checkpoint 2.0"], hint="open it by its own path",
+            facts=["the checkpoints of a run are DCPs, Checkpoint 2.0 or DeepSpeed's"], hint="open it by its own path",
         )  # fmt: skip
     return opener(contents=contents, rules=rules)
 

@@ -110,7 +110,7 @@ def _average(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkp
 
 
 def _dequantize(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
-    from reshard.expressions.dequantize import dequantize  # seldom
+    from reshard.expressions.quantized.dequantize import dequantize  # seldom
 
     (source,) = inputs
     return dequantize(source, **options)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName, Place
 
 _RUN_NAMES = (
-    "iteration_00000100, iter_0000100 or global_step_100, as MindSpore Transformers, Megatron and hyper-parallel "
-    "name checkpoints"
+    "iteration_00000100, iter_0000100, global_step_100 or global_step100, as MindSpore Transformers, Megatron, "
+    "hyper-parallel and DeepSpeed name checkpoints"
 )
+_WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json", re.DOTALL)
 
 
 class Iteration(NamedTuple):
@@ -44,9 +45,17 @@ class Iteration(NamedTuple):
 
 
 def run_at(listing: Iterable[str]) -> RunFormat | None:
-    """Return the run format of a directory with these names, or None."""
+    """Return the run format of a directory with these names, or None.
+
+    Next to whole weights, as transformers saves them beside a checkpoint of DeepSpeed, the weights are what is opened.
+    """
     listing = list(listing)
-    return next((run for run in RUN_FORMATS if any(map(run.directory.fullmatch, listing))), None)
+    has_weights = any(map(_WEIGHTS.fullmatch, listing))
+    for run in RUN_FORMATS:
+        has_tracker = run.by_name and run.tracker in listing
+        if (has_tracker or any(map(run.directory.fullmatch, listing))) and not (run.by_name and has_weights):
+            return run
+    return None
 
 
 def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None) -> Place:
@@ -62,7 +71,7 @@ def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration
         SourceError: there is no such iteration, or the run names none.
     """
     directories = dict(_checkpoints(root, listing, run))
-    available = f"iteration{'s' * (len(directories) > 1)} {names(sorted(directories))}"
+    available = f"iteration{'s' * (len(directories) > 1)} {names(sorted(directories))}" if directories else "none"
     if iteration is None:
         if run.tracker not in listing:
             raise SourceError(
@@ -71,6 +80,8 @@ def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration
                 facts=[f"it has {available}"],
                 hint=Text("pass ", Option("iteration", max(directories))),
             )
+        if run.by_name:
+            return _named(root, listing, run.tracker, available)
         text = read_small(root / run.tracker, "number of an iteration", 64, SourceError)
         if not re.fullmatch(rb"\s*\d{1,18}\s*", text):
             raise SourceError(
@@ -83,6 +94,18 @@ def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration
             f"{root} has no iteration {iteration}", code="no-such-iteration", facts=[f"it has {available}"]
         )
     return directories[iteration]
+
+
+def _named(root: Place, listing: Sequence[str], tracker: str, available: str) -> Place:
+    """Return the directory that a tracker file names."""
+    text = read_small(root / tracker, "name of a directory", 4096, SourceError)
+    name = text.decode(errors="replace").strip()
+    if name not in listing:
+        raise SourceError(
+            f"{root} has no {name!r:.300}, which {tracker} names", code="no-such-iteration",
+            facts=[f"it has {available}"],
+        )  # fmt: skip
+    return root / name
 
 
 def iteration_at(root: Place, listing: Sequence[str] | None = None) -> Place:

@@ -24,7 +24,7 @@ _MOST_WORDS = 8
 
 SCALES = ("_scale_inv", "_scale")
 STEP = ".step"
-_KINDS = "exp_avg|exp_avg_sq|max_exp_avg_sq|step|momentum_buffer|param|master_param|fp32_param"
+_KINDS = "exp_avg|exp_avg_sq|max_exp_avg_sq|step|momentum_buffer|param|master_param|fp32_param|fp32"
 _STATE = re.compile(
     rf"(?P<before>(?:optim(?:izer)?\.)?state\.(?:(?:{_KINDS})\.)?|(?:{_KINDS}|adam_[mv]|moments?|accu_grads|main_param"
     rf"|(?:muon|lamb|sgd)_\w+)\.|)(?P<weight>.+?)(?P<behind>\.(?:{_KINDS}))?",

@@ -16,6 +16,8 @@ from reshard.formats.sets import (
     OTHER_WORDS,
     SET_INDEXES,
     TO,
+    UNIVERSAL_NAME,
+    DeepSpeedUniversal,
     HuggingFaceSet,
     LinkedDCP,
     MindSporeSet,
@@ -39,7 +41,10 @@ if TYPE_CHECKING:
 RANKS = ("safetensors", "ckpt")
 """Words for files of ranks."""
 
-WHOLE = {"hf": "a Hugging Face set", "mindspore": "a unified set of MindSpore", ZARR: "a zarr store"}
+WHOLE = {
+    "hf": "a Hugging Face set", "mindspore": "a unified set of MindSpore", ZARR: "a zarr store",
+    UNIVERSAL_NAME: "a Universal Checkpoint of DeepSpeed",
+}  # fmt: skip
 """Words for targets of whole tensors only."""
 
 _BLOCKS = (*RANKS, DCP_NAME, CHECKPOINT2)
@@ -67,15 +72,18 @@ CUT = ("layouts_of", "target_strategy", "ranks", "target_stage", "remove_redunda
 _FOREIGN = {".npz", ".npy", ".pt", ".pth", ".bin", ".h5", ".pkl", ".json", ".gguf", ".onnx", ".zip", ".tar", ".gz"}
 """Extensions of files that are not written."""
 
-AnyFiles = TargetFiles | ZarrGroup | DCP | LinkedDCP
+AnyFiles = TargetFiles | ZarrGroup | DCP | LinkedDCP | DeepSpeedUniversal
 """A file layout of a target."""
 
-OF_FORMATS: dict[str | None, type[ZarrGroup | DCP]] = {ZARR: ZarrGroup, DCP_NAME: DCP}
+OF_FORMATS: dict[str | None, type[ZarrGroup | DCP | DeepSpeedUniversal]] = {
+    ZARR: ZarrGroup, DCP_NAME: DCP, UNIVERSAL_NAME: DeepSpeedUniversal,
+}  # fmt: skip
 """Formats of whole directories, with their file layouts."""
 
 _DESTINATIONS: dict[type, str] = {
     Checkpoint2: "checkpoint2.Checkpoint2Target",
     DCP: "dcp.DCPTarget",
+    DeepSpeedUniversal: "deepspeed.UniversalTarget",
     LinkedDCP: "dcp.relinked.Relinked",
     ZarrGroup: "zarr.ZarrStore",
 }
@@ -89,6 +97,7 @@ _IN_PLAN_FILES: dict[str, tuple[type[Any], Any]] = {
     "zarr_group": (ZarrGroup, tuple[Count | None, Count | None, str | None, bool]),
     "dcp": (DCP, tuple[Count, Count | None]),
     "linked_dcp": (LinkedDCP, tuple[()]),
+    "deepspeed_universal": (DeepSpeedUniversal, tuple[()]),
 }
 """The classes that lay out the target's files: name in a plan file, class, and type of the class's fields."""
 
@@ -255,6 +264,8 @@ def files_of(
     size_option: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if word == DCP_NAME:
         return DCP(step=step, **size_option)
+    if word == UNIVERSAL_NAME:
+        return DeepSpeedUniversal()
     if word == CHECKPOINT2:
         return Checkpoint2(step, prefix, **size_option)
     return HuggingFaceSet(**size_option) if word == "hf" else MindSporeSet(**size_option)
@@ -268,4 +279,4 @@ def file_format(word: str) -> str | None:
     """
     if word == CHECKPOINT2:
         return None  # a Checkpoint 2.0 has its own format
-    return word if word in {*RANKS, ZARR, DCP_NAME} else "safetensors"
+    return word if word in {*RANKS, *OF_FORMATS} else "safetensors"

@@ -2,7 +2,7 @@
 
 Only what PyTorch's checkpoints consist of can be written. Opcodes and the memo are those of Python's own pickler, so
 that bytes are the same where it would write the same objects; text, globals and calls are written once, others each
-time. Protocols 2 and 4.
+time, and so are calls without arguments, which make what may be changed. Protocols 2 and 4.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class _Writer:
             self._memoize(value)
 
     def call(self, value: Call) -> None:
-        if not self._again(value):
+        if not (value.arguments and self._again(value)):
             self.named(value.function)
             self.items(value.arguments)
             self.content += b"R"
-            self._memoize(value)
+            self._memoize(value if value.arguments else None)
 
     def instance(self, value: Instance) -> None:
         self.named(value.kind)

@@ -1,9 +1,10 @@
-"""The files of `torch.save`, with one tensor or an object without tensors: a zip of stored records.
+"""The files of `torch.save`: a zip of stored records, a pickle and the storages of tensors.
 
 The contents of a record begin at a multiple of 64 bytes of the zip; its checksum and size are in a descriptor behind
-them and in the central directory. The checksum of the tensor's bytes is known only after they are written, so it is
-filled in last. All other bytes depend on dtype and shape alone, and are shared by similar tensors. There is no
-`.data/serialization_id`, which identifies files by their checksums, and which PyTorch does not need.
+them and in the central directory. The checksum of a tensor's bytes is known only after they are written, so it is
+filled in last. For a file of one tensor, all other bytes depend on dtype and shape alone, and are shared by similar
+tensors. There is no `.data/serialization_id`, which identifies files by their checksums, and which PyTorch does not
+need.
 
 Source: PyTorch 2.13 `caffe2/serialize/inline_container.cc` and its miniz, `torch/serialization.py`, `torch/_utils.py`;
 the bytes before the contents are those of real files.
@@ -18,6 +19,7 @@ from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import UsageError
+from reshard.formats.entries import Crc
 from reshard.layout.axes import row_major
 from reshard.readers.pickles import Name
 from reshard.readers.torch_save.archive import LARGE, ending
@@ -25,6 +27,8 @@ from reshard.readers.torch_save.tensors import STORAGES
 from reshard.targets.pickling import Call, Persistent, pickled
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
 
@@ -39,19 +43,19 @@ _UTF8, _DESCRIBED = 0x800, 8  # flags: names are UTF-8; a descriptor follows the
 
 
 class Saved(NamedTuple):
-    """A zip without the contents of its tensor.
+    """A zip without the contents of its tensors.
 
     Attributes:
         nbytes: the size of the zip.
-        literals: all bytes but the tensor's and their checksums, with their offsets.
-        data: the offset and number of the tensor's bytes; (0, 0) for a text.
-        crcs: the offsets of the CRC-32 of the tensor's bytes, four bytes each, little-endian; empty if it has none.
+        literals: all bytes but those of tensors and their checksums, with their offsets.
+        data: the offset and number of the bytes of each tensor that has any.
+        crcs: the checksums of these bytes.
     """
 
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
-    data: tuple[int, int] = (0, 0)
-    crcs: tuple[int, ...] = ()
+    data: tuple[tuple[int, int], ...] = ()
+    crcs: tuple[Crc, ...] = ()
 
 
 def torch_dtype(name: str, dtype: DType) -> Name:
@@ -69,53 +73,73 @@ def torch_dtype(name: str, dtype: DType) -> Name:
 
 
 @lru_cache(maxsize=4096)
-def saved_tensor(dtype: DType, shape: Shape) -> Saved:
-    """Return the zip of a tensor in row-major order, of a dtype that PyTorch has."""
+def saved_tensor(dtype: DType, shape: Shape, *, key: str = "") -> Saved:
+    """Return the zip of a tensor in row-major order, of a dtype that PyTorch has.
+
+    Args:
+        dtype: the dtype.
+        shape: the shape.
+        key: with it, the tensor is in a dict, with `cat_dim` next to it, as in a Universal Checkpoint of DeepSpeed.
+    """
+    tensor = rebuilding(dtype, shape)
+    value = {key: tensor, "cat_dim": 0} if key else tensor
+    return saved_storages(pickled(value, 2), {"0": prod(shape) * dtype.itemsize})
+
+
+def rebuilding(dtype: DType, shape: Shape, key: str = "0") -> Call:
+    """Return the call that makes a tensor of the storage with a key."""
     numel = prod(shape)
     strides = row_major(tuple(max(extent, 1) for extent in shape))
     is_untyped = dtype.name in _UNTYPED
     kind = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", f"{_STORAGES[dtype.name]}Storage")
-    storage = Persistent(("storage", kind, "0", "cpu", numel * dtype.itemsize if is_untyped else numel))
+    storage = Persistent(("storage", kind, key, "cpu", numel * dtype.itemsize if is_untyped else numel))
     hooks = Call(Name("collections", "OrderedDict"), ())
     dtype_arguments = (Name("torch", dtype.name),) if is_untyped else ()
     function = Name("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
-    arguments = (storage, 0, shape, strides, False, hooks, *dtype_arguments)
-    return _zip(pickled(Call(function, arguments), 2), numel * dtype.itemsize)
+    return Call(function, (storage, 0, shape, strides, False, hooks, *dtype_arguments))
 
 
 @lru_cache(maxsize=64)
 def saved_text(text: str) -> Saved:
     """Return the zip of a text."""
-    return _zip(pickled(text, 2), None)
+    return saved_storages(pickled(text, 2), {})
 
 
 def saved_object(value: object) -> bytes:
     """Return the zip of an object that has no tensors."""
-    ((_, content),) = _zip(pickled(value, 2), None).literals
+    ((_, content),) = saved_storages(pickled(value, 2), {}).literals
     return content
 
 
 Parts = list[bytes | int | None]
-"""The parts of a zip in order: literal bytes, a number of the tensor's bytes, or None for the CRC-32 of these."""
+"""The parts of a zip in order: literal bytes, a number of a tensor's bytes, or None for the CRC-32 of these. The one in
+the record is directly behind these bytes; those in the directory are in the same order."""
 
 
-def _zip(content: bytes, data: int | None) -> Saved:
-    """Return a zip of a pickle, and of `data` bytes of a tensor unless `data` is None."""
+def saved_storages(pickle: bytes, storages: Mapping[str, bytes | int]) -> Saved:
+    """Return the zip of a pickle and storages.
+
+    Args:
+        pickle: the pickle.
+        storages: by key, the bytes of a storage, or their number if they are written later.
+    """
     records: list[tuple[str, bytes | int]] = [
-        ("data.pkl", content),
+        ("data.pkl", pickle),
         (".format_version", b"1"),
         (".storage_alignment", b"%d" % _ALIGNMENT),
         ("byteorder", b"little"),
-        *([] if data is None else [("data/0", data)]),
+        *((f"data/{key}", content) for key, content in storages.items()),
         ("version", b"3\n"),
     ]
     parts: Parts = []
     directory: Parts = []
-    for name, record_content in records:
-        record, entry = _record(name, record_content, _size(parts))
+    begin = 0
+    for name, content in records:
+        record, entry = _record(name, content, begin)
         parts += record
         directory += entry
-    return _saved([*parts, *directory, ending(len(records), _size(parts), _size(directory))])
+        begin += _size(record)
+    return _saved([*parts, *directory, ending(len(records), begin, _size(directory))])
 
 
 def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
@@ -123,7 +147,7 @@ def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
 
     Args:
         name: the name of the record.
-        content: its contents, or the number of the tensor's bytes in it.
+        content: its contents, or the number of a tensor's bytes in it.
         begin: its offset in the zip.
     """
     nbytes = len(content) if isinstance(content, bytes) else content
@@ -149,15 +173,20 @@ def _size(parts: Parts) -> int:
 def _saved(parts: Parts) -> Saved:
     """Return the zip with the offsets of its parts; adjacent literals are joined."""
     literals: list[tuple[int, bytes]] = []
-    data, crcs, position = (0, 0), [], 0
+    data: list[tuple[int, int]] = []
+    sums: list[int] = []
+    position = 0
     for part in parts:
         if part is None:
-            crcs.append(position)
+            sums.append(position)
         elif isinstance(part, int):
-            data = position, part
+            data.append((position, part))
         elif literals and sum((literals[-1][0], len(literals[-1][1]))) == position:
             literals[-1] = literals[-1][0], literals[-1][1] + part
         else:
             literals.append((position, part))
         position += _size([part])
-    return Saved(position, tuple(literals), data, tuple(crcs))
+    half = len(sums) // 2
+    places = zip(sums[:half], sums[half:], strict=True)
+    crcs = tuple(Crc(*run, at) for run, at in zip(data, places, strict=True))
+    return Saved(position, tuple(literals), tuple(data), crcs)

@@ -20,6 +20,7 @@ FOLDERS = (
     "checkpoint2_more",
     "dcp",
     "deduplicated",
+    "deepspeed",
     "directories",
     "encrypted",
     "megatron_legacy",

@@ -22,9 +22,9 @@ import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.api.checkpoints import record_of
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
-from reshard.expressions import scaled
 from reshard.expressions.operand import Operand
-from reshard.expressions.scaled import ScaledBlocks
+from reshard.expressions.quantized import scaled
+from reshard.expressions.quantized.scaled import ScaledBlocks
 from reshard.layout.block import Block
 from reshard.plan import budget
 

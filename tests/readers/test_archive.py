@@ -54,8 +54,9 @@ def written(contents: bytes | str) -> bytes:
     for offset, literal in saved.literals:
         found[offset : offset + len(literal)] = literal
     if not isinstance(contents, str):
-        found[saved.data[0] : saved.data[0] + saved.data[1]] = contents
-        for place in saved.crcs:
+        ((begin, nbytes),) = saved.data
+        found[begin : begin + nbytes] = contents
+        for place in [place for sums in saved.crcs for place in sums.places]:
             found[place : place + 4] = zlib.crc32(contents).to_bytes(4, "little")
     return bytes(found)
 
@@ -208,7 +209,7 @@ def test_an_item_beyond_4_gb(tmp_path: Path, early: bool) -> None:
         for offset, literal in saved.literals:
             file.seek(offset)
             file.write(literal)
-        for place in saved.crcs:
+        for place in saved.crcs[0].places:
             file.seek(place)
             file.write(b"\1\2\3\4")
         file.truncate(saved.nbytes)
@@ -218,8 +219,8 @@ def test_an_item_beyond_4_gb(tmp_path: Path, early: bool) -> None:
             file.write(bytes(8))
     whole = Archives((ZipPart("w", 0, saved.nbytes),))
     (found,) = whole.read(str(tmp_path / "x"), any_store())
-    assert (found.faults, found.pending[0][1:]) == ((), ((saved.data,), 0x04030201))
-    behind = saved.data[0] + saved.data[1]
+    assert (found.faults, found.pending[0][1:]) == ((), (saved.data, 0x04030201))
+    behind = sum(saved.data[0])
     with (tmp_path / "x").open("r+b") as file:
         file.seek(behind)
         tail = file.read()

@@ -41,7 +41,7 @@ _REMOTE_WINDOW = 1 << 22  # a pickle is read in many pieces; each would be a req
 
 
 class Storage(NamedTuple):
-    """The place of a storage in a file, in bytes."""
+    """The place of a storage, or of a pickle, in a file, in bytes."""
 
     begin: int
     nbytes: int
@@ -54,7 +54,7 @@ class TorchFile(NamedTuple):
         path: its absolute path or URL.
         status: its state when it was read.
         value: the pickled value; see `readers.pickles`.
-        pickle_bytes: the size of the pickle.
+        pickle: the place of the pickle.
         archive: its zip archive; None for a file in the format before PyTorch 1.6.
         legacy: the storages of such a file, by the name of their record in an archive.
     """
@@ -62,17 +62,18 @@ class TorchFile(NamedTuple):
     path: str
     status: Status
     value: Any
-    pickle_bytes: int
+    pickle: Storage
     archive: Archive | None
     legacy: Mapping[bytes, Storage]
 
     @classmethod
-    def read(cls, location: Place, expected: str) -> TorchFile:
+    def read(cls, location: Place, expected: str, *, with_value: bool = True) -> TorchFile:
         """Read the pickle of a file.
 
         Args:
             location: the file.
             expected: the expected content, for messages.
+            with_value: read the value; else it is None, and only the directory of an archive is read.
 
         Raises:
             SourceError: the file is not complete, or its pickle is not valid.
@@ -81,14 +82,17 @@ class TorchFile(NamedTuple):
         status = path.status()
         reader = RangeReader(str(path), window=_REMOTE_WINDOW if path.can.has_latency else 0)
         if reader.upto(0, len(_LEGACY)) == _LEGACY:
-            value, nbytes, storages = _legacy(reader, expected)
-            return cls(str(path), status, value, nbytes, None, storages)
+            value, pickle, storages = _legacy(reader, expected)
+            return cls(str(path), status, value, pickle, None, storages)
         archive = Archive(reader)
+        if not with_value:
+            return cls(str(path), status, None, Storage(0, 0), archive, {})
         order = archive.content(b"byteorder").upto(0, 16) if b"byteorder" in archive.records else b"little"
         if order.strip() != b"little":
             raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
         content = archive.content(PICKLE)
-        return cls(str(path), status, unpickled(content, expected, outside=True), content.size, archive, {})
+        value = unpickled(content, expected, outside=True)
+        return cls(str(path), status, value, Storage(content.begin, content.size), archive, {})
 
     def storages(self, records: Collection[bytes]) -> Mapping[bytes, Storage]:
         """Return the places of storages, by the name of their record; at URLs, many headers are read at once.
@@ -120,17 +124,17 @@ def extent_in(tensor: Rebuilt, file: int, storage: Storage) -> Extent:
     return tensor.extent(file, storage.begin)
 
 
-def _legacy(reader: RangeReader, expected: str) -> tuple[Any, int, dict[bytes, Storage]]:
-    """Return the value of a chain of pickles, the size of its pickle, and the storages behind them."""
+def _legacy(reader: RangeReader, expected: str) -> tuple[Any, Storage, dict[bytes, Storage]]:
+    """Return the value of a chain of pickles, the place of its pickle, and the storages behind them."""
     at = len(_LEGACY)
     values = []
     references: Sequence[PickledObject] = ()
-    nbytes = 0
+    pickle = Storage(0, 0)
     for number, what in enumerate(("a version", "facts about a machine", expected, "a list of storages")):
         part = first_unpickled(RecordReader(reader, at, reader.size - at), what, outside=number == 2)
         values.append(part.value)
         if number == 2:
-            references, nbytes = part.references, part.nbytes
+            references, pickle = part.references, Storage(at, part.nbytes)
         at += part.nbytes
     version, machine, value, keys = values
     little = dict(machine.items()).get("little_endian") if isinstance(machine, Pairs) else None
@@ -155,7 +159,7 @@ def _legacy(reader: RangeReader, expected: str) -> tuple[Any, int, dict[bytes, S
     for key, header in in_batches(steps()):
         if int.from_bytes(header, "little") != sizes[key][1]:
             _refuse(reader, f"has another number of elements in storage {key!r:.60} than its pickle says")
-    return value, nbytes, storages
+    return value, pickle, storages
 
 
 def _storage_sizes(reader: RangeReader, references: Sequence[PickledObject]) -> dict[str, tuple[int, int]]:

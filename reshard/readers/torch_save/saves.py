@@ -248,7 +248,7 @@ def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: s
     """
     finder = TensorFinder()
     try:
-        values = _flattened(state_dict, prefix, min(_MOST_VALUES, saved.pickle_bytes), finder)
+        values = _flattened(state_dict, prefix, min(_MOST_VALUES, saved.pickle.nbytes), finder)
     except SourceError as error:
         raise SourceError(f"{saved.path}: {error.message}; expected {EXPECTED}", code=error.code) from None
     refused = dict[str, str]()

@@ -200,12 +200,10 @@ class _FileContents:
         begin = self._size
         self._size += saved.nbytes
         self._literals += [(begin + offset, literal_bytes) for offset, literal_bytes in saved.literals]
-        offset, nbytes = saved.data
         if content is not None:
-            runs = () if content.text is not None else ((begin + offset, nbytes),)
-            self._contents.append(content._replace(runs=runs))
-        if saved.crcs:
-            self._crcs.append(Crc(begin + offset, nbytes, tuple(begin + crc_offset for crc_offset in saved.crcs)))
+            self._contents.append(content._replace(runs=tuple((begin + at, nbytes) for at, nbytes in saved.data)))
+        for at, nbytes, places in saved.crcs:
+            self._crcs.append(Crc(begin + at, nbytes, tuple(begin + place for place in places)))
         return begin, saved.nbytes
 
     def layout(self) -> FileLayout:

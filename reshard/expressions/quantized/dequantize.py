@@ -16,7 +16,7 @@ from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
 from reshard.expressions.model_config import QUANTIZATION, config_path, read_config, written_config
 from reshard.expressions.operand import Operand
-from reshard.expressions.scaled import E8M0, FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
+from reshard.expressions.quantized.scaled import E8M0, FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
 from reshard.layout.block import shape_text
 from reshard.source.facts import Computation
 

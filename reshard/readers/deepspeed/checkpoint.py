@@ -1,0 +1,154 @@
+"""Open a DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3.
+
+16-bit weights are not in a checkpoint of stage 3: they are the float32 masters, rounded to the dtype that the module
+has. If weights are stored, samples of them are compared with the masters, which are located by sizes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from reshard.errors import SourceError
+from reshard.readers.deepspeed.files import checkpoint_files, read_files
+from reshard.readers.deepspeed.flat import FlatTensors
+from reshard.readers.deepspeed.model import ModelStates
+from reshard.readers.deepspeed.part import Part, add_expert, add_rounded, add_states, add_weights
+from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
+from reshard.readers.deepspeed.zero import Buffers
+from reshard.readers.listed import nothing_readable
+from reshard.readers.pickles import Name, Pairs, PickledObject
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.facts import Extras, Object
+from reshard.source.probe import compare_contents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.readers.deepspeed.files import PartFiles
+    from reshard.readers.torch_save.file import TorchFile
+    from reshard.storage.places import Place
+
+DESCRIBED_BY = "DeepSpeed"
+
+
+def open_zero(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open a checkpoint, reading the pickles of its files.
+
+    Args:
+        directory: the directory of its tag.
+        listing: the names in it.
+        contents: compare samples of weights and masters.
+
+    Raises:
+        SourceError: a file is missing or not valid, or there are files of another checkpoint, or it does not say how
+            tensors are cut.
+    """
+    files = checkpoint_files(directory, listing)
+    if len(files.parts) > 1:
+        raise SourceError(
+            f"{directory} has {len(files.parts)} tensor-parallel parts, and does not say how tensors are cut",
+            code="no-layout",
+        )
+    ranked = sorted(
+        (rank * len(files.parts) + number, name)  # tensor-parallel ranks are next to each other
+        for number, of_part in enumerate(files.parts)
+        for names_of_ranks in (of_part.model, of_part.optim)
+        for rank, name in enumerate(names_of_ranks)
+    )
+    ranked += [(0, name) for name in files.experts]
+    ranked.sort(key=lambda item: item[0])
+    numbers = {name: number for number, (_, name) in enumerate(ranked)}
+    read: dict[str, TorchFile] = {}
+    parts = [_part(directory, of_part, files.experts, numbers, read) for of_part in files.parts]
+    part, model = parts[0]
+    warnings = [] if files.parts[0].optim else [_WITHOUT_STATES.format(directory)]
+    in_order = [read[name] for _, name in ranked]
+    return checkpoint_of(directory, in_order, [rank for rank, _ in ranked], part, model, warnings, contents=contents)
+
+
+def _part(
+    directory: Place, files: PartFiles, experts: Sequence[str], numbers: Mapping[str, int], read: dict[str, TorchFile]
+) -> tuple[Part, ModelStates]:
+    """Read the files of a tensor-parallel part; return its tensors and its model states.
+
+    Args:
+        directory: the directory of the files.
+        files: their names.
+        experts: the names of the files of experts.
+        numbers: the number of each file.
+        read: gets the files.
+    """
+    first, *others = files.model
+    model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
+    models = {first: model}
+    if model.frozen:
+        models |= read_files(directory, others, ModelStates.of)
+    else:  # the same shapes again
+        read |= read_files(directory, others, lambda file: file, with_value=False)
+    ranks = read_files(directory, files.optim, lambda file: Buffers.of(file, numbers[file.path.rpartition("/")[2]]))
+    part = Part()
+    add_weights(part, [(numbers[name], states) for name, states in models.items()])
+    for name, file in read_files(directory, experts, lambda file: file).items():
+        add_expert(part, numbers[name], file)
+        read[name] = file._replace(value=None)
+    if ranks:
+        add_states(part, model, list(ranks.values()), has_experts=bool(experts))
+    add_rounded(part, model)
+    read |= {name: states.file for name, states in models.items()}
+    read |= {name: buffers.file for name, buffers in ranks.items()}
+    return part, model
+
+
+_WITHOUT_STATES = (
+    "{} has no files of optimizer states, so only weights are read (without ZeRO, the states are in the model states, "
+    "by number and without names)"
+)
+
+
+def checkpoint_of(
+    directory: Place, files: Sequence[TorchFile], ranks: Sequence[int], part: Part, model: ModelStates,
+    warnings: Sequence[str] = (), *, contents: bool | Literal["blocks"],
+) -> Checkpoint:  # fmt: skip
+    """Return the checkpoint of files and their tensors.
+
+    Args:
+        directory: the directory of the files.
+        files: the files, in the order of their numbers.
+        ranks: the rank of each file.
+        part: the tensors.
+        model: the model states, whose order of weights is kept, and which have further values.
+        warnings: warnings of the checkpoint.
+        contents: compare samples of weights and masters.
+
+    Raises:
+        SourceError: no tensor can be read.
+    """
+    builder = FlatTensors()
+    tensors = {name: builder.tensor(name, location) for name, location in part.located.items()}
+    if not tensors:
+        raise SourceError(f"{directory}: {nothing_readable(part.unreadable)}", code="no-tensors")
+    objects = {name: Object(problem=_problem(value)) for name, value in model.others.items() if value is not None}
+    checkpoint = Checkpoint(
+        str(directory), tensors,
+        tuple(file.source_file(number, part.entries.get(number, {})) for number, file in enumerate(files)),
+        tuple(ranks), warnings=tuple(warnings), unreadable=part.unreadable,
+        extras=Extras(DESCRIBED_BY, objects=objects),
+    )  # fmt: skip
+    checkpoint = compare_contents(checkpoint, {}, contents=contents)
+    if contents:
+        checkpoint = with_masters_compared(checkpoint)
+    checkpoint = with_computed(checkpoint, part.rounded, part.numbers)
+    first = [name for name in model.module if name in checkpoint.tensors]
+    return replace(checkpoint, tensors={name: checkpoint.tensors[name] for name in (*first, *checkpoint.tensors)})
+
+
+def _problem(value: object) -> str:
+    """Return why a value of the model states is not read, with a short description."""
+    if isinstance(value, bool | int | float | str):
+        return f"is {value!r:.60}, which only a Universal Checkpoint keeps"
+    if isinstance(value, Name | PickledObject):
+        kind = value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
+    else:
+        kind = "dict" if isinstance(value, Pairs) else type(value).__name__
+    return f"is a pickled {kind}, which only a Universal Checkpoint keeps"

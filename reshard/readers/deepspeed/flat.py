@@ -1,0 +1,118 @@
+"""Cut whole tensors out of the flat buffers of ranks.
+
+ZeRO flattens parameters in row-major order, and gives each rank one range of their elements. A range is at most
+2 x dims - 1 boxes (`flat_boxes`), which lie in the rank's buffer one behind the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.formats.entries import Extent, Replica
+from reshard.layout.block import Block, flat_boxes
+from reshard.source.checkpoint import Shard, Sharding, Tensor, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """The boxes of a tensor that is cut into ranges of its elements; shared by tensors that are cut alike.
+
+    Attributes:
+        blocks: the boxes, in row-major order.
+        ranges: the number of the range that contains each.
+        offsets: the offset of each in its range, in elements.
+    """
+
+    blocks: tuple[Block, ...]
+    ranges: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def fragments(shape: Shape, ends: tuple[int, ...]) -> Fragments:
+    """Return the boxes of a tensor whose ranges end at these elements; the last end is its size.
+
+    >>> cut = fragments((2, 3), (4, 6))
+    >>> [(str(block), number, offset) for block, number, offset in zip(cut.blocks, cut.ranges, cut.offsets)]
+    [('[0:1, 0:3]', 0, 0), ('[1:2, 0:1]', 0, 3), ('[1:2, 1:3]', 1, 0)]
+    """
+    blocks: list[Block] = []
+    numbers: list[int] = []
+    offsets: list[int] = []
+    begin = 0
+    for number, end in enumerate(ends):
+        offset = 0
+        for box in flat_boxes(shape, begin, end):
+            blocks.append(box)
+            numbers.append(number)
+            offsets.append(offset)
+            offset += box.size
+        begin = end
+    return Fragments(tuple(blocks), tuple(numbers), tuple(offsets))
+
+
+class Flat(NamedTuple):
+    """A tensor in ranges of flat buffers.
+
+    Attributes:
+        dtype: the dtype of its elements.
+        shape: its shape.
+        ends: the end of each range, in elements of the tensor.
+        files: the number of the file of each range.
+        begins: the offset of each range in its file, in bytes.
+    """
+
+    dtype: DType
+    shape: Shape
+    ends: tuple[int, ...]
+    files: tuple[int, ...]
+    begins: tuple[int, ...]
+
+    def pieces(self) -> Iterator[tuple[Block, Extent]]:
+        """Yield its boxes, each with the extent of its bytes."""
+        cut, width = fragments(self.shape, self.ends), self.dtype.itemsize
+        for block, number, offset in zip(cut.blocks, cut.ranges, cut.offsets, strict=True):
+            runs = ((self.begins[number] + offset * width, block.size * width),)
+            yield block, Extent(self.files[number], runs)
+
+
+class Stored(NamedTuple):
+    """A whole tensor in one file: its dtype, its shape, and the extent of its bytes."""
+
+    dtype: DType
+    shape: Shape
+    extent: Extent
+
+    def pieces(self) -> Iterator[tuple[Block, Extent]]:
+        """Yield the tensor as one block."""
+        yield Block.whole(self.shape), self.extent
+
+
+class FlatTensors:
+    """Builds tensors; those that are cut alike share their blocks."""
+
+    def __init__(self) -> None:
+        self._shardings: dict[tuple[Fragments, tuple[int, ...]], Sharding] = {}
+
+    def tensor(self, name: str, location: Flat | Stored) -> Tensor:
+        """Return a tensor."""
+        spec = TensorSpec(name, location.dtype, location.shape)
+        if isinstance(location, Stored) or not prod(location.shape):
+            extent = location.extent if isinstance(location, Stored) else Extent((*location.files, 0)[0], ((0, 0),))
+            return Tensor.of(spec, [Shard(Block.whole(location.shape), (extent,))], listed=False)
+        cut = fragments(location.shape, location.ends)
+        key = cut, location.files
+        if key not in self._shardings:
+            replicas = tuple((Replica(location.files[number], index),) for index, number in enumerate(cut.ranges))
+            self._shardings[key] = Sharding(cut.blocks, replicas)
+        runs = tuple(extent.runs for _, extent in location.pieces())
+        return Tensor(spec, self._shardings[key], runs, listed=len(cut.blocks) > 1)

@@ -1,0 +1,206 @@
+"""Find the tensors of one tensor-parallel part of a DeepSpeed checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.errors import SourceError
+from reshard.formats.entries import Entry
+from reshard.readers.deepspeed.flat import Flat, Stored
+from reshard.readers.deepspeed.values import table
+from reshard.readers.deepspeed.zero import MASTERS, Buffers, cut_by_itself, states_by_name
+from reshard.readers.torch_save.file import extent_in
+from reshard.readers.torch_save.tensors import rebuilt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+    from reshard.readers.deepspeed.model import ModelStates
+    from reshard.readers.torch_save.file import Storage, TorchFile
+    from reshard.readers.torch_save.tensors import Rebuilt
+
+_COUNTS = (
+    "files of an earlier run with more ranks stay in the directory; MiCS and hpZ, which cut within groups of ranks, "
+    "are not supported"
+)
+
+_PARTITIONED = 3  # the stage of ZeRO that cuts weights
+
+STATES = (MASTERS, "exp_avg", "exp_avg_sq", "step")
+"""The kinds of state of Adam."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tensors of one part.
+
+    Attributes:
+        located: tensors and single numbers in files, by name.
+        numbers: states that are numbers in a pickle, by name.
+        rounded: weights that are not stored: the name of the master, and the dtype.
+        unreadable: names that cannot be read, with the reason.
+        entries: for each file, by its number, the entries of its tensors.
+    """
+
+    located: dict[str, Flat | Stored] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    rounded: dict[str, tuple[str, DType]] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    entries: dict[int, dict[str, Entry]] = field(default_factory=dict)
+
+    def add_stored(self, number: int, name: str, tensor: Rebuilt, storage: Storage, shape: Shape | None = None) -> None:
+        """Add a tensor that is whole in a file; it is unreadable if its storage is too short."""
+        try:
+            extent = extent_in(tensor, number, storage)
+        except SourceError as error:
+            self.unreadable[name] = error.message
+            return
+        self.entries.setdefault(number, {})[name] = Entry(tensor.dtype, tensor.shape, extent.runs, None, extent.strides)
+        self.located[name] = Stored(tensor.dtype, tensor.shape if shape is None else shape, extent)
+
+
+def add_weights(part: Part, models: Sequence[tuple[int, ModelStates]]) -> None:
+    """Add the weights and buffers that model states have.
+
+    Args:
+        part: the part.
+        models: the model states, with the numbers of their files; with ZeRO stage 3 those of each rank, in order.
+
+    Raises:
+        SourceError: files contradict each other.
+    """
+    number, model = models[0]
+    stored = {name: tensor for name, tensor in model.module.items() if not _is_placeholder(name, tensor, model)}
+    storages = model.file.storages({tensor.record for tensor in stored.values()})
+    for name, tensor in stored.items():
+        part.add_stored(number, name, tensor, storages[tensor.record])
+    part.unreadable.update(model.refused)
+    _add_frozen(part, models)
+
+
+def _is_placeholder(name: str, tensor: Rebuilt, model: ModelStates) -> bool:
+    """Return whether a tensor of the module stands for one that stage 3 has cut."""
+    trainable = any(name in group for group in model.groups or ())
+    return tensor.shape == (0,) and (trainable or name in model.frozen_shapes or name in model.shared)
+
+
+def add_expert(part: Part, number: int, file: TorchFile) -> None:
+    """Add the weights of one expert; raise `SourceError` if the file is not valid."""
+    try:
+        weights = {name: rebuilt(value) for name, value in table(file.value, "the weights of an expert").items()}
+    except SourceError as error:
+        raise error.about(file.path) from None
+    storages = file.storages({tensor.record for tensor in weights.values()})
+    reason = (
+        "is the state of an expert: the files do not say which ranks have which expert's states, so only weights are "
+        "read"
+    )
+    for name, tensor in weights.items():
+        if name in part.located:
+            raise SourceError(f"{file.path} has {name!r:.60}, which another file has, too", code="duplicate-name")
+        part.add_stored(number, name, tensor, storages[tensor.record])
+        part.unreadable.update({f"{kind}.{name}": reason for kind in STATES})
+
+
+def _add_frozen(part: Part, models: Sequence[tuple[int, ModelStates]]) -> None:
+    """Add frozen parameters of stage 3, of which each rank's model states have a part."""
+    first = models[0][1]
+    if not first.frozen:
+        return
+    for number, model in models:
+        if model.frozen_shapes != first.frozen_shapes or model.frozen.keys() != first.frozen.keys():
+            raise SourceError(f"{model.file.path} has other frozen parameters than rank 0", code="ranks-disagree")
+        part.entries.setdefault(number, {})
+    begins: dict[str, list[int]] = {}
+    for number, model in models:
+        storages = model.file.storages({tensor.record for tensor in model.frozen.values()})
+        for name, tensor in model.frozen.items():
+            shape = first.frozen_shapes.get(name)
+            expected = None if shape is None else -(-prod(shape) // len(models))
+            if tensor.shape != (expected,) or tensor.dtype is not first.frozen[name].dtype:
+                raise SourceError(
+                    f"{model.file.path} has {tensor.shape[0]:,} elements of {name!r:.60}; expected {expected}",
+                    code="wrong-shape",
+                )
+            begin = extent_in(tensor, number, storages[tensor.record]).runs[0][0] if expected else 0
+            begins.setdefault(name, []).append(begin)
+    files = [number for number, _ in models]
+    for name, tensor in first.frozen.items():
+        part.located[name] = cut_by_itself(tensor.dtype, first.frozen_shapes[name], files, begins[name])
+
+
+def _check_counts(ranks: Sequence[Buffers], *, has_experts: bool) -> None:
+    """Compare the number of files with the number of partitions, and the stages of the files with each other."""
+    if len({buffers.stage for buffers in ranks}) > 1:
+        raise SourceError(f"{ranks[0].file.path} and other ranks are of different stages", code="ranks-disagree")
+    for buffers in ranks:
+        counts = buffers.partition_counts()
+        if max(counts) != len(ranks) or (min(counts) != len(ranks) and not has_experts):
+            count = max(counts) if max(counts) != len(ranks) else min(counts)
+            raise SourceError(
+                f"{buffers.file.path} is one of {count} partitions, and there are files of {len(ranks)} ranks",
+                code="wrong-count",
+                facts=[_COUNTS],
+                hint=f"move the files of ranks {count} and up to another directory" if count < len(ranks) else "",
+            )
+        for of_group in buffers.values.get("ds_zero_partition_groups") or ():
+            if table(of_group, "ds_zero_partition_groups").get("partition_count") not in {None, len(ranks)}:
+                raise SourceError(
+                    f"{buffers.file.path} is cut within groups of ranks, which is not supported",
+                    code="unsupported-layout",
+                )
+
+
+def add_states(part: Part, model: ModelStates, ranks: Sequence[Buffers], *, has_experts: bool) -> None:
+    """Add the states of trainable parameters.
+
+    Args:
+        part: the part.
+        model: the model states, which have the shapes of the parameters.
+        ranks: the optimizer states of each rank, in order.
+        has_experts: there are files of experts. Groups with fewer partitions are then of experts, and left out.
+
+    Raises:
+        SourceError: files contradict each other, or the order of parameters is unknown.
+    """
+    _check_counts(ranks, has_experts=has_experts)
+    if model.groups is None:
+        advice = "move the optimizer's files to another directory to read the weights alone"
+        raise SourceError(
+            f"{model.file.path} has no param_shapes, so the order of parameters in the optimizer is not known",
+            code="unsupported-version",
+            hint=advice if ranks[0].stage < _PARTITIONED else "",
+        )
+    skipped = {group for group, count in enumerate(ranks[0].partition_counts()) if count != len(ranks)}
+    for buffers in ranks:
+        entries = part.entries.setdefault(buffers.number, {})
+        for label, tensor in buffers.entries():
+            extent = extent_in(tensor, buffers.number, buffers.storages[tensor.record])
+            entries[label] = Entry(tensor.dtype, tensor.shape, extent.runs)
+    for name, kind, location in states_by_name(ranks, model.groups, skipped):
+        state = f"{kind}.{name}"
+        if state in part.located or state in part.numbers:
+            raise SourceError(f"{model.file.path} has {name!r:.60} twice in param_shapes", code="duplicate-name")
+        if isinstance(location, int | float):
+            part.numbers[state] = location
+        else:
+            part.located[state] = location
+
+
+def add_rounded(part: Part, model: ModelStates) -> None:
+    """Add weights of stage 3, which follow from their masters, and other names of tied weights."""
+    for name, tensor in model.module.items():
+        if name in part.located or name in part.unreadable:
+            continue
+        kept = model.shared.get(name, name)
+        location = part.located.get(kept) or part.located.get(f"{MASTERS}.{kept}")
+        if location is None:
+            part.unreadable[name] = "is in no file: it was cut by ZeRO stage 3, and has no master"
+        elif location.dtype is tensor.dtype:
+            part.located[name] = location
+        else:
+            part.rounded[name] = f"{MASTERS}.{kept}", tensor.dtype

@@ -1,0 +1,99 @@
+"""Take dicts, shapes and tensors out of pickled values, with short errors."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import SourceError
+from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.readers.pickles import Pairs, PickledObject, describe, numbers
+from reshard.readers.torch_save.dtensors import is_tensor
+from reshard.readers.torch_save.tensors import rebuilt
+from reshard.storage.small import is_text
+
+if TYPE_CHECKING:
+    from reshard.layout.block import Shape
+    from reshard.readers.torch_save.tensors import Rebuilt
+
+_MOST_NAMES = 1 << 20
+
+
+def table(value: object, name: str) -> dict[str, Any]:
+    """Return the values of a dict whose keys are texts; other keys are left out.
+
+    Args:
+        value: a pickled dict or OrderedDict.
+        name: its name, for messages.
+
+    Raises:
+        SourceError: it is another value. The message does not name the file.
+    """
+    pairs = (value.items or Pairs()) if isinstance(value, PickledObject) and value.name == "OrderedDict" else value
+    if not isinstance(pairs, Pairs) or len(pairs) > 2 * _MOST_NAMES:
+        raise SourceError(f"has {describe(value)} for {name}; expected a dict", code="bad-value")
+    return {key: item for key, item in pairs.items() if isinstance(key, str)}
+
+
+def numbered(value: object, name: str) -> list[Any]:
+    """Return the values of a list, or of a dict whose keys are 0, 1 and so on; None for each that is absent.
+
+    Raises:
+        SourceError: it is another value.
+    """
+    if isinstance(value, Pairs):
+        items = {key: item for key, item in value.items() if type(key) is int and 0 <= key < len(value)}
+        if 2 * len(items) != len(value):
+            raise SourceError(f"has {name} that are not numbered from 0", code="bad-value")
+        return [items.get(number) for number in range(max(items, default=-1) + 1)]
+    if isinstance(value, list | tuple) and not isinstance(value, Pairs):
+        return list(value)
+    raise SourceError(f"has {describe(value)} for {name}; expected a list", code="bad-value")
+
+
+def shapes(value: object, name: str) -> dict[str, Shape]:
+    """Return shapes by the names of their tensors.
+
+    Raises:
+        SourceError: a name is not valid, or a shape is impossible.
+    """
+    result = {}
+    for key, size in table(value, name).items():
+        shape = numbers(size)
+        if not is_text(key) or len(key.encode()) > LONGEST_NAME or not is_possible(shape):
+            raise SourceError(f"has the shape {shape_text(shape)} for {key!r:.60} in {name}", code="bad-shape")
+        result[key] = shape
+    return result
+
+
+def flat(value: object, name: str) -> Rebuilt:
+    """Return a tensor of one dimension without gaps; raise `SourceError` for other values."""
+    try:
+        tensor = rebuilt(value)
+    except SourceError as error:
+        raise SourceError(f"has a value for {name} that {error.message}", code=error.code) from None
+    if len(tensor.shape) != 1 or (tensor.shape[0] > 1 and tensor.strides != (1,)):
+        raise SourceError(
+            f"has {name} of shape {shape_text(tensor.shape)}; expected a flat tensor without gaps", code="wrong-shape"
+        )
+    return tensor
+
+
+def scalar(value: object) -> Rebuilt | float | None:
+    """Return a tensor of one element, or a number; None for other values."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if is_tensor(value):
+        try:
+            tensor = rebuilt(value)
+        except SourceError:
+            return None
+        return tensor if prod(tensor.shape) == 1 else None
+    return None
+
+
+def whole_number(value: object) -> int | None:
+    """Return a number from 0, which may be of an enumeration; None for other values."""
+    if isinstance(value, PickledObject) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
+        (value,) = value.arguments
+    return value if type(value) is int and 0 <= value < 1 << 31 else None

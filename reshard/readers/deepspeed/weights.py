@@ -1,0 +1,124 @@
+"""Weights and their masters: round masters to weights that are not stored, and compare those that are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import names as quoted
+from reshard.expressions.arithmetic import rounded
+from reshard.expressions.cast import Cast, Number
+from reshard.expressions.computed import computed
+from reshard.expressions.operand import Operand
+from reshard.readers.deepspeed.zero import MASTERS
+from reshard.storage.places import any_store, can, in_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from reshard.dtypes import DType
+    from reshard.expressions.operand import Expression
+    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.storage.base import ReadStore, Want
+
+_SAMPLE = 64  # elements at the beginning and at the end of a tensor
+_MOST_AT_URLS = 256  # tensors
+_FLOATS = {"float32", "bfloat16", "float16"}
+_DIFFERS = "is of another weight: the float32 master does not round to this one"
+_WARNING = (
+    "{root}: masters of {names} do not round to the weights, so they and their moments are of other weights; DeepSpeed "
+    "converts to Universal Checkpoints so if a training has round_robin_gradients: read its own checkpoint instead"
+)
+
+
+def with_computed(
+    checkpoint: Checkpoint, weights: Mapping[str, tuple[str, DType]], numbers: Mapping[str, float]
+) -> Checkpoint:
+    """Return a checkpoint with tensors that are not stored.
+
+    Args:
+        checkpoint: the checkpoint.
+        weights: for each weight, its master, and the dtype to which it is rounded.
+        numbers: the values of states that are single numbers.
+    """
+    casts: dict[tuple[str, DType], Expression] = {}
+    expressions: dict[str, Expression] = {}
+    for name, (master, dtype) in weights.items():
+        if master in checkpoint.tensors:
+            expressions[name] = casts.setdefault((master, dtype), Cast(Operand(checkpoint, master), dtype))
+    of_value: dict[float, Expression] = {}
+    for name, value in numbers.items():
+        expressions[name] = of_value.setdefault(value, Number(value, BY_NAME["float32"]))
+    return computed(checkpoint, expressions) if expressions else checkpoint
+
+
+def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
+    """Compare samples of masters with the stored weights; make the states of those that differ unreadable."""
+    names = [
+        name
+        for name, weight in checkpoint.tensors.items()
+        if (master := checkpoint.tensors.get(f"{MASTERS}.{name}")) and _are_comparable(master, weight)
+    ]
+    if any(can(file.path).has_latency for file in checkpoint.files):
+        names = names[:: max(len(names) // _MOST_AT_URLS, 1)]
+    differing = set()
+    for name, samples in in_batches(_samples(checkpoint, names)):
+        dtypes = checkpoint.tensors[f"{MASTERS}.{name}"].spec.dtype, checkpoint.tensors[name].spec.dtype
+        if not all(_rounds(master, weight, *dtypes) for master, weight in samples):
+            differing.add(name)
+    if not differing:
+        return checkpoint
+    wrong = {
+        state: _DIFFERS
+        for state, tensor in checkpoint.tensors.items()
+        if state not in differing and state.partition(".")[2] in differing and tensor.spec.shape
+    }
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in wrong}
+    warning = _WARNING.format(root=checkpoint.root, names=quoted(sorted(differing), most=3))
+    return replace(
+        checkpoint, tensors=tensors, unreadable={**checkpoint.unreadable, **wrong},
+        warnings=(*checkpoint.warnings, warning),
+    )  # fmt: skip
+
+
+def _are_comparable(master: Tensor, weight: Tensor) -> bool:
+    """Return whether a weight is stored, and has the shape of its master."""
+    floats = {master.spec.dtype.name, weight.spec.dtype.name} <= _FLOATS
+    sharded = master.sharding.is_strided or weight.sharding.is_strided
+    return floats and not sharded and master.spec.shape == weight.spec.shape and 0 not in weight.spec.shape
+
+
+def _samples(
+    checkpoint: Checkpoint, names: Sequence[str]
+) -> Iterator[tuple[tuple[str, list[tuple[bytearray, bytearray]]], ReadStore, list[Want]]]:
+    """Yield the first and the last elements of each master and weight, and the requests to read them."""
+    for name in names:
+        pair = checkpoint.tensors[f"{MASTERS}.{name}"], checkpoint.tensors[name]
+        samples: list[tuple[bytearray, bytearray]] = []
+        wants: list[Want] = []
+        for index in (0, -1):
+            count = min(_SAMPLE, *(tensor.sharding.blocks[index].size for tensor in pair))
+            buffers = []
+            for tensor in pair:
+                width, replica = tensor.spec.dtype.itemsize, tensor.sharding.replicas[index][0]
+                begin, nbytes = tensor.runs[replica.runs_index][index]
+                buffers.append(bytearray(count * width))
+                offset = begin if index == 0 else begin + nbytes - count * width
+                wants.append((checkpoint.files[replica.file].path, offset, memoryview(buffers[-1])))
+            samples.append((buffers[0], buffers[1]))
+        yield (name, samples), any_store(), wants
+
+
+def _rounds(master: bytearray, weight: bytearray, wide: DType, narrow: DType) -> bool:
+    """Return whether elements of a master round to those of a weight."""
+    values: NDArray[Any] = np.frombuffer(master, wide.numpy())
+    expected: NDArray[Any] = np.empty(len(values), narrow.numpy())
+    rounded(values, expected)
+    actual: NDArray[Any] = np.frombuffer(weight, narrow.numpy())
+    with np.errstate(invalid="ignore"):
+        return bool(np.all((expected == actual) | ((expected != expected) & (actual != actual))))  # noqa: PLR0124 -- NaNs

@@ -1,0 +1,273 @@
+"""Find parameters in the partitions of ZeRO's optimizers.
+
+Stages 1 and 2, and `BF16_Optimizer`: the parameters of a group lie one behind the other, each perhaps followed by
+padding (`param_alignment_paddings`), and all by padding at the end; rank d has part d of equal parts. A part is stored
+with the padding at its end, or without. `param_slice_mappings` is not used: with round-robin gradients it is wrong.
+
+Stage 3: each parameter is cut by itself, in equal parts of which the last are padded; a rank's buffer of a sub-group
+has its parts of the parameters, one behind the other.
+
+Sources: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runtime/bf16_optimizer.py`, and files of
+0.14.5 to 0.19.8 (`tests/data/deepspeed`).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import SourceError
+from reshard.readers.deepspeed.flat import Flat, Stored
+from reshard.readers.deepspeed.values import flat, numbered, scalar, table, whole_number
+from reshard.readers.pickles import describe, numbers
+from reshard.readers.torch_save.dtensors import is_tensor
+from reshard.readers.torch_save.file import extent_in
+from reshard.readers.torch_save.tensors import Rebuilt
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from reshard.layout.block import Shape
+    from reshard.readers.torch_save.file import Storage, TorchFile
+
+_KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
+
+MASTERS = "fp32"
+"""The kind of state that is a parameter in float32."""
+
+
+class Buffers(NamedTuple):
+    """The flat buffers of a rank: by group, then by kind of state.
+
+    Attributes:
+        file: the file, without its value.
+        number: its number in the checkpoint.
+        groups: the flat buffers of each group (or sub-group), by kind of state: `fp32`, `exp_avg` and so on.
+        scalars: the states that are a single number, such as `step`, in the same way.
+        values: the values of the optimizer that say how it is cut.
+        storages: the places of the storages.
+    """
+
+    file: TorchFile
+    number: int
+    groups: Sequence[Mapping[str, Rebuilt]]
+    scalars: Sequence[Mapping[str, Rebuilt | float]]
+    values: Mapping[str, Any]
+    storages: Mapping[bytes, Storage]
+
+    @classmethod
+    def of(cls, file: TorchFile, number: int) -> Buffers:
+        """Interpret a file of optimizer states; raise `SourceError` if it is not valid."""
+        try:
+            values = table(table(file.value, "optimizer states").get("optimizer_state_dict"), "optimizer_state_dict")
+            stage3 = "fp32_flat_groups" in values
+            masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
+            state = values.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
+            if not isinstance(state, list) or hasattr(state, "items"):  # a dict of torch's, or the lean states
+                state = table(state, "the optimizer's states").get("state")
+            states = numbered(state, "states of groups")
+            groups, scalars = [], []
+            for group, tensor in enumerate(numbered(values.get(masters), masters)):
+                buffers, single = {MASTERS: flat(tensor, f"{masters}[{group}]")}, {}
+                of_group = states[group] if group < len(states) else None
+                for kind, value in table(of_group, f"the states of group {group}").items() if of_group else ():
+                    number_or_tensor = scalar(value)
+                    if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
+                        number_or_tensor = None  # a flat buffer of one element
+                    if number_or_tensor is not None:
+                        single[kind] = number_or_tensor
+                    elif is_tensor(value):
+                        buffers[kind] = flat(value, f"{kind} of group {group}")
+                groups.append(buffers)
+                scalars.append(single)
+            used = [*(t for each in groups for t in each.values()), *(t for each in scalars for t in each.values())]
+            storages = file.storages({tensor.record for tensor in used if isinstance(tensor, Rebuilt)})
+            for tensor in used:
+                if isinstance(tensor, Rebuilt):
+                    extent_in(tensor, number, storages[tensor.record])
+        except SourceError as error:
+            raise error.about(file.path) from None
+        kept = {name: values.get(name) for name in _KEPT}
+        return cls(file._replace(value=None), number, groups, scalars, kept, storages)
+
+    @property
+    def stage(self) -> int:
+        """Return the stage of ZeRO; 1 for `BF16_Optimizer`, which does not name it."""
+        return whole_number(self.values.get("zero_stage")) or 1
+
+    def partition_counts(self) -> list[int]:
+        """Return the number of partitions of each group."""
+        count = self.values.get("partition_count")
+        counts = [whole_number(each) for each in (count if isinstance(count, list | tuple) else [count])]
+        if None in counts or not counts:
+            raise SourceError(
+                f"{self.file.path} has {describe(count)} for partition_count; expected whole numbers", code="bad-value"
+            )
+        return [each or 0 for each in counts]
+
+    def begin(self, group: int, kind: str) -> int:
+        """Return the offset of a buffer in the file."""
+        tensor = self.groups[group][kind]
+        return self.storages[tensor.record].begin + tensor.first * tensor.dtype.itemsize
+
+    def entries(self) -> Iterator[tuple[str, Rebuilt]]:
+        """Yield each buffer with a name."""
+        for number, of_group in enumerate(self.groups):
+            for kind, tensor in of_group.items():
+                yield f"{kind}.{number}", tensor
+
+
+def states_by_name(
+    ranks: Sequence[Buffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
+) -> Iterator[tuple[str, str, Flat | Stored | float]]:
+    """Yield the states of each parameter: its name, the kind of state, and where it is; or its value.
+
+    Args:
+        ranks: the buffers of all data-parallel ranks, in order.
+        shapes: the shapes of the parameters of each group (or sub-group), in the order of the buffers.
+        skipped: groups to leave out.
+
+    Raises:
+        SourceError: the sizes of buffers contradict the shapes.
+    """
+    first = ranks[0]
+    if any(len(buffers.groups) != len(shapes) for buffers in ranks):
+        counts = sorted({len(buffers.groups) for buffers in ranks})
+        raise SourceError(
+            f"{first.file.path} has {counts[0]} groups of parameters; param_shapes has {len(shapes)}",
+            code="wrong-shape",
+        )
+    for group, of_group in enumerate(shapes):
+        if group in skipped:
+            continue
+        kinds = list(first.groups[group])
+        if any(set(buffers.groups[group]) != set(kinds) for buffers in ranks):
+            raise SourceError(f"{first.file.path}: ranks have different states of group {group}", code="ranks-disagree")
+        locate = _parameters_cut if first.stage == 3 else _group_cut
+        for kind in kinds:
+            for name, located in locate(ranks, group, kind, of_group):
+                yield name, kind, located
+        for kind, value in first.scalars[group].items():
+            single = _scalar(first, value)
+            for name in of_group:
+                yield name, kind, single
+
+
+def _scalar(buffers: Buffers, value: Rebuilt | float) -> Stored | float:
+    """Return the place of a single number."""
+    if not isinstance(value, Rebuilt):
+        return value
+    return Stored(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
+
+
+def _lengths(ranks: Sequence[Buffers], group: int, kind: str) -> list[int]:
+    dtypes = {buffers.groups[group][kind].dtype.name for buffers in ranks}
+    if len(dtypes) > 1:
+        raise SourceError(
+            f"{ranks[0].file.path}: {kind} is of {' and '.join(sorted(dtypes))} in different ranks", code="mixed-dtypes"
+        )
+    return [buffers.groups[group][kind].shape[0] for buffers in ranks]
+
+
+def _group_cut(
+    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, Flat]]:
+    """Yield parameters in a group that is cut as one vector."""
+    gaps = _alignment_paddings(ranks, group, len(shapes))
+    begins, total = [], 0
+    for shape, gap in zip(shapes.values(), gaps, strict=True):
+        begins.append(total)
+        total += prod(shape) + gap
+    every_kind = [_lengths(ranks, group, each) for each in ranks[0].groups[group]]
+    size = max(max(lengths) for lengths in every_kind)  # of a part with its padding
+    for number, length in enumerate(_lengths(ranks, group, kind)):
+        filled = min(max(total - number * size, 0), size)
+        if length not in {size, filled}:
+            raise SourceError(
+                f"{ranks[number].file.path}: {kind} of group {group} has {length:,} elements; by param_shapes, "
+                f"expected {filled:,}, or {size:,} with padding",
+                code="wrong-shape",
+            )
+    if size * len(ranks) < total:
+        raise SourceError(
+            f"{ranks[0].file.path}: {kind} of group {group} has {size * len(ranks):,} elements in all ranks; by "
+            f"param_shapes, expected {total:,}",
+            code="wrong-shape",
+        )
+    starts = [buffers.begin(group, kind) for buffers in ranks]
+    files = [buffers.number for buffers in ranks]
+    dtype = ranks[0].groups[group][kind].dtype
+    for (name, shape), begin in zip(shapes.items(), begins, strict=True):
+        end = begin + prod(shape)
+        if begin == end:
+            yield name, Flat(dtype, shape, (), (), ())
+            continue
+        numbers_of_ranks = range(begin // size, (end - 1) // size + 1)
+        yield name, Flat(
+            dtype, shape,
+            tuple(min(end, (number + 1) * size) - begin for number in numbers_of_ranks),
+            tuple(files[number] for number in numbers_of_ranks),
+            tuple(starts[number] + max(begin - number * size, 0) * dtype.itemsize for number in numbers_of_ranks),
+        )  # fmt: skip
+
+
+def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tuple[int, ...]:
+    """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
+    try:
+        every = [_of_group(buffers, group) for buffers in ranks]
+        recorded = {numbers(each, count) for each in every if each is not None}
+    except SourceError as error:
+        raise error.about(ranks[0].file.path) from None
+    if not recorded:
+        return (0,) * count
+    if len(recorded) > 1 or len(paddings := recorded.pop()) != count:
+        raise SourceError(
+            f"{ranks[0].file.path}: param_alignment_paddings of group {group} differ between ranks, or are not of its "
+            f"{count} parameters",
+            code="ranks-disagree",
+        )
+    return paddings
+
+
+def _of_group(buffers: Buffers, group: int) -> object:
+    paddings = buffers.values.get("param_alignment_paddings")
+    return paddings[group] if isinstance(paddings, list) and group < len(paddings) else None
+
+
+def _parameters_cut(
+    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, Flat]]:
+    """Yield parameters that are each cut by themselves."""
+    count = len(ranks)
+    sizes = {name: -(-prod(shape) // count) for name, shape in shapes.items()}
+    expected = sum(sizes.values())
+    for buffers, length in zip(ranks, _lengths(ranks, group, kind), strict=True):
+        if length != expected:
+            raise SourceError(
+                f"{buffers.file.path}: {kind} of sub-group {group} has {length:,} elements; by param_shapes, expected "
+                f"{expected:,}",
+                code="wrong-shape",
+            )
+    starts = [buffers.begin(group, kind) for buffers in ranks]
+    files = [buffers.number for buffers in ranks]
+    dtype = ranks[0].groups[group][kind].dtype
+    begin = 0
+    for name, shape in shapes.items():
+        yield name, cut_by_itself(dtype, shape, files, [start + begin * dtype.itemsize for start in starts])
+        begin += sizes[name]
+
+
+def cut_by_itself(dtype: Any, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
+    """Return a parameter of which each rank has an equal part, the last ones padded.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        files: the number of each rank's file.
+        begins: the offset of each rank's part in its file.
+    """
+    total = prod(shape)
+    size = max(-(-total // len(files)), 1)
+    used = -(-total // size)  # ranks with elements
+    ends = tuple(min((number + 1) * size, total) for number in range(used))
+    return Flat(dtype, shape, ends, tuple(files[:used]), tuple(begins[:used]))

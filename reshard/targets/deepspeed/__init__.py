@@ -1,0 +1,211 @@
+"""A Universal Checkpoint of DeepSpeed, which trainings load at any stage of ZeRO and on any number of devices.
+
+`zero/NAME/` has the states of a parameter as whole tensors, each in a file of `torch.save` (`saved_tensors`), in a dict
+with `cat_dim`. Weights are in the model states (`model_states`), of which there are two files: one for ZeRO stages 1
+and 2, and one for stage 3. What the source's files have beside tensors is carried, without being made
+(`instructions`). `zero/optimizer_state.pt` and `latest_universal` get their names last. The latter has `.`, so that the
+directory can be given as such, or as a tag in the directory above.
+
+Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py`, `runtime/engine.py` (`_load_checkpoint`),
+`runtime/base_optimizer.py` and `runtime/zero/stage3.py` (`load_hp_checkpoint_state…`).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.errors import Option, Text, UsageError, names
+from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
+from reshard.formats.entries import Content, FileLayout
+from reshard.formats.sets import UNIVERSAL_NAME
+from reshard.layout.block import Block
+from reshard.readers.deepspeed.checkpoint import DESCRIBED_BY
+from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER, STEP
+from reshard.storage.cipher import store_of
+from reshard.storage.places import as_place
+from reshard.targets.deepspeed.model_states import ModelStates
+from reshard.targets.deepspeed.optimizer import OptimizerStates, StepTensor
+from reshard.targets.deepspeed.saved_values import SavedValues
+from reshard.targets.deepspeed.states import number_of, parameter_states
+from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
+from reshard.targets.saved_tensors import saved_object, saved_tensor, torch_dtype
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Collection, Sequence
+
+    from reshard.layout.block import Shape
+    from reshard.plan.budget import Share
+    from reshard.plan.plan import Request
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
+    from reshard.targets.saved_tensors import Saved
+
+TRACKER = "latest_universal"
+"""The file that names the directory of a Universal Checkpoint."""
+
+_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_PARAM = "param"
+_FILE_BYTES, _TENSOR_BYTES = 2000, 500  # resident memory of a file in a plan, and of a tensor in model states
+
+_NEEDED = {"dp_world_size", "mp_world_size", "global_steps", "skipped_steps", "lr_scheduler"}
+"""Values of the model states without which DeepSpeed does not load them."""
+
+
+class UniversalTarget(Destination):
+    """The files of a Universal Checkpoint."""
+
+    format = UNIVERSAL_NAME
+    ranks: tuple[int, ...] = (0,)
+    carries = True
+
+    def __init__(self, inputs: TargetInputs) -> None:
+        source, _, items, _, objects, faults = inputs
+        self._source = source
+        self._items = {item.name: item for item in items}
+        for item in items:
+            torch_dtype(item.name, item.dtype)
+        self._states = parameter_states(source, items, faults)
+        self._numbers = {name: len(_MODEL_FILES) + number for number, name in enumerate(self._states)}
+        steps = [name for name, state in self._states.items() if state.kind == STEP]
+        numbers = {name: number_of(source, self._items[name].tensor) for name in steps}
+        self._steps = {name: number for name, number in numbers.items() if number is not None}
+        self._wanted: dict[tuple[Shape, tuple[int, ...]], TargetBlocks] = {}
+        dropped = source.opened.extras.objects.keys() - objects.keys() - _NEEDED
+        self._model, self._optimizer = _read(source.opened, dropped)
+        self._optimizer_file = self._optimizer.saved(self._step(steps[0]) if steps else None)
+        self.carried = {*objects}
+        self.memory: tuple[Share, ...] = (
+            ("files of states", _FILE_BYTES * len(self._states)),
+            ("model states", _TENSOR_BYTES * len(items) + len(self._optimizer_file)),
+        )
+
+    @classmethod
+    def settled(cls, request: Request, source: Checkpoint) -> Request:
+        """Return the request.
+
+        Raises:
+            UsageError: it is not for whole tensors, or the source is not of DeepSpeed, or is computed.
+        """
+        if request.target or request.is_partial or request.deduplicates:
+            raise UsageError(
+                "a Universal Checkpoint of DeepSpeed holds whole tensors", code="needs-whole-tensors",
+                hint="leave the target strategy, ranks, redundancy and links out",
+            )  # fmt: skip
+        opened = source.opened
+        if opened.extras.described_by != DESCRIBED_BY:
+            raise UsageError(
+                f"{source.title} is not a checkpoint of DeepSpeed", code="wrong-source",
+                facts=["a Universal Checkpoint continues a training of DeepSpeed, and needs its model states"],
+                hint=Text("choose ", Option("to", "hf"), " for weights"),
+            )  # fmt: skip
+        if source.lora or opened.opening.computation:
+            raise UsageError(
+                f"{source.title} has computed weights, and the masters of DeepSpeed are others", code="wrong-source",
+                hint=Text("choose ", Option("to", "hf"), " for weights"),
+            )  # fmt: skip
+        return request
+
+    def blocks_of(self, item: TargetTensor) -> TargetBlocks:
+        """Return the whole tensor, with its files; a step that is not a tensor is in no block."""
+        if item.name in self._steps:
+            return TargetBlocks((), ())
+        if item.name in self._numbers:
+            files: tuple[int, ...] = (self._numbers[item.name],)
+        else:
+            files = (0, 1) if item.tensor.spec.name in self._model.buffers else (0,)
+        shape = item.tensor.spec.shape
+        if (shape, files) not in self._wanted:
+            self._wanted[shape, files] = TargetBlocks((Block.whole(shape),), (files,))
+        return self._wanted[shape, files]
+
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
+        """Lay out every file."""
+        weights = {name: item for name, item in self._items.items() if name not in self._states}
+        shapes = {name: (item.dtype, item.tensor.spec.shape) for name, item in weights.items()}
+        buffers = [name for name, item in weights.items() if item.tensor.spec.name in self._model.buffers]
+        result = [
+            TargetFile(
+                0,
+                path,
+                _layout(
+                    self._model.saved(shapes, whole), [weights[name] for name in (weights if whole is None else whole)]
+                ),
+            )
+            for path, whole in zip(_MODEL_FILES, (None, buffers), strict=True)
+        ]
+        for name, state in self._states.items():
+            item = self._items[name]
+            if name in self._steps:
+                layout = literal(saved_object(self._steps[name]))
+            else:
+                key = "" if state.kind == STEP else _PARAM
+                layout = _layout(saved_tensor(item.dtype, item.tensor.spec.shape, key=key), [item])
+            result.append(TargetFile(0, f"{DIRECTORY}/{state.parameter}/{state.kind}.pt", layout))
+        return (
+            *result,
+            TargetFile(0, f"{DIRECTORY}/{OPTIMIZER}", literal(self._optimizer_file), last=True),
+            TargetFile(0, TRACKER, literal(b"."), last=True),
+        )
+
+    def warnings(self) -> tuple[str, ...]:
+        """Warn of missing hyper-parameters, and of names that are carried as they were."""
+        result = []
+        if not self._optimizer.has_groups:
+            result.append(
+                f"{self._source.root}: has no hyper-parameters; a training that loads the target keeps its own"
+            )
+        if renamed := [name for name in self._model.parameters if name not in self._items]:
+            result.append(
+                f"{names(renamed, most=3)}: not in the target; what is carried of the model states names them"
+            )
+        return tuple(result)
+
+    def _step(self, name: str) -> float | StepTensor:
+        """Return the number of steps of the optimizer."""
+        if name in self._steps:
+            return self._steps[name]
+        tensor = self._items[name].tensor
+        ((replica, *_), *_) = tensor.sharding.replicas
+        ((offset, nbytes),) = tensor.runs[replica.runs_index]
+        buffer = bytearray(nbytes)
+        path = self._source.files[replica.file].path
+        store_of(self._source.coding).read_into(path, offset, memoryview(buffer))
+        return StepTensor(tensor.spec.dtype, tensor.spec.shape, bytes(buffer))
+
+
+def _read(source: Checkpoint, dropped: Collection[str]) -> tuple[ModelStates, OptimizerStates]:
+    """Read what is carried.
+
+    Args:
+        source: the checkpoint.
+        dropped: the names of values of the model states that are not carried.
+    """
+    root = as_place(source.root).absolute()
+    file_names = [file.path.removeprefix(f"{root}/") for file in source.files if file.inputs is None]
+    model_file, *_ = _of_rank_0(MODEL_STATES, file_names)
+    optimizer_file, *_ = [*_of_rank_0(OPTIM_STATES, file_names), f"{DIRECTORY}/{OPTIMIZER}"]
+    saved = SavedValues.read(root / model_file)
+    model = ModelStates(saved, dropped)
+    optimizer = OptimizerStates(
+        SavedValues.read(root / optimizer_file), universal=optimizer_file.endswith(OPTIMIZER),
+        groups=max(model.groups, 1), version=saved.root.entries.get("ds_version"),
+    )  # fmt: skip
+    return model, optimizer
+
+
+def _of_rank_0(pattern: re.Pattern[str], file_names: Sequence[str]) -> list[str]:
+    """Return the names that match a pattern, by part and rank; a name without a rank is before the others."""
+    matches = [match for match in map(pattern.fullmatch, file_names) if match]
+    return [match[0] for match in sorted(matches, key=lambda match: (int(match["part"]), int(match["rank"] or -1)))]
+
+
+def _layout(saved: Saved, items: Sequence[TargetTensor]) -> FileLayout:
+    """Return the layout of a file, given the tensors whose bytes it has, in their order."""
+    runs = iter(saved.data)
+    contents = [
+        Content(item.name, item.dtype, shape := item.tensor.spec.shape, runs=(next(runs),) if prod(shape) else ())
+        for item in items
+    ]
+    return FileLayout(saved.nbytes, saved.literals, tuple(contents), saved.crcs)

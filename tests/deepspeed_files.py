@@ -1,0 +1,133 @@
+"""Writes small checkpoints of DeepSpeed's ZeRO, with any number of ranks, and faults."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from saves_files import Made, tensor, write_save
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from checkpoints import Array
+
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+
+Change = "Callable[[dict[str, Any]], object]"
+
+
+def size(shape: Sequence[int]) -> Made:
+    """A `torch.Size`."""
+    return Made("Size", tuple(shape))
+
+
+def values(groups: Sequence[Mapping[str, Sequence[int]]], seed: int = 0) -> dict[str, Array]:
+    """Random states of parameters by name, and their weights in bfloat16."""
+    rng = np.random.default_rng(seed)
+    full: dict[str, Array] = {}
+    for group in groups:
+        for name, shape in group.items():
+            for kind in KINDS:
+                full[f"{kind}.{name}"] = rng.standard_normal(tuple(shape), np.float32)
+            full[name] = full[f"fp32.{name}"].astype(ml_dtypes.bfloat16)
+            full[f"step.{name}"] = np.array(3, np.float32)
+    return full
+
+
+def _flat(full: Mapping[str, Array], kind: str, group: Mapping[str, Sequence[int]]) -> Array:
+    return np.concatenate([full[f"{kind}.{name}"].reshape(-1) for name in group] or [np.zeros(0, np.float32)])
+
+
+def write_zero(
+    root: Path, groups: Sequence[Mapping[str, Sequence[int]]], *, stage: int = 2, ranks: int = 2, step: object = None,
+    full: Mapping[str, Array] | None = None, model: Change | None = None, optim: Change | None = None,
+    tag: str = "global_step3", part: int = 0, extra: Mapping[str, object] | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """Write a checkpoint and return its tensors.
+
+    Args:
+        root: the directory of the run.
+        groups: the shapes of parameters, by group.
+        stage: the stage of ZeRO.
+        ranks: the number of ranks.
+        step: the step in the optimizer; by default a tensor of 3.
+        full: the tensors; by default random ones.
+        model, optim: change the values of each file before it is written.
+        tag: the name of the checkpoint's directory.
+        part: the number of the tensor-parallel part.
+        extra: further values of the model states.
+    """
+    full = dict(full or values(groups))
+    for rank in range(ranks):
+        buffers: list[dict[str, Array]] = []
+        for group in groups:
+            of_group = {}
+            for kind in KINDS:
+                if stage == 3:
+                    pieces = []
+                    for name in group:
+                        flat = full[f"{kind}.{name}"].reshape(-1)
+                        each = -(-flat.size // ranks)
+                        pieces.append(np.pad(flat, (0, each * ranks - flat.size))[rank * each : (rank + 1) * each])
+                    of_group[kind] = np.concatenate(pieces)
+                else:
+                    flat = _flat(full, kind, group)
+                    each = -(-flat.size // (2 * ranks)) * 2
+                    whole = np.pad(flat, (0, each * ranks - flat.size))[rank * each : (rank + 1) * each]
+                    lean = max(min(flat.size - rank * each, each), 0)
+                    of_group[kind] = whole[:lean] if kind == "fp32" else whole
+            buffers.append(of_group)
+        state = {
+            number: {
+                "step": tensor(np.array(3, np.float32)) if step is None else step,
+                **{kind: tensor(of_group[kind]) for kind in KINDS[1:]},
+            }
+            for number, of_group in enumerate(buffers)
+        }
+        masters = [tensor(of_group["fp32"]) for of_group in buffers]
+        torchs = {"state": state, "param_groups": [{"lr": 0.1, "params": [n]} for n in range(len(groups))]}
+        if stage == 3:
+            inner: dict[str, Any] = {
+                "zero_stage": 3, "partition_count": ranks, "optimizer_state_dict": torchs, "fp32_flat_groups": masters,
+            }  # fmt: skip
+        else:
+            inner = {
+                "zero_stage": Made("ZeroStageEnum", stage, module="deepspeed.runtime.zero.config"),
+                "partition_count": [ranks] * len(groups), "base_optimizer_state": torchs,
+                "single_partition_of_fp32_groups": masters,
+            }  # fmt: skip
+        inner["ds_version"] = "0.19.8"
+        if optim:
+            optim(inner)
+        write_save(
+            root / tag / f"bf16_zero_pp_rank_{rank}_mp_rank_{part:02d}_optim_states.pt",
+            {"optimizer_state_dict": inner, "ds_config": {"bf16": {"enabled": True}}, "ds_version": "0.19.8"},
+        )
+    names = [name for name in full if name.partition(".")[0] not in {*KINDS, "step"}]
+    for rank in range(ranks if stage == 3 else 1):
+        weights = {
+            name: tensor((np.zeros(0, ml_dtypes.bfloat16) if stage == 3 else full[name]).view(np.uint16))
+            for name in names
+        }
+        states: dict[str, Any] = {
+            "module": OrderedDict(weights), "buffer_names": [], "optimizer": None,
+            "param_shapes": [OrderedDict((name, size(shape)) for name, shape in group.items()) for group in groups],
+            "frozen_param_shapes": {}, "frozen_param_fragments": {}, "shared_params": {}, "lr_scheduler": None,
+            "global_steps": 3, "skipped_steps": 0, "dp_world_size": ranks, "mp_world_size": 1, **(extra or {}),
+        }  # fmt: skip
+        if model:
+            model(states)
+        ranked = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+        write_save(root / tag / f"{ranked}mp_rank_{part:02d}_model_states.pt", states)
+    (root / "latest").write_text(tag)
+    return full
+
+
+def elements(groups: Sequence[Mapping[str, Sequence[int]]]) -> int:
+    """The number of parameters."""
+    return sum(prod(shape) for group in groups for shape in group.values())
