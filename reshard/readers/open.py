@@ -254,7 +254,7 @@ _OPENERS = (
 )
 """For each distributed format: a function that finds its file names, and the module and name of its opener."""
 
-_TAKE_RULES = {"open_consolidated", "open_megatron"}
+_TAKE_RULES = {"open_consolidated", "open_megatron", "open_zero"}
 """The openers that take rules."""
 
 

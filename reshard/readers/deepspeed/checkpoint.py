@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from reshard.errors import SourceError
+from reshard.errors import SourceError, StrategyError
 from reshard.readers.deepspeed.files import checkpoint_files, read_files
 from reshard.readers.deepspeed.flat import FlatTensors
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import Part, add_expert, add_rounded, add_states, add_weights
+from reshard.readers.deepspeed.tensor_parallel import Joined, cuts_of, join
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
 from reshard.readers.deepspeed.zero import Buffers
 from reshard.readers.listed import nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.facts import Extras, Object
+from reshard.source.facts import Extras, Object, Opening
 from reshard.source.probe import compare_contents
 
 if TYPE_CHECKING:
@@ -32,24 +33,24 @@ if TYPE_CHECKING:
 DESCRIBED_BY = "DeepSpeed"
 
 
-def open_zero(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+def open_zero(
+    directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True,
+    rules: Mapping[str, str] | None = None,
+) -> Checkpoint:  # fmt: skip
     """Open a checkpoint, reading the pickles of its files.
 
     Args:
         directory: the directory of its tag.
         listing: the names in it.
         contents: compare samples of weights and masters.
+        rules: the user's rules for tensor-parallel parts, by name or glob.
 
     Raises:
-        SourceError: a file is missing or not valid, or there are files of another checkpoint, or it does not say how
-            tensors are cut.
+        SourceError: a file is missing or not valid, or there are files of another checkpoint, or neither the files nor
+            the user say how tensors are cut.
+        StrategyError: a rule does not fit, or there is only one part.
     """
     files = checkpoint_files(directory, listing)
-    if len(files.parts) > 1:
-        raise SourceError(
-            f"{directory} has {len(files.parts)} tensor-parallel parts, and does not say how tensors are cut",
-            code="no-layout",
-        )
     ranked = sorted(
         (rank * len(files.parts) + number, name)  # tensor-parallel ranks are next to each other
         for number, of_part in enumerate(files.parts)
@@ -61,10 +62,9 @@ def open_zero(directory: Place, listing: Sequence[str], *, contents: bool | Lite
     numbers = {name: number for number, (_, name) in enumerate(ranked)}
     read: dict[str, TorchFile] = {}
     parts = [_part(directory, of_part, files.experts, numbers, read) for of_part in files.parts]
-    part, model = parts[0]
     warnings = [] if files.parts[0].optim else [_WITHOUT_STATES.format(directory)]
-    in_order = [read[name] for _, name in ranked]
-    return checkpoint_of(directory, in_order, [rank for rank, _ in ranked], part, model, warnings, contents=contents)
+    in_order = [(rank, read[name]) for rank, name in ranked]
+    return checkpoint_of(directory, in_order, parts, warnings, contents=contents, rules=rules)
 
 
 def _part(
@@ -107,35 +107,55 @@ _WITHOUT_STATES = (
 
 
 def checkpoint_of(
-    directory: Place, files: Sequence[TorchFile], ranks: Sequence[int], part: Part, model: ModelStates,
-    warnings: Sequence[str] = (), *, contents: bool | Literal["blocks"],
-) -> Checkpoint:  # fmt: skip
+    directory: Place,
+    files: Sequence[tuple[int, TorchFile]],
+    parts: Sequence[tuple[Part, ModelStates]],
+    warnings: Sequence[str] = (),
+    *,
+    contents: bool | Literal["blocks"],
+    rules: Mapping[str, str] | None = None,
+) -> Checkpoint:
     """Return the checkpoint of files and their tensors.
 
     Args:
         directory: the directory of the files.
-        files: the files, in the order of their numbers.
-        ranks: the rank of each file.
-        part: the tensors.
-        model: the model states, whose order of weights is kept, and which have further values.
+        files: the rank of each file and the file, in the order of their numbers.
+        parts: the tensors and the model states of each tensor-parallel part. The model states of the first give the
+            order of weights, and further values.
         warnings: warnings of the checkpoint.
         contents: compare samples of weights and masters.
+        rules: the user's rules.
 
     Raises:
-        SourceError: no tensor can be read.
+        SourceError: no tensor can be read, or it is not known how tensors are cut.
+        StrategyError: a rule does not fit.
     """
-    builder = FlatTensors()
-    tensors = {name: builder.tensor(name, location) for name, location in part.located.items()}
+    part, model = parts[0]
+    if len(parts) > 1:
+        weights = {*model.module, *model.frozen}
+        cuts = cuts_of(model, rules, len(parts), weights)
+        joined = join([each for each, _ in parts], cuts, weights)
+    elif rules:
+        raise StrategyError(
+            f"{directory} has no tensor-parallel parts", code="self-described", hint="leave the strategy and layout out"
+        )
+    else:
+        builder = FlatTensors()
+        joined = Joined({name: builder.tensor(name, place) for name, place in part.located.items()}, {}, {})
+    unreadable = {name: reason for each, _ in reversed(parts) for name, reason in each.unreadable.items()}
+    unreadable |= joined.unreadable
+    tensors = {name: tensor for name, tensor in joined.tensors.items() if name not in unreadable}
     if not tensors:
-        raise SourceError(f"{directory}: {nothing_readable(part.unreadable)}", code="no-tensors")
+        raise SourceError(f"{directory}: {nothing_readable(unreadable)}", code="no-tensors")
+    entries = {number: of_file for each, _ in parts for number, of_file in each.entries.items()}
     objects = {name: Object(problem=_problem(value)) for name, value in model.others.items() if value is not None}
     checkpoint = Checkpoint(
         str(directory), tensors,
-        tuple(file.source_file(number, part.entries.get(number, {})) for number, file in enumerate(files)),
-        tuple(ranks), warnings=tuple(warnings), unreadable=part.unreadable,
-        extras=Extras(DESCRIBED_BY, objects=objects),
+        tuple(file.source_file(number, entries.get(number, {})) for number, (_, file) in enumerate(files)),
+        tuple(rank for rank, _ in files), warnings=tuple(warnings), unreadable=unreadable,
+        extras=Extras(DESCRIBED_BY, objects=objects), opening=Opening(rules=rules or {}),
     )  # fmt: skip
-    checkpoint = compare_contents(checkpoint, {}, contents=contents)
+    checkpoint = compare_contents(checkpoint, joined.rules, contents=contents)
     if contents:
         checkpoint = with_masters_compared(checkpoint)
     checkpoint = with_computed(checkpoint, part.rounded, part.numbers)

@@ -85,8 +85,8 @@ def open_universal(
         _add_state(part, numbers[path], read[path], f"{kind}.{name}", shapes.get(name))
     _add_step(part, numbers[optimizer], read[optimizer], states)
     add_rounded(part, model)
-    in_order = [file._replace(value=None) for file in read.values()]
-    return checkpoint_of(directory, in_order, [0] * len(read), part, model, contents=contents)
+    in_order = [(0, file._replace(value=None)) for file in read.values()]
+    return checkpoint_of(directory, in_order, [(part, model)], contents=contents)
 
 
 def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:

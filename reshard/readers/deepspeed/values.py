@@ -13,6 +13,8 @@ from reshard.readers.torch_save.tensors import rebuilt
 from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.layout.block import Shape
     from reshard.readers.torch_save.tensors import Rebuilt
 
@@ -33,6 +35,12 @@ def table(value: object, name: str) -> dict[str, Any]:
     if not isinstance(pairs, Pairs) or len(pairs) > 2 * _MOST_NAMES:
         raise SourceError(f"has {describe(value)} for {name}; expected a dict", code="bad-value")
     return {key: item for key, item in pairs.items() if isinstance(key, str)}
+
+
+def optional_table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a dict among values; empty if there is none. Errors as for `table`."""
+    value = values.get(name)
+    return {} if value is None else table(value, name)
 
 
 def numbered(value: object, name: str) -> list[Any]:

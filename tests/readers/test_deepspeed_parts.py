@@ -1,0 +1,127 @@
+"""Tensor-parallel checkpoints of DeepSpeed: joined by patterns in the files, or as the user says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import assert_equal
+from commands import done
+from deepspeed_files import KINDS, values, write_zero
+from refusals import failed, refused
+
+import reshard
+from reshard.errors import SourceError, StrategyError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from checkpoints import Array
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (12, 3), "0.qkv.weight": (18, 3), "0.qkv.bias": (18,), "0.dense.weight": (3, 6),
+    "0.dense.bias": (3,), "0.fc1.weight": (8, 3), "0.norm.weight": (3,),
+}  # fmt: skip
+PATTERNS = {
+    "universal_checkpoint_version": 0.2,
+    "tp_replicated_parameter_patterns": [r"\d+.norm.weight", r"\d+\.dense.bias"],
+    "parameter_with_row_parallelism_patterns": [r"\d+.dense.weight"],
+    "parameter_with_2_sub_params_cat_dim_0": [r"\d+.fc1.weight"],
+}
+RULES = {"*.dense.weight": "split:1", "0.dense.bias": "whole", "*.norm.weight": "whole", "0.fc1.weight": "split:0"}
+
+
+def part_of(name: str, array: Array, part: int, count: int) -> Array:
+    weight = name if name in SHAPES else name.partition(".")[2]
+    if not array.ndim or weight in {"0.norm.weight", "0.dense.bias"}:
+        return array
+    if weight == "0.dense.weight":
+        return np.split(array, count, 1)[part]
+    if weight == "0.fc1.weight":
+        return np.concatenate([np.split(half, count)[part] for half in np.split(array, 2)])
+    return np.split(array, count)[part]
+
+
+def write_parts(
+    root: Path,
+    count: int = 2,
+    *,
+    patterns: Mapping[str, object] | None = None,
+    gate_and_up: bool = True,
+    **options: Any,
+) -> dict[str, Array]:
+    """Write a checkpoint in parts, and return its whole tensors."""
+    full = values([SHAPES])
+    for part in range(count):
+        local = {name: part_of(name, array, part, count) for name, array in full.items()}
+        if not gate_and_up:
+            for kind in ("", *(f"{kind}." for kind in KINDS)):
+                local[f"{kind}0.fc1.weight"] = np.split(full[f"{kind}0.fc1.weight"], count)[part]
+        groups = [{name: local[f"fp32.{name}"].shape for name in SHAPES}]
+        extra: dict[str, object] = {} if patterns is None else {"universal_checkpoint_info": dict(patterns)}
+        write_zero(root, groups, full=local, part=part, extra={**extra, "mp_world_size": count}, **options)
+    return full
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_joined_by_patterns(tmp_path: Path, stage: int, ranks: int) -> None:
+    full = write_parts(tmp_path / "run", patterns=PATTERNS, stage=stage, ranks=ranks)
+    source = reshard.open(tmp_path / "run")
+    assert_equal(source, full)
+    for to in ("hf", "dcp"):
+        done("convert", tmp_path / "run", tmp_path / to, "--to", to)
+        assert_equal(reshard.open(tmp_path / to), full)
+        done("verify", tmp_path / to)
+
+
+def test_the_user_says_how(tmp_path: Path) -> None:
+    full = write_parts(tmp_path / "run", stage=3, gate_and_up=False)
+    with refused(SourceError, "no-layout", "layout"):
+        reshard.open(tmp_path / "run")
+    rules = {"*.weight": "split:0", "*.bias": "split:0", **RULES}
+    assert_equal(reshard.open(tmp_path / "run", layout=rules), full)
+    strategy = reshard.Strategy.of({
+        name: reshard.Layout.parse(
+            "split:1" if name.endswith("dense.weight") else "whole" if len(shape) == 1 and shape[0] == 3 else "split:0",
+            len(shape), 2,
+        )
+        for name, shape in SHAPES.items()
+    })  # fmt: skip
+    assert_equal(reshard.open(tmp_path / "run", strategy=strategy), full)
+    options = [text for rule in rules.items() for text in ("--layout", "=".join(rule))]
+    done("convert", tmp_path / "run", tmp_path / "out", "--to", "hf", *options)
+    assert_equal(reshard.open(tmp_path / "out"), full)
+    done("verify", tmp_path / "out")
+
+
+def test_rules_win_over_patterns(tmp_path: Path) -> None:
+    full = write_parts(tmp_path, patterns=PATTERNS, gate_and_up=False)
+    assert reshard.open(tmp_path)["fp32.0.fc1.weight"].compute().tobytes() != full["fp32.0.fc1.weight"].tobytes()
+    assert_equal(reshard.open(tmp_path, layout={"0.fc1.weight": "split:0"}), full)
+
+
+def test_what_cannot_be_joined(tmp_path: Path) -> None:
+    write_parts(tmp_path / "wrong", patterns={"tp_replicated_parameter_patterns": [".*"]})
+    with refused(SourceError, "replicas-differ"):
+        reshard.open(tmp_path / "wrong")
+    write_parts(tmp_path / "regex", patterns={"tp_replicated_parameter_patterns": ["(a+)+$"]})
+    with refused(SourceError, "bad-pattern", "(a+)+"):
+        reshard.open(tmp_path / "regex")
+    write_parts(tmp_path / "average", patterns={"parameter_to_average_patterns": ["norm"]})
+    failed(4, "unsupported-layout", "inspect", tmp_path / "average")
+    write_parts(tmp_path / "stages", patterns=PATTERNS, model=lambda values: values.update(
+        checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}
+    ))  # fmt: skip
+    failed(4, "unsupported-layout", "inspect", tmp_path / "stages")
+    write_parts(tmp_path / "missing", patterns=PATTERNS)
+    (tmp_path / "missing" / "global_step3" / "mp_rank_00_model_states.pt").unlink()
+    failed(4, "missing-file", "inspect", tmp_path / "missing")
+
+
+def test_rules_for_one_part(tmp_path: Path) -> None:
+    write_zero(tmp_path, [{"w": (4, 4)}])
+    with refused((UsageError, StrategyError), "self-described"):  # type: ignore[arg-type]  # either
+        reshard.open(tmp_path, layout={"w": "split:0"})
