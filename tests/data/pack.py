@@ -24,6 +24,7 @@ FOLDERS = (
     "deepspeed_parts",
     "directories",
     "encrypted",
+    "megatron_legacy",
     "merged",
     "peft",
     "quantized",
