@@ -254,13 +254,14 @@ def saved_parts(kind: DirectoryFormat, directory: Place, names: Collection[str])
 
 
 def is_of_a_set(name: str) -> bool:
-    """Return whether a file name is of a unified set, its index, or a checkpoint of blocks.
+    """Return whether a file name is of a unified set, its index, or a checkpoint of blocks or of DeepSpeed.
 
     >>> [is_of_a_set(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
     [True, True, False]
     """
     exact_names = (*SET_FILES, *CHECKPOINT2.marks)
-    return name in exact_names or any(files.fullmatch(name) for files in (PARTS.files, _OF_A_SET, CHECKPOINT2.files))
+    patterns = (PARTS.files, _OF_A_SET, CHECKPOINT2.files, DEEPSPEED.files)
+    return name in exact_names or any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def is_later_part(path: str) -> bool:

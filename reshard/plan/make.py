@@ -67,7 +67,8 @@ def plan(
         target: the blocks that each rank will hold; None for one rank of whole tensors. For a Checkpoint 2.0 also the
             result of `reshard.read_layouts`.
         format: `safetensors` or `ckpt`; by default the source's, or safetensors if that is mixed or zarr. `zarr`
-            for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch.
+            for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch;
+            `deepspeed-universal` for a Universal Checkpoint of DeepSpeed.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` after the rank if the source is one
             stage of a pipeline.
         files: another way to lay out the target's files (see `targets.kinds.AnyFiles`), such as a unified set or a

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
@@ -176,16 +177,17 @@ def _saved(parts: Parts) -> Saved:
     data: list[tuple[int, int]] = []
     sums: list[int] = []
     position = 0
-    for part in parts:
-        if part is None:
-            sums.append(position)
-        elif isinstance(part, int):
-            data.append((position, part))
-        elif literals and sum((literals[-1][0], len(literals[-1][1]))) == position:
-            literals[-1] = literals[-1][0], literals[-1][1] + part
-        else:
-            literals.append((position, part))
-        position += _size([part])
+    for is_literal, group in groupby(parts, lambda part: isinstance(part, bytes)):
+        if is_literal:
+            literals.append((position, b"".join(part for part in group if isinstance(part, bytes))))
+            position += len(literals[-1][1])
+            continue
+        for part in group:
+            if isinstance(part, int):
+                data.append((position, part))
+            else:
+                sums.append(position)
+            position += _size([part])
     half = len(sums) // 2
     places = zip(sums[:half], sums[half:], strict=True)
     crcs = tuple(Crc(*run, at) for run, at in zip(data, places, strict=True))

@@ -108,7 +108,7 @@ def match(
         deduplicated: the target stores each block on one rank only, even if no header says so.
     """
     lenient = replace(selection, drop=("*",), allow_missing=("*",))
-    carries = target.format == DCP_ITEMS
+    carries = target.format == DCP_ITEMS or _are_of_deepspeed(source, target)
     source = source if carries else source.unbound()
     selected = select(source, target.strategy, lenient, carries=carries)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
@@ -274,6 +274,9 @@ def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, na
     """Compare objects and sidecar files, by their names, if the target can have them."""
     if not (names or source.extras.beside):
         return
+    if _are_of_deepspeed(source, target):
+        _compare_values(result, source, target, names)
+        return
     from reshard.readers.dcp.objects import contents, problems  # lazy import: rarely needed
 
     source_objects = {**source.extras.beside, **source.extras.objects}
@@ -296,6 +299,25 @@ def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, na
         if content != other_content:
             fault = f"has other bytes than that of the source in {source_objects[old].path}"
             result.differences.append(Difference("object", fault, named[old], path=pairs[old].path))
+
+
+def _are_of_deepspeed(source: Checkpoint, target: Checkpoint) -> bool:
+    if not source.extras.described_by or source.extras.described_by != target.extras.described_by:
+        return False
+    from reshard.readers.deepspeed.checkpoint import DESCRIBED_BY  # lazy import: rarely needed
+
+    return source.extras.described_by == DESCRIBED_BY
+
+
+def _compare_values(result: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
+    """Compare what model states of DeepSpeed have beside tensors."""
+    from reshard.targets.deepspeed import values_of  # lazy import: rarely needed
+
+    values, others = (values_of(side.opened, names) for side in (source, target))
+    for name, value in values.items():
+        if value != others.get(name):
+            fault = f"differs from that of {source.opened.root}" if name in others else _ABSENT
+            result.differences.append(Difference("object", fault, name, path=target.opened.root))
 
 
 def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, counterpart: Tensor) -> Iterator[Difference]:

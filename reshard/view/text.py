@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
-from reshard.formats.sets import DCP_NAME
+from reshard.formats.sets import DCP_NAME, UNIVERSAL_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import Block
 from reshard.plan.changes import changes_of, described
@@ -324,6 +324,8 @@ def _encrypted(plan: Plan) -> str:
 
 def _written_text(plan: Plan) -> str:
     """Count the target files by format."""
+    if plan.format == UNIVERSAL_NAME:
+        return f"a Universal Checkpoint of {count_text(len(plan.files), 'file')}"
     kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
     if plan.format != DCP_NAME and any(file.pointer for file in plan.files):
         return f"a Checkpoint 2.0 of {kinds_text(kinds)}"

@@ -24,6 +24,7 @@ from reshard.readers.deepspeed.checkpoint import DESCRIBED_BY
 from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER, STEP
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
+from reshard.targets.deepspeed.instructions import written
 from reshard.targets.deepspeed.model_states import ModelStates
 from reshard.targets.deepspeed.optimizer import OptimizerStates, StepTensor
 from reshard.targets.deepspeed.saved_values import SavedValues
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from reshard.plan.budget import Share
     from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
     from reshard.targets.saved_tensors import Saved
 
@@ -47,7 +49,7 @@ TRACKER = "latest_universal"
 
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _PARAM = "param"
-_FILE_BYTES, _TENSOR_BYTES = 2000, 500  # resident memory of a file in a plan, and of a tensor in model states
+_FILE_BYTES, _TENSOR_BYTES = 2500, 500  # resident memory of a file in a plan, and of a tensor in model states
 
 _NEEDED = {"dp_world_size", "mp_world_size", "global_steps", "skipped_steps", "lr_scheduler"}
 """Values of the model states without which DeepSpeed does not load them."""
@@ -175,6 +177,18 @@ class UniversalTarget(Destination):
         return StepTensor(tensor.spec.dtype, tensor.spec.shape, bytes(buffer))
 
 
+def values_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, tuple[bytes, dict[str, bytes]]]:
+    """Return values that the model states have beside tensors: their pickles, and the storages of these.
+
+    Raises:
+        SourceError: the file is not valid, or values are too large.
+    """
+    saved = SavedValues.read(_file_of_rank_0(checkpoint, MODEL_STATES))
+    values = {name: value for name, value in saved.root.entries.items() if name in names}
+    storages = {name: saved.storages({name: value}) for name, value in values.items()}
+    return {name: (written(value, 2), storages[name]) for name, value in values.items()}
+
+
 def _read(source: Checkpoint, dropped: Collection[str]) -> tuple[ModelStates, OptimizerStates]:
     """Read what is carried.
 
@@ -182,23 +196,22 @@ def _read(source: Checkpoint, dropped: Collection[str]) -> tuple[ModelStates, Op
         source: the checkpoint.
         dropped: the names of values of the model states that are not carried.
     """
-    root = as_place(source.root).absolute()
-    file_names = [file.path.removeprefix(f"{root}/") for file in source.files if file.inputs is None]
-    model_file, *_ = _of_rank_0(MODEL_STATES, file_names)
-    optimizer_file, *_ = [*_of_rank_0(OPTIM_STATES, file_names), f"{DIRECTORY}/{OPTIMIZER}"]
-    saved = SavedValues.read(root / model_file)
+    saved = SavedValues.read(_file_of_rank_0(source, MODEL_STATES))
     model = ModelStates(saved, dropped)
+    file = _file_of_rank_0(source, OPTIM_STATES)
     optimizer = OptimizerStates(
-        SavedValues.read(root / optimizer_file), universal=optimizer_file.endswith(OPTIMIZER),
-        groups=max(model.groups, 1), version=saved.root.entries.get("ds_version"),
+        SavedValues.read(file), universal=file.name == OPTIMIZER, groups=max(model.groups, 1),
+        version=saved.root.entries.get("ds_version"),
     )  # fmt: skip
     return model, optimizer
 
 
-def _of_rank_0(pattern: re.Pattern[str], file_names: Sequence[str]) -> list[str]:
-    """Return the names that match a pattern, by part and rank; a name without a rank is before the others."""
-    matches = [match for match in map(pattern.fullmatch, file_names) if match]
-    return [match[0] for match in sorted(matches, key=lambda match: (int(match["part"]), int(match["rank"] or -1)))]
+def _file_of_rank_0(source: Checkpoint, pattern: re.Pattern[str]) -> Place:
+    """Return the first file whose name matches a pattern, by part and rank; if none does, the optimizer's file."""
+    paths = {file.path.rpartition("/")[2]: file.path for file in source.files if file.inputs is None}
+    matches = [match for match in map(pattern.fullmatch, paths) if match]
+    first = min(matches, key=lambda match: (int(match["part"]), int(match["rank"] or -1)), default=None)
+    return as_place(paths[OPTIMIZER if first is None else first[0]])
 
 
 def _layout(saved: Saved, items: Sequence[TargetTensor]) -> FileLayout:

@@ -49,14 +49,17 @@ def parameter_states(source: Checkpoint, items: Sequence[TargetTensor], faults: 
         if state is None:
             continue
         if state.weight not in kinds:
-            faults.add(f"tensor {item.name!r}", f"is a state of {state.weight!r}, which is left out", code="no-weight")
+            faults.add(
+                f"tensor {item.name!r}", f"is a state of {state.weight!r}, which is left out", code="no-weight",
+                hint=Text("to leave it out, give ", Option("exclude", f"*.{state.weight}")),
+            )  # fmt: skip
             continue
         kinds[state.weight].add(state.kind)
         result[item.name] = ParameterState(new_names[state.weight], state.kind)
     if not result:
         raise UsageError(
             f"{source.title} has no optimizer states", code="no-states",
-            facts=["a Universal Checkpoint is of them"], hint=Text("choose ", Option("to", "hf"), " for weights"),
+            facts=["a Universal Checkpoint consists of them"], hint=Text("choose ", Option("to", "hf"), " for weights"),
         )  # fmt: skip
     for name, of_parameter in kinds.items():
         if missing := [kind for kind in expected if kind not in of_parameter]:
