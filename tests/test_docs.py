@@ -21,10 +21,13 @@ import adapters
 import click
 import docs_made
 import helpers
+import numpy as np
 import pytest
+import tensor_parallel
 from checkpoints import write_file
 from commands import done
 from samples import slow
+from saves_files import tensor, write_save
 from transcript import Typed, check, typed
 
 from reshard.cli.main import cli
@@ -95,6 +98,14 @@ def prepare_megatron(folder: Path, data: Path) -> None:
     shutil.copytree(data / "dcp" / "mcore_tp2_pp2" / "checkpoint", folder / "megatron" / "iter_0000001")
 
 
+def prepare_megatron_legacy(folder: Path, data: Path) -> None:
+    shutil.copytree(data / "megatron_legacy" / "plain" / "checkpoint", folder / "run")
+    tensor_parallel.write_llama(folder / "llama", tensor_parallel.llama())
+    for number, name in enumerate(("embed", "head"), 1):
+        state = {f"model.{name}.weight": tensor(np.full((4, 2), number, np.float32))}
+        write_save(folder / "model" / f"pytorch_model-{number:05d}-of-00002.bin", state)
+
+
 def prepare_lora(folder: Path, _data: Path) -> None:
     model = adapters.weights("float32")
     (folder / "base").mkdir()
@@ -115,7 +126,7 @@ def convert(folder: Path, target: str, *options: str) -> None:
 
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
-    "lora": prepare_lora, "quantized": prepare_quantized,
+    "megatron-legacy": prepare_megatron_legacy, "lora": prepare_lora, "quantized": prepare_quantized,
 }  # fmt: skip
 
 

@@ -56,15 +56,16 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; a
             Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; a DCP of PyTorch, or
             the directory of several that are one checkpoint, such as of the model and of the optimizer; the files of
-            DTensors that `torch.save` wrote on each rank; or one file of whole tensors. A local path, or a URL
-            such as `s3://bucket/run`.
+            DTensors that `torch.save` wrote on each rank; the parts that Megatron-LM or Meta saved; a set of `.bin`
+            files; or one file of whole tensors. A local path, or a URL such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the one in the ledger, if reshard wrote the files or they are copies of such files;
             else the source is one rank of whole tensors.
         rank_pattern: the paths of a rank's files below `path`; `{rank}` stands for its number.
         suffix: take the files whose names end with this (with or without extension), if a rank has several.
         layout: glob of tensor names to a rule (see `Layout.parse`), in place of the strategy's layout; `copy` for
-            tensors whose value differs by rank. It must not contradict a ledger.
+            tensors whose value differs by rank. It must not contradict a ledger. For parts of Megatron-LM or Meta it
+            replaces the table of names, over the parts in the place of ranks; `gate-and-up` for two fused layers.
         stage: only this stage of a pipeline. A strategy of one stage is refused without it if the strategy, the
             files next to it or the files of the checkpoint show that there are others. `own`: take a strategy as it
             is; if it covers one stage and other stages have files, only its tensors are taken, with a warning.

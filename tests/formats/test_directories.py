@@ -432,10 +432,11 @@ def test_one_of_several_files_of_torch_save(tmp_path: Path, name: str) -> None:
     for other in ("mp_rank_01_model_states.pt", "consolidated.01.pth"):
         if name.replace("0", "1")[:8] == other.replace("0", "1")[:8]:
             write_save(path.parent / other, {"w": tensor(FULL["b"])})
-    (tmp_path / "src" / "mp_rank_01").mkdir()
+    if "/" in name:
+        (tmp_path / "src" / "mp_rank_01").mkdir()
     for command in (["unify", path, tmp_path / "out"], ["inspect", path], ["verify", path]):
         failed(4, "one-of-several", *command, places=(SAVED[name],))
-    if "/" not in name and "DeepSpeed" not in SAVED[name]:
+    if name.startswith("layer"):
         failed(4, "one-of-several", "unify", path.parent, tmp_path / "out", places=("torch.save",))
 
 

@@ -59,8 +59,8 @@ def open_consolidated(
     files = read_files([File(directory / name, part, "") for part, name in enumerate(names)], len(names))
     sizes = _sizes(directory / _PARAMS) if _PARAMS in listing else {}
     parts, unreadable = _parts(files)
-    cuts = Cuts(lambda name: _rule(name, parts, sizes), rules, [*parts, *unreadable])
-    joined = join({name: [of_name] for name, of_name in parts.items()}, cuts)
+    cuts = Cuts(lambda name: _rule(name, parts, len(files), sizes), rules, [*parts, *unreadable])
+    joined = join({name: [of_name] for name, of_name in parts.items()}, len(files), cuts)
     prefix = next((name.removesuffix(_EMBEDDING) for name in parts if f".{name}".endswith(f".{_EMBEDDING}")), "")
     _check_layers(directory, [*parts, *unreadable], prefix, sizes)
     by_table = {name: tensor for name, tensor in joined.tensors.items() if not cuts.is_ruled(name)}
@@ -103,29 +103,29 @@ def _sizes(path: Place) -> dict[str, int]:
     return {key: value for key, value in values.items() if value is not None and value > 0}
 
 
-def _parts(files: Sequence[Contents]) -> tuple[dict[str, list[Part | None]], dict[str, str]]:
+def _parts(files: Sequence[Contents]) -> tuple[dict[str, dict[int, Part]], dict[str, str]]:
     """Return the parts of each tensor, and the reasons why others cannot be read."""
     unreadable = {name: reason for read in reversed(files) for name, reason in read.refused.items()}
-    parts: dict[str, list[Part | None]] = {}
+    parts: dict[str, dict[int, Part]] = {}
     for number, read in enumerate(files):
         for name, (tensor, begin) in read.tensors.items():
             if tensor.spec is not None:
                 unreadable.setdefault(name, "is a DTensor, which is not a part of a tensor-parallel rank")
-            parts.setdefault(name, [None] * len(files))[number] = Part(number, tensor.local, begin)
+            parts.setdefault(name, {})[number] = Part(number, tensor.local, begin)
     return {name: of_name for name, of_name in parts.items() if name not in unreadable}, unreadable
 
 
-def _rule(name: str, parts: Mapping[str, Sequence[Part | None]], sizes: Mapping[str, int]) -> str | None:
+def _rule(name: str, parts: Mapping[str, Mapping[int, Part]], count: int, sizes: Mapping[str, int]) -> str | None:
     """Return the rule of a tensor, by the table; that of an embedding by its shape."""
     before = name.removesuffix(_EMBEDDING)
     if before == name:
         return rule_in(LLAMA, name)
-    embedding, norm = (parts.get(each, [None])[0] for each in (name, before + _NORM))
+    embedding, norm = (parts.get(each, {}).get(0) for each in (name, before + _NORM))
     dim = norm.local.shape[0] if norm and norm.local.shape else sizes.get("dim")
     if embedding is None or len(embedding.local.shape) != 2 or dim is None:
         return None
     columns = embedding.local.shape[1]
-    return COLUMNS if columns == dim else ROWS if columns * len(parts[name]) == dim else None
+    return COLUMNS if columns == dim else ROWS if columns * count == dim else None
 
 
 def _check_layers(directory: Place, names: Iterable[str], prefix: str, sizes: Mapping[str, int]) -> None:

@@ -118,7 +118,8 @@ def open_megatron(
     first = _agreed(directory, files)
     model = _Model(directory, files, first.arguments)
     cuts = Cuts(lambda name: _rule(name, first), rules, [*model.parts, *model.unreadable])
-    joined = join({name: [*of_stages.values()] for name, of_stages in model.parts.items()}, cuts)
+    parts = first.arguments.tensor_model_parallel_size or 1
+    joined = join({name: [*of_stages.values()] for name, of_stages in model.parts.items()}, parts, cuts)
     _check(directory, joined, cuts, first.arguments)
     joined.unreadable.update(model.unreadable)
     if any(file.has_states for file in files.values()):
@@ -127,7 +128,6 @@ def open_megatron(
         (f"{_OPTIMIZER}.state.{name}", "holds states of the optimizer, and no file says of which weights they are")
         for name in sorted(state_files)
     )
-    parts = first.arguments.tensor_model_parallel_size or 1
     return opened(
         directory,
         [(rank.stage * parts + rank.part, file.contents.file) for rank, file in files.items()],
@@ -265,10 +265,9 @@ class _Model:
     """
 
     def __init__(self, directory: Place, files: Mapping[_Rank, _File], arguments: Arguments) -> None:
-        self.parts: dict[str, dict[tuple[int, ...], list[Part | None]]] = {}
+        self.parts: dict[str, dict[tuple[int, ...], dict[int, Part]]] = {}
         self.unreadable: dict[str, str] = {}
         self.objects: dict[str, str] = {}
-        self._count = arguments.tensor_model_parallel_size or 1
         self._offsets = _offsets(directory, files, arguments)
         for number, (rank, file) in enumerate(files.items()):
             self._add(number, rank, file.contents)
@@ -285,10 +284,8 @@ class _Model:
                 continue
             if tensor.spec is not None:
                 self.unreadable.setdefault(name, "is a DTensor, which is not a part of a tensor-parallel rank")
-            of_stages = self.parts.setdefault(name, {})
-            of_stages.setdefault((chunk, rank.stage), [None] * self._count)[rank.part] = Part(
-                number, tensor.local, begin
-            )
+            of_stage = self.parts.setdefault(name, {}).setdefault((chunk, rank.stage), {})
+            of_stage[rank.part] = Part(number, tensor.local, begin)
         for local, reason in contents.refused.items():
             _, name = self._name(local, rank.stage)
             (self.objects if _is_extra(name) else self.unreadable).setdefault(name, reason)

@@ -55,12 +55,13 @@ class Joined(NamedTuple):
     ruled: dict[str, str]
 
 
-def join(sets: Mapping[str, Sequence[Sequence[Part | None]]], cuts: Cuts) -> Joined:
+def join(sets: Mapping[str, Sequence[Mapping[int, Part]]], count: int, cuts: Cuts) -> Joined:
     """Join the parts of each tensor.
 
     Args:
-        sets: the parts of each tensor in order, None for a missing one. A tensor of several pipeline stages has several
-            sets of parts, which are replicas.
+        sets: the parts of each tensor by number. A tensor of several pipeline stages has several sets of parts, which
+            are replicas.
+        count: the number of parts.
         cuts: how the tensors are cut.
 
     Raises:
@@ -70,7 +71,7 @@ def join(sets: Mapping[str, Sequence[Sequence[Part | None]]], cuts: Cuts) -> Joi
     result = Joined({}, {}, {})
     for name, of_stages in sets.items():
         try:
-            complete = [_complete(parts) for parts in of_stages]
+            complete = [_complete(parts, count) for parts in of_stages]
             cut = cuts.of(name, [part.local.shape for part in complete[0]])
             result.tensors[name] = _tensor(name, complete, cut, block_list)
             if cut.is_cut or cut.rule == COPY:
@@ -82,11 +83,12 @@ def join(sets: Mapping[str, Sequence[Sequence[Part | None]]], cuts: Cuts) -> Joi
     return result
 
 
-def _complete(parts: Sequence[Part | None]) -> list[Part]:
-    """Return the parts; raise `SourceError` if one is missing."""
-    if missing := [number for number, part in enumerate(parts) if part is None]:
-        raise SourceError(f"has no part {names(missing)} of {len(parts)}", code="missing-blocks")
-    return [part for part in parts if part is not None]
+def _complete(parts: Mapping[int, Part], count: int) -> list[Part]:
+    """Return the parts in order; raise `SourceError` if one is missing."""
+    if len(parts) < count:
+        missing = next(number for number in range(count) if number not in parts)
+        raise SourceError(f"has {len(parts)} of {count} parts, and not part {missing}", code="missing-blocks")
+    return [parts[number] for number in range(count)]
 
 
 def _tensor(name: str, sets: Sequence[Sequence[Part]], cut: Cut, block_list: BlockList) -> Tensor:
