@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, write_file
 from commands import done
-from deepspeed_files import KINDS, write_zero
+from deepspeed_files import KINDS, values, write_zero
 from refusals import failed, refused
 from samples import sampled
 from saves_files import Made, tensor
@@ -51,7 +51,7 @@ def truth(case: Path) -> dict[str, Any]:
         }
 
 
-def convert(source: Path, target: Path, **options: Any) -> reshard.Report:
+def convert(source: Path | reshard.Checkpoint, target: Path, **options: Any) -> reshard.Report:
     return reshard.convert(source, target, to=WORD, **options)
 
 
@@ -215,10 +215,47 @@ def test_what_loading_needs_is_said(mindspore_data: Path, tmp_path: Path) -> Non
     case = mindspore_data / "deepspeed" / "rr_s2_dp2"
     report = convert(case / "checkpoint", tmp_path / "out")
     assert len([text for text in report.warnings if "round_robin_gradients" in text]) == 1
-    write_zero(tmp_path / "src", GROUPS, extra={
-        "universal_checkpoint_info": {"parameter_with_row_parallelism_patterns": ["b.weight"]},
-    })  # fmt: skip
-    assert [text for text in convert(tmp_path / "src", tmp_path / "tp").warnings if "tensor parallelism" in text]
+    for kind, pattern, is_said in (
+        ("parameter_with_row_parallelism_patterns", "b.weight", False),
+        ("parameter_with_row_parallelism_patterns", "(a*)*b", True),  # which could take for ever
+        ("parameter_to_average_patterns", "b.weight", True),
+        ("parameter_to_average_patterns", "other", False),
+    ):
+        shutil.rmtree(tmp_path / "src", ignore_errors=True)
+        write_zero(tmp_path / "src", GROUPS, extra={"universal_checkpoint_info": {kind: [pattern]}})
+        warnings = convert(tmp_path / "src", tmp_path / "tp", overwrite=True).warnings
+        assert bool([text for text in warnings if "AutoTP" in text]) == is_said, (kind, pattern)
+
+
+def test_how_parameters_are_cut(tmp_path: Path) -> None:
+    """As the training recorded it, for a training with tensor parallelism to load it."""
+    patterns = {
+        "tp_replicated_parameter_patterns": [r"a\.bias"],
+        "parameter_with_row_parallelism_patterns": [r"a\.weight"],
+        "parameter_with_2_sub_params_cat_dim_0": [r".*b\.weight"],
+        "vocabulary_parameter_patterns": ["scale"],
+    }
+    write_zero(tmp_path / "src", GROUPS, extra={"universal_checkpoint_info": patterns})
+    for source, target in (("src", "out"), ("out", "again")):
+        convert(tmp_path / source, tmp_path / target)
+        entries = {name: loaded(tmp_path / target / "zero" / name / "fp32.pt") for group in GROUPS for name in group}
+        for of_parameter in entries.values():
+            del of_parameter["param"]
+        assert entries == {
+            "a.weight": {"cat_dim": 1}, "b.weight": {"cat_dim": 0, "param_n_sub_params": 2}, "a.bias": {"cat_dim": 0},
+            "scale": {"cat_dim": 0, "vocab_tensor": True},
+        }  # fmt: skip
+
+
+def test_of_tensor_parallel_parts_that_the_user_joins(tmp_path: Path) -> None:
+    whole = values([{"w": (4, 6), "v": (8,)}])
+    for part in range(2):
+        local = {name: np.split(array, 2, -1)[part] if array.ndim else array for name, array in whole.items()}
+        write_zero(tmp_path / "src", [{"w": (4, 3), "v": (4,)}], full=local, part=part)
+    convert(reshard.open(tmp_path / "src", layout={"w": "split:1", "v": "split:0"}), tmp_path / "out")
+    assert_equal(reshard.open(tmp_path / "out"), whole)
+    assert loaded(tmp_path / "out" / "zero" / "w" / "exp_avg.pt")["cat_dim"] == 1
+    assert loaded(tmp_path / "out" / "zero" / "v" / "exp_avg.pt")["cat_dim"] == 0
 
 
 def test_other_names_and_fewer_parameters(tmp_path: Path) -> None:
