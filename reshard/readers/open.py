@@ -214,10 +214,11 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if run is not None:
         return _Opener(root, applied(_open_iteration, root, listing, run, iteration), takes_rules=True)
     if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
-        from reshard.readers.torch_save.saves import open_save  # not on every start
-
         refuse_one_of_several(root)
-        return _Opener(root, applied(open_save, root))
+        module, name = (
+            ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
+        )
+        return _Opener(root, applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root))
     opener = _described(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root)}:
         raise SourceError(

@@ -69,6 +69,18 @@ def test_at_a_url_and_one_file_alone(tmp_path: Path) -> None:
                 reshard.open(f"{root}/consolidated.0{part}.pth")
 
 
+def test_the_only_file_and_the_only_one_that_is_left(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "one", FULL, 1) / "consolidated.00.pth"
+    (tmp_path / "one" / "params.json").write_text(json.dumps(PARAMS))
+    assert_equal(reshard.open(path), FULL)
+    reshard.plan(reshard.open(path)).save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "planned")
+    assert reshard.verify(tmp_path / "planned").equal
+    (write_llama(tmp_path / "two", FULL) / "consolidated.01.pth").unlink()
+    with refused(SourceError, "wrong-shape", Q):
+        reshard.open(tmp_path / "two" / "consolidated.00.pth")
+
+
 def test_parts_that_are_not_there(tmp_path: Path) -> None:
     """The last are missed by the shapes, with sizes and without."""
     write_llama(tmp_path, FULL, 2)
@@ -136,8 +148,9 @@ def test_a_name_that_the_table_does_not_know(tmp_path: Path) -> None:
     write_llama(tmp_path / "src", FULL, change=with_extra(EXTRA))
     source = reshard.open(tmp_path / "src")
     assert_equal(source, FULL)
-    assert "layout={'x.lora_a': 'RULE'}" in source.unreadable["x.lora_a"]
-    failed(4, "unreadable-tensor", "unify", tmp_path / "src", tmp_path / "dst", places=("--layout 'x.lora_a=RULE'",))
+    assert "layout={'NAME': 'RULE'}" in source.unreadable["x.lora_a"]
+    assert "--layout 'NAME=RULE'" in done("inspect", tmp_path / "src").stdout
+    failed(4, "unreadable-tensor", "unify", tmp_path / "src", tmp_path / "dst", places=("--layout 'NAME=RULE'",))
     done("unify", tmp_path / "src", tmp_path / "dropped", "--drop", "x.lora_a")
     assert reshard.verify(tmp_path / "dropped").equal
     ruled = reshard.open(tmp_path / "src", layout={"x.*": "split:0"})

@@ -98,6 +98,14 @@ def test_one_file_of_a_real_one_is_refused(case: Path) -> None:
         reshard.open(root / "mp_rank_00_000" / "model_optim_rng.pt")
     with refused(SourceError, "missing-ranks", "part 1 of stage 0"):
         reshard.open(root)
+    alone = shutil.copy(root / "mp_rank_00_000" / "model_optim_rng.pt", case / "model.pt")
+    with refused(SourceError, "one-of-several", "model.pt"):
+        reshard.open(alone)
+
+
+def test_the_only_file_is_opened_as_any_other(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path, FULL, [[4]], 1) / "mp_rank_00" / "model_optim_rng.pt"
+    assert_equal(reshard.open(path), {f"model.{name}": array for name, array in FULL.items()})
 
 
 # --- other shapes of a training ---

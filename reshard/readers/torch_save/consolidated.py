@@ -11,6 +11,7 @@ Sources: Meta's `llama/model.py` of Llama 1, 2 and 3, and their `params.json`.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -70,6 +71,13 @@ def open_consolidated(
         directory, [(part, read.file) for part, read in enumerate(files)], joined,
         objects={name: kind for read in files for name, kind in read.objects.items()}, rules=rules, contents=contents,
     )  # fmt: skip
+
+
+def open_only(location: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open the only file of a model; refuse it if its shapes show that there were others. Arguments as above."""
+    directory = location.absolute().parent
+    checkpoint = open_consolidated(directory, [location.name, *directory.existing([_PARAMS])], contents=contents)
+    return replace(checkpoint, root=str(location))
 
 
 def _file_names(directory: Place, listing: Sequence[str]) -> list[str]:

@@ -158,7 +158,7 @@ class Cuts:
         table_rule = self._table(name)
         if table_rule is None and len(shapes) > 1 and max(map(len, shapes)) > 1:
             raise SourceError(
-                Text("is in parts, and nothing says how it is cut; give ", Option("layout", name, "RULE")),
+                Text("is in parts, and nothing says how it is cut; give ", Option("layout", "NAME", "RULE")),
                 code="no-layout",
             )
         try:

@@ -348,7 +348,7 @@ def _offsets(
             offset += len(numbers)
             if max(numbers) != len(numbers) - 1:
                 fault = f"has {len(numbers)} layers in stage {place[1]}, which are not numbered from 0 on"
-                faults.add(stack, fault, code="missing-layers")
+                faults.add(f"{stack!r:.200}", fault, code="missing-layers")
         totals[stack] = offset
     of_model = [total for stack, total in totals.items() if _OF_MODEL.match(stack) and not stack.startswith("mtp")]
     expected = arguments.num_layers

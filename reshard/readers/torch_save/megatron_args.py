@@ -74,6 +74,12 @@ class Arguments:
         """Return whether the first layer of an MLP is two fused ones, gate and up."""
         return self.swiglu or self.quick_geglu
 
+    @property
+    def has_ranks(self) -> bool:
+        """Return whether the model is on several ranks."""
+        sizes = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.expert_model_parallel_size)
+        return any(size is not None and size > 1 for size in sizes)
+
     def difference(self, other: Arguments) -> str:
         """Return the name of the first argument that differs, or ""."""
         return next((each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)), "")

@@ -179,7 +179,7 @@ def opened(
     )  # fmt: skip
     compared = compare_contents(checkpoint, parts.ruled, contents=contents)
     differing = {
-        name: Text(reason, "; give its rule with ", Option("layout", name, "RULE"))
+        name: Text(reason, "; give its rule with ", Option("layout", "NAME", "RULE"))
         for name, reason in compared.unreadable.items()
         if name in parts.tensors
     }
