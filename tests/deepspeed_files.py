@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,19 @@ Change = "Callable[[dict[str, Any]], object]"
 def size(shape: Sequence[int]) -> Made:
     """A `torch.Size`."""
     return Made("Size", tuple(shape))
+
+
+def truth(case: Path) -> dict[str, Any]:
+    """The tensors of a case by the names that reshard gives them, as arrays of their dtypes."""
+    info = json.loads((case / "info.json").read_text())
+    full = {}
+    with np.load(case / "full.npz") as arrays:
+        for key in arrays.files:
+            dtype = info["dtypes"].get(key, "float32")
+            full[key.removeprefix("module.")] = (
+                arrays[key].view(ml_dtypes.bfloat16) if dtype == "bfloat16" else arrays[key]
+            )
+    return full
 
 
 def values(groups: Sequence[Mapping[str, Sequence[int]]], seed: int = 0) -> dict[str, Array]:

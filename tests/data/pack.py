@@ -21,6 +21,7 @@ FOLDERS = (
     "dcp",
     "deduplicated",
     "deepspeed",
+    "deepspeed_parts",
     "directories",
     "encrypted",
     "megatron_legacy",

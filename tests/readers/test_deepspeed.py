@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, write_file
 from commands import done
-from deepspeed_files import KINDS, size, values, write_zero
+from deepspeed_files import KINDS, size, truth, values, write_zero
 from refusals import failed, one_line, refused
 from samples import sampled
 from saves_files import Made, tensor, write_save
@@ -31,19 +31,6 @@ WRONG = ["universal_rr_s2_dp2", "universal_v0169_rr_s2_dp2"]
 WHOLE = [name for name in CASES if name not in BROKEN and name not in WRONG]
 GROUPS = ({"a.weight": (5, 3), "b.weight": (2, 4, 3)}, {"a.bias": (7,), "scale": (1,)})
 TARGETS = ("hf", "dcp", "checkpoint2", "safetensors", "ckpt", "zarr")
-
-
-def truth(case: Path) -> dict[str, Any]:
-    """The tensors of a case by the names that reshard gives them, as arrays of their dtypes."""
-    info = json.loads((case / "info.json").read_text())
-    full = {}
-    with np.load(case / "full.npz") as arrays:
-        for key in arrays.files:
-            dtype = info["dtypes"].get(key, "float32")
-            full[key.removeprefix("module.")] = (
-                arrays[key].view(ml_dtypes.bfloat16) if dtype == "bfloat16" else arrays[key]
-            )
-    return full
 
 
 def readable(case: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal
 from commands import done
-from deepspeed_files import KINDS, values, write_zero
+from deepspeed_files import KINDS, truth, values, write_zero
 from refusals import failed, refused
 
 import reshard
@@ -65,6 +65,19 @@ def write_parts(
     return full
 
 
+@pytest.mark.parametrize("name", ["autotp_s1_tp2_dp2", "autotp_s3_tp2_dp2"])
+def test_real_ones_of_autotp(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    """Joined by affine maps, as DeepSpeed's own converter joins them."""
+    case = mindspore_data / "deepspeed_parts" / name
+    full = truth(case)
+    source = reshard.open(case / "checkpoint")
+    assert_equal(source, {**full, **{key: source[key].compute() for key in source if key not in full}})
+    assert {key for key in source if key not in full} <= {f"step.{key}" for key in source}
+    done("convert", case / "checkpoint", tmp_path / "out", "--to", "hf", "--weights-only")
+    weights = {key: full[key] for key in full if key.partition(".")[0] not in {*KINDS, "step"}}
+    assert_equal(reshard.open(tmp_path / "out"), weights)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_joined_by_patterns(tmp_path: Path, stage: int, ranks: int) -> None:
@@ -110,8 +123,10 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     write_parts(tmp_path / "regex", patterns={"tp_replicated_parameter_patterns": ["(a+)+$"]})
     with refused(SourceError, "bad-pattern", "(a+)+"):
         reshard.open(tmp_path / "regex")
-    write_parts(tmp_path / "average", patterns={"parameter_to_average_patterns": ["norm"]})
-    failed(4, "unsupported-layout", "inspect", tmp_path / "average")
+    write_parts(tmp_path / "average", patterns={**PATTERNS, "parameter_to_average_patterns": [r"\d+.norm.weight"]})
+    assert set(reshard.open(tmp_path / "average").unreadable) == {
+        "0.norm.weight", *(f"{kind}.0.norm.weight" for kind in KINDS)
+    }  # fmt: skip
     write_parts(tmp_path / "stages", patterns=PATTERNS, model=lambda values: values.update(
         checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}
     ))  # fmt: skip

@@ -14,7 +14,7 @@ from reshard.readers.deepspeed.files import checkpoint_files, read_files
 from reshard.readers.deepspeed.flat import FlatTensors
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import Part, add_expert, add_rounded, add_states, add_weights
-from reshard.readers.deepspeed.tensor_parallel import Joined, cuts_of, join
+from reshard.readers.deepspeed.tensor_parallel import Joined, TensorCuts, join
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
 from reshard.readers.deepspeed.zero import Buffers
 from reshard.readers.listed import nothing_readable
@@ -133,7 +133,7 @@ def checkpoint_of(
     part, model = parts[0]
     if len(parts) > 1:
         weights = {*model.module, *model.frozen}
-        cuts = cuts_of(model, rules, len(parts), weights)
+        cuts = TensorCuts(model, rules, len(parts), weights)
         joined = join([each for each, _ in parts], cuts, weights)
     elif rules:
         raise StrategyError(

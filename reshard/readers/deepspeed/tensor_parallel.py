@@ -2,8 +2,8 @@
 
 The axis along which a tensor is cut is in no file, unless the training recorded patterns of names
 (`universal_checkpoint_info`), as Megatron-DeepSpeed and DeepSpeed's AutoTP do: replicated parameters, those that are
-cut by columns of their layer, and those of two parts in each rank. All others are cut along the first axis. A user's
-rules win. States are cut as their weights.
+cut by the columns of a matrix, and those of two fused ones in each rank. All others are cut along the first axis.
+AutoTP also records the blocks themselves (`affine`). A user's rules win. States are cut as their weights.
 
 Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`).
 """
@@ -11,21 +11,24 @@ Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`).
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Option, SourceError, StrategyError, Text, names
 from reshard.layout.axes import position, row_major
-from reshard.readers.deepspeed.values import optional_table, whole_number
+from reshard.layout.block import LONGEST_NAME
+from reshard.readers.deepspeed.affine import VERSION, affine_cut
+from reshard.readers.deepspeed.values import optional_table, table, whole_number
 from reshard.readers.listed import BlockList
+from reshard.readers.pickles import Pairs, describe
 from reshard.readers.torch_save.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, Cuts, cut_by
 from reshard.source.checkpoint import TensorSpec
 from reshard.source.reshape import laid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Block
+    from reshard.layout.block import Block, Shape
     from reshard.readers.deepspeed.flat import Flat, Stored
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.deepspeed.part import Part
@@ -40,15 +43,93 @@ _KINDS = {
     "parameter_with_2_sub_params_cat_dim_0": GATE_AND_UP,
     "parameter_with_row_parallelism_patterns": ROWS,
 }
-_UNSUPPORTED = ("parameter_to_average_patterns", "parameter_with_sub_params", "affine_map")
+_AFFINE = "affine_map"
+_UNSUPPORTED = ("parameter_to_average_patterns", "parameter_with_sub_params", "autotp_unsupported_parameter_patterns")
 _DIMENSIONS = "checkpoint_parallel_dimensions"
 _SIMPLE = re.compile(r"\^?(?:[\w\-/ ]|\\?\.|(?:\\d|\[0-9\]|\.)[+*])*\$?")
+_ESCAPED = re.compile(r"\^((?:\w|\\[^\w\n])*)\$")  # as `re.escape` writes a name
 _MOST_REPEATS = 3  # of a pattern: the time to match it grows with the length of a name to this power
-_MOST_PATTERNS = 1 << 10
+_MOST_PATTERNS = 1 << 8
 
 
-def cuts_of(model: ModelStates, rules: Mapping[str, str] | None, count: int, weights: Collection[str]) -> Cuts:
-    """Return how tensors are cut.
+class Patterns:
+    """Patterns for names of tensors, each with a value; the first one that matches counts.
+
+    Patterns are regular expressions in a file, which could take for ever to match. So only exact names and simple ones
+    are supported.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Begin without patterns; `path` is the file, for messages."""
+        self._path = path
+        self._names: dict[str, object] = {}
+        self._others: list[tuple[re.Pattern[str], object]] = []
+
+    def add(self, pattern: object, value: object) -> None:
+        """Add a pattern; raise `SourceError` if it is not supported."""
+        if isinstance(pattern, str) and len(pattern) <= LONGEST_NAME:
+            if escaped := _ESCAPED.fullmatch(pattern):
+                self._names.setdefault(re.sub(r"\\(.)", r"\1", escaped[1]), value)
+                return
+            repeats = len(re.findall(r"[+*]", pattern))
+            if _SIMPLE.fullmatch(pattern) and repeats <= _MOST_REPEATS and len(self._others) < _MOST_PATTERNS:
+                self._others.append((re.compile(pattern), value))
+                return
+        raise SourceError(
+            f"{self._path} has the pattern {describe(pattern)}, which is not supported", code="bad-pattern"
+        )
+
+    def get(self, name: str) -> object:
+        """Return the value of a name, or None."""
+        if name in self._names:
+            return self._names[name]
+        return next((value for pattern, value in self._others if pattern.match(name)), None)
+
+
+class Recorded:
+    """How a training recorded that tensors are cut.
+
+    Attributes:
+        is_known: whether it recorded anything.
+        unsupported: parameters that were cut in ways that are not supported.
+        maps: the affine maps of parameters.
+    """
+
+    def __init__(self, model: ModelStates) -> None:
+        """Read the patterns in model states; raise `SourceError` if they are not supported."""
+        path = model.file.path
+        values = optional_table(model.others, PATTERNS)
+        self.is_known = bool(values)
+        self._rules, self.unsupported, self.maps = Patterns(path), Patterns(path), Patterns(path)
+        for kind, rule in _KINDS.items():
+            for pattern in values.get(kind) or ():
+                self._rules.add(pattern, rule)
+        for kind in _UNSUPPORTED:
+            for pattern in _patterns_of(values.get(kind)):
+                self.unsupported.add(pattern, kind)
+        affine = optional_table(values, _AFFINE)
+        version = whole_number(affine.get("version"))
+        if affine and version is not None and version <= VERSION:
+            for pattern, value in optional_table(affine, "params").items():
+                self.maps.add(pattern, value)
+
+    def rule(self, name: str) -> str | None:
+        """Return the rule of a weight by the patterns; None if nothing is recorded."""
+        rule = self._rules.get(name)
+        return rule if isinstance(rule, str) else COLUMNS if self.is_known else None
+
+
+def _patterns_of(value: object) -> Iterator[object]:
+    """Yield the patterns of a list, of the keys of a dict, or of a list of dicts with lists of patterns."""
+    if isinstance(value, Pairs):
+        yield from value[::2]
+    for item in value if isinstance(value, list) and not isinstance(value, Pairs) else ():
+        listed = table(item, "patterns").get("patterns") if isinstance(item, Pairs) else [item]
+        yield from listed if isinstance(listed, list) else ()
+
+
+class TensorCuts:
+    """How the tensors of a checkpoint are cut: as the user says, else by affine maps, else by patterns.
 
     Args:
         model: the model states of the first part.
@@ -60,37 +141,42 @@ def cuts_of(model: ModelStates, rules: Mapping[str, str] | None, count: int, wei
         SourceError: neither the files nor the user say it, or the parts are of a pipeline.
         StrategyError: a rule matches no tensor.
     """
-    path = model.file.path
-    dimensions = optional_table(model.others, _DIMENSIONS)
-    stages = whole_number(dimensions.get("pp_degree"))
-    if stages is not None and stages > 1:
-        raise SourceError(
-            f"{path} is of a training with {stages} pipeline stages, which is not supported", code="unsupported-layout"
-        )
-    patterns = optional_table(model.others, PATTERNS)
-    if not patterns and not rules:
-        raise SourceError(
-            f"{path} is of {count} tensor-parallel parts, and does not say how tensors are cut", code="no-layout",
-            facts=[f"its model states have no {PATTERNS}"],
-            hint=Text("give ", Option("layout", "NAME", "RULE"), ", or ", Option("strategy")),
-        )  # fmt: skip
-    if used := [name for name in _UNSUPPORTED if patterns.get(name)]:
-        raise SourceError(f"{path} has {names(used)}, which is not supported", code="unsupported-layout")
-    return Cuts(_table(patterns, path) if patterns else lambda _: None, rules, weights)
 
+    def __init__(
+        self, model: ModelStates, rules: Mapping[str, str] | None, count: int, weights: Collection[str]
+    ) -> None:
+        path = model.file.path
+        stages = whole_number(optional_table(model.others, _DIMENSIONS).get("pp_degree"))
+        if stages is not None and stages > 1:
+            raise SourceError(
+                f"{path} is of a training with {stages} pipeline stages, which is not supported",
+                code="unsupported-layout",
+            )
+        self._recorded = Recorded(model)
+        if not self._recorded.is_known and not rules:
+            raise SourceError(
+                f"{path} is of {count} tensor-parallel parts, and does not say how tensors are cut", code="no-layout",
+                facts=[f"its model states have no {PATTERNS}"],
+                hint=Text("give ", Option("layout", "NAME", "RULE"), ", or ", Option("strategy")),
+            )  # fmt: skip
+        self._cuts = Cuts(self._recorded.rule, rules, weights)
 
-def _table(patterns: Mapping[str, Any], path: str) -> Callable[[str], str]:
-    """Return the function from names to rules that patterns define; raise `SourceError` for unusual ones."""
-    compiled: list[tuple[re.Pattern[str], str]] = []
-    for kind, rule in _KINDS.items():
-        for pattern in patterns.get(kind) or ():
-            simple = isinstance(pattern, str) and len(pattern) <= 1 << 10 and _SIMPLE.fullmatch(pattern)
-            if not simple or len(re.findall(r"[+*]", pattern)) > _MOST_REPEATS or len(compiled) > _MOST_PATTERNS:
+    def of(self, weight: str, shapes: Sequence[Shape]) -> Cut:
+        """Return how the parts of a weight make the whole.
+
+        Raises:
+            SourceError: it is cut in an unsupported way, or its parts do not fit together.
+            StrategyError: a rule of the user does not fit the parts.
+        """
+        if not self._cuts.is_ruled(weight):
+            if (affine := self._recorded.maps.get(weight)) is not None:
+                return affine_cut(affine, shapes)
+            if (kind := self._recorded.unsupported.get(weight)) is not None:
                 raise SourceError(
-                    f"{path} has the pattern {pattern!r:.100} in {kind}, which is not supported", code="bad-pattern"
+                    Text(f"is cut as {kind} say, which is not supported; give ", Option("layout", weight, "RULE")),
+                    code="unsupported-layout",
                 )
-            compiled.append((re.compile(pattern), rule))
-    return lambda name: next((rule for pattern, rule in compiled if pattern.match(name)), COLUMNS)
+        return self._cuts.of(weight, shapes)
 
 
 class Joined(NamedTuple):
@@ -107,7 +193,7 @@ class Joined(NamedTuple):
     rules: dict[str, str]
 
 
-def join(parts: Sequence[Part], cuts: Cuts, weights: Collection[str]) -> Joined:
+def join(parts: Sequence[Part], cuts: TensorCuts, weights: Collection[str]) -> Joined:
     """Return whole tensors.
 
     Args:

@@ -150,8 +150,8 @@ class UniversalTarget(Destination):
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of missing hyper-parameters, and of names that are carried as they were."""
-        result = []
+        """Warn of missing hyper-parameters, of names that are carried as they were, and of what loading needs."""
+        result = [f"{self._source.root}: {remark}" for remark in self._model.remarks]
         if not self._optimizer.has_groups:
             result.append(
                 f"{self._source.root}: has no hyper-parameters; a training that loads the target keeps its own"

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from itertools import count
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
 from reshard.readers.deepspeed.values import table
+from reshard.readers.pickles import Pairs
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.targets.deepspeed.instructions import Node, text, text_of, value_of, written
 from reshard.targets.pickling import Items
 from reshard.targets.saved_tensors import Saved, rebuilding, saved_storages
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
     from reshard.targets.deepspeed.saved_values import SavedValues
 
 _MODULE, _FROZEN = "module", "frozen_param_fragments"
+_CUT = ("parameter_", "vocabulary_parameter_", "tp_replicated_parameter_")
+_ROUND_ROBIN = (
+    "the training has round_robin_gradients: load the target without it (DeepSpeed 0.19 puts states of parameters in "
+    "wrong places with it, and says nothing)"
+)
+_PATTERNS = (
+    "universal_checkpoint_info says how parameters are cut in tensor parallelism, which the target does not: load it "
+    "without tensor parallelism"
+)
 
 
 class ModelStates:
@@ -40,6 +50,7 @@ class ModelStates:
         buffers: the names of the module's buffers.
         groups: the number of groups of trainable parameters.
         parameters: the names of these.
+        remarks: what has to be known to load a Universal Checkpoint of them.
     """
 
     def __init__(self, saved: SavedValues, dropped: Collection[str]) -> None:
@@ -65,6 +76,7 @@ class ModelStates:
         self.buffers = set(map(str, values.get("buffer_names") or ()))
         groups = [table(group, "param_shapes") for group in values.get("param_shapes") or ()]
         self.groups, self.parameters = len(groups), [name for group in groups for name in group]
+        self.remarks = [*_remarks(values)]
 
     def saved(self, tensors: Mapping[str, tuple[DType, Shape]], whole: Collection[str] | None = None) -> Saved:
         """Return a file of model states; the bytes of its whole tensors are in their order.
@@ -94,3 +106,14 @@ class ModelStates:
         storages = {keys[name]: prod(shape) * dtype.itemsize for name, (dtype, shape) in stored.items()}
         pickle = written(self._root.with_entries(entries), self._protocol)
         return saved_storages(pickle, {**self._storages, **storages})
+
+
+def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield remarks on the configuration of the training."""
+    config, info = (values.get(name) for name in ("ds_config", "universal_checkpoint_info"))
+    zero = table(config, "ds_config").get("zero_optimization") if isinstance(config, Pairs) else None
+    if isinstance(zero, Pairs) and table(zero, "zero_optimization").get("round_robin_gradients") is True:
+        yield _ROUND_ROBIN
+    patterns = table(info, "universal_checkpoint_info") if isinstance(info, Pairs) else {}
+    if any(isinstance(value, list) and value for name, value in patterns.items() if name.startswith(_CUT)):
+        yield _PATTERNS
