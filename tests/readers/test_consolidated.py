@@ -17,6 +17,7 @@ from tensor_parallel import PARAMS, llama, part_of, write_llama
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, StrategyError
+from reshard.source import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,6 +183,18 @@ def test_one_dimension_that_the_table_does_not_know(tmp_path: Path) -> None:
     copied = reshard.open(tmp_path / "cut", layout={"x.*": "copy"})
     assert (copied["x.lora_a"].compute() == EXTRA[0][:2]).all()
     assert any("x.lora_a" in line for line in copied.warnings)
+
+
+def test_every_tensor_that_is_guessed_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there are more tensors than are sampled."""
+    monkeypatch.setattr(probe, "_MOST_READS", 300)
+
+    def change(part: int, state: dict[str, Any]) -> None:
+        state.update({f"x.{number}": tensor(EXTRA[0] + part * (number == 77)) for number in range(100)})
+
+    source = reshard.open(write_llama(tmp_path, FULL, change=change))
+    assert set(source.unreadable) == {"x.77"}
+    assert len(source) == len(FULL) + 99
 
 
 def test_a_strategy_over_the_parts_wins_over_the_table(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.errors import Faults, SourceError
 from reshard.formats.directories import CONSOLIDATED
 from reshard.readers.torch_save.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
-from reshard.readers.torch_save.parts import Part, check_shapes, join, opened
+from reshard.readers.torch_save.parts import StoredPart, check_shapes, join, opened
 from reshard.readers.torch_save.saves import File, read_files
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import ranks_text
@@ -111,20 +111,20 @@ def _sizes(path: Place) -> dict[str, int]:
     return {key: value for key, value in values.items() if value is not None and value > 0}
 
 
-def _parts(files: Sequence[Contents]) -> tuple[dict[str, dict[int, Part]], dict[str, str]]:
+def _parts(files: Sequence[Contents]) -> tuple[dict[str, dict[int, StoredPart]], dict[str, str]]:
     """Return the parts of each tensor, and the reasons why others cannot be read."""
     unreadable = {name: reason for read in reversed(files) for name, reason in read.refused.items()}
-    parts: dict[str, dict[int, Part]] = {}
+    parts: dict[str, dict[int, StoredPart]] = {}
     for number, read in enumerate(files):
         for name, (tensor, begin) in read.tensors.items():
             if tensor.spec is not None:
                 unreadable.setdefault(name, "is a DTensor, which is not a part of a tensor-parallel rank")
-            parts.setdefault(name, {})[number] = Part(number, tensor.local, begin)
+            parts.setdefault(name, {})[number] = StoredPart(number, tensor.local, begin)
     return {name: of_name for name, of_name in parts.items() if name not in unreadable}, unreadable
 
 
-def _rule(name: str, parts: Mapping[str, Mapping[int, Part]], count: int, sizes: Mapping[str, int]) -> str | None:
-    """Return the rule of a tensor, by the table; that of an embedding by its shape."""
+def _rule(name: str, parts: Mapping[str, Mapping[int, StoredPart]], count: int, sizes: Mapping[str, int]) -> str | None:
+    """Return the rule of a tensor by the table, or of an embedding by its shape."""
     before = name.removesuffix(_EMBEDDING)
     if before == name:
         return rule_in(LLAMA, name)

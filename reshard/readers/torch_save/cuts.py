@@ -134,6 +134,10 @@ class Cuts:
         """Return whether the user says how a tensor is cut."""
         return name in self._ruled
 
+    def is_known(self, name: str) -> bool:
+        """Return whether the user or the table says how a tensor is cut."""
+        return name in self._ruled or self._table(name) is not None
+
     def of(self, name: str, shapes: Sequence[Shape]) -> Cut:
         """Return how the parts of a tensor make the whole.
 
