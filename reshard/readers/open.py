@@ -27,6 +27,7 @@ from reshard.formats.directories import (
     parts_below,
     refuse_directory,
     refuse_one_of_several,
+    release_below,
     saved_parts,
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
@@ -252,10 +253,11 @@ _OPENERS = (
     (applied(saved_parts, SAVED_SET), "torch_save.sets", "open_set"),
     (applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated"),
     (applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron", "open_megatron"),
+    (release_below, "torch_save.megatron", "open_release"),
 )
 """For each distributed format: a function that finds its file names, and the module and name of its opener."""
 
-_TAKE_RULES = {"open_consolidated", "open_megatron", "open_zero"}
+_TAKE_RULES = {"open_consolidated", "open_megatron", "open_release", "open_zero"}
 """The openers that take rules."""
 
 

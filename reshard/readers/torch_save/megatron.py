@@ -24,7 +24,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.directories import MEGATRON_RANKS
+from reshard.formats.directories import MEGATRON_RANKS, RELEASE
 from reshard.readers.pickles import Pairs
 from reshard.readers.runs import iteration_of
 from reshard.readers.torch_save.cuts import GATE_AND_UP, MEGATRON, Cuts, rule_in
@@ -137,6 +137,17 @@ def open_megatron(
         warnings=_warnings(directory, first),
         contents=contents,
     )
+
+
+def open_release(
+    directory: Place,
+    listing: Sequence[str],
+    *,
+    contents: bool | Literal["blocks"] = True,
+    rules: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Open the checkpoint `release` of a run; arguments and errors as for `open_megatron`."""
+    return open_megatron(directory / RELEASE, listing, contents=contents, rules=rules)
 
 
 def _locations(directory: Place, listing: Sequence[str]) -> tuple[dict[_Rank, Place], set[str]]:
