@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from reshard.readers.torch_save.tensors import Rebuilt
 
 _MOST_NAMES = 1 << 20
+_LARGEST = 1 << 62  # of a number of steps, or another single number
 
 
 def table(value: object, name: str) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def flat(value: object, name: str) -> Rebuilt:
 def scalar(value: object) -> Rebuilt | float | None:
     """Return a tensor of one element, or a number; None for other values."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
+        return value if abs(value) <= _LARGEST else None
     if is_tensor(value):
         try:
             tensor = rebuilt(value)
