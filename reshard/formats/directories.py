@@ -75,6 +75,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """The tracker file of runs that save Checkpoint 2.0, and of Megatron-LM; names the last complete iteration."""
 
 
+RELEASE = "release"
+"""The directory of a checkpoint of Megatron-LM without an iteration, as its conversions write it."""
+
+
 class RunFormat(NamedTuple):
     """The layout of a training run's directory of checkpoints.
 
@@ -251,6 +255,12 @@ _OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|mode
 def saved_parts(kind: DirectoryFormat, directory: Place, names: Collection[str]) -> Collection[str]:
     """Return `names` if the directory is of a format of `torch.save`, and has no checkpoint that is preferred to it."""
     return names if kind.shown_by(directory, names) and not any(map(_OTHERS.fullmatch, names)) else []
+
+
+def release_below(directory: Place, names: Collection[str]) -> Collection[str]:
+    """Return the names in `release`, if that is the only checkpoint in the directory of a run of Megatron-LM."""
+    inside = (directory / RELEASE).names() if {TRACKER, RELEASE} <= {*names} else []
+    return inside if MEGATRON_RANKS.shown_by(directory, inside) else []
 
 
 def is_of_a_set(name: str) -> bool:

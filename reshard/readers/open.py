@@ -27,6 +27,7 @@ from reshard.formats.directories import (
     parts_below,
     refuse_directory,
     refuse_one_of_several,
+    release_below,
     saved_parts,
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
@@ -214,10 +215,11 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if run is not None:
         return _Opener(root, applied(_open_iteration, root, listing, run, iteration), takes_rules=True)
     if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
-        from reshard.readers.torch_save.saves import open_save  # not on every start
-
         refuse_one_of_several(root)
-        return _Opener(root, applied(open_save, root))
+        module, name = (
+            ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
+        )
+        return _Opener(root, applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root))
     opener = _described(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root)}:
         raise SourceError(
@@ -251,10 +253,11 @@ _OPENERS = (
     (applied(saved_parts, SAVED_SET), "torch_save.sets", "open_set"),
     (applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated"),
     (applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron", "open_megatron"),
+    (release_below, "torch_save.megatron", "open_release"),
 )
 """For each distributed format: a function that finds its file names, and the module and name of its opener."""
 
-_TAKE_RULES = {"open_consolidated", "open_megatron", "open_zero"}
+_TAKE_RULES = {"open_consolidated", "open_megatron", "open_release", "open_zero"}
 """The openers that take rules."""
 
 

@@ -13,7 +13,7 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, bytes_text, joined, names, printable
+from reshard.errors import Text, UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Replica
 from reshard.layout.block import Block
 from reshard.plan.select import kinds
@@ -333,7 +333,9 @@ def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]
     reasons = {"not readable": checkpoint.unreadable, "bound": checkpoint.extras.bound, "not a tensor": objects}
     folded = {title: group_names(by_name.items()) for title, by_name in reasons.items()}
     return [
-        f"{title}: {printable(name)}: {printable(text)}" for title, rows in folded.items() for name, text, _ in rows
+        Text(f"{title}: {printable(name)}: ", text if isinstance(text, Text) else printable(text))
+        for title, rows in folded.items()
+        for name, text, _ in rows
     ]
 
 

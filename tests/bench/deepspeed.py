@@ -6,7 +6,7 @@
 The checkpoint is synthetic: layers of a model, random numbers, 12 bytes for each parameter. Arms alternate,
 each in a process of its own, and the first round is thrown away. Medians are reported.
 
-* `all`: weights, masters and moments; `cp -r` of the checkpoint followed by `sync` is its peer.
+* `all`: weights, masters and moments; `cp -r` of the checkpoint followed by `sync -f` is its peer.
 * `weights`: weights in bfloat16, rounded from the masters.
 * `script`: masters as weights, as `zero_to_fp32.py` makes them, in memory.
 """
@@ -112,7 +112,7 @@ def main() -> None:
     try:
         run, target = root / "run", root / "target"
         write(run, shapes(options.size), options.ranks)
-        copy = ["sh", "-c", f"cp -r {run} {target} && sync {target}"]
+        copy = ["sh", "-c", f"cp -r {run} {target} && sync -f {target}"]
         arms = {
             "all": [*RESHARD, "convert", str(run), str(target), "--to", "hf"],
             "weights": [*RESHARD, "convert", str(run), str(target), "--to", "hf", "--weights-only"],

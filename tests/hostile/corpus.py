@@ -14,6 +14,7 @@ from corpus_dcp import DCP, PICKLES
 from corpus_directories import RANKS, SETS
 from corpus_manifests import FOLDERS, MANIFESTS
 from corpus_name_maps import NAME_MAPS
+from corpus_parts import PARTS
 from corpus_plans import PLANS
 from corpus_rules import RULES_FILES
 from corpus_saves import SAVES
@@ -32,7 +33,7 @@ def items() -> dict[str, list[Item]]:
         "ckpt": CKPT, "safetensors": SAFETENSORS, "kinds": KINDS, "protobuf": PROTOBUF, "unfit": UNFIT, "json": JSON,
         "sets": SETS, "ranks": RANKS, "rules": RULES_FILES, "names": NAME_MAPS, "encrypted": ENCRYPTED,
         "named": NAMED, "targets": TARGETS, "plans": PLANS, "manifests": MANIFESTS, "folders": FOLDERS, "dcp": DCP,
-        "pickles": PICKLES, "saves": SAVES,
+        "pickles": PICKLES, "saves": SAVES, "parts": PARTS,
     }  # fmt: skip
 
 

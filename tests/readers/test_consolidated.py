@@ -17,6 +17,7 @@ from tensor_parallel import PARAMS, llama, part_of, write_llama
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, StrategyError
+from reshard.source import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +68,18 @@ def test_at_a_url_and_one_file_alone(tmp_path: Path) -> None:
         for root in (tmp_path, "memory://llama"):
             with refused(SourceError, "one-of-several", f"consolidated.0{part}.pth"):
                 reshard.open(f"{root}/consolidated.0{part}.pth")
+
+
+def test_the_only_file_and_the_only_one_that_is_left(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "one", FULL, 1) / "consolidated.00.pth"
+    (tmp_path / "one" / "params.json").write_text(json.dumps(PARAMS))
+    assert_equal(reshard.open(path), FULL)
+    reshard.plan(reshard.open(path)).save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "planned")
+    assert reshard.verify(tmp_path / "planned").equal
+    (write_llama(tmp_path / "two", FULL) / "consolidated.01.pth").unlink()
+    with refused(SourceError, "wrong-shape", Q):
+        reshard.open(tmp_path / "two" / "consolidated.00.pth")
 
 
 def test_parts_that_are_not_there(tmp_path: Path) -> None:
@@ -136,8 +149,9 @@ def test_a_name_that_the_table_does_not_know(tmp_path: Path) -> None:
     write_llama(tmp_path / "src", FULL, change=with_extra(EXTRA))
     source = reshard.open(tmp_path / "src")
     assert_equal(source, FULL)
-    assert "layout={'x.lora_a': 'RULE'}" in source.unreadable["x.lora_a"]
-    failed(4, "unreadable-tensor", "unify", tmp_path / "src", tmp_path / "dst", places=("--layout 'x.lora_a=RULE'",))
+    assert "layout={'NAME': 'RULE'}" in source.unreadable["x.lora_a"]
+    assert "--layout 'NAME=RULE'" in done("inspect", tmp_path / "src").stdout
+    failed(4, "unreadable-tensor", "unify", tmp_path / "src", tmp_path / "dst", places=("--layout 'NAME=RULE'",))
     done("unify", tmp_path / "src", tmp_path / "dropped", "--drop", "x.lora_a")
     assert reshard.verify(tmp_path / "dropped").equal
     ruled = reshard.open(tmp_path / "src", layout={"x.*": "split:0"})
@@ -169,6 +183,18 @@ def test_one_dimension_that_the_table_does_not_know(tmp_path: Path) -> None:
     copied = reshard.open(tmp_path / "cut", layout={"x.*": "copy"})
     assert (copied["x.lora_a"].compute() == EXTRA[0][:2]).all()
     assert any("x.lora_a" in line for line in copied.warnings)
+
+
+def test_every_tensor_that_is_guessed_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there are more tensors than are sampled."""
+    monkeypatch.setattr(probe, "_MOST_READS", 300)
+
+    def change(part: int, state: dict[str, Any]) -> None:
+        state.update({f"x.{number}": tensor(EXTRA[0] + part * (number == 77)) for number in range(100)})
+
+    source = reshard.open(write_llama(tmp_path, FULL, change=change))
+    assert set(source.unreadable) == {"x.77"}
+    assert len(source) == len(FULL) + 99
 
 
 def test_a_strategy_over_the_parts_wins_over_the_table(tmp_path: Path) -> None:

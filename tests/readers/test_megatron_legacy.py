@@ -98,6 +98,14 @@ def test_one_file_of_a_real_one_is_refused(case: Path) -> None:
         reshard.open(root / "mp_rank_00_000" / "model_optim_rng.pt")
     with refused(SourceError, "missing-ranks", "part 1 of stage 0"):
         reshard.open(root)
+    alone = shutil.copy(root / "mp_rank_00_000" / "model_optim_rng.pt", case / "model.pt")
+    with refused(SourceError, "one-of-several", "model.pt"):
+        reshard.open(alone)
+
+
+def test_the_only_file_is_opened_as_any_other(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path, FULL, [[4]], 1) / "mp_rank_00" / "model_optim_rng.pt"
+    assert_equal(reshard.open(path), {f"model.{name}": array for name, array in FULL.items()})
 
 
 # --- other shapes of a training ---
@@ -392,12 +400,15 @@ def test_another_iteration_than_the_directory_says(tmp_path: Path) -> None:
 
 
 def test_a_release(tmp_path: Path) -> None:
-    """It has no number, and is opened by its own path."""
+    """It has no number, and is opened by its own path, or as the only one of a run."""
     root = write_megatron(tmp_path / "run" / "release", FULL, [[4]], 2)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
-    assert_equal(reshard.open(root), FULL)
-    with pytest.raises(SourceError):
-        reshard.open(tmp_path / "run")
+    for opened in (root, tmp_path / "run"):
+        assert_equal(reshard.open(opened), FULL)
+    done("convert", tmp_path / "run", tmp_path / "dst", "--to", "hf")
+    assert reshard.verify(tmp_path / "dst").equal
+    with refused(SourceError, "no-such-iteration", tmp_path / "run"):
+        reshard.open(tmp_path / "run", iteration=5)
 
 
 def test_rules_of_the_user_win(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ Sources: Meta's `llama/model.py` of Llama 1, 2 and 3, and their `params.json`.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import Faults, SourceError
 from reshard.formats.directories import CONSOLIDATED
 from reshard.readers.torch_save.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
-from reshard.readers.torch_save.parts import Part, check_shapes, join, opened
+from reshard.readers.torch_save.parts import StoredPart, check_shapes, join, opened
 from reshard.readers.torch_save.saves import File, read_files
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import ranks_text
@@ -72,6 +73,13 @@ def open_consolidated(
     )  # fmt: skip
 
 
+def open_only(location: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open the only file of a model; refuse it if its shapes show that there were others. Arguments as above."""
+    directory = location.absolute().parent
+    checkpoint = open_consolidated(directory, [location.name, *directory.existing([_PARAMS])], contents=contents)
+    return replace(checkpoint, root=str(location))
+
+
 def _file_names(directory: Place, listing: Sequence[str]) -> list[str]:
     """Return the names of the files in the order of the parts; refuse a missing part."""
     by_part: dict[int, str] = {}
@@ -103,20 +111,20 @@ def _sizes(path: Place) -> dict[str, int]:
     return {key: value for key, value in values.items() if value is not None and value > 0}
 
 
-def _parts(files: Sequence[Contents]) -> tuple[dict[str, dict[int, Part]], dict[str, str]]:
+def _parts(files: Sequence[Contents]) -> tuple[dict[str, dict[int, StoredPart]], dict[str, str]]:
     """Return the parts of each tensor, and the reasons why others cannot be read."""
     unreadable = {name: reason for read in reversed(files) for name, reason in read.refused.items()}
-    parts: dict[str, dict[int, Part]] = {}
+    parts: dict[str, dict[int, StoredPart]] = {}
     for number, read in enumerate(files):
         for name, (tensor, begin) in read.tensors.items():
             if tensor.spec is not None:
                 unreadable.setdefault(name, "is a DTensor, which is not a part of a tensor-parallel rank")
-            parts.setdefault(name, {})[number] = Part(number, tensor.local, begin)
+            parts.setdefault(name, {})[number] = StoredPart(number, tensor.local, begin)
     return {name: of_name for name, of_name in parts.items() if name not in unreadable}, unreadable
 
 
-def _rule(name: str, parts: Mapping[str, Mapping[int, Part]], count: int, sizes: Mapping[str, int]) -> str | None:
-    """Return the rule of a tensor, by the table; that of an embedding by its shape."""
+def _rule(name: str, parts: Mapping[str, Mapping[int, StoredPart]], count: int, sizes: Mapping[str, int]) -> str | None:
+    """Return the rule of a tensor by the table, or of an embedding by its shape."""
     before = name.removesuffix(_EMBEDDING)
     if before == name:
         return rule_in(LLAMA, name)

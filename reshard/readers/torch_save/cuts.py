@@ -134,6 +134,10 @@ class Cuts:
         """Return whether the user says how a tensor is cut."""
         return name in self._ruled
 
+    def is_known(self, name: str) -> bool:
+        """Return whether the user or the table says how a tensor is cut."""
+        return name in self._ruled or self._table(name) is not None
+
     def of(self, name: str, shapes: Sequence[Shape]) -> Cut:
         """Return how the parts of a tensor make the whole.
 
@@ -158,7 +162,7 @@ class Cuts:
         table_rule = self._table(name)
         if table_rule is None and len(shapes) > 1 and max(map(len, shapes)) > 1:
             raise SourceError(
-                Text("is in parts, and nothing says how it is cut; give ", Option("layout", name, "RULE")),
+                Text("is in parts, and nothing says how it is cut; give ", Option("layout", "NAME", "RULE")),
                 code="no-layout",
             )
         try:

@@ -24,14 +24,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.directories import MEGATRON_RANKS
+from reshard.formats.directories import MEGATRON_RANKS, RELEASE
 from reshard.readers.pickles import Pairs
 from reshard.readers.runs import iteration_of
 from reshard.readers.torch_save.cuts import GATE_AND_UP, MEGATRON, Cuts, rule_in
 from reshard.readers.torch_save.dtensors import Tensors
 from reshard.readers.torch_save.file import TorchFile
 from reshard.readers.torch_save.megatron_args import Arguments
-from reshard.readers.torch_save.parts import Joined, Part, check_shapes, join, opened
+from reshard.readers.torch_save.parts import JoinedParts, StoredPart, check_shapes, join, opened
 from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_dict
 from reshard.storage.places import workers_at
 from reshard.storage.small import is_text
@@ -63,8 +63,8 @@ class _Rank(NamedTuple):
     part: int
 
 
-class _File(NamedTuple):
-    """What a rank's file holds.
+class _RankFile(NamedTuple):
+    """The contents of a rank's file.
 
     Attributes:
         path: the file.
@@ -139,6 +139,17 @@ def open_megatron(
     )
 
 
+def open_release(
+    directory: Place,
+    listing: Sequence[str],
+    *,
+    contents: bool | Literal["blocks"] = True,
+    rules: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Open the checkpoint `release` of a run; arguments and errors as for `open_megatron`."""
+    return open_megatron(directory / RELEASE, listing, contents=contents, rules=rules)
+
+
 def _locations(directory: Place, listing: Sequence[str]) -> tuple[dict[_Rank, Place], set[str]]:
     """Return the files of the ranks in order, and the names of files that have only states of the optimizer."""
     inside: dict[str, set[str]] = {}
@@ -173,7 +184,7 @@ def _refuse_experts(directory: Place, why: str) -> None:
     )  # fmt: skip
 
 
-def _read(location: Place, number: int) -> _File:
+def _read(location: Place, number: int) -> _RankFile:
     """Read the file of a rank, number `number` of the checkpoint."""
     saved = TorchFile.read(location, _EXPECTED)
     values: dict[str, object] = {}
@@ -204,7 +215,7 @@ def _read(location: Place, number: int) -> _File:
         for key, value in values.items()
         if key not in models and not (key == _OPTIMIZER and has_states)
     }
-    return _File(
+    return _RankFile(
         saved.path, arguments, _number(values.get("iteration")), _number(values.get("checkpoint_version")), chunks,
         contents, others, has_states,
     )  # fmt: skip
@@ -214,7 +225,7 @@ def _number(value: object) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _agreed(directory: Place, files: Mapping[_Rank, _File]) -> _File:
+def _agreed(directory: Place, files: Mapping[_Rank, _RankFile]) -> _RankFile:
     """Return the first file; refuse ranks that are missing or of another checkpoint."""
     first = next(iter(files.values()))
     for file in files.values():
@@ -264,8 +275,8 @@ class _Model:
         objects: descriptions of values that are not read.
     """
 
-    def __init__(self, directory: Place, files: Mapping[_Rank, _File], arguments: Arguments) -> None:
-        self.parts: dict[str, dict[tuple[int, ...], dict[int, Part]]] = {}
+    def __init__(self, directory: Place, files: Mapping[_Rank, _RankFile], arguments: Arguments) -> None:
+        self.parts: dict[str, dict[tuple[int, ...], dict[int, StoredPart]]] = {}
         self.unreadable: dict[str, str] = {}
         self.objects: dict[str, str] = {}
         self._offsets = _offsets(directory, files, arguments)
@@ -285,7 +296,7 @@ class _Model:
             if tensor.spec is not None:
                 self.unreadable.setdefault(name, "is a DTensor, which is not a part of a tensor-parallel rank")
             of_stage = self.parts.setdefault(name, {}).setdefault((chunk, rank.stage), {})
-            of_stage[rank.part] = Part(number, tensor.local, begin)
+            of_stage[rank.part] = StoredPart(number, tensor.local, begin)
         for local, reason in contents.refused.items():
             _, name = self._name(local, rank.stage)
             (self.objects if _is_extra(name) else self.unreadable).setdefault(name, reason)
@@ -328,7 +339,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _offsets(
-    directory: Place, files: Mapping[_Rank, _File], arguments: Arguments
+    directory: Place, files: Mapping[_Rank, _RankFile], arguments: Arguments
 ) -> dict[str, dict[tuple[int, int], int]]:
     """Return the number of the first layer of each virtual stage of each stage, for each stack of layers."""
     layers: dict[str, dict[tuple[int, int], set[int]]] = {}
@@ -348,7 +359,7 @@ def _offsets(
             offset += len(numbers)
             if max(numbers) != len(numbers) - 1:
                 fault = f"has {len(numbers)} layers in stage {place[1]}, which are not numbered from 0 on"
-                faults.add(stack, fault, code="missing-layers")
+                faults.add(f"{stack!r:.200}", fault, code="missing-layers")
         totals[stack] = offset
     of_model = [total for stack, total in totals.items() if _OF_MODEL.match(stack) and not stack.startswith("mtp")]
     expected = arguments.num_layers
@@ -358,7 +369,7 @@ def _offsets(
     return offsets
 
 
-def _rule(name: str, file: _File) -> str | None:
+def _rule(name: str, file: _RankFile) -> str | None:
     """Return the rule of a tensor, by the table and the arguments."""
     arguments = file.arguments
     if "key_value." in name and (file.version or 0) < 1:
@@ -373,7 +384,7 @@ def _rule(name: str, file: _File) -> str | None:
     return rule_in(MEGATRON, name)
 
 
-def _check(directory: Place, joined: Joined, cuts: Cuts, arguments: Arguments) -> None:
+def _check(directory: Place, joined: JoinedParts, cuts: Cuts, arguments: Arguments) -> None:
     """Compare the shapes of tensors that are joined by the table with the arguments."""
     shapes = arguments.shapes()
     expected: dict[str, tuple[int | None, ...]] = {}
@@ -384,7 +395,7 @@ def _check(directory: Place, joined: Joined, cuts: Cuts, arguments: Arguments) -
     check_shapes(directory, joined.tensors, expected, "args")
 
 
-def _warnings(directory: Place, file: _File) -> list[str]:
+def _warnings(directory: Place, file: _RankFile) -> list[str]:
     number = iteration_of(directory)
     if number is None or file.iteration in {None, number}:
         return []

@@ -23,10 +23,7 @@ _FORMER = {"tensor_model_parallel_size": "model_parallel_size"}  # before pipeli
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the arguments of a training tell of the shapes of its tensors; None for an unknown number.
-
-    The names are those of Megatron-LM.
-    """
+    """The arguments of a training, under the names of Megatron-LM; None for an unknown number."""
 
     tensor_model_parallel_size: int | None = None
     pipeline_model_parallel_size: int | None = None
@@ -52,7 +49,7 @@ class Arguments:
         """Return the arguments in a pickled `Namespace`.
 
         Raises:
-            SourceError: it is none, or a value is not a number or flag. The message does not name the file.
+            SourceError: it is not a namespace, or a value is not a number or flag. The message does not name the file.
         """
         values = _attributes(namespace)
         result: dict[str, Any] = {}
@@ -73,6 +70,12 @@ class Arguments:
     def is_gated(self) -> bool:
         """Return whether the first layer of an MLP is two fused ones, gate and up."""
         return self.swiglu or self.quick_geglu
+
+    @property
+    def has_ranks(self) -> bool:
+        """Return whether the model is on several ranks."""
+        sizes = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.expert_model_parallel_size)
+        return any(size is not None and size > 1 for size in sizes)
 
     def difference(self, other: Arguments) -> str:
         """Return the name of the first argument that differs, or ""."""

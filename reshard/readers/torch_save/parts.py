@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 TABLE = "the table of names"
 """What describes the blocks: `Extras.described_by`."""
 
+_MOST_GUESSED = 1 << 12
+_COMPARED = 128  # guessed tensors at a time, so that all of them are sampled, also at URLs
 
-class Part(NamedTuple):
+
+class StoredPart(NamedTuple):
     """A part of a tensor.
 
     Attributes:
@@ -41,21 +44,23 @@ class Part(NamedTuple):
     begin: int
 
 
-class Joined(NamedTuple):
+class JoinedParts(NamedTuple):
     """Tensors joined from parts.
 
     Attributes:
         tensors: the tensors by name.
         unreadable: the names of tensors that cannot be joined, with the reason.
         ruled: the rules of the tensors that are cut, or differ by rank.
+        guessed: the names of tensors that are taken for replicas, though no rule says so.
     """
 
     tensors: dict[str, Tensor]
     unreadable: dict[str, str]
     ruled: dict[str, str]
+    guessed: list[str]
 
 
-def join(sets: Mapping[str, Sequence[Mapping[int, Part]]], count: int, cuts: Cuts) -> Joined:
+def join(sets: Mapping[str, Sequence[Mapping[int, StoredPart]]], count: int, cuts: Cuts) -> JoinedParts:
     """Join the parts of each tensor.
 
     Args:
@@ -68,7 +73,7 @@ def join(sets: Mapping[str, Sequence[Mapping[int, Part]]], count: int, cuts: Cut
         StrategyError: a rule of the user does not fit a tensor.
     """
     block_list = BlockList()
-    result = Joined({}, {}, {})
+    result = JoinedParts({}, {}, {}, [])
     for name, of_stages in sets.items():
         try:
             complete = [_complete(parts, count) for parts in of_stages]
@@ -76,14 +81,19 @@ def join(sets: Mapping[str, Sequence[Mapping[int, Part]]], count: int, cuts: Cut
             result.tensors[name] = _tensor(name, complete, cut, block_list)
             if cut.is_cut or cut.rule == COPY:
                 result.ruled[name] = cut.rule
+            elif count > 1 and not cuts.is_known(name):
+                result.guessed.append(name)
         except StrategyError:
             raise
         except SourceError as error:
             result.unreadable[name] = error.message
-    return result
+    for name in result.guessed[_MOST_GUESSED:]:
+        del result.tensors[name]
+        result.unreadable[name] = f"is one of more than {_MOST_GUESSED:,} tensors that no rule is for"
+    return result._replace(guessed=result.guessed[:_MOST_GUESSED])
 
 
-def _complete(parts: Mapping[int, Part], count: int) -> list[Part]:
+def _complete(parts: Mapping[int, StoredPart], count: int) -> list[StoredPart]:
     """Return the parts in order; raise `SourceError` if one is missing."""
     if len(parts) < count:
         missing = next(number for number in range(count) if number not in parts)
@@ -91,7 +101,7 @@ def _complete(parts: Mapping[int, Part], count: int) -> list[Part]:
     return [parts[number] for number in range(count)]
 
 
-def _tensor(name: str, sets: Sequence[Sequence[Part]], cut: Cut, block_list: BlockList) -> Tensor:
+def _tensor(name: str, sets: Sequence[Sequence[StoredPart]], cut: Cut, block_list: BlockList) -> Tensor:
     """Return a tensor; raise `SourceError` if its parts do not fit together."""
     dtypes = {part.local.dtype.name: part.local.dtype for parts in sets for part in parts}
     if len(dtypes) > 1:
@@ -106,7 +116,7 @@ def _tensor(name: str, sets: Sequence[Sequence[Part]], cut: Cut, block_list: Blo
     return tensor
 
 
-def _blocks(sets: Sequence[Sequence[Part]], cut: Cut) -> Iterator[tuple[Block, Extent]]:
+def _blocks(sets: Sequence[Sequence[StoredPart]], cut: Cut) -> Iterator[tuple[Block, Extent]]:
     """Yield the blocks of the parts, with their extents."""
     for parts in sets:
         for part, pieces in zip(parts, cut.pieces, strict=True):
@@ -144,7 +154,7 @@ def check_shapes(
 def opened(
     root: Place,
     files: Sequence[tuple[int, SourceFile]],
-    parts: Joined,
+    parts: JoinedParts,
     *,
     objects: Mapping[str, str],
     rules: Mapping[str, str] | None,
@@ -177,10 +187,21 @@ def opened(
         warnings=tuple(warnings), unreadable=parts.unreadable, extras=Extras(TABLE, objects=unread),
         opening=Opening(rules=rules or {}),
     )  # fmt: skip
-    compared = compare_contents(checkpoint, parts.ruled, contents=contents)
+    wrong_guesses = _differing(checkpoint, parts.guessed) if contents is True else {}
+    tensors = {name: tensor for name, tensor in parts.tensors.items() if name not in wrong_guesses}
+    compared = compare_contents(replace(checkpoint, tensors=tensors), parts.ruled, contents=contents)
     differing = {
-        name: Text(reason, "; give its rule with ", Option("layout", name, "RULE"))
-        for name, reason in compared.unreadable.items()
+        name: Text(reason, "; give its rule with ", Option("layout", "NAME", "RULE"))
+        for name, reason in {**compared.unreadable, **wrong_guesses}.items()
         if name in parts.tensors
     }
     return replace(compared, unreadable={**compared.unreadable, **differing})
+
+
+def _differing(checkpoint: Checkpoint, names: Sequence[str]) -> Mapping[str, str]:
+    """Return which tensors differ between the parts, with the reason."""
+    result: dict[str, str] = {}
+    for begin in range(0, len(names), _COMPARED):
+        group = {name: checkpoint.tensors[name] for name in names[begin : begin + _COMPARED]}
+        result |= compare_contents(replace(checkpoint, tensors=group, unreadable={}), {}).unreadable
+    return result

@@ -13,6 +13,7 @@ Sources: verl `utils/checkpoint/fsdp_checkpoint_manager.py` (01ee5e0), PyTorch 2
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe
 from reshard.readers.torch_save.dtensors import Tensors, is_tensor
 from reshard.readers.torch_save.file import NAME, TorchFile, extent_in
+from reshard.readers.torch_save.megatron_args import Arguments
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
@@ -33,7 +35,7 @@ from reshard.storage.threads import map_ordered
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.readers.torch_save.dtensors import DeviceMesh, RankTensor
     from reshard.source.checkpoint import Tensor
@@ -120,7 +122,23 @@ def open_saves(directory: Place, listing: Sequence[str], *, contents: bool | Lit
 
 def open_save(location: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
     """Open a file of a whole state dict; arguments and errors as for `open_saves`."""
-    return _opened(location, [File(location, 0, "")], 1, contents=contents)
+    files = read_files([File(location, 0, "")], 1, check=_refuse_rank)
+    return joined(location, files, [0], contents=contents)
+
+
+def _refuse_rank(saved: TorchFile) -> None:
+    """Refuse a file of Megatron-LM whose arguments say that it is of one of several ranks."""
+    values = saved.value.items() if isinstance(saved.value, Pairs) else ()
+    args = next((value for key, value in values if key == "args"), None)
+    has_ranks = False
+    with suppress(SourceError):  # other programs save args, too
+        has_ranks = Arguments.of(args).has_ranks
+    if has_ranks:
+        raise SourceError(
+            f"{saved.path} is of one of several ranks, according to its args",
+            code="one-of-several",
+            hint="open the directory of all ranks",
+        )
 
 
 def _opened(location: Place, files: Sequence[File], count: int, *, contents: bool | Literal["blocks"]) -> Checkpoint:
@@ -128,8 +146,15 @@ def _opened(location: Place, files: Sequence[File], count: int, *, contents: boo
     return joined(location, read_files(files, count), [file.rank for file in files], contents=contents)
 
 
-def read_files(files: Sequence[File], count: int) -> list[Contents]:
+def read_files(
+    files: Sequence[File], count: int, *, check: Callable[[TorchFile], object] | None = None
+) -> list[Contents]:
     """Read files of `count` ranks; at URLs, several at once.
+
+    Args:
+        files: the files.
+        count: the number of ranks.
+        check: raises an error for a file that is not to be read.
 
     Raises:
         SourceError: a file is not valid.
@@ -139,6 +164,8 @@ def read_files(files: Sequence[File], count: int) -> list[Contents]:
     def read(location: Place) -> Contents:
         number, file = numbered[location]
         saved = TorchFile.read(location, EXPECTED)
+        if check is not None:
+            check(saved)
         return read_state_dict(saved, number, saved.value, file.prefix, Tensors(file.rank, count))
 
     return list(map_ordered(read, list(numbered), workers_at(numbered)))
