@@ -25,8 +25,8 @@ import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # each rank imports it, in 5 seconds, unless it is there
 import numpy as np
 import torch
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.zero_checkpoint import ds_to_universal
 from torch import nn
 
 VOCABULARY, HIDDEN, LENGTH, BATCH = 23, 10, 7, 6
