@@ -247,13 +247,13 @@ _OPENERS = (
     (applied(_shown, DCP), "dcp", "open_dcp"),
     (applied(_shown, SAVES), "torch_save.saves", "open_saves"),
     (_shown_universal, "deepspeed.universal", "open_universal"),
-    (applied(_shown, DEEPSPEED), "deepspeed.checkpoint", "open_zero"),
+    (applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero"),
     (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
     (parts_below, "dcp", "open_dcp"),
-    (applied(saved_parts, SAVED_SET), "torch_save.sets", "open_set"),
+    (applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set"),
     (applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated"),
-    (applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron", "open_megatron"),
-    (release_below, "torch_save.megatron", "open_release"),
+    (applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron_ranks", "open_megatron"),
+    (release_below, "torch_save.megatron_ranks", "open_release"),
 )
 """For each distributed format: a function that finds its file names, and the module and name of its opener."""
 

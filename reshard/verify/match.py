@@ -304,7 +304,7 @@ def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, na
 def _are_of_deepspeed(source: Checkpoint, target: Checkpoint) -> bool:
     if not source.extras.described_by or source.extras.described_by != target.extras.described_by:
         return False
-    from reshard.readers.deepspeed.checkpoint import DESCRIBED_BY  # lazy import: rarely needed
+    from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY  # lazy import: rarely needed
 
     return source.extras.described_by == DESCRIBED_BY
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import SourceError
 from reshard.layout.axes import row_major
 from reshard.layout.block import Block, is_possible, shape_text
-from reshard.readers.deepspeed.values import table, whole_number
+from reshard.readers.deepspeed.pickled import table, whole_number
 from reshard.readers.pickles import Pairs, describe, numbers
-from reshard.readers.torch_save.cuts import Cut, Piece
+from reshard.readers.torch_save.cuts import Cut, CutPiece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,12 +62,12 @@ def affine_cut(value: object, shapes: Sequence[Shape]) -> Cut:
     return Cut(whole, _RULE, tuple(pieces))
 
 
-def _piece(value: object, whole: Shape, part: Shape) -> Piece:
+def _piece(value: object, whole: Shape, part: Shape) -> CutPiece:
     piece = table(value, "a piece of an affine map")
     if piece.get("scale", 1.0) != 1:
         raise SourceError(f"has a part that is scaled by {describe(piece['scale'])}", code="unsupported-layout")
     extents = numbers(piece.get("shape"))
-    return Piece(_box(piece.get("source"), extents, whole), _box(piece.get("dest"), extents, part))
+    return CutPiece(_box(piece.get("source"), extents, whole), _box(piece.get("dest"), extents, part))
 
 
 def _box(location: object, extents: Shape, shape: Shape) -> Block:

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.readers.deepspeed.values import flat, shapes, table, whole_number
+from reshard.readers.deepspeed.pickled import flat, shapes, table, whole_number
 from reshard.readers.pickles import Pairs, describe
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.tensors import rebuilt

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Entry
+from reshard.readers.deepspeed.buffers import MASTERS, Buffers, cut_by_itself, states_by_name
 from reshard.readers.deepspeed.flat import Flat, Stored
-from reshard.readers.deepspeed.values import table
-from reshard.readers.deepspeed.zero import MASTERS, Buffers, cut_by_itself, states_by_name
+from reshard.readers.deepspeed.pickled import table
 from reshard.readers.torch_save.file import extent_in
 from reshard.readers.torch_save.tensors import rebuilt
 
@@ -35,7 +35,7 @@ STATES = (MASTERS, "exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartTensors:
     """The tensors of one part.
 
     Attributes:
@@ -63,7 +63,7 @@ class Part:
         self.located[name] = Stored(tensor.dtype, tensor.shape if shape is None else shape, extent)
 
 
-def add_weights(part: Part, models: Sequence[tuple[int, ModelStates]]) -> None:
+def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
     """Add the weights and buffers that model states have.
 
     Args:
@@ -88,7 +88,7 @@ def _is_placeholder(name: str, tensor: Rebuilt, model: ModelStates) -> bool:
     return tensor.shape == (0,) and (trainable or name in model.frozen_shapes or name in model.shared)
 
 
-def add_expert(part: Part, number: int, file: TorchFile) -> None:
+def add_expert(part: PartTensors, number: int, file: TorchFile) -> None:
     """Add the weights of one expert; raise `SourceError` if the file is not valid."""
     try:
         weights = {name: rebuilt(value) for name, value in table(file.value, "the weights of an expert").items()}
@@ -106,7 +106,7 @@ def add_expert(part: Part, number: int, file: TorchFile) -> None:
         part.unreadable.update({f"{kind}.{name}": reason for kind in STATES})
 
 
-def _add_frozen(part: Part, models: Sequence[tuple[int, ModelStates]]) -> None:
+def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
     """Add frozen parameters of stage 3, of which each rank's model states have a part."""
     first = models[0][1]
     if not first.frozen:
@@ -155,7 +155,7 @@ def _check_counts(ranks: Sequence[Buffers], *, has_experts: bool) -> None:
                 )
 
 
-def add_states(part: Part, model: ModelStates, ranks: Sequence[Buffers], *, has_experts: bool) -> None:
+def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[Buffers], *, has_experts: bool) -> None:
     """Add the states of trainable parameters.
 
     Args:
@@ -191,7 +191,7 @@ def add_states(part: Part, model: ModelStates, ranks: Sequence[Buffers], *, has_
             part.located[state] = location
 
 
-def add_rounded(part: Part, model: ModelStates) -> None:
+def add_rounded(part: PartTensors, model: ModelStates) -> None:
     """Add weights of stage 3, which follow from their masters, and other names of tied weights."""
     for name, tensor in model.module.items():
         if name in part.located or name in part.unreadable:

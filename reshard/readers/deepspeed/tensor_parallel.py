@@ -17,7 +17,7 @@ from reshard.errors import Option, SourceError, StrategyError, Text, names
 from reshard.layout.axes import position, row_major
 from reshard.layout.block import LONGEST_NAME
 from reshard.readers.deepspeed.affine import VERSION, affine_cut
-from reshard.readers.deepspeed.values import optional_table, table, whole_number
+from reshard.readers.deepspeed.pickled import optional_table, table, whole_number
 from reshard.readers.listed import BlockList
 from reshard.readers.pickles import Pairs, describe
 from reshard.readers.torch_save.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, Cuts, cut_by
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from reshard.layout.block import Block, Shape
     from reshard.readers.deepspeed.flat import Flat, Stored
     from reshard.readers.deepspeed.model import ModelStates
-    from reshard.readers.deepspeed.part import Part
-    from reshard.readers.torch_save.cuts import Cut, Piece
+    from reshard.readers.deepspeed.part import PartTensors
+    from reshard.readers.torch_save.cuts import Cut, CutPiece
     from reshard.source.checkpoint import Tensor
 
 PATTERNS = "universal_checkpoint_info"
@@ -193,7 +193,7 @@ class Joined(NamedTuple):
     rules: dict[str, str]
 
 
-def join(parts: Sequence[Part], cuts: TensorCuts, weights: Collection[str]) -> Joined:
+def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str]) -> Joined:
     """Return whole tensors.
 
     Args:
@@ -244,7 +244,7 @@ def _joined(name: str, locations: Sequence[Flat | Stored], cut: Cut, block_list:
     return tensor
 
 
-def _moved(location: Flat | Stored, pieces: Sequence[Piece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
+def _moved(location: Flat | Stored, pieces: Sequence[CutPiece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
     """Yield the blocks of a part where they are in the whole tensor."""
     for local, extent in location.pieces():
         for piece in pieces:

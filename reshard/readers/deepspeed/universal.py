@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import SourceError
 from reshard.layout.block import shape_text
-from reshard.readers.deepspeed.checkpoint import checkpoint_of
-from reshard.readers.deepspeed.files import checkpoint_files, read_files
+from reshard.readers.deepspeed.buffers import MASTERS
+from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import Part, add_rounded, add_weights
-from reshard.readers.deepspeed.values import flat, numbered, scalar, table
-from reshard.readers.deepspeed.zero import MASTERS
+from reshard.readers.deepspeed.part import PartTensors, add_rounded, add_weights
+from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table
+from reshard.readers.deepspeed.zero_checkpoint import checkpoint_of
 from reshard.readers.pickles import Pairs
 from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
 
@@ -77,7 +77,7 @@ def open_universal(
     paths = {f"{DIRECTORY}/{name}/{kind}.pt": (name, kind) for name, kinds in states.items() for kind in kinds}
     read |= read_files(directory, [optimizer, *paths], lambda file: file)
     numbers = {name: number for number, name in enumerate(read)}
-    part = Part()
+    part = PartTensors()
     if len(files.parts) == 1:
         add_weights(part, [(numbers[name], states_of_rank) for name, states_of_rank in models.items()])
     shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
@@ -101,7 +101,7 @@ def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:
     return {name: sorted(kinds[name]) for name in sorted(kinds) if kinds[name] != [MASTERS]}, has_optimizer
 
 
-def _add_state(part: Part, number: int, file: TorchFile, state: str, shape: Shape | None) -> None:
+def _add_state(part: PartTensors, number: int, file: TorchFile, state: str, shape: Shape | None) -> None:
     """Add a state of a parameter.
 
     Args:
@@ -133,7 +133,7 @@ def _add_state(part: Part, number: int, file: TorchFile, state: str, shape: Shap
         raise error.about(file.path) from None
 
 
-def _add_step(part: Part, number: int, file: TorchFile, names: Iterable[str]) -> None:
+def _add_step(part: PartTensors, number: int, file: TorchFile, names: Iterable[str]) -> None:
     """Add the step of all parameters, which the optimizer's file has if it is of ZeRO stage 3."""
     inner = table(file.value, "the optimizer").get("optimizer_state_dict")
     if inner is None:

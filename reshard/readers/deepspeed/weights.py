@@ -13,7 +13,7 @@ from reshard.expressions.arithmetic import rounded
 from reshard.expressions.cast import Cast, Number
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
-from reshard.readers.deepspeed.zero import MASTERS
+from reshard.readers.deepspeed.buffers import MASTERS
 from reshard.storage.places import any_store, can, in_batches
 
 if TYPE_CHECKING:

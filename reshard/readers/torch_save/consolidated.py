@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.errors import Faults, SourceError
 from reshard.formats.directories import CONSOLIDATED
 from reshard.readers.torch_save.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
-from reshard.readers.torch_save.parts import StoredPart, check_shapes, join, opened
+from reshard.readers.torch_save.joining import StoredPart, check_shapes, join, opened
 from reshard.readers.torch_save.saves import File, read_files
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import ranks_text

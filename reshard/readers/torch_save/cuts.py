@@ -79,7 +79,7 @@ def rule_in(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
     return next((rule for rule, endings in table.items() if dotted.endswith(endings)), None)
 
 
-class Piece(NamedTuple):
+class CutPiece(NamedTuple):
     """A block of a part: where it is in the whole tensor, and in the part."""
 
     block: Block
@@ -97,7 +97,7 @@ class Cut(NamedTuple):
 
     shape: Shape
     rule: str
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[CutPiece, ...], ...]
 
     @property
     def is_cut(self) -> bool:
@@ -200,7 +200,7 @@ def cut_by(rule: str, shapes: tuple[Shape, ...]) -> Cut:
     shape = layout.full_shape(first)
     grid = layout.grid(shape)
     blocks = {part: block for block, parts in zip(grid.blocks, grid.ranks, strict=True) for part in parts}
-    return Cut(shape, rule, tuple((Piece(blocks[part], Block.whole(first)),) for part in range(count)))
+    return Cut(shape, rule, tuple((CutPiece(blocks[part], Block.whole(first)),) for part in range(count)))
 
 
 def _gate_and_up(part: Shape, count: int) -> Cut:
@@ -218,7 +218,7 @@ def _gate_and_up(part: Shape, count: int) -> Cut:
         return Block((begin, *(0 for _ in rest)), (begin + rows, *rest))
 
     pieces = (
-        tuple(Piece(block((half * count + number) * rows), block(half * rows)) for half in (0, 1))
+        tuple(CutPiece(block((half * count + number) * rows), block(half * rows)) for half in (0, 1))
         for number in range(count)
     )
     return Cut(shape, GATE_AND_UP, tuple(pieces))

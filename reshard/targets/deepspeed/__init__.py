@@ -20,9 +20,9 @@ from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
 from reshard.formats.entries import Content, FileLayout
 from reshard.formats.sets import UNIVERSAL_NAME
 from reshard.layout.block import Block
-from reshard.readers.deepspeed.checkpoint import DESCRIBED_BY
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER, STEP
+from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
 from reshard.targets.deepspeed.cutting import Cutting

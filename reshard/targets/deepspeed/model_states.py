@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
-from reshard.readers.deepspeed.values import optional_table, table
+from reshard.readers.deepspeed.pickled import optional_table, table
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.targets.deepspeed.instructions import Node, text, text_of, value_of, written
 from reshard.targets.pickling import Items

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.readers.deepspeed.flat import Flat, Stored
-from reshard.readers.deepspeed.values import flat, numbered, scalar, table, whole_number
+from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
 from reshard.readers.pickles import describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.file import extent_in

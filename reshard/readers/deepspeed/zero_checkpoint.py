@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import SourceError, StrategyError
-from reshard.readers.deepspeed.files import checkpoint_files, read_files
+from reshard.readers.deepspeed.buffers import Buffers
 from reshard.readers.deepspeed.flat import FlatTensors
+from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import Part, add_expert, add_rounded, add_states, add_weights
+from reshard.readers.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
 from reshard.readers.deepspeed.tensor_parallel import Joined, TensorCuts, join
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
-from reshard.readers.deepspeed.zero import Buffers
 from reshard.readers.listed import nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject
 from reshard.source.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ from reshard.source.probe import compare_contents
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.readers.deepspeed.files import PartFiles
+    from reshard.readers.deepspeed.listing import PartFiles
     from reshard.readers.torch_save.file import TorchFile
     from reshard.storage.places import Place
 
@@ -69,7 +69,7 @@ def open_zero(
 
 def _part(
     directory: Place, files: PartFiles, experts: Sequence[str], numbers: Mapping[str, int], read: dict[str, TorchFile]
-) -> tuple[Part, ModelStates]:
+) -> tuple[PartTensors, ModelStates]:
     """Read the files of a tensor-parallel part; return its tensors and its model states.
 
     Args:
@@ -87,7 +87,7 @@ def _part(
     else:  # the same shapes again
         read |= read_files(directory, others, lambda file: file, with_value=False)
     ranks = read_files(directory, files.optim, lambda file: Buffers.of(file, numbers[file.path.rpartition("/")[2]]))
-    part = Part()
+    part = PartTensors()
     add_weights(part, [(numbers[name], states) for name, states in models.items()])
     for name, file in read_files(directory, experts, lambda file: file).items():
         add_expert(part, numbers[name], file)
@@ -109,7 +109,7 @@ _WITHOUT_STATES = (
 def checkpoint_of(
     directory: Place,
     files: Sequence[tuple[int, TorchFile]],
-    parts: Sequence[tuple[Part, ModelStates]],
+    parts: Sequence[tuple[PartTensors, ModelStates]],
     warnings: Sequence[str] = (),
     *,
     contents: bool | Literal["blocks"],

@@ -30,8 +30,8 @@ from reshard.readers.runs import iteration_of
 from reshard.readers.torch_save.cuts import GATE_AND_UP, MEGATRON, Cuts, rule_in
 from reshard.readers.torch_save.dtensors import Tensors
 from reshard.readers.torch_save.file import TorchFile
+from reshard.readers.torch_save.joining import JoinedParts, StoredPart, check_shapes, join, opened
 from reshard.readers.torch_save.megatron_args import Arguments
-from reshard.readers.torch_save.parts import JoinedParts, StoredPart, check_shapes, join, opened
 from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_dict
 from reshard.storage.places import workers_at
 from reshard.storage.small import is_text
