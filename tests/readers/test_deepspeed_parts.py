@@ -136,6 +136,18 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     failed(4, "missing-file", "inspect", tmp_path / "missing")
 
 
+def test_other_parts_than_the_training_had(tmp_path: Path) -> None:
+    """Without the second part, the first would be taken for the whole model."""
+    write_parts(tmp_path / "less", patterns=PATTERNS)
+    for path in (tmp_path / "less" / "global_step3").glob("*mp_rank_01*"):
+        path.unlink()
+    with refused(SourceError, "wrong-count", "2 tensor-parallel parts"):
+        reshard.open(tmp_path / "less")
+    write_parts(tmp_path / "more", patterns=PATTERNS, model=lambda values: values.update(mp_world_size=1))
+    with refused(SourceError, "wrong-count", "files of 2"):
+        reshard.open(tmp_path / "more")
+
+
 def test_rules_for_one_part(tmp_path: Path) -> None:
     write_zero(tmp_path, [{"w": (4, 4)}])
     with refused((UsageError, StrategyError), "self-described"):  # type: ignore[arg-type]  # either

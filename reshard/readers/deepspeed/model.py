@@ -97,6 +97,15 @@ class ModelStates(NamedTuple):
             {name: value for name, value in values.items() if name not in _TENSORS},
         )  # fmt: skip
 
-    def number(self, name: str) -> int | None:
-        """Return a value that is a whole number, or None."""
-        return whole_number(self.others.get(name))
+    def check_parts(self, count: int) -> None:
+        """Compare the number of tensor-parallel parts that have files with that of the training, if it is known.
+
+        Raises:
+            SourceError: they differ.
+        """
+        expected = whole_number(self.others.get("mp_world_size"))
+        if expected not in {None, count}:
+            raise SourceError(
+                f"{self.file.path} is of a training with {expected} tensor-parallel parts, and there are files of {count}",
+                code="wrong-count",
+            )

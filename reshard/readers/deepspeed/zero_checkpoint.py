@@ -61,14 +61,20 @@ def open_zero(
     ranked.sort(key=lambda item: item[0])
     numbers = {name: number for number, (_, name) in enumerate(ranked)}
     read: dict[str, TorchFile] = {}
-    parts = [_part(directory, of_part, files.experts, numbers, read) for of_part in files.parts]
+    parts = [_part(directory, of_part, files.experts, numbers, read, count=len(files.parts)) for of_part in files.parts]
     warnings = [] if files.parts[0].optim else [_WITHOUT_STATES.format(directory)]
     in_order = [(rank, read[name]) for rank, name in ranked]
     return checkpoint_of(directory, in_order, parts, warnings, contents=contents, rules=rules)
 
 
 def _part(
-    directory: Place, files: PartFiles, experts: Sequence[str], numbers: Mapping[str, int], read: dict[str, TorchFile]
+    directory: Place,
+    files: PartFiles,
+    experts: Sequence[str],
+    numbers: Mapping[str, int],
+    read: dict[str, TorchFile],
+    *,
+    count: int,
 ) -> tuple[PartTensors, ModelStates]:
     """Read the files of a tensor-parallel part; return its tensors and its model states.
 
@@ -78,9 +84,11 @@ def _part(
         experts: the names of the files of experts.
         numbers: the number of each file.
         read: gets the files.
+        count: the number of parts.
     """
     first, *others = files.model
     model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
+    model.check_parts(count)
     models = {first: model}
     if model.frozen:
         models |= read_files(directory, others, ModelStates.of)
