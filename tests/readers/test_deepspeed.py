@@ -288,6 +288,17 @@ def test_one_file_alone_is_one_of_several(tmp_path: Path) -> None:
         failed(4, "one-of-several", "inspect", path)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_two_savings(tmp_path: Path, stage: int) -> None:
+    """One name for all checkpoints, as Lightning's `last`, and saving was interrupted: sizes do not show it."""
+    write_zero(tmp_path / "old", GROUPS, stage=stage, step=tensor(np.array(2, np.float32)))
+    write_zero(tmp_path / "new", GROUPS, stage=stage)
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(tmp_path / "old" / "global_step3" / name, tmp_path / "new" / "global_step3" / name)
+    with refused(SourceError, "several-steps", name):
+        reshard.open(tmp_path / "new")
+
+
 def test_a_pipeline_is_refused(tmp_path: Path) -> None:
     write_zero(tmp_path, GROUPS)
     write_save(tmp_path / "global_step3" / "layer_00-model_00-model_states.pt", {"w": tensor(np.zeros(3, np.float32))})

@@ -12,16 +12,17 @@ from reshard.readers.deepspeed.buffers import MASTERS, Buffers, cut_by_itself, s
 from reshard.readers.deepspeed.flat import Flat, Stored
 from reshard.readers.deepspeed.pickled import table
 from reshard.readers.torch_save.file import extent_in
-from reshard.readers.torch_save.tensors import rebuilt
+from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
+from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.torch_save.file import Storage, TorchFile
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.storage.base import ReadStore, Want
 
 _COUNTS = (
     "files of an earlier run with more ranks stay in the directory; MiCS and hpZ, which cut within groups of ranks, "
@@ -30,7 +31,10 @@ _COUNTS = (
 
 _PARTITIONED = 3  # the stage of ZeRO that cuts weights
 
-STATES = (MASTERS, "exp_avg", "exp_avg_sq", "step")
+STEP = "step"
+"""The number of steps of the optimizer, as a kind of state."""
+
+STATES = (MASTERS, "exp_avg", "exp_avg_sq", STEP)
 """The kinds of state of Adam."""
 
 
@@ -155,6 +159,30 @@ def _check_counts(ranks: Sequence[Buffers], *, has_experts: bool) -> None:
                 )
 
 
+def _check_steps(ranks: Sequence[Buffers]) -> None:
+    """Refuse ranks of different steps: files of two savings under one name differ in nothing else."""
+
+    def steps() -> Iterator[tuple[tuple[Buffers, object, bytearray], ReadStore, list[Want]]]:
+        for buffers in ranks:
+            step = next((scalars[STEP] for scalars in buffers.scalars if STEP in scalars), None)
+            if isinstance(step, Rebuilt):
+                content = bytearray(step.dtype.itemsize)
+                begin = buffers.storages[step.record].begin + step.first * step.dtype.itemsize
+                yield (buffers, step.dtype, content), any_store(), [(buffers.file.path, begin, memoryview(content))]
+            elif step is not None:
+                yield (buffers, step, bytearray()), any_store(), []
+
+    first: tuple[Buffers, object] | None = None
+    for buffers, number_or_dtype, content in in_batches(steps()):
+        value = number_or_dtype, bytes(content)
+        first = first or (buffers, value)
+        if value != first[1]:
+            raise SourceError(
+                f"{buffers.file.path} is of another step than {first[0].file.path}", code="several-steps",
+                facts=["saving over an earlier checkpoint was interrupted, or files of two checkpoints are mixed"],
+            )  # fmt: skip
+
+
 def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[Buffers], *, has_experts: bool) -> None:
     """Add the states of trainable parameters.
 
@@ -168,6 +196,7 @@ def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[Buffers], 
         SourceError: files contradict each other, or the order of parameters is unknown.
     """
     _check_counts(ranks, has_experts=has_experts)
+    _check_steps(ranks)
     if model.groups is None:
         advice = "move the optimizer's files to another directory to read the weights alone"
         raise SourceError(

@@ -20,7 +20,7 @@ from reshard.layout.block import shape_text
 from reshard.readers.deepspeed.buffers import MASTERS
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import PartTensors, add_rounded, add_weights
+from reshard.readers.deepspeed.part import STEP, PartTensors, add_rounded, add_weights
 from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table
 from reshard.readers.deepspeed.zero_checkpoint import checkpoint_of
 from reshard.readers.pickles import Pairs
@@ -39,9 +39,6 @@ DIRECTORY = "zero"
 
 OPTIMIZER = "optimizer_state.pt"
 """The file of what the optimizer has beside tensors, in that directory."""
-
-STEP = "step"
-"""The number of steps of the optimizer, as a kind of state."""
 
 _PARAM = "param"
 

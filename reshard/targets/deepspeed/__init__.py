@@ -20,7 +20,8 @@ from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
 from reshard.formats.entries import Content, FileLayout
 from reshard.formats.sets import UNIVERSAL_NAME
 from reshard.layout.block import Block
-from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER, STEP
+from reshard.readers.deepspeed.part import STEP
+from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
