@@ -127,6 +127,10 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     assert set(reshard.open(tmp_path / "average").unreadable) == {
         "0.norm.weight", *(f"{kind}.0.norm.weight" for kind in KINDS)
     }  # fmt: skip
+    write_parts(
+        tmp_path / "masters", stage=3, patterns={**PATTERNS, "parameter_to_average_patterns": [r"\d+.norm.weight"]}
+    )
+    assert "0.norm.weight" in reshard.open(tmp_path / "masters").unreadable  # which follows from its master
     write_parts(tmp_path / "stages", patterns=PATTERNS, model=lambda values: values.update(
         checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}
     ))  # fmt: skip

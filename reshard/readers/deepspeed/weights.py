@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.dtypes import BY_NAME
+from reshard.errors import Text
 from reshard.errors import names as quoted
 from reshard.expressions.arithmetic import rounded
 from reshard.expressions.cast import Cast, Number
@@ -39,7 +40,7 @@ _WARNING = (
 def with_computed(
     checkpoint: Checkpoint, weights: Mapping[str, tuple[str, DType]], numbers: Mapping[str, float]
 ) -> Checkpoint:
-    """Return a checkpoint with tensors that are not stored.
+    """Return a checkpoint with tensors that are not stored; a weight without a readable master is unreadable.
 
     Args:
         checkpoint: the checkpoint.
@@ -48,9 +49,13 @@ def with_computed(
     """
     casts: dict[tuple[str, DType], Expression] = {}
     expressions: dict[str, Expression] = {}
+    unreadable = dict(checkpoint.unreadable)
     for name, (master, dtype) in weights.items():
         if master in checkpoint.tensors:
             expressions[name] = casts.setdefault((master, dtype), Cast(Operand(checkpoint, master), dtype))
+        else:
+            unreadable[name] = Text(f"is {master!r:.60}, rounded, which ", unreadable.get(master, "is in no file"))
+    checkpoint = replace(checkpoint, unreadable=unreadable)
     of_value: dict[float, Expression] = {}
     for name, value in numbers.items():
         expressions[name] = of_value.setdefault(value, Number(value, BY_NAME["float32"]))
