@@ -222,6 +222,20 @@ def test_frozen_parameters_with_stage_3(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path), full)
 
 
+def test_tied_parameters_before_they_were_recorded(tmp_path: Path) -> None:
+    """With stage 3 each parameter is of shape (0,) in the module; DeepSpeed before 0.8 has no `shared_params`."""
+
+    def tie(states: dict[str, Any]) -> None:
+        del states["shared_params"]
+        states["module"] |= {"head": tensor(np.zeros(0, np.uint16)), "empty": tensor(np.zeros(0, np.float32))}
+        states["buffer_names"] = ["empty"]
+
+    full = write_zero(tmp_path, GROUPS, stage=3, model=tie)
+    source = reshard.open(tmp_path)
+    assert set(source.unreadable) == {"head"}
+    assert_equal(source, {**full, "empty": np.zeros(0, np.float32)})
+
+
 def spoil(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda values: values.update(changes)
 

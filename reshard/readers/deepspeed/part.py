@@ -88,8 +88,7 @@ def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
 
 def _is_placeholder(name: str, tensor: Rebuilt, model: ModelStates) -> bool:
     """Return whether a tensor of the module stands for one that stage 3 has cut."""
-    trainable = any(name in group for group in model.groups or ())
-    return tensor.shape == (0,) and (trainable or name in model.frozen_shapes or name in model.shared)
+    return tensor.shape == (0,) and model.is_partitioned and name not in model.buffers
 
 
 def add_expert(part: PartTensors, number: int, file: TorchFile) -> None:
