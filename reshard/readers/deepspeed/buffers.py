@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import SourceError
 from reshard.readers.deepspeed.flat import Flat, Stored
 from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
-from reshard.readers.pickles import describe, numbers
+from reshard.readers.pickles import Pairs, describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.file import extent_in
 from reshard.readers.torch_save.tensors import Rebuilt
@@ -63,7 +63,7 @@ class Buffers(NamedTuple):
             stage3 = "fp32_flat_groups" in values
             masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
             state = values.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
-            if not isinstance(state, list) or hasattr(state, "items"):  # a dict of torch's, or the lean states
+            if not isinstance(state, list) or isinstance(state, Pairs):  # a dict of torch's, or the lean states
                 state = table(state, "the optimizer's states").get("state")
             states = numbered(state, "states of groups")
             groups, scalars = [], []

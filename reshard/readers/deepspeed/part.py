@@ -227,7 +227,7 @@ def add_rounded(part: PartTensors, model: ModelStates) -> None:
         kept = model.shared.get(name, name)
         location = part.located.get(kept) or part.located.get(f"{MASTERS}.{kept}")
         if location is None:
-            part.unreadable[name] = "is in no file: it was cut by ZeRO stage 3, and has no master"
+            part.unreadable[name] = "is not stored whole, and has no master"
         elif location.dtype is tensor.dtype:
             part.located[name] = location
         else:

@@ -55,7 +55,7 @@ def numbered(value: object, name: str) -> list[Any]:
         if 2 * len(items) != len(value):
             raise SourceError(f"has {name} that are not numbered from 0", code="bad-value")
         return [items.get(number) for number in range(max(items, default=-1) + 1)]
-    if isinstance(value, list | tuple) and not isinstance(value, Pairs):
+    if isinstance(value, list | tuple):
         return list(value)
     raise SourceError(f"has {describe(value)} for {name}; expected a list", code="bad-value")
 

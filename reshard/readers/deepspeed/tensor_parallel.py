@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Option, SourceError, StrategyError, Text, names
 from reshard.layout.axes import position, row_major
-from reshard.layout.block import LONGEST_NAME
+from reshard.layout.block import LONGEST_NAME, Block
 from reshard.readers.deepspeed.affine import VERSION, affine_cut
 from reshard.readers.deepspeed.pickled import optional_table, table, whole_number
 from reshard.readers.listed import BlockList
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Block, Shape
+    from reshard.layout.block import Shape
     from reshard.readers.deepspeed.flat import Flat, Stored
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.deepspeed.part import PartTensors
@@ -254,7 +254,7 @@ def _moved(location: Flat | Stored, pieces: Sequence[CutPiece], itemsize: int) -
             strides = extent.strides or row_major(local.shape)
             begin = position(inside.start, local.start, strides)
             shift = [a - b for a, b in zip(piece.block.start, piece.inside.start, strict=True)]
-            block = type(local)(
+            block = Block(
                 tuple(a + b for a, b in zip(inside.start, shift, strict=True)),
                 tuple(a + b for a, b in zip(inside.stop, shift, strict=True)),
             )

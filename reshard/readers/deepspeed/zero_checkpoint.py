@@ -18,7 +18,7 @@ from reshard.readers.deepspeed.part import PartTensors, add_expert, add_rounded,
 from reshard.readers.deepspeed.tensor_parallel import Joined, TensorCuts, join
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
 from reshard.readers.listed import nothing_readable
-from reshard.readers.pickles import Name, Pairs, PickledObject
+from reshard.readers.torch_save.saves import kind_of
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Extras, Object, Opening
 from reshard.source.probe import compare_contents
@@ -175,8 +175,4 @@ def _problem(value: object) -> str:
     """Return why a value of the model states is not read, with a short description."""
     if isinstance(value, bool | int | float | str):
         return f"is {value!r:.60}, which only a Universal Checkpoint keeps"
-    if isinstance(value, Name | PickledObject):
-        kind = value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
-    else:
-        kind = "dict" if isinstance(value, Pairs) else type(value).__name__
-    return f"is a pickled {kind}, which only a Universal Checkpoint keeps"
+    return f"is a pickled {kind_of(value)}, which only a Universal Checkpoint keeps"
