@@ -259,6 +259,10 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         "unsupported-layout", {"optim": spoil(ds_zero_partition_groups=[{"partition_count": 1}])},
     ),
     "no states": ("bad-value", {"optim": spoil(base_optimizer_state=None)}),
+    "many kinds of states": (
+        "too-large",
+        {"optim": lambda values: values["base_optimizer_state"]["state"][0].update({f"k{n}": 1 for n in range(99)})},
+    ),
     "paddings of fewer": ("ranks-disagree", {"optim": spoil(param_alignment_paddings=[[0], [0, 0]])}),
     "paddings that are too large": ("wrong-shape", {"optim": spoil(param_alignment_paddings=[[0, 9], [0, 0]])}),
     "negative paddings": ("bad-shape", {"optim": spoil(param_alignment_paddings=[[0, -9], [0, 0]])}),

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
 
+_MOST_KINDS = 64  # of states: each is a tensor of each parameter
+
 MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
 
@@ -70,7 +72,10 @@ class Buffers(NamedTuple):
             for group, tensor in enumerate(numbered(values.get(masters), masters)):
                 buffers, single = {MASTERS: flat(tensor, f"{masters}[{group}]")}, {}
                 of_group = states[group] if group < len(states) else None
-                for kind, value in table(of_group, f"the states of group {group}").items() if of_group else ():
+                kinds = table(of_group, f"the states of group {group}") if of_group else {}
+                if len(kinds) > _MOST_KINDS:
+                    raise SourceError(f"has {len(kinds):,} kinds of states", code="too-large")  # noqa: TRY301
+                for kind, value in kinds.items():
                     number_or_tensor = scalar(value)
                     if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
                         number_or_tensor = None  # a flat buffer of one element
