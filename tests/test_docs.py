@@ -26,6 +26,7 @@ import pytest
 import tensor_parallel
 from checkpoints import write_file
 from commands import done
+from deepspeed_files import write_zero
 from samples import slow
 from saves_files import tensor, write_save
 from transcript import Typed, check, typed
@@ -124,9 +125,17 @@ def convert(folder: Path, target: str, *options: str) -> None:
     )  # fmt: skip
 
 
+def prepare_deepspeed(folder: Path, _: Path) -> None:
+    """A run of DeepSpeed on two ranks."""
+    write_zero(
+        folder / "zero-run", [{"layers.0.weight": (16, 8), "layers.1.weight": (8, 16)}, {"norm": (8,), "bias": (8,)}]
+    )
+
+
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
     "megatron-legacy": prepare_megatron_legacy, "lora": prepare_lora, "quantized": prepare_quantized,
+    "deepspeed": prepare_deepspeed,
 }  # fmt: skip
 
 

@@ -74,16 +74,16 @@ def torch_dtype(name: str, dtype: DType) -> Name:
 
 
 @lru_cache(maxsize=4096)
-def saved_tensor(dtype: DType, shape: Shape, *, key: str = "") -> Saved:
+def saved_tensor(dtype: DType, shape: Shape, entries: tuple[tuple[str, int], ...] = ()) -> Saved:
     """Return the zip of a tensor in row-major order, of a dtype that PyTorch has.
 
     Args:
         dtype: the dtype.
         shape: the shape.
-        key: with it, the tensor is in a dict, with `cat_dim` next to it, as in a Universal Checkpoint of DeepSpeed.
+        entries: with these, the tensor is in a dict, next to them, as `param`.
     """
     tensor = rebuilding(dtype, shape)
-    value = {key: tensor, "cat_dim": 0} if key else tensor
+    value = {"param": tensor, **dict(entries)} if entries else tensor
     return saved_storages(pickled(value, 2), {"0": prod(shape) * dtype.itemsize})
 
 

@@ -5,6 +5,9 @@
 Each job is a dict: `config` (of DeepSpeed), `ranks`, `model` (options of `Net`), `steps`, and maybe `load` (a directory
 and a tag), `save` (a directory), `convert` (save's tag becomes a Universal Checkpoint there, by DeepSpeed's converter),
 and `result`, an `.npz` of losses, weights and states. DeepSpeed is imported once, and each job's ranks are forked.
+
+A job with `folder` loads the states of parameters as each of `parts` tensor-parallel ranks does, given the `shapes` of
+their parts.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # each rank imports it, in 5 seconds, unless it is there
 import numpy as np
 import torch
+from deepspeed.checkpoint import ds_to_universal, universal_checkpoint
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.zero_checkpoint import ds_to_universal
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, which takes a compiler and time
 
 VOCABULARY, HIDDEN, LENGTH, BATCH = 23, 10, 7, 6
 
@@ -157,6 +163,21 @@ def plain(value: Any) -> Any:
     return (value.detach().view(torch.int16) if value.dtype is torch.bfloat16 else value.detach()).cpu().numpy()
 
 
+def load_parts(job: dict[str, Any]) -> None:
+    """Load states as each tensor-parallel rank does."""
+    found = {}
+    for part in range(job["parts"]):
+        for name, shape in job["shapes"].items():
+            parameter = nn.Parameter(torch.zeros(shape))
+            master = torch.zeros(parameter.numel())
+            address = fragment_address(numel=parameter.numel(), start=0)
+            parameter._hp_mapping = SimpleNamespace(lp_fragment_address=address, get_hp_fragment=lambda: master)  # noqa: B023
+            universal_checkpoint.load_hp_checkpoint_state(parameter, f"{job['folder']}/{name}", part, job["parts"])
+            states = {"fp32": master, **parameter._hp_mapping.optim_fragment}
+            found |= {f"{part}.{kind}.{name}": plain(state.reshape(shape)) for kind, state in states.items()}
+    np.savez(job["result"], **found)
+
+
 def convert(source: str, target: str) -> None:
     """Convert with DeepSpeed's own program."""
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
@@ -169,6 +190,9 @@ def convert(source: str, target: str) -> None:
 def main() -> None:
     logging.disable(logging.WARNING)
     for job in json.loads(Path(sys.argv[1]).read_text()):
+        if "folder" in job:
+            load_parts(job)
+            continue
         with tempfile.TemporaryDirectory() as directory:
             torch.multiprocessing.start_processes(
                 work, (job, f"{directory}/meeting"), nprocs=job["ranks"], start_method="fork"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 from commands import done
+from deepspeed_files import KINDS, values, write_zero
 
 import reshard
 
@@ -181,6 +182,40 @@ def test_hyper_parameters_that_differ_between_groups(results: Results) -> None:
     assert results["ours/s1/3/2"]["decay"].tolist() == [0.1, 0]
     assert results["ours/s3_decay/2/3"]["decay"].tolist() == [0.1, 0]
     assert results["ours/s1/3/2"]["loaded_lr"].tolist() == results["ours/s1/1/3"]["loaded_lr"].tolist() != [0.01, 0.01]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_tensor_parallel_ranks_get_their_parts(tmp_path: Path, parts: int) -> None:
+    """Of a checkpoint of two ranks, by the patterns that the training recorded."""
+    shapes = {"columns.weight": (12, 5), "rows.weight": (4, 6), "gated.weight": (24, 3), "same.bias": (5,)}
+    full = values([shapes])
+
+    def part_of(name: str, part: int, count: int) -> Any:
+        array = full[name]
+        if not array.ndim or name.endswith("same.bias"):
+            return array
+        if name.endswith("gated.weight"):
+            return np.concatenate([np.split(half, count)[part] for half in np.split(array, 2)])
+        return np.split(array, count, int(name.endswith("rows.weight")))[part]
+
+    patterns = {
+        "tp_replicated_parameter_patterns": ["same.bias"], "parameter_with_row_parallelism_patterns": ["rows.+"],
+        "parameter_with_2_sub_params_cat_dim_0": ["gated.+"],
+    }  # fmt: skip
+    for part in range(2):
+        local = {name: part_of(name, part, 2) for name in full}
+        groups = [{name: local[name].shape for name in shapes}]
+        write_zero(tmp_path / "src", groups, full=local, part=part, extra={"universal_checkpoint_info": patterns})
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "deepspeed-universal")
+    train(tmp_path, [{
+        "folder": f"{tmp_path}/out/zero", "parts": parts, "result": f"{tmp_path}/parts.npz",
+        "shapes": {name: part_of(name, 0, parts).shape for name in shapes},
+    }])  # fmt: skip
+    found = read(tmp_path / "parts.npz")
+    assert len(found) == parts * len(KINDS) * len(shapes)
+    for key, array in found.items():
+        part, _, name = key.partition(".")
+        assert array.tobytes() == part_of(name, int(part), parts).tobytes(), key
 
 
 def test_they_are_equal_to_what_was_saved(root: Path) -> None:

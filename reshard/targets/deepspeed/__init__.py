@@ -20,14 +20,16 @@ from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
 from reshard.formats.entries import Content, FileLayout
 from reshard.formats.sets import UNIVERSAL_NAME
 from reshard.layout.block import Block
+from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import STEP
 from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
+from reshard.targets.deepspeed.cutting import Cutting
 from reshard.targets.deepspeed.instructions import written
-from reshard.targets.deepspeed.model_states import ModelStates
-from reshard.targets.deepspeed.optimizer import OptimizerStates, StepTensor
+from reshard.targets.deepspeed.model_states import CarriedModelStates
+from reshard.targets.deepspeed.optimizer import CarriedOptimizer, StepTensor
 from reshard.targets.deepspeed.saved_values import SavedValues
 from reshard.targets.deepspeed.states import number_of, parameter_states
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
@@ -49,7 +51,6 @@ TRACKER = "latest_universal"
 """The file that names the directory of a Universal Checkpoint."""
 
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-_PARAM = "param"
 _FILE_BYTES, _TENSOR_BYTES = 2500, 500  # resident memory of a file in a plan, and of a tensor in model states
 
 _NEEDED = {"dp_world_size", "mp_world_size", "global_steps", "skipped_steps", "lr_scheduler"}
@@ -75,8 +76,13 @@ class UniversalTarget(Destination):
         numbers = {name: number_of(source, self._items[name].tensor) for name in steps}
         self._steps = {name: number for name, number in numbers.items() if number is not None}
         self._wanted: dict[tuple[Shape, tuple[int, ...]], TargetBlocks] = {}
-        dropped = source.opened.extras.objects.keys() - objects.keys() - _NEEDED
-        self._model, self._optimizer = _read(source.opened, dropped)
+        opened = source.opened
+        dropped = opened.extras.objects.keys() - objects.keys() - _NEEDED
+        saved = SavedValues.read(_file_of_rank_0(opened, MODEL_STATES))
+        self._model = CarriedModelStates(saved, dropped)
+        self._optimizer = _optimizer(opened, self._model)
+        parameters = dict.fromkeys(self._old_name(state.parameter) for state in self._states.values())
+        self._cutting = Cutting(ModelStates.of(saved.file), opened.opening.rules, parameters)
         self._optimizer_file = self._optimizer.saved(self._step(steps[0]) if steps else None)
         self.carried = {*objects}
         self.memory: tuple[Share, ...] = (
@@ -128,23 +134,18 @@ class UniversalTarget(Destination):
         weights = {name: item for name, item in self._items.items() if name not in self._states}
         shapes = {name: (item.dtype, item.tensor.spec.shape) for name, item in weights.items()}
         buffers = [name for name, item in weights.items() if item.tensor.spec.name in self._model.buffers]
-        result = [
-            TargetFile(
-                0,
-                path,
-                _layout(
-                    self._model.saved(shapes, whole), [weights[name] for name in (weights if whole is None else whole)]
-                ),
-            )
-            for path, whole in zip(_MODEL_FILES, (None, buffers), strict=True)
-        ]
+        result = []
+        for path, whole in zip(_MODEL_FILES, (None, buffers), strict=True):
+            stored = weights if whole is None else whole
+            layout = _layout(self._model.saved(shapes, whole), [weights[name] for name in stored])
+            result.append(TargetFile(0, path, layout))
         for name, state in self._states.items():
             item = self._items[name]
             if name in self._steps:
                 layout = literal(saved_object(self._steps[name]))
             else:
-                key = "" if state.kind == STEP else _PARAM
-                layout = _layout(saved_tensor(item.dtype, item.tensor.spec.shape, key=key), [item])
+                entries = () if state.kind == STEP else self._cutting.entries(self._old_name(state.parameter))
+                layout = _layout(saved_tensor(item.dtype, item.tensor.spec.shape, entries), [item])
             result.append(TargetFile(0, f"{DIRECTORY}/{state.parameter}/{state.kind}.pt", layout))
         return (
             *result,
@@ -154,7 +155,7 @@ class UniversalTarget(Destination):
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of missing hyper-parameters, of names that are carried as they were, and of what loading needs."""
-        result = [f"{self._source.root}: {remark}" for remark in self._model.remarks]
+        result = [f"{self._source.root}: {remark}" for remark in (*self._model.remarks, *self._cutting.remarks)]
         if not self._optimizer.has_groups:
             result.append(
                 f"{self._source.root}: has no hyper-parameters; a training that loads the target keeps its own"
@@ -164,6 +165,10 @@ class UniversalTarget(Destination):
                 f"{names(renamed, most=3)}: not in the target; what is carried of the model states names them"
             )
         return tuple(result)
+
+    def _old_name(self, parameter: str) -> str:
+        """Return the name of a parameter in the source."""
+        return self._items[parameter].tensor.spec.name
 
     def _step(self, name: str) -> float | StepTensor:
         """Return the number of steps of the optimizer."""
@@ -190,21 +195,12 @@ def values_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, tuple
     return {name: (written(value, 2), storages[name]) for name, value in values.items()}
 
 
-def _read(source: Checkpoint, dropped: Collection[str]) -> tuple[ModelStates, OptimizerStates]:
-    """Read what is carried.
-
-    Args:
-        source: the checkpoint.
-        dropped: the names of values of the model states that are not carried.
-    """
-    saved = SavedValues.read(_file_of_rank_0(source, MODEL_STATES))
-    model = ModelStates(saved, dropped)
+def _optimizer(source: Checkpoint, model: CarriedModelStates) -> CarriedOptimizer:
+    """Read what is carried of the optimizer."""
     file = _file_of_rank_0(source, OPTIM_STATES)
-    optimizer = OptimizerStates(
-        SavedValues.read(file), universal=file.name == OPTIMIZER, groups=max(model.groups, 1),
-        version=saved.root.entries.get("ds_version"),
-    )  # fmt: skip
-    return model, optimizer
+    return CarriedOptimizer(
+        SavedValues.read(file), universal=file.name == OPTIMIZER, groups=max(model.groups, 1), version=model.version
+    )
 
 
 def _file_of_rank_0(source: Checkpoint, pattern: re.Pattern[str]) -> Place:

@@ -16,8 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
-from reshard.readers.deepspeed.pickled import table
-from reshard.readers.pickles import Pairs
+from reshard.readers.deepspeed.pickled import optional_table, table
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.targets.deepspeed.instructions import Node, text, text_of, value_of, written
 from reshard.targets.pickling import Items
@@ -32,18 +31,13 @@ if TYPE_CHECKING:
     from reshard.targets.deepspeed.saved_values import SavedValues
 
 _MODULE, _FROZEN = "module", "frozen_param_fragments"
-_CUT = ("parameter_", "vocabulary_parameter_", "tp_replicated_parameter_")
 _ROUND_ROBIN = (
     "the training has round_robin_gradients: load the target without it (DeepSpeed 0.19 puts states of parameters in "
     "wrong places with it, and says nothing)"
 )
-_PATTERNS = (
-    "universal_checkpoint_info says how parameters are cut in tensor parallelism, which the target does not: load it "
-    "without tensor parallelism"
-)
 
 
-class ModelStates:
+class CarriedModelStates:
     """The model states of a source, without the tensors of its module.
 
     Attributes:
@@ -51,6 +45,7 @@ class ModelStates:
         groups: the number of groups of trainable parameters.
         parameters: the names of these.
         remarks: what has to be known to load a Universal Checkpoint of them.
+        version: the version of DeepSpeed.
     """
 
     def __init__(self, saved: SavedValues, dropped: Collection[str]) -> None:
@@ -76,7 +71,7 @@ class ModelStates:
         self.buffers = set(map(str, values.get("buffer_names") or ()))
         groups = [table(group, "param_shapes") for group in values.get("param_shapes") or ()]
         self.groups, self.parameters = len(groups), [name for group in groups for name in group]
-        self.remarks = [*_remarks(values)]
+        self.remarks, self.version = [*_remarks(values)], saved.root.entries.get("ds_version")
 
     def saved(self, tensors: Mapping[str, tuple[DType, Shape]], whole: Collection[str] | None = None) -> Saved:
         """Return a file of model states; the bytes of its whole tensors are in their order.
@@ -110,10 +105,6 @@ class ModelStates:
 
 def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield remarks on the configuration of the training."""
-    config, info = (values.get(name) for name in ("ds_config", "universal_checkpoint_info"))
-    zero = table(config, "ds_config").get("zero_optimization") if isinstance(config, Pairs) else None
-    if isinstance(zero, Pairs) and table(zero, "zero_optimization").get("round_robin_gradients") is True:
+    zero = optional_table(optional_table(values, "ds_config"), "zero_optimization")
+    if zero.get("round_robin_gradients") is True:
         yield _ROUND_ROBIN
-    patterns = table(info, "universal_checkpoint_info") if isinstance(info, Pairs) else {}
-    if any(isinstance(value, list) and value for name, value in patterns.items() if name.startswith(_CUT)):
-        yield _PATTERNS

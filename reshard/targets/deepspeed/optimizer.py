@@ -36,7 +36,7 @@ class StepTensor(NamedTuple):
     content: bytes
 
 
-class OptimizerStates:
+class CarriedOptimizer:
     """What a source has of the optimizer beside tensors.
 
     Attributes:
