@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.readers.deepspeed.flat import Flat, Stored
+from reshard.readers.deepspeed.flat import Flat, WholeTensor
 from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
 from reshard.readers.pickles import Pairs, describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
@@ -38,7 +38,7 @@ MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
 
 
-class Buffers(NamedTuple):
+class RankBuffers(NamedTuple):
     """The flat buffers of a rank: by group, then by kind of state.
 
     Attributes:
@@ -58,7 +58,7 @@ class Buffers(NamedTuple):
     storages: Mapping[bytes, Storage]
 
     @classmethod
-    def of(cls, file: TorchFile, number: int) -> Buffers:
+    def of(cls, file: TorchFile, number: int) -> RankBuffers:
         """Interpret a file of optimizer states; raise `SourceError` if it is not valid."""
         try:
             values = table(table(file.value, "optimizer states").get("optimizer_state_dict"), "optimizer_state_dict")
@@ -123,8 +123,8 @@ class Buffers(NamedTuple):
 
 
 def states_by_name(
-    ranks: Sequence[Buffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
-) -> Iterator[tuple[str, str, Flat | Stored | float]]:
+    ranks: Sequence[RankBuffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
+) -> Iterator[tuple[str, str, Flat | WholeTensor | float]]:
     """Yield the states of each parameter: its name, the kind of state, and where it is; or its value.
 
     Args:
@@ -158,14 +158,14 @@ def states_by_name(
                 yield name, kind, single
 
 
-def _scalar(buffers: Buffers, value: Rebuilt | float) -> Stored | float:
+def _scalar(buffers: RankBuffers, value: Rebuilt | float) -> WholeTensor | float:
     """Return the place of a single number."""
     if not isinstance(value, Rebuilt):
         return value
-    return Stored(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
+    return WholeTensor(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
 
 
-def _lengths(ranks: Sequence[Buffers], group: int, kind: str) -> list[int]:
+def _lengths(ranks: Sequence[RankBuffers], group: int, kind: str) -> list[int]:
     dtypes = {buffers.groups[group][kind].dtype.name for buffers in ranks}
     if len(dtypes) > 1:
         raise SourceError(
@@ -175,7 +175,7 @@ def _lengths(ranks: Sequence[Buffers], group: int, kind: str) -> list[int]:
 
 
 def _group_cut(
-    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Flat]]:
     """Yield parameters in a group that is cut as one vector."""
     gaps = _alignment_paddings(ranks, group, len(shapes))
@@ -216,7 +216,7 @@ def _group_cut(
         )  # fmt: skip
 
 
-def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tuple[int, ...]:
+def _alignment_paddings(ranks: Sequence[RankBuffers], group: int, count: int) -> tuple[int, ...]:
     """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
     try:
         every = [_of_group(buffers, group) for buffers in ranks]
@@ -234,13 +234,13 @@ def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tup
     return paddings
 
 
-def _of_group(buffers: Buffers, group: int) -> object:
+def _of_group(buffers: RankBuffers, group: int) -> object:
     paddings = buffers.values.get("param_alignment_paddings")
     return paddings[group] if isinstance(paddings, list) and group < len(paddings) else None
 
 
 def _parameters_cut(
-    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Flat]]:
     """Yield parameters that are each cut by themselves."""
     count = len(ranks)

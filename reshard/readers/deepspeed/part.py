@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Entry
-from reshard.readers.deepspeed.buffers import MASTERS, Buffers, cut_by_itself, states_by_name
-from reshard.readers.deepspeed.flat import Flat, Stored
+from reshard.readers.deepspeed.buffers import MASTERS, RankBuffers, cut_by_itself, states_by_name
+from reshard.readers.deepspeed.flat import Flat, WholeTensor
 from reshard.readers.deepspeed.pickled import table
 from reshard.readers.torch_save.file import extent_in
 from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
@@ -50,7 +50,7 @@ class PartTensors:
         entries: for each file, by its number, the entries of its tensors.
     """
 
-    located: dict[str, Flat | Stored] = field(default_factory=dict)
+    located: dict[str, Flat | WholeTensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     rounded: dict[str, tuple[str, DType]] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class PartTensors:
             self.unreadable[name] = error.message
             return
         self.entries.setdefault(number, {})[name] = Entry(tensor.dtype, tensor.shape, extent.runs, None, extent.strides)
-        self.located[name] = Stored(tensor.dtype, tensor.shape if shape is None else shape, extent)
+        self.located[name] = WholeTensor(tensor.dtype, tensor.shape if shape is None else shape, extent)
 
 
 def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
@@ -136,7 +136,7 @@ def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
         part.located[name] = cut_by_itself(tensor.dtype, first.frozen_shapes[name], files, begins[name])
 
 
-def _check_counts(ranks: Sequence[Buffers], *, has_experts: bool) -> None:
+def _check_counts(ranks: Sequence[RankBuffers], *, has_experts: bool) -> None:
     """Compare the number of files with the number of partitions, and the stages of the files with each other."""
     if len({buffers.stage for buffers in ranks}) > 1:
         raise SourceError(f"{ranks[0].file.path} and other ranks are of different stages", code="ranks-disagree")
@@ -158,10 +158,10 @@ def _check_counts(ranks: Sequence[Buffers], *, has_experts: bool) -> None:
                 )
 
 
-def _check_steps(ranks: Sequence[Buffers]) -> None:
+def _check_steps(ranks: Sequence[RankBuffers]) -> None:
     """Refuse ranks of different steps: files of two savings under one name differ in nothing else."""
 
-    def steps() -> Iterator[tuple[tuple[Buffers, object, bytearray], ReadStore, list[Want]]]:
+    def steps() -> Iterator[tuple[tuple[RankBuffers, object, bytearray], ReadStore, list[Want]]]:
         for buffers in ranks:
             step = next((scalars[STEP] for scalars in buffers.scalars if STEP in scalars), None)
             if isinstance(step, Rebuilt):
@@ -171,7 +171,7 @@ def _check_steps(ranks: Sequence[Buffers]) -> None:
             elif step is not None:
                 yield (buffers, step, bytearray()), any_store(), []
 
-    first: tuple[Buffers, object] | None = None
+    first: tuple[RankBuffers, object] | None = None
     for buffers, number_or_dtype, content in in_batches(steps()):
         value = number_or_dtype, bytes(content)
         first = first or (buffers, value)
@@ -182,7 +182,7 @@ def _check_steps(ranks: Sequence[Buffers]) -> None:
             )  # fmt: skip
 
 
-def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[Buffers], *, has_experts: bool) -> None:
+def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[RankBuffers], *, has_experts: bool) -> None:
     """Add the states of trainable parameters.
 
     Args:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Extent
     from reshard.layout.block import Shape
-    from reshard.readers.deepspeed.flat import Flat, Stored
+    from reshard.readers.deepspeed.flat import Flat, WholeTensor
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.deepspeed.part import PartTensors
-    from reshard.readers.torch_save.cuts import Cut, CutPiece
+    from reshard.readers.torch_save.cuts import CutPiece, TensorCut
     from reshard.source.checkpoint import Tensor
 
 PATTERNS = "universal_checkpoint_info"
@@ -52,7 +52,7 @@ _MOST_REPEATS = 3  # of a pattern: the time to match it grows with the length of
 _MOST_PATTERNS = 1 << 8
 
 
-class Patterns:
+class NamePatterns:
     """Patterns for names of tensors, each with a value; the first one that matches counts.
 
     Patterns are regular expressions in a file, which could take for ever to match. So only exact names and simple ones
@@ -100,7 +100,7 @@ class Recorded:
         path = model.file.path
         values = optional_table(model.others, PATTERNS)
         self.is_known = bool(values)
-        self._rules, self.unsupported, self.maps = Patterns(path), Patterns(path), Patterns(path)
+        self._rules, self.unsupported, self.maps = NamePatterns(path), NamePatterns(path), NamePatterns(path)
         for kind, rule in _KINDS.items():
             for pattern in values.get(kind) or ():
                 self._rules.add(pattern, rule)
@@ -161,7 +161,7 @@ class TensorCuts:
             )  # fmt: skip
         self._cuts = Cuts(self._recorded.rule, rules, weights)
 
-    def of(self, weight: str, shapes: Sequence[Shape]) -> Cut:
+    def of(self, weight: str, shapes: Sequence[Shape]) -> TensorCut:
         """Return how the parts of a weight make the whole.
 
         Raises:
@@ -179,7 +179,7 @@ class TensorCuts:
         return self._cuts.of(weight, shapes)
 
 
-class Joined(NamedTuple):
+class JoinedTensors(NamedTuple):
     """Tensors joined from parts.
 
     Attributes:
@@ -193,7 +193,7 @@ class Joined(NamedTuple):
     rules: dict[str, str]
 
 
-def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str]) -> Joined:
+def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str]) -> JoinedTensors:
     """Return whole tensors.
 
     Args:
@@ -205,7 +205,7 @@ def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str
         StrategyError: a rule of the user does not fit a tensor.
     """
     block_list = BlockList()
-    result = Joined({}, {}, {})
+    result = JoinedTensors({}, {}, {})
     for name in dict.fromkeys(name for part in parts for name in part.located):
         state_of = name.partition(".")[2]
         is_state = name not in weights and state_of in weights
@@ -227,7 +227,7 @@ def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str
     return result
 
 
-def _joined(name: str, locations: Sequence[Flat | Stored], cut: Cut, block_list: BlockList) -> Tensor:
+def _joined(name: str, locations: Sequence[Flat | WholeTensor], cut: TensorCut, block_list: BlockList) -> Tensor:
     """Return a whole tensor; raise `SourceError` if its parts do not fit together."""
     dtypes = {location.dtype.name: location.dtype for location in locations}
     if len(dtypes) > 1:
@@ -244,7 +244,7 @@ def _joined(name: str, locations: Sequence[Flat | Stored], cut: Cut, block_list:
     return tensor
 
 
-def _moved(location: Flat | Stored, pieces: Sequence[CutPiece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
+def _moved(location: Flat | WholeTensor, pieces: Sequence[CutPiece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
     """Yield the blocks of a part where they are in the whole tensor."""
     for local, extent in location.pieces():
         for piece in pieces:

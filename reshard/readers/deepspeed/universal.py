@@ -73,8 +73,8 @@ def open_universal(
         read |= {name: states.file for name, states in models.items()}
     optimizer_path = f"{DIRECTORY}/{OPTIMIZER}"
     paths = {f"{DIRECTORY}/{name}/{kind}.pt": (name, kind) for name, kinds in states.items() for kind in kinds}
-    optimizer = read_files(directory, [optimizer_path], _State.of_optimizer)[optimizer_path]
-    read_states = read_files(directory, paths, _State.of)
+    optimizer = read_files(directory, [optimizer_path], _StateFile.of_optimizer)[optimizer_path]
+    read_states = read_files(directory, paths, _StateFile.of)
     read |= {optimizer_path: optimizer.file, **{path: state.file for path, state in read_states.items()}}
     numbers = {name: number for number, name in enumerate(read)}
     part = PartTensors()
@@ -103,7 +103,7 @@ def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:
     return {name: sorted(kinds[name]) for name in sorted(kinds) if kinds[name] != [MASTERS]}, has_optimizer
 
 
-class _State(NamedTuple):
+class _StateFile(NamedTuple):
     """A state of a parameter, or the step of all.
 
     Attributes:
@@ -119,7 +119,7 @@ class _State(NamedTuple):
     is_flat: bool = False
 
     @classmethod
-    def of(cls, file: TorchFile) -> _State:
+    def of(cls, file: TorchFile) -> _StateFile:
         """Interpret a file of a state; raise `SourceError` if it is not valid."""
         try:
             is_flat = not isinstance(file.value, Pairs)
@@ -134,7 +134,7 @@ class _State(NamedTuple):
             raise error.about(file.path) from None
 
     @classmethod
-    def of_optimizer(cls, file: TorchFile) -> _State:
+    def of_optimizer(cls, file: TorchFile) -> _StateFile:
         """Return the step in the optimizer's file, which has it if it is of ZeRO stage 3."""
         try:
             inner = optional_table(table(file.value, "the optimizer"), "optimizer_state_dict")
@@ -144,7 +144,7 @@ class _State(NamedTuple):
             raise error.about(file.path) from None
 
     @classmethod
-    def _of(cls, file: TorchFile, value: Rebuilt | float | None, *, is_flat: bool = False) -> _State:
+    def _of(cls, file: TorchFile, value: Rebuilt | float | None, *, is_flat: bool = False) -> _StateFile:
         storage = file.storages([value.record])[value.record] if isinstance(value, Rebuilt) else Storage(0, 0)
         return cls(file._replace(value=None), value, storage, is_flat)
 

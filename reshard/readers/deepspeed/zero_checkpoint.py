@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import SourceError, StrategyError
-from reshard.readers.deepspeed.buffers import Buffers
+from reshard.readers.deepspeed.buffers import RankBuffers
 from reshard.readers.deepspeed.flat import FlatTensors
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
-from reshard.readers.deepspeed.tensor_parallel import Joined, TensorCuts, join
+from reshard.readers.deepspeed.tensor_parallel import JoinedTensors, TensorCuts, join
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
 from reshard.readers.listed import nothing_readable
 from reshard.readers.torch_save.saves import kind_of
@@ -94,7 +94,7 @@ def _part(
         models |= read_files(directory, others, ModelStates.of)
     else:  # the same shapes again
         read |= read_files(directory, others, lambda file: file, with_value=False)
-    ranks = read_files(directory, files.optim, lambda file: Buffers.of(file, numbers[file.path.rpartition("/")[2]]))
+    ranks = read_files(directory, files.optim, lambda file: RankBuffers.of(file, numbers[file.path.rpartition("/")[2]]))
     part = PartTensors()
     add_weights(part, [(numbers[name], states) for name, states in models.items()])
     for name, file in read_files(directory, experts, lambda file: file).items():
@@ -149,7 +149,7 @@ def checkpoint_of(
         )
     else:
         builder = FlatTensors()
-        joined = Joined({name: builder.tensor(name, place) for name, place in part.located.items()}, {}, {})
+        joined = JoinedTensors({name: builder.tensor(name, place) for name, place in part.located.items()}, {}, {})
     unreadable = {name: reason for each, _ in reversed(parts) for name, reason in each.unreadable.items()}
     unreadable |= joined.unreadable
     tensors = {name: tensor for name, tensor in joined.tensors.items() if name not in unreadable}
