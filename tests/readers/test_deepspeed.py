@@ -116,6 +116,10 @@ def test_a_tag_of_any_name_and_weights_beside(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"net": full["fp32.a.weight"]})
     assert list(reshard.open(tmp_path)) == ["net"]
     assert_equal(reshard.open(tmp_path / "after lunch"), full)
+    (tmp_path / "ranks" / "rank_0").mkdir(parents=True)
+    write_file(tmp_path / "ranks" / "rank_0" / "net.safetensors", {"net": full["fp32.a.weight"]})
+    (tmp_path / "ranks" / "latest").symlink_to("rank_0")
+    assert list(reshard.open(tmp_path / "ranks")) == ["net"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -262,6 +266,12 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "many kinds of states": (
         "too-large",
         {"optim": lambda values: values["base_optimizer_state"]["state"][0].update({f"k{n}": 1 for n in range(99)})},
+    ),
+    "long kinds of states": (
+        "too-large", {"optim": lambda values: values["base_optimizer_state"]["state"][0].update({"k" * 999: 1})},
+    ),
+    "a long name": (
+        "bad-name", {"model": lambda values: values["module"].update({"k" * 5000: tensor(np.zeros(1, np.float32))})},
     ),
     "paddings of fewer": ("ranks-disagree", {"optim": spoil(param_alignment_paddings=[[0], [0, 0]])}),
     "paddings that are too large": ("wrong-shape", {"optim": spoil(param_alignment_paddings=[[0, 9], [0, 0]])}),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
 
-_MOST_KINDS = 64  # of states: each is a tensor of each parameter
+_MOST_KINDS, _LONGEST_KIND = 64, 256  # of states: each is a tensor, and a part of a name, of each parameter
 
 MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
@@ -73,8 +73,8 @@ class RankBuffers(NamedTuple):
                 buffers, single = {MASTERS: flat(tensor, f"{masters}[{group}]")}, {}
                 of_group = states[group] if group < len(states) else None
                 kinds = table(of_group, f"the states of group {group}") if of_group else {}
-                if len(kinds) > _MOST_KINDS:
-                    raise SourceError(f"has {len(kinds):,} kinds of states", code="too-large")  # noqa: TRY301
+                if len(kinds) > _MOST_KINDS or any(len(kind) > _LONGEST_KIND for kind in kinds):
+                    raise SourceError(f"has {len(kinds):,} kinds of states, or long ones", code="too-large")  # noqa: TRY301
                 for kind, value in kinds.items():
                     number_or_tensor = scalar(value)
                     if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:

@@ -160,6 +160,7 @@ class TensorCuts:
                 hint=Text("give ", Option("layout", "NAME", "RULE"), ", or ", Option("strategy")),
             )  # fmt: skip
         self._cuts = Cuts(self._recorded.rule, rules, weights)
+        self._affine: dict[tuple[str, tuple[Shape, ...]], TensorCut] = {}
 
     def of(self, weight: str, shapes: Sequence[Shape]) -> TensorCut:
         """Return how the parts of a weight make the whole.
@@ -170,7 +171,10 @@ class TensorCuts:
         """
         if not self._cuts.is_ruled(weight):
             if (affine := self._recorded.maps.get(weight)) is not None:
-                return affine_cut(affine, shapes)
+                key = weight, tuple(shapes)
+                if key not in self._affine:  # states are cut as their weight
+                    self._affine[key] = affine_cut(affine, shapes)
+                return self._affine[key]
             if (kind := self._recorded.unsupported.get(weight)) is not None:
                 raise SourceError(
                     Text(f"is cut as {kind} say, which is not supported; give ", Option("layout", weight, "RULE")),
