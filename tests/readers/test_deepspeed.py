@@ -295,6 +295,13 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         reshard.open(tmp_path)
 
 
+def test_more_padding_than_there_can_be(tmp_path: Path) -> None:
+    """Every buffer is full, so that only the sum shows that the model states have other parameters."""
+    write_zero(tmp_path, [{"w": (40, 4)}], model=spoil(param_shapes=[{"v": (20, 4)}]))
+    with refused(SourceError, "wrong-shape", "80"):
+        reshard.open(tmp_path)
+
+
 def test_files_of_two_trainings(tmp_path: Path) -> None:
     write_zero(tmp_path, GROUPS, stage=2)
     directory = tmp_path / "global_step3"

@@ -34,6 +34,9 @@ _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_p
 
 _MOST_KINDS, _LONGEST_KIND = 64, 256  # of states: each is a tensor, and a part of a name, of each parameter
 
+_PADDING = 2  # a group is padded to a multiple of so many elements of each rank
+_ALIGNMENT = 8  # and may have room to align each of its parameters
+
 MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
 
@@ -193,10 +196,10 @@ def _group_cut(
                 f"expected {filled:,}, or {size:,} with padding",
                 code="wrong-shape",
             )
-    if size * len(ranks) < total:
+    if not 0 <= size * len(ranks) - total < _PADDING * len(ranks) + _ALIGNMENT * len(shapes):
         raise SourceError(
             f"{ranks[0].file.path}: {kind} of group {group} has {size * len(ranks):,} elements in all ranks; by "
-            f"param_shapes, expected {total:,}",
+            f"param_shapes, expected {total:,} and a little padding",
             code="wrong-shape",
         )
     starts = [buffers.begin(group, kind) for buffers in ranks]
