@@ -4,7 +4,7 @@ A map has the shape of the whole parameter, and of each part its shape and piece
 strides in the whole (`source`) and in the part (`dest`), as `torch.as_strided` takes them, and a factor by which the
 part's values are scaled; scaled pieces are not supported.
 
-Source: DeepSpeed 0.19.8 `checkpoint/affine.py`, and what it wrote (`tests/data/deepspeed_parts`).
+Source: DeepSpeed 0.19.8 `checkpoint/affine.py`, and files that it wrote (`tests/data/deepspeed_parts`).
 """
 
 from __future__ import annotations

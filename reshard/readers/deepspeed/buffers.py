@@ -4,7 +4,7 @@ Stages 1 and 2, and `BF16_Optimizer`: the parameters of a group lie one behind t
 padding (`param_alignment_paddings`), and all by padding at the end; rank d has part d of equal parts. A part is stored
 with the padding at its end, or without. `param_slice_mappings` is not used: with round-robin gradients it is wrong.
 
-Stage 3: each parameter is cut by itself, in equal parts of which the last are padded; a rank's buffer of a sub-group
+Stage 3: each parameter is cut by itself, in equal parts, and the last ones are padded; a rank's buffer of a sub-group
 has its parts of the parameters, one behind the other.
 
 Sources: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runtime/bf16_optimizer.py`, and files of
@@ -34,8 +34,8 @@ _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_p
 
 _MOST_KINDS, _LONGEST_KIND = 64, 256  # of states: each is a tensor, and a part of a name, of each parameter
 
-_PADDING = 2  # a group is padded to a multiple of so many elements of each rank
-_ALIGNMENT = 8  # and may have room to align each of its parameters
+_PADDING = 2  # elements of each rank: a group is padded to a multiple of these
+_ALIGNMENT = 8  # elements of each parameter: a group may have room to align it
 
 MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
@@ -128,7 +128,7 @@ class RankBuffers(NamedTuple):
 def states_by_name(
     ranks: Sequence[RankBuffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
 ) -> Iterator[tuple[str, str, Flat | WholeTensor | float]]:
-    """Yield the states of each parameter: its name, the kind of state, and where it is; or its value.
+    """Yield the states of each parameter: its name, the kind of state, and its location or value.
 
     Args:
         ranks: the buffers of all data-parallel ranks, in order.
@@ -266,7 +266,7 @@ def _parameters_cut(
 
 
 def cut_by_itself(dtype: Any, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
-    """Return a parameter of which each rank has an equal part, the last ones padded.
+    """Return a parameter that is cut in equal parts, one of each rank, the last ones padded.
 
     Args:
         dtype: its dtype.

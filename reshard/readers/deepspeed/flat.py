@@ -98,7 +98,7 @@ class WholeTensor(NamedTuple):
 
 
 class FlatTensors:
-    """Builds tensors; those that are cut alike share their blocks."""
+    """Builds tensors; if they are cut alike, they share their blocks."""
 
     def __init__(self) -> None:
         self._shardings: dict[tuple[Fragments, tuple[int, ...]], Sharding] = {}

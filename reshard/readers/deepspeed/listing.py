@@ -48,7 +48,7 @@ class PartFiles(NamedTuple):
 
 
 class CheckpointFiles(NamedTuple):
-    """The names of the files of a checkpoint: by tensor-parallel part, and those of single experts."""
+    """The names of the files of a checkpoint: by tensor-parallel part, and of single experts."""
 
     parts: tuple[PartFiles, ...]
     experts: tuple[str, ...]

@@ -110,7 +110,7 @@ class ModelStates(NamedTuple):
         return match is not None and match["rank"] is not None
 
     def check_parts(self, count: int) -> None:
-        """Compare the number of tensor-parallel parts that have files with that of the training, if it is known.
+        """Compare the number of tensor-parallel parts that have files with `mp_world_size`, if the file has it.
 
         Raises:
             SourceError: they differ.

@@ -47,7 +47,7 @@ class PartTensors:
         numbers: states that are numbers in a pickle, by name.
         rounded: weights that are not stored: the name of the master, and the dtype.
         unreadable: names that cannot be read, with the reason.
-        entries: for each file, by its number, the entries of its tensors.
+        entries: the entries of the tensors of each file, by the number of the file.
     """
 
     located: dict[str, Flat | WholeTensor] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
 
     Args:
         part: the part.
-        models: the model states, with the numbers of their files; with ZeRO stage 3 those of each rank, in order.
+        models: the number of each file, and its model states; with ZeRO stage 3 of each rank, in order.
 
     Raises:
         SourceError: files contradict each other.
@@ -110,7 +110,7 @@ def add_expert(part: PartTensors, number: int, file: TorchFile) -> None:
 
 
 def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
-    """Add frozen parameters of stage 3, of which each rank's model states have a part."""
+    """Add frozen parameters of stage 3: each rank's model states have a part of them."""
     first = models[0][1]
     if not first.frozen:
         return

@@ -1,8 +1,8 @@
 """Join the tensor-parallel parts of a DeepSpeed checkpoint.
 
 The axis along which a tensor is cut is in no file, unless the training recorded patterns of names
-(`universal_checkpoint_info`), as Megatron-DeepSpeed and DeepSpeed's AutoTP do: replicated parameters, those that are
-cut by the columns of a matrix, and those of two fused ones in each rank. All others are cut along the first axis.
+(`universal_checkpoint_info`), as Megatron-DeepSpeed and DeepSpeed's AutoTP do: of replicated parameters, of parameters
+that are cut by the columns of a matrix, and of two fused ones in each rank. The rest are cut along the first axis.
 AutoTP also records the blocks themselves (`affine`). A user's rules win. States are cut as their weights.
 
 Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`).
@@ -249,7 +249,7 @@ def _joined(name: str, locations: Sequence[Flat | WholeTensor], cut: TensorCut, 
 
 
 def _moved(location: Flat | WholeTensor, pieces: Sequence[CutPiece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
-    """Yield the blocks of a part where they are in the whole tensor."""
+    """Yield the blocks of a part as blocks of the whole tensor."""
     for local, extent in location.pieces():
         for piece in pieces:
             inside = local & piece.inside if local.start else local

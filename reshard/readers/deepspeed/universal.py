@@ -1,7 +1,7 @@
 """Open a Universal Checkpoint of DeepSpeed: a directory of files for each parameter.
 
 `zero/NAME/` has `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`, each a whole tensor in a dict, `param`; of ZeRO stage 3 a
-flat tensor, whose shape is in the model states only. `step.pt` is a number; with stage 3 there is none, and the step is
+flat tensor, whose shape is in the model states only. `step.pt` is a number; with stage 3 it is missing, and the step is
 in `zero/optimizer_state.pt`. Since 0.19 there is a `fp32.pt` alone for each other name of the module: a copy, which is
 not a master, and not read. Weights are in the model states; of stage 3, or if the parts of the model states are
 tensor-parallel, they are the rounded masters.
@@ -39,7 +39,7 @@ DIRECTORY = "zero"
 """The directory of parameters."""
 
 OPTIMIZER = "optimizer_state.pt"
-"""The file of what the optimizer has beside tensors, in that directory."""
+"""The file of the other values of the optimizer, in that directory."""
 
 _PARAM = "param"
 

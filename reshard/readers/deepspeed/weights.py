@@ -1,4 +1,4 @@
-"""Weights and their masters: round masters to weights that are not stored, and compare those that are."""
+"""Weights and their masters: round masters to weights that are not stored, and compare stored weights with them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def with_computed(
 
 
 def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
-    """Compare samples of masters with the stored weights; make the states of those that differ unreadable."""
+    """Compare samples of masters with the stored weights; if one differs, make its states unreadable."""
     names = [
         name
         for name, weight in checkpoint.tensors.items()
@@ -120,7 +120,7 @@ def _samples(
 
 
 def _rounds(master: bytearray, weight: bytearray, wide: DType, narrow: DType) -> bool:
-    """Return whether elements of a master round to those of a weight."""
+    """Return whether elements of a master round to elements of a weight."""
     values: NDArray[Any] = np.frombuffer(master, wide.numpy())
     expected: NDArray[Any] = np.empty(len(values), narrow.numpy())
     rounded(values, expected)

@@ -80,7 +80,7 @@ def rule_in(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
 
 
 class CutPiece(NamedTuple):
-    """A block of a part: where it is in the whole tensor, and in the part."""
+    """A block of a part: its box in the whole tensor, and its box in the part."""
 
     block: Block
     inside: Block
