@@ -21,7 +21,7 @@ _RUN_NAMES = (
     "iteration_00000100, iter_0000100, global_step_100 or global_step100, as MindSpore Transformers, Megatron, "
     "hyper-parallel and DeepSpeed name checkpoints"
 )
-_WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json|.*_model_states\.pt", re.DOTALL)
+_WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json|.*_model_states\.pt|rank_\d+|.*\.distcp", re.DOTALL)
 
 
 class Iteration(NamedTuple):
@@ -47,8 +47,8 @@ class Iteration(NamedTuple):
 def run_at(listing: Iterable[str]) -> RunFormat | None:
     """Return the run format of a directory with these names, or None.
 
-    Next to whole weights, as transformers saves them beside a checkpoint of DeepSpeed, the weights are what is opened;
-    and a Universal Checkpoint that this program wrote names itself.
+    Next to weights, as transformers saves them with a checkpoint of DeepSpeed, it is not a run: the weights are opened.
+    Nor is a Universal Checkpoint that this program wrote, which names itself.
     """
     listing = list(listing)
     has_weights = any(map(_WEIGHTS.fullmatch, listing))

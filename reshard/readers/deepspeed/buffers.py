@@ -4,7 +4,7 @@ Stages 1 and 2, and `BF16_Optimizer`: the parameters of a group lie one behind t
 padding (`param_alignment_paddings`), and all by padding at the end; rank d has part d of equal parts. A part is stored
 with the padding at its end, or without. `param_slice_mappings` is not used: with round-robin gradients it is wrong.
 
-Stage 3: each parameter is cut by itself, in equal parts of which the last are padded; a rank's buffer of a sub-group
+Stage 3: each parameter is cut by itself, in equal parts, and the last ones are padded; a rank's buffer of a sub-group
 has its parts of the parameters, one behind the other.
 
 Sources: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runtime/bf16_optimizer.py`, and files of
@@ -17,9 +17,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.readers.deepspeed.flat import Flat, Stored
+from reshard.readers.deepspeed.flat import Flat, WholeTensor
 from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
-from reshard.readers.pickles import describe, numbers
+from reshard.readers.pickles import Pairs, describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.file import extent_in
 from reshard.readers.torch_save.tensors import Rebuilt
@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
 
+_MOST_KINDS, _LONGEST_KIND = 64, 256  # of states: each is a tensor, and a part of a name, of each parameter
+
+_PADDING = 2  # elements of each rank: a group is padded to a multiple of these
+_ALIGNMENT = 8  # elements of each parameter: a group may have room to align it
+
 MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
 
 
-class Buffers(NamedTuple):
+class RankBuffers(NamedTuple):
     """The flat buffers of a rank: by group, then by kind of state.
 
     Attributes:
@@ -56,21 +61,24 @@ class Buffers(NamedTuple):
     storages: Mapping[bytes, Storage]
 
     @classmethod
-    def of(cls, file: TorchFile, number: int) -> Buffers:
+    def of(cls, file: TorchFile, number: int) -> RankBuffers:
         """Interpret a file of optimizer states; raise `SourceError` if it is not valid."""
         try:
             values = table(table(file.value, "optimizer states").get("optimizer_state_dict"), "optimizer_state_dict")
             stage3 = "fp32_flat_groups" in values
             masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
             state = values.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
-            if not isinstance(state, list) or hasattr(state, "items"):  # a dict of torch's, or the lean states
+            if not isinstance(state, list) or isinstance(state, Pairs):  # a dict of torch's, or the lean states
                 state = table(state, "the optimizer's states").get("state")
             states = numbered(state, "states of groups")
             groups, scalars = [], []
             for group, tensor in enumerate(numbered(values.get(masters), masters)):
                 buffers, single = {MASTERS: flat(tensor, f"{masters}[{group}]")}, {}
                 of_group = states[group] if group < len(states) else None
-                for kind, value in table(of_group, f"the states of group {group}").items() if of_group else ():
+                kinds = table(of_group, f"the states of group {group}") if of_group else {}
+                if len(kinds) > _MOST_KINDS or any(len(kind) > _LONGEST_KIND for kind in kinds):
+                    raise SourceError(f"has {len(kinds):,} kinds of states, or long ones", code="too-large")  # noqa: TRY301
+                for kind, value in kinds.items():
                     number_or_tensor = scalar(value)
                     if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
                         number_or_tensor = None  # a flat buffer of one element
@@ -118,9 +126,9 @@ class Buffers(NamedTuple):
 
 
 def states_by_name(
-    ranks: Sequence[Buffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
-) -> Iterator[tuple[str, str, Flat | Stored | float]]:
-    """Yield the states of each parameter: its name, the kind of state, and where it is; or its value.
+    ranks: Sequence[RankBuffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
+) -> Iterator[tuple[str, str, Flat | WholeTensor | float]]:
+    """Yield the states of each parameter: its name, the kind of state, and its location or value.
 
     Args:
         ranks: the buffers of all data-parallel ranks, in order.
@@ -153,14 +161,14 @@ def states_by_name(
                 yield name, kind, single
 
 
-def _scalar(buffers: Buffers, value: Rebuilt | float) -> Stored | float:
+def _scalar(buffers: RankBuffers, value: Rebuilt | float) -> WholeTensor | float:
     """Return the place of a single number."""
     if not isinstance(value, Rebuilt):
         return value
-    return Stored(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
+    return WholeTensor(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
 
 
-def _lengths(ranks: Sequence[Buffers], group: int, kind: str) -> list[int]:
+def _lengths(ranks: Sequence[RankBuffers], group: int, kind: str) -> list[int]:
     dtypes = {buffers.groups[group][kind].dtype.name for buffers in ranks}
     if len(dtypes) > 1:
         raise SourceError(
@@ -170,7 +178,7 @@ def _lengths(ranks: Sequence[Buffers], group: int, kind: str) -> list[int]:
 
 
 def _group_cut(
-    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Flat]]:
     """Yield parameters in a group that is cut as one vector."""
     gaps = _alignment_paddings(ranks, group, len(shapes))
@@ -188,10 +196,10 @@ def _group_cut(
                 f"expected {filled:,}, or {size:,} with padding",
                 code="wrong-shape",
             )
-    if size * len(ranks) < total:
+    if not 0 <= size * len(ranks) - total < _PADDING * len(ranks) + _ALIGNMENT * len(shapes):
         raise SourceError(
             f"{ranks[0].file.path}: {kind} of group {group} has {size * len(ranks):,} elements in all ranks; by "
-            f"param_shapes, expected {total:,}",
+            f"param_shapes, expected {total:,} and a little padding",
             code="wrong-shape",
         )
     starts = [buffers.begin(group, kind) for buffers in ranks]
@@ -211,7 +219,7 @@ def _group_cut(
         )  # fmt: skip
 
 
-def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tuple[int, ...]:
+def _alignment_paddings(ranks: Sequence[RankBuffers], group: int, count: int) -> tuple[int, ...]:
     """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
     try:
         every = [_of_group(buffers, group) for buffers in ranks]
@@ -229,13 +237,13 @@ def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tup
     return paddings
 
 
-def _of_group(buffers: Buffers, group: int) -> object:
+def _of_group(buffers: RankBuffers, group: int) -> object:
     paddings = buffers.values.get("param_alignment_paddings")
     return paddings[group] if isinstance(paddings, list) and group < len(paddings) else None
 
 
 def _parameters_cut(
-    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Flat]]:
     """Yield parameters that are each cut by themselves."""
     count = len(ranks)
@@ -258,7 +266,7 @@ def _parameters_cut(
 
 
 def cut_by_itself(dtype: Any, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
-    """Return a parameter of which each rank has an equal part, the last ones padded.
+    """Return a parameter that is cut in equal parts, one of each rank, the last ones padded.
 
     Args:
         dtype: its dtype.

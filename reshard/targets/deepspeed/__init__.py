@@ -23,7 +23,8 @@ from reshard.formats.entries import Content, FileLayout
 from reshard.formats.sets import UNIVERSAL_NAME
 from reshard.layout.block import Block
 from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER, STEP
+from reshard.readers.deepspeed.part import STEP
+from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
