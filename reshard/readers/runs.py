@@ -52,11 +52,13 @@ def run_at(listing: Iterable[str]) -> RunFormat | None:
     """
     listing = list(listing)
     has_weights = any(map(_WEIGHTS.fullmatch, listing))
-    for run in RUN_FORMATS:
-        has_tracker = run.by_name and run.tracker in listing
-        if (has_tracker or any(map(run.directory.fullmatch, listing))) and not (run.by_name and has_weights):
-            return run
-    return None
+    runs = [
+        run for run in RUN_FORMATS
+        if not (run.by_name and has_weights)
+        and ((run.by_name and run.tracker in listing) or any(map(run.directory.fullmatch, listing)))
+    ]  # fmt: skip
+    tracked = [run for run in runs if run.tracker in listing]  # DeepSpeed's tags may be named like other checkpoints
+    return next(iter([*tracked, *runs]), None)
 
 
 def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None) -> Place:

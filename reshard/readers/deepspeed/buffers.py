@@ -49,6 +49,7 @@ class RankBuffers(NamedTuple):
         number: its number in the checkpoint.
         groups: the flat buffers of each group (or sub-group), by kind of state: `fp32`, `exp_avg` and so on.
         scalars: the states that are a single number, such as `step`, in the same way.
+        refused: kinds of state that are not flat tensors, in the same way, with the reason.
         values: the values of the optimizer that say how it is cut.
         storages: the places of the storages.
     """
@@ -57,6 +58,7 @@ class RankBuffers(NamedTuple):
     number: int
     groups: Sequence[Mapping[str, Rebuilt]]
     scalars: Sequence[Mapping[str, Rebuilt | float]]
+    refused: Sequence[Mapping[str, str]]
     values: Mapping[str, Any]
     storages: Mapping[bytes, Storage]
 
@@ -71,23 +73,17 @@ class RankBuffers(NamedTuple):
             if not isinstance(state, list) or isinstance(state, Pairs):  # a dict of torch's, or the lean states
                 state = table(state, "the optimizer's states").get("state")
             states = numbered(state, "states of groups")
-            groups, scalars = [], []
+            groups, scalars, refused = [], [], []
             for group, tensor in enumerate(numbered(values.get(masters), masters)):
-                buffers, single = {MASTERS: flat(tensor, f"{masters}[{group}]")}, {}
+                groups.append({MASTERS: flat(tensor, f"{masters}[{group}]")})
                 of_group = states[group] if group < len(states) else None
                 kinds = table(of_group, f"the states of group {group}") if of_group else {}
                 if len(kinds) > _MOST_KINDS or any(len(kind) > _LONGEST_KIND for kind in kinds):
                     raise SourceError(f"has {len(kinds):,} kinds of states, or long ones", code="too-large")  # noqa: TRY301
-                for kind, value in kinds.items():
-                    number_or_tensor = scalar(value)
-                    if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
-                        number_or_tensor = None  # a flat buffer of one element
-                    if number_or_tensor is not None:
-                        single[kind] = number_or_tensor
-                    elif is_tensor(value):
-                        buffers[kind] = flat(value, f"{kind} of group {group}")
-                groups.append(buffers)
+                buffers, single, reasons = _states(kinds)
+                groups[-1] |= {kind: buffer for kind, buffer in buffers.items() if kind != MASTERS}
                 scalars.append(single)
+                refused.append(reasons)
             used = [*(t for each in groups for t in each.values()), *(t for each in scalars for t in each.values())]
             storages = file.storages({tensor.record for tensor in used if isinstance(tensor, Rebuilt)})
             for tensor in used:
@@ -96,7 +92,7 @@ class RankBuffers(NamedTuple):
         except SourceError as error:
             raise error.about(file.path) from None
         kept = {name: values.get(name) for name in _KEPT}
-        return cls(file._replace(value=None), number, groups, scalars, kept, storages)
+        return cls(file._replace(value=None), number, groups, scalars, refused, kept, storages)
 
     @property
     def stage(self) -> int:
@@ -125,10 +121,33 @@ class RankBuffers(NamedTuple):
                 yield f"{kind}.{number}", tensor
 
 
+def _states(values: Mapping[str, Any]) -> tuple[dict[str, Rebuilt], dict[str, Rebuilt | float], dict[str, str]]:
+    """Sort the states of a group into flat buffers, single numbers, and those that are refused."""
+    buffers: dict[str, Rebuilt] = {}
+    single: dict[str, Rebuilt | float] = {}
+    refused: dict[str, str] = {}
+    for kind, value in values.items():
+        number_or_tensor = scalar(value)
+        if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
+            number_or_tensor = None  # a flat buffer of one element
+        if number_or_tensor is not None:
+            single[kind] = number_or_tensor
+        elif is_tensor(value):
+            try:
+                buffers[kind] = flat(value, kind)
+            except SourceError as error:
+                refused[kind] = f"cannot be cut out of its buffer: {error.message}"
+        elif value is not None:
+            refused[kind] = f"is {describe(value)}, not a tensor or a number"
+    return buffers, single, refused
+
+
 def states_by_name(
     ranks: Sequence[RankBuffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
-) -> Iterator[tuple[str, str, Flat | WholeTensor | float]]:
+) -> Iterator[tuple[str, str, Flat | WholeTensor | float | str]]:
     """Yield the states of each parameter: its name, the kind of state, and its location or value.
+
+    Of a state that cannot be read, the last is the reason.
 
     Args:
         ranks: the buffers of all data-parallel ranks, in order.
@@ -152,9 +171,18 @@ def states_by_name(
         if any(set(buffers.groups[group]) != set(kinds) for buffers in ranks):
             raise SourceError(f"{first.file.path}: ranks have different states of group {group}", code="ranks-disagree")
         locate = _parameters_cut if first.stage == 3 else _group_cut
+        refused = dict(first.refused[group])
         for kind in kinds:
-            for name, located in locate(ranks, group, kind, of_group):
-                yield name, kind, located
+            try:
+                for name, located in locate(ranks, group, kind, of_group):
+                    yield name, kind, located
+            except SourceError as error:
+                if kind == MASTERS:
+                    raise
+                refused[kind] = f"cannot be cut out of its buffer: {error.message}"
+        for kind, reason in refused.items():
+            for name in of_group:
+                yield name, kind, reason
         for kind, value in first.scalars[group].items():
             single = _scalar(first, value)
             for name in of_group:
@@ -186,9 +214,11 @@ def _group_cut(
     for shape, gap in zip(shapes.values(), gaps, strict=True):
         begins.append(total)
         total += prod(shape) + gap
-    every_kind = [_lengths(ranks, group, each) for each in ranks[0].groups[group]]
-    size = max(max(lengths) for lengths in every_kind)  # of a part with its padding
-    for number, length in enumerate(_lengths(ranks, group, kind)):
+    lengths, masters = _lengths(ranks, group, kind), _lengths(ranks, group, MASTERS)
+    size = masters[0]  # of a part with its padding, unless all elements are in the first part
+    if not any(masters[1:]):
+        size = max(size, min(max(lengths), total + _PADDING - 1))
+    for number, length in enumerate(lengths):
         filled = min(max(total - number * size, 0), size)
         if length not in {size, filled}:
             raise SourceError(

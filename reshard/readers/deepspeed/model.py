@@ -8,7 +8,6 @@ for each sub-group. Frozen parameters are in `module`; with stage 3 each rank ha
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
@@ -87,13 +86,14 @@ class ModelStates(NamedTuple):
         fragments = table(optional["frozen_param_fragments"], "frozen_param_fragments")
         buffers = values.get("buffer_names")
         buffers = buffers if isinstance(buffers, list) else []
+        frozen_shapes = shapes(optional["frozen_param_shapes"], "frozen_param_shapes")
         return cls(
             file._replace(value=None), module, refused,
             None if groups is None else [shapes(group, "param_shapes") for group in groups],
-            shapes(optional["frozen_param_shapes"], "frozen_param_shapes"),
+            frozen_shapes,
             {
                 name: flat(value, f"the fragment of {name!r:.60}") for name, value in fragments.items()
-                if name not in module or not prod(module[name].shape)  # with stage 2, they are whole, as in the module
+                if name not in module or module[name].shape != frozen_shapes.get(name)  # with stage 2, they are whole
             },
             {
                 alias: name for alias, name in table(optional["shared_params"], "shared_params").items()

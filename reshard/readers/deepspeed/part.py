@@ -16,7 +16,7 @@ from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _COUNTS = (
     "files of an earlier run with more ranks stay in the directory; MiCS and hpZ, which cut within groups of ranks, "
     "are not supported"
+)
+
+_OF_EXPERTS = (
+    "is the state of an expert: the files do not say which ranks have which expert's states, so only weights are read"
 )
 
 _PARTITIONED = 3  # the stage of ZeRO that cuts weights
@@ -91,22 +95,18 @@ def _is_placeholder(name: str, tensor: Rebuilt, model: ModelStates) -> bool:
     return tensor.shape == (0,) and model.is_partitioned and name not in model.buffers
 
 
-def add_expert(part: PartTensors, number: int, file: TorchFile) -> None:
-    """Add the weights of one expert; raise `SourceError` if the file is not valid."""
+def add_expert(part: PartTensors, number: int, file: TorchFile) -> list[str]:
+    """Add the weights of one expert and return their names; raise `SourceError` if the file is not valid."""
     try:
         weights = {name: rebuilt(value) for name, value in table(file.value, "the weights of an expert").items()}
     except SourceError as error:
         raise error.about(file.path) from None
     storages = file.storages({tensor.record for tensor in weights.values()})
-    reason = (
-        "is the state of an expert: the files do not say which ranks have which expert's states, so only weights are "
-        "read"
-    )
     for name, tensor in weights.items():
         if name in part.located:
             raise SourceError(f"{file.path} has {name!r:.60}, which another file has, too", code="duplicate-name")
         part.add_stored(number, name, tensor, storages[tensor.record])
-        part.unreadable.update({f"{kind}.{name}": reason for kind in STATES})
+    return list(weights)
 
 
 def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
@@ -158,6 +158,15 @@ def _check_counts(ranks: Sequence[RankBuffers], *, has_experts: bool) -> None:
                 )
 
 
+def check_is_no_weight(state: str, model: ModelStates) -> None:
+    """Refuse a state whose name is also that of a weight, such as of a module `fp32`."""
+    if state in model.module:
+        raise SourceError(
+            f"{model.file.path} has the weight {state!r:.60}, which is also the name of a state of another weight",
+            code="duplicate-name",
+        )
+
+
 def _check_steps(ranks: Sequence[RankBuffers]) -> None:
     """Refuse ranks of different steps: files of two savings under one name differ in nothing else."""
 
@@ -182,19 +191,19 @@ def _check_steps(ranks: Sequence[RankBuffers]) -> None:
             )  # fmt: skip
 
 
-def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[RankBuffers], *, has_experts: bool) -> None:
+def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[RankBuffers], experts: Collection[str]) -> None:
     """Add the states of trainable parameters.
 
     Args:
         part: the part.
         model: the model states, which have the shapes of the parameters.
         ranks: the optimizer states of each rank, in order.
-        has_experts: there are files of experts. Groups with fewer partitions are then of experts, and left out.
+        experts: the weights of experts. If there are any, groups with fewer partitions are theirs, and left out.
 
     Raises:
         SourceError: files contradict each other, or the order of parameters is unknown.
     """
-    _check_counts(ranks, has_experts=has_experts)
+    _check_counts(ranks, has_experts=bool(experts))
     _check_steps(ranks)
     if model.groups is None:
         advice = "move the optimizer's files to another directory to read the weights alone"
@@ -211,12 +220,17 @@ def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[RankBuffer
             entries[label] = Entry(tensor.dtype, tensor.shape, extent.runs)
     for name, kind, location in states_by_name(ranks, model.groups, skipped):
         state = f"{kind}.{name}"
+        check_is_no_weight(state, model)
         if state in part.located or state in part.numbers:
             raise SourceError(f"{model.file.path} has {name!r:.60} twice in param_shapes", code="duplicate-name")
-        if isinstance(location, int | float):
+        if isinstance(location, str):
+            part.unreadable[state] = location
+        elif isinstance(location, int | float):
             part.numbers[state] = location
         else:
             part.located[state] = location
+    states = {f"{kind}.{name}" for name in experts for kind in STATES}
+    part.unreadable.update(dict.fromkeys(sorted(states - {*part.located, *part.numbers}), _OF_EXPERTS))
 
 
 def add_rounded(part: PartTensors, model: ModelStates) -> None:

@@ -20,7 +20,7 @@ from reshard.layout.block import shape_text
 from reshard.readers.deepspeed.buffers import MASTERS
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import STEP, PartTensors, add_rounded, add_weights
+from reshard.readers.deepspeed.part import STEP, PartTensors, add_rounded, add_weights, check_is_no_weight
 from reshard.readers.deepspeed.pickled import flat, numbered, optional_table, scalar, table
 from reshard.readers.deepspeed.zero_checkpoint import checkpoint_of
 from reshard.readers.pickles import Pairs
@@ -82,6 +82,7 @@ def open_universal(
         add_weights(part, [(numbers[name], states_of_rank) for name, states_of_rank in models.items()])
     shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
     for path, (name, kind) in paths.items():
+        check_is_no_weight(f"{kind}.{name}", model)
         read_states[path].add(part, numbers[path], f"{kind}.{name}", shapes.get(name))
     for name in states:
         if (step := f"{STEP}.{name}") not in part.located and step not in part.numbers:

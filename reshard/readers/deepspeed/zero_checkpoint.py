@@ -97,11 +97,12 @@ def _part(
     ranks = read_files(directory, files.optim, lambda file: RankBuffers.of(file, numbers[file.path.rpartition("/")[2]]))
     part = PartTensors()
     add_weights(part, [(numbers[name], states) for name, states in models.items()])
+    of_experts: list[str] = []
     for name, file in read_files(directory, experts, lambda file: file).items():
-        add_expert(part, numbers[name], file)
+        of_experts += add_expert(part, numbers[name], file)
         read[name] = file._replace(value=None)
     if ranks:
-        add_states(part, model, list(ranks.values()), has_experts=bool(experts))
+        add_states(part, model, list(ranks.values()), of_experts)
     add_rounded(part, model)
     read |= {name: states.file for name, states in models.items()}
     read |= {name: buffers.file for name, buffers in ranks.items()}
