@@ -145,7 +145,7 @@ def test_other_parts_than_the_training_had(tmp_path: Path) -> None:
     write_parts(tmp_path / "less", patterns=PATTERNS)
     for path in (tmp_path / "less" / "global_step3").glob("*mp_rank_01*"):
         path.unlink()
-    with refused(SourceError, "wrong-count", "2 tensor-parallel parts"):
+    with refused(SourceError, "wrong-count", "mp_world_size 2"):
         reshard.open(tmp_path / "less")
     write_parts(tmp_path / "more", patterns=PATTERNS, model=lambda values: values.update(mp_world_size=1))
     with refused(SourceError, "wrong-count", "files of 2"):

@@ -277,7 +277,7 @@ def test_of_tensor_parallel_parts_that_the_user_joins(tmp_path: Path) -> None:
     whole = values([{"w": (4, 6), "v": (8,)}])
     for part in range(2):
         local = {name: np.split(array, 2, -1)[part] if array.ndim else array for name, array in whole.items()}
-        write_zero(tmp_path / "src", [{"w": (4, 3), "v": (4,)}], full=local, part=part)
+        write_zero(tmp_path / "src", [{"w": (4, 3), "v": (4,)}], full=local, part=part, extra={"mp_world_size": 2})
     convert(reshard.open(tmp_path / "src", layout={"w": "split:1", "v": "split:0"}), tmp_path / "out")
     assert_equal(reshard.open(tmp_path / "out"), whole)
     assert loaded(tmp_path / "out" / "zero" / "w" / "exp_avg.pt")["cat_dim"] == 1

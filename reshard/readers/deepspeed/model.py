@@ -118,6 +118,6 @@ class ModelStates(NamedTuple):
         expected = whole_number(self.others.get("mp_world_size"))
         if expected not in {None, count}:
             raise SourceError(
-                f"{self.file.path} is of {expected} tensor-parallel parts, and there are files of {count}",
+                f"{self.file.path} has mp_world_size {expected}, and there are files of {count} tensor-parallel parts",
                 code="wrong-count",
             )
