@@ -227,7 +227,7 @@ def test_frozen_parameters_with_stage_3(tmp_path: Path) -> None:
 
 
 def test_tied_parameters_before_they_were_recorded(tmp_path: Path) -> None:
-    """With stage 3 each parameter is of shape (0,) in the module; DeepSpeed before 0.8 has no `shared_params`."""
+    """With stage 3 each parameter is of shape (0,) in the module; old versions of DeepSpeed have no `shared_params`."""
 
     def tie(states: dict[str, Any]) -> None:
         del states["shared_params"]
