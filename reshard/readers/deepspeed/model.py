@@ -38,7 +38,7 @@ class ModelStates(NamedTuple):
         groups: the shapes of trainable parameters, in the order of the flat buffers; None if the file has none.
         frozen_shapes: the shapes of frozen parameters.
         frozen: the rank's part of frozen parameters with ZeRO stage 3.
-        shared: the name that has the states, by the other names of tied parameters; old versions of DeepSpeed have none.
+        shared: the name that has the states, by the other names of tied parameters; in old checkpoints, none.
         buffers: the names of the buffers in the module.
         others: the other values.
     """
