@@ -202,7 +202,7 @@ def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[Buffers], 
         else:
             part.located[state] = location
     states = {f"{kind}.{name}" for name in experts for kind in STATES}
-    part.unreadable.update({state: _OF_EXPERTS for state in sorted(states - {*part.located, *part.numbers})})
+    part.unreadable.update(dict.fromkeys(sorted(states - {*part.located, *part.numbers}), _OF_EXPERTS))
 
 
 def add_rounded(part: PartTensors, model: ModelStates) -> None:
