@@ -78,6 +78,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """The directory of a checkpoint of Megatron-LM without an iteration, as its conversions write it."""
 
+ORBAX = "orbax"
+"""The name of the format of Orbax's files."""
+
 
 class RunFormat(NamedTuple):
     """The layout of a training run's directory of checkpoints.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
 from reshard.storage.base import Status, read_error, stem_of_unfinished
+from reshard.storage.local import local_store
 from reshard.storage.places import Place, as_place, workers_at
 from reshard.storage.threads import map_ordered
 
@@ -131,6 +132,7 @@ def _walked(base: Place, *, below: bool) -> dict[str, Status | None]:
                             waiting.append(entry.path)
                     elif entry.is_file():
                         statuses[entry.path] = Status.of(entry.stat())
+                        local_store().files.forget(entry.path)  # it may have replaced a file that is held open
                     else:
                         raise _is_other(entry.path)
         except OSError as error:

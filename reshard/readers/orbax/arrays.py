@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
-from reshard.formats.zarr import ABSENT, METADATA, grid, part, parts
+from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
 from reshard.formats.zarr.files import parse_metadata
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from reshard.storage.base import ReadStore, Want
 
 _LARGEST_METADATA = 1 << 20
-_MOST_CHUNKS = 1 << 22  # of all arrays, absent ones too
+_MOST_CHUNKS = 1 << 22  # of all arrays
+_MOST_ABSENT = 1 << 17
 _MOST_HELD = 64 << 20  # bytes of decoded chunks in a thread's cache, or one chunk
 
 
@@ -53,12 +54,12 @@ class ChunkDecoding:
 
     Attributes:
         held_bytes, opening_bytes: as in `Decoding`.
-        chunks: how many chunks all arrays have.
+        chunks, absent: how many chunks all arrays have, and how many of these are absent.
     """
 
     def __init__(self) -> None:
         self._files: dict[str, _VirtualFile] = {}
-        self.held_bytes = self.opening_bytes = self.chunks = 0
+        self.held_bytes = self.opening_bytes = self.chunks = self.absent = 0
 
     def add(self, path: str, span: tuple[int, int], nbytes: int, *, content: bytes | None, plain: bool) -> int:
         """Add a chunk to a file; return its offset in the virtual file."""
@@ -154,8 +155,24 @@ class ArrayBlocks:
         return self._shared.tensor(TensorSpec(tensor_name, array.dtype, array.shape), shards)
 
     def _blocks(self, name: str, array: ArrayMetadata) -> Iterator[tuple[Block, Extent]]:
-        if not prod(array.shape):
-            yield Block.whole(array.shape), Extent(0, ())
+        whole = Block.whole(array.shape)
+        if not whole.size:
+            yield whole, Extent(self._number_of(self._kept), ())
+            return
+        count = self._item.count(name)
+        units = prod(counts(array.shape, array.unit))
+        if units > count and self._stores_fill:
+            raise SourceError(
+                f"has lost {units - count} of {units} chunks, which are not in the files: its checkpoint stores all",
+                code="missing-chunk",
+            )
+        if not count and not any(array.fill):
+            self.absent[name] = units
+            yield whole, self._filled(array, whole)
+            return
+        self._decoding.absent += max(units - count, 0)
+        if self._decoding.absent > _MOST_ABSENT:
+            raise SourceError(f"has absent chunks beyond the {_MOST_ABSENT} of a checkpoint", code="too-many-blocks")
         lost = 0
         for cell, key, value, index in in_batches(self._cells(name, array)):
             box = part(array.shape, array.unit, cell)
@@ -176,7 +193,7 @@ class ArrayBlocks:
                     yield block, self._chunk(array, value, span, key, block)
         if lost and self._stores_fill:
             raise SourceError(
-                f"has lost {lost} of its chunks, which are not in the files: its checkpoint stores every chunk",
+                f"has lost {lost} of its chunks, which are not in the files: its checkpoint stores all",
                 code="missing-chunk",
             )
         if lost:

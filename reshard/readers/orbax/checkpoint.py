@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, names
 from reshard.formats.decoding import Decoding
+from reshard.formats.directories import ORBAX
 from reshard.formats.entries import Entry, FileIndex
 from reshard.formats.zarr import METADATA as METADATA_V3
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
 
     from reshard.storage.places import Place
 
-NAME = "orbax"
-
-_VALUES = FileIndex(NAME, {})
+_VALUES = FileIndex(ORBAX, {})
 """The index of a file of values: it is empty, since only the metadata describe them."""
 
 
@@ -137,7 +136,7 @@ class _OrbaxItems:
             if path not in self._files:
                 status = item.files.status(as_place(path))
                 assert status is not None  # noqa: S101 -- it is among the files of the item
-                index = FileIndex(NAME, entries, header_id=max(headers, 1)) if path == kept else _VALUES
+                index = FileIndex(ORBAX, entries, header_id=max(headers, 1)) if path == kept else _VALUES
                 self._files[path] = SourceFile(path, status.nbytes, status.mtime_ns, index, status.change)
 
     def result(self) -> Checkpoint:

@@ -32,6 +32,7 @@ _HEADER = struct.Struct(">I8sBB")  # magic number, length, version and compressi
 _LARGEST_MANIFEST = 4 << 20
 _LARGEST_TREE = 512 << 20  # bytes of all nodes, decoded; Orbax limits one to 100 MB
 _MOST_KEYS = 1 << 22
+_MOST_EXPANDED = 1 << 15  # bytes that zstd may decode one to: a block of 128 KiB has at least 4
 
 
 class StoredValue(NamedTuple):
@@ -82,6 +83,8 @@ class Database:
             node, height, prefix = waiting.pop()
             try:
                 waiting += reversed(self._read(node, height, prefix))
+            except SourceError:
+                raise
             except ValueError as error:
                 where = f"the node at byte {node.offset} of {self._directory / self._path(node)}"
                 raise _damaged(where, error) from None
@@ -94,7 +97,9 @@ class Database:
             fields = self._fields(manifest, _MANIFEST_MAGIC, _LARGEST_MANIFEST)
             fields.take(16)  # a UUID
             if fields.varint():
-                raise SourceError(f"{self._manifest} is followed by numbered manifests", code="unsupported-version")
+                raise SourceError(  # noqa: TRY301 -- by its kind
+                    f"{self._manifest} is followed by numbered manifests", code="unsupported-version"
+                )
             fields.varints(2)
             fields.take(1)
             fields.take(4 if fields.varint() else 0)  # the compression of new nodes
@@ -103,11 +108,13 @@ class Database:
             generations = fields.varints(count)
             heights = fields.take(count)
             files, offsets, sizes = (fields.varints(count) for _ in range(3))
+            if not count or any(a >= b for a, b in pairwise(generations)):
+                raise ValueError("it has no version, or they do not ascend")  # noqa: TRY301 -- with the file
+            return _location(table, b"", files[-1], offsets[-1], sizes[-1]), heights[-1]
+        except SourceError:
+            raise
         except ValueError as error:
             raise _damaged(self._manifest, error) from None
-        if not count or any(a >= b for a, b in pairwise(generations)):
-            raise _damaged(self._manifest, ValueError("it has no version, or they do not ascend"))
-        return _location(table, b"", files[-1], offsets[-1], sizes[-1]), heights[-1]
 
     def _read(self, node: _Location, height: int, prefix: bytes) -> list[tuple[_Location, int, bytes]]:
         """Read a node: note the values of a leaf, or return the nodes below, each with its height and prefix."""
@@ -170,7 +177,9 @@ class Database:
         if int.from_bytes(content[end:], "little") != crc32c(memoryview(content)[:end]):
             raise ValueError("it does not match its checksum")
         body = bytes(memoryview(content)[_HEADER.size : end])
-        return NodeFields(bytes(zstd_content(body, most, one_frame=True)) if compression else body)
+        if compression:
+            body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED), one_frame=True))
+        return NodeFields(body)
 
     def _path(self, location: _Location) -> str:
         """Return the path of a file below the directory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class ItemValues:
         self.files = StoreFiles(directory)
         self.warnings: tuple[str, ...] = ()
         self.values: dict[str, StoredValue] = {}
+        self._sorted: list[str] = []
         listing = set(listing)
         base = self.files.base
         of_process = sorted((int(match[1]), match[0]) for match in map(PROCESS.fullmatch, listing) if match)
@@ -59,6 +61,13 @@ class ItemValues:
             )  # fmt: skip
         else:
             self.values = {key: StoredValue(f"{base}/{key}", 0, size) for key, size in self.files.sizes()}
+
+    def count(self, name: str) -> int:
+        """Return how many chunks or shards an array has at most: its keys but one, of its metadata."""
+        if not self._sorted:
+            self._sorted = sorted(self.values)
+        first, after = (bisect_left(self._sorted, f"{name}{end}") for end in "/0")  # 0 comes after /
+        return max(after - first - 1, 0)
 
     def read(self, keys: Iterable[str], most: int) -> Iterator[tuple[str, bytes]]:
         """Yield the values of some keys that exist; of those with more than `most` bytes, the first ones alone."""
