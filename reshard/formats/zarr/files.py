@@ -132,7 +132,7 @@ def _walked(base: Place, *, below: bool) -> dict[str, Status | None]:
                             waiting.append(entry.path)
                     elif entry.is_file():
                         statuses[entry.path] = Status.of(entry.stat())
-                        local_store().files.forget(entry.path)  # it may have replaced a file that is held open
+                        local_store().forget(entry.path)
                     else:
                         raise _is_other(entry.path)
         except OSError as error:
