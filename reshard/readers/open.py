@@ -183,7 +183,7 @@ class _Opener(NamedTuple):
     takes_rules: bool = False
 
     def __call__(self, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None) -> Checkpoint:
-        """Return the checkpoint; `contents` is as for `open`, and the rules are those of `rules_over_parts`."""
+        """Return the checkpoint; `contents` is as for `open`, `rules` as `rules_over_parts` returns them."""
         if rules is None:
             return self.opens(contents=contents)
         if not self.takes_rules:

@@ -22,7 +22,7 @@ _RUN_NAMES = (
     "iteration_00000100, iter_0000100, global_step_100 or global_step100, as MindSpore Transformers, Megatron, "
     "hyper-parallel and DeepSpeed name checkpoints"
 )
-_WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json|.*_model_states\.pt", re.DOTALL)
+_WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json|.*_model_states\.pt|rank_\d+|.*\.distcp", re.DOTALL)
 
 
 class Iteration(NamedTuple):
@@ -48,19 +48,21 @@ class Iteration(NamedTuple):
 def run_at(root: Place, listing: Iterable[str]) -> RunFormat | None:
     """Return the run format of a directory with these names, or None.
 
-    Next to whole weights, as transformers saves them beside a checkpoint of DeepSpeed, the weights are what is opened;
-    and a Universal Checkpoint that this program wrote names itself.
+    Next to weights, as transformers saves them with a checkpoint of DeepSpeed, it is not a run: the weights are opened.
+    Nor is a Universal Checkpoint that this program wrote, which names itself.
     """
     listing = list(listing)
     has_weights = any(map(_WEIGHTS.fullmatch, listing))
-    for run in RUN_FORMATS:
-        has_tracker = run.by_name and run.tracker in listing
-        if run.is_numbered:
-            if not has_weights and has_steps(root, listing):
-                return run
-        elif (has_tracker or any(map(run.directory.fullmatch, listing))) and not (run.by_name and has_weights):
-            return run
-    return None
+    runs = [
+        run for run in RUN_FORMATS
+        if not ((run.by_name or run.is_numbered) and has_weights)
+        and (
+            has_steps(root, listing) if run.is_numbered
+            else (run.by_name and run.tracker in listing) or any(map(run.directory.fullmatch, listing))
+        )
+    ]  # fmt: skip
+    tracked = [run for run in runs if run.tracker in listing]  # DeepSpeed's tags may be named like other checkpoints
+    return next(iter([*tracked, *runs]), None)
 
 
 def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None) -> Place:

@@ -40,6 +40,7 @@ _UNTYPED = {
 }  # fmt: skip
 
 _ALIGNMENT = 64
+_LARGE_LITERAL = 64 << 10
 _UTF8, _DESCRIBED = 0x800, 8  # flags: names are UTF-8; a descriptor follows the contents
 
 
@@ -108,8 +109,7 @@ def saved_text(text: str) -> Saved:
 
 def saved_object(value: object) -> bytes:
     """Return the zip of an object that has no tensors."""
-    ((_, content),) = saved_storages(pickled(value, 2), {}).literals
-    return content
+    return b"".join(content for _, content in saved_storages(pickled(value, 2), {}).literals)
 
 
 Parts = list[bytes | int | None]
@@ -172,21 +172,20 @@ def _size(parts: Parts) -> int:
 
 
 def _saved(parts: Parts) -> Saved:
-    """Return the zip with the offsets of its parts; adjacent literals are joined."""
+    """Return the zip with the offsets of its parts; short literals are joined, and large ones not copied."""
     literals: list[tuple[int, bytes]] = []
     data: list[tuple[int, int]] = []
     sums: list[int] = []
     position = 0
-    for is_literal, group in groupby(parts, lambda part: isinstance(part, bytes)):
-        if is_literal:
-            literals.append((position, b"".join(part for part in group if isinstance(part, bytes))))
-            position += len(literals[-1][1])
-            continue
-        for part in group:
-            if isinstance(part, int):
+    for is_short, group in groupby(parts, lambda part: isinstance(part, bytes) and len(part) < _LARGE_LITERAL):
+        short = b"".join(part for part in group if isinstance(part, bytes)) if is_short else b""
+        for part in [short] if is_short else group:
+            if part is None:
+                sums.append(position)
+            elif isinstance(part, int):
                 data.append((position, part))
             else:
-                sums.append(position)
+                literals.append((position, part))
             position += _size([part])
     half = len(sums) // 2
     places = zip(sums[:half], sums[half:], strict=True)

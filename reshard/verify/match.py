@@ -310,7 +310,7 @@ def _are_of_deepspeed(source: Checkpoint, target: Checkpoint) -> bool:
 
 
 def _compare_values(result: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
-    """Compare what model states of DeepSpeed have beside tensors."""
+    """Compare values of model states of DeepSpeed that are not tensors."""
     from reshard.targets.deepspeed import values_of  # lazy import: rarely needed
 
     values, others = (values_of(side.opened, names) for side in (source, target))

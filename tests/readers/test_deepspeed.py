@@ -116,6 +116,10 @@ def test_a_tag_of_any_name_and_weights_beside(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"net": full["fp32.a.weight"]})
     assert list(reshard.open(tmp_path)) == ["net"]
     assert_equal(reshard.open(tmp_path / "after lunch"), full)
+    (tmp_path / "ranks" / "rank_0").mkdir(parents=True)
+    write_file(tmp_path / "ranks" / "rank_0" / "net.safetensors", {"net": full["fp32.a.weight"]})
+    (tmp_path / "ranks" / "latest").symlink_to("rank_0")
+    assert list(reshard.open(tmp_path / "ranks")) == ["net"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -222,6 +226,20 @@ def test_frozen_parameters_with_stage_3(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path), full)
 
 
+def test_tied_parameters_before_they_were_recorded(tmp_path: Path) -> None:
+    """With stage 3 each parameter is of shape (0,) in the module; old versions of DeepSpeed have no `shared_params`."""
+
+    def tie(states: dict[str, Any]) -> None:
+        del states["shared_params"]
+        states["module"] |= {"head": tensor(np.zeros(0, np.uint16)), "empty": tensor(np.zeros(0, np.float32))}
+        states["buffer_names"] = ["empty"]
+
+    full = write_zero(tmp_path, GROUPS, stage=3, model=tie)
+    source = reshard.open(tmp_path)
+    assert set(source.unreadable) == {"head"}
+    assert_equal(source, {**full, "empty": np.zeros(0, np.float32)})
+
+
 def spoil(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda values: values.update(changes)
 
@@ -245,6 +263,16 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         "unsupported-layout", {"optim": spoil(ds_zero_partition_groups=[{"partition_count": 1}])},
     ),
     "no states": ("bad-value", {"optim": spoil(base_optimizer_state=None)}),
+    "many kinds of states": (
+        "too-large",
+        {"optim": lambda values: values["base_optimizer_state"]["state"][0].update({f"k{n}": 1 for n in range(99)})},
+    ),
+    "long kinds of states": (
+        "too-large", {"optim": lambda values: values["base_optimizer_state"]["state"][0].update({"k" * 999: 1})},
+    ),
+    "a long name": (
+        "bad-name", {"model": lambda values: values["module"].update({"k" * 5000: tensor(np.zeros(1, np.float32))})},
+    ),
     "paddings of fewer": ("ranks-disagree", {"optim": spoil(param_alignment_paddings=[[0], [0, 0]])}),
     "paddings that are too large": ("wrong-shape", {"optim": spoil(param_alignment_paddings=[[0, 9], [0, 0]])}),
     "negative paddings": ("bad-shape", {"optim": spoil(param_alignment_paddings=[[0, -9], [0, 0]])}),
@@ -267,6 +295,13 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         reshard.open(tmp_path)
 
 
+def test_more_padding_than_there_can_be(tmp_path: Path) -> None:
+    """Every buffer is full, so that only the sum shows that the model states have other parameters."""
+    write_zero(tmp_path, [{"w": (40, 4)}], model=spoil(param_shapes=[{"v": (20, 4)}]))
+    with refused(SourceError, "wrong-shape", "80"):
+        reshard.open(tmp_path)
+
+
 def test_files_of_two_trainings(tmp_path: Path) -> None:
     write_zero(tmp_path, GROUPS, stage=2)
     directory = tmp_path / "global_step3"
@@ -286,6 +321,17 @@ def test_one_file_alone_is_one_of_several(tmp_path: Path) -> None:
     write_zero(tmp_path, GROUPS, stage=3)
     for path in (tmp_path / "global_step3").iterdir():
         failed(4, "one-of-several", "inspect", path)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_two_savings(tmp_path: Path, stage: int) -> None:
+    """One name for all checkpoints, as Lightning's `last`, and saving was interrupted: sizes do not show it."""
+    write_zero(tmp_path / "old", GROUPS, stage=stage, step=tensor(np.array(2, np.float32)))
+    write_zero(tmp_path / "new", GROUPS, stage=stage)
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(tmp_path / "old" / "global_step3" / name, tmp_path / "new" / "global_step3" / name)
+    with refused(SourceError, "several-steps", name):
+        reshard.open(tmp_path / "new")
 
 
 def test_a_pipeline_is_refused(tmp_path: Path) -> None:

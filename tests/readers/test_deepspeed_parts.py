@@ -127,6 +127,10 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     assert set(reshard.open(tmp_path / "average").unreadable) == {
         "0.norm.weight", *(f"{kind}.0.norm.weight" for kind in KINDS)
     }  # fmt: skip
+    write_parts(
+        tmp_path / "masters", stage=3, patterns={**PATTERNS, "parameter_to_average_patterns": [r"\d+.norm.weight"]}
+    )
+    assert "0.norm.weight" in reshard.open(tmp_path / "masters").unreadable  # which follows from its master
     write_parts(tmp_path / "stages", patterns=PATTERNS, model=lambda values: values.update(
         checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}
     ))  # fmt: skip
@@ -134,6 +138,18 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     write_parts(tmp_path / "missing", patterns=PATTERNS)
     (tmp_path / "missing" / "global_step3" / "mp_rank_00_model_states.pt").unlink()
     failed(4, "missing-file", "inspect", tmp_path / "missing")
+
+
+def test_other_parts_than_the_training_had(tmp_path: Path) -> None:
+    """Without the second part, the first would be taken for the whole model."""
+    write_parts(tmp_path / "less", patterns=PATTERNS)
+    for path in (tmp_path / "less" / "global_step3").glob("*mp_rank_01*"):
+        path.unlink()
+    with refused(SourceError, "wrong-count", "mp_world_size 2"):
+        reshard.open(tmp_path / "less")
+    write_parts(tmp_path / "more", patterns=PATTERNS, model=lambda values: values.update(mp_world_size=1))
+    with refused(SourceError, "wrong-count", "files of 2"):
+        reshard.open(tmp_path / "more")
 
 
 def test_rules_for_one_part(tmp_path: Path) -> None:

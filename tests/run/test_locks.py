@@ -15,6 +15,7 @@ from stopped_runs import FULL, TARGET, small_tasks, source
 
 import reshard
 from reshard.errors import TargetError
+from reshard.run import locks
 from reshard.run.locks import LockFile
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
 _HOLD = """
 import sys
+from reshard.run import locks
 from reshard.run.locks import LockFile
 locks = LockFile(sys.argv[1])
 locks.take(sys.argv[2:])
@@ -49,6 +51,25 @@ def other_process(tmp_path: Path) -> Iterator[Callable[[list[str]], subprocess.P
             return process
 
         yield start
+
+
+def test_a_run_of_very_many_files(
+    tmp_path: Path, other_process: Callable[[list[str]], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It locks all files at once, since the kernel compares each lock with all others."""
+    monkeypatch.setattr(locks, "_MOST_LOCKS", 2)
+    process = other_process(["a"])
+    with refused(TargetError, "locked"):
+        LockFile(str(tmp_path / "out")).take(["b", "c", "d"])
+    process.kill()
+    process.wait()
+    many, few = LockFile(str(tmp_path / "out")), LockFile(str(tmp_path / "out"))
+    many.take(["b", "c", "d"])
+    with refused(TargetError, "locked", "a"):
+        few.take(["a"])
+    many.release()
+    few.take(["a"])
+    few.release()
 
 
 def test_locks_of_another_process(

@@ -15,8 +15,9 @@ from refusals import refused
 from reshard.errors import SourceError
 from reshard.readers.pickles import unpickled
 from reshard.readers.torch_save.tensors import PickleBytes
+from reshard.targets.deepspeed import instructions
 from reshard.targets.deepspeed.instructions import (
-    Node,
+    GraphNode,
     dict_of,
     list_of,
     parsed,
@@ -88,9 +89,9 @@ def test_many_entries() -> None:
     value = {"many": {str(number): number for number in range(2500)}, "list": list(range(2500))}
     assert again(pickle.dumps(value, 2)) == pickle.dumps(value, 2)
     root, protocol = parsed(pickle.dumps(value, 2))
-    assert isinstance(root, Node)
+    assert isinstance(root, GraphNode)
     many = root.entries["many"]
-    assert isinstance(many, Node)
+    assert isinstance(many, GraphNode)
     changed = root.with_entries({"many": many.with_entries({"7": None, "8": text("eight"), "new": value_of((1, 2))})})
     expected = {key: item for key, item in value["many"].items() if key != "7"} | {"8": "eight", "new": (1, 2)}
     assert loads(written(changed, protocol)) == {**value, "many": expected}
@@ -109,6 +110,15 @@ def test_objects_that_contain_themselves_are_refused() -> None:
         again(pickle.dumps(value, 2))
     with refused(SourceError, "bad-pickle"):  # a constant cannot change
         parsed(b"\x80\x02K\x01N\x62.")
+
+
+def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_MOST_OBJECTS", [[] for _ in range(99)]), ("_MOST_INSTRUCTIONS", [1] * 99)):
+        with monkeypatch.context() as patch:
+            parsed(pickle.dumps(value, 2))
+            patch.setattr(instructions, name, 99)
+            with refused(SourceError, "too-large"):
+                parsed(pickle.dumps(value, 2))
 
 
 def test_values_are_made() -> None:

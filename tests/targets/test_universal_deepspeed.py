@@ -205,7 +205,8 @@ def test_tensor_parallel_ranks_get_their_parts(tmp_path: Path, parts: int) -> No
     for part in range(2):
         local = {name: part_of(name, part, 2) for name in full}
         groups = [{name: local[name].shape for name in shapes}]
-        write_zero(tmp_path / "src", groups, full=local, part=part, extra={"universal_checkpoint_info": patterns})
+        extra = {"universal_checkpoint_info": patterns, "mp_world_size": 2}
+        write_zero(tmp_path / "src", groups, full=local, part=part, extra=extra)
     done("convert", tmp_path / "src", tmp_path / "out", "--to", "deepspeed-universal")
     train(tmp_path, [{
         "folder": f"{tmp_path}/out/zero", "parts": parts, "result": f"{tmp_path}/parts.npz",

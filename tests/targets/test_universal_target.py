@@ -168,6 +168,32 @@ def test_tensors_of_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "large" not in loaded(tmp_path / "less" / MODEL[0])
 
 
+def test_large_tensors_of_the_client(tmp_path: Path) -> None:
+    """They are not copied when the files are laid out."""
+    large = np.random.default_rng(3).integers(0, 256, 200_001, np.uint8)
+    full = write_zero(tmp_path / "src", GROUPS, extra={"samples": [tensor(large), tensor(large[:70_000])]})
+    convert(tmp_path / "src", tmp_path / "out")
+    for path in MODEL:
+        assert same(loaded(tmp_path / "out" / path)["samples"], [large, large[:70_000]])
+    assert_equal(reshard.open(tmp_path / "out"), full)
+
+
+def test_weights_with_names_like_states(tmp_path: Path) -> None:
+    """As of averaged weights: what is in the module is a weight."""
+    groups = ({"w": (3, 2), "v": (4,)},)
+    full = write_zero(tmp_path / "src", groups)
+    more = {"average.w": full["fp32.w"], "average.v": full["fp32.v"]}
+
+    def add(states: dict[str, Any]) -> None:
+        states["module"].update({name: tensor(array) for name, array in more.items()})
+
+    shutil.rmtree(tmp_path / "src")
+    full = write_zero(tmp_path / "src", groups, full=full, model=add)
+    convert(tmp_path / "src", tmp_path / "out")
+    assert_equal(reshard.open(tmp_path / "out"), {**full, **more})
+    assert {path.stem for path in (tmp_path / "out" / "zero" / "w").iterdir()} == {*KINDS, "step"}
+
+
 def test_a_difference_in_what_is_carried(tmp_path: Path) -> None:
     write_zero(tmp_path / "src", GROUPS, extra={"rng": tensor(np.zeros(8, np.uint8)), "epoch": 3})
     write_zero(tmp_path / "other", GROUPS, extra={"rng": tensor(np.ones(8, np.uint8)), "epoch": 4})
@@ -251,7 +277,7 @@ def test_of_tensor_parallel_parts_that_the_user_joins(tmp_path: Path) -> None:
     whole = values([{"w": (4, 6), "v": (8,)}])
     for part in range(2):
         local = {name: np.split(array, 2, -1)[part] if array.ndim else array for name, array in whole.items()}
-        write_zero(tmp_path / "src", [{"w": (4, 3), "v": (4,)}], full=local, part=part)
+        write_zero(tmp_path / "src", [{"w": (4, 3), "v": (4,)}], full=local, part=part, extra={"mp_world_size": 2})
     convert(reshard.open(tmp_path / "src", layout={"w": "split:1", "v": "split:0"}), tmp_path / "out")
     assert_equal(reshard.open(tmp_path / "out"), whole)
     assert loaded(tmp_path / "out" / "zero" / "w" / "exp_avg.pt")["cat_dim"] == 1

@@ -4,7 +4,7 @@ A map has the shape of the whole parameter, and of each part its shape and piece
 strides in the whole (`source`) and in the part (`dest`), as `torch.as_strided` takes them, and a factor by which the
 part's values are scaled; scaled pieces are not supported.
 
-Source: DeepSpeed 0.19.8 `checkpoint/affine.py`, and what it wrote (`tests/data/deepspeed_parts`).
+Source: DeepSpeed 0.19.8 `checkpoint/affine.py`, and files that it wrote (`tests/data/deepspeed_parts`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.layout.axes import row_major
 from reshard.layout.block import Block, is_possible, shape_text
 from reshard.readers.deepspeed.pickled import table, whole_number
 from reshard.readers.pickles import Pairs, describe, numbers
-from reshard.readers.torch_save.cuts import Cut, CutPiece
+from reshard.readers.torch_save.cuts import CutPiece, TensorCut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ _RULE = "affine map"
 _MOST_PIECES = 1 << 10
 
 
-def affine_cut(value: object, shapes: Sequence[Shape]) -> Cut:
+def affine_cut(value: object, shapes: Sequence[Shape]) -> TensorCut:
     """Return how parts make a whole parameter.
 
     Args:
@@ -59,7 +59,7 @@ def affine_cut(value: object, shapes: Sequence[Shape]) -> Cut:
         if not 0 < len(listed) <= _MOST_PIECES:
             raise SourceError(f"has {len(listed)} pieces in a part, which is not supported", code="unsupported-layout")
         pieces.append(tuple(_piece(piece, whole, shape) for piece in listed))
-    return Cut(whole, _RULE, tuple(pieces))
+    return TensorCut(whole, _RULE, tuple(pieces))
 
 
 def _piece(value: object, whole: Shape, part: Shape) -> CutPiece:

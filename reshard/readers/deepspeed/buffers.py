@@ -4,7 +4,7 @@ Stages 1 and 2, and `BF16_Optimizer`: the parameters of a group lie one behind t
 padding (`param_alignment_paddings`), and all by padding at the end; rank d has part d of equal parts. A part is stored
 with the padding at its end, or without. `param_slice_mappings` is not used: with round-robin gradients it is wrong.
 
-Stage 3: each parameter is cut by itself, in equal parts of which the last are padded; a rank's buffer of a sub-group
+Stage 3: each parameter is cut by itself, in equal parts, and the last ones are padded; a rank's buffer of a sub-group
 has its parts of the parameters, one behind the other.
 
 Sources: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runtime/bf16_optimizer.py`, and files of
@@ -17,9 +17,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.readers.deepspeed.flat import Flat, Stored
+from reshard.readers.deepspeed.flat import Flat, WholeTensor
 from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
-from reshard.readers.pickles import describe, numbers
+from reshard.readers.pickles import Pairs, describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.file import extent_in
 from reshard.readers.torch_save.tensors import Rebuilt
@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
 
+_MOST_KINDS, _LONGEST_KIND = 64, 256  # of states: each is a tensor, and a part of a name, of each parameter
+
+_PADDING = 2  # elements of each rank: a group is padded to a multiple of these
+_ALIGNMENT = 8  # elements of each parameter: a group may have room to align it
+
 MASTERS = "fp32"
 """The kind of state that is a parameter in float32."""
 
 
-class Buffers(NamedTuple):
+class RankBuffers(NamedTuple):
     """The flat buffers of a rank: by group, then by kind of state.
 
     Attributes:
@@ -44,6 +49,7 @@ class Buffers(NamedTuple):
         number: its number in the checkpoint.
         groups: the flat buffers of each group (or sub-group), by kind of state: `fp32`, `exp_avg` and so on.
         scalars: the states that are a single number, such as `step`, in the same way.
+        refused: kinds of state that are not flat tensors, in the same way, with the reason.
         values: the values of the optimizer that say how it is cut.
         storages: the places of the storages.
     """
@@ -52,34 +58,32 @@ class Buffers(NamedTuple):
     number: int
     groups: Sequence[Mapping[str, Rebuilt]]
     scalars: Sequence[Mapping[str, Rebuilt | float]]
+    refused: Sequence[Mapping[str, str]]
     values: Mapping[str, Any]
     storages: Mapping[bytes, Storage]
 
     @classmethod
-    def of(cls, file: TorchFile, number: int) -> Buffers:
+    def of(cls, file: TorchFile, number: int) -> RankBuffers:
         """Interpret a file of optimizer states; raise `SourceError` if it is not valid."""
         try:
             values = table(table(file.value, "optimizer states").get("optimizer_state_dict"), "optimizer_state_dict")
             stage3 = "fp32_flat_groups" in values
             masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
             state = values.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
-            if not isinstance(state, list) or hasattr(state, "items"):  # a dict of torch's, or the lean states
+            if not isinstance(state, list) or isinstance(state, Pairs):  # a dict of torch's, or the lean states
                 state = table(state, "the optimizer's states").get("state")
             states = numbered(state, "states of groups")
-            groups, scalars = [], []
+            groups, scalars, refused = [], [], []
             for group, tensor in enumerate(numbered(values.get(masters), masters)):
-                buffers, single = {MASTERS: flat(tensor, f"{masters}[{group}]")}, {}
+                groups.append({MASTERS: flat(tensor, f"{masters}[{group}]")})
                 of_group = states[group] if group < len(states) else None
-                for kind, value in table(of_group, f"the states of group {group}").items() if of_group else ():
-                    number_or_tensor = scalar(value)
-                    if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
-                        number_or_tensor = None  # a flat buffer of one element
-                    if number_or_tensor is not None:
-                        single[kind] = number_or_tensor
-                    elif is_tensor(value):
-                        buffers[kind] = flat(value, f"{kind} of group {group}")
-                groups.append(buffers)
+                kinds = table(of_group, f"the states of group {group}") if of_group else {}
+                if len(kinds) > _MOST_KINDS or any(len(kind) > _LONGEST_KIND for kind in kinds):
+                    raise SourceError(f"has {len(kinds):,} kinds of states, or long ones", code="too-large")  # noqa: TRY301
+                buffers, single, reasons = _states(kinds)
+                groups[-1] |= {kind: buffer for kind, buffer in buffers.items() if kind != MASTERS}
                 scalars.append(single)
+                refused.append(reasons)
             used = [*(t for each in groups for t in each.values()), *(t for each in scalars for t in each.values())]
             storages = file.storages({tensor.record for tensor in used if isinstance(tensor, Rebuilt)})
             for tensor in used:
@@ -88,7 +92,7 @@ class Buffers(NamedTuple):
         except SourceError as error:
             raise error.about(file.path) from None
         kept = {name: values.get(name) for name in _KEPT}
-        return cls(file._replace(value=None), number, groups, scalars, kept, storages)
+        return cls(file._replace(value=None), number, groups, scalars, refused, kept, storages)
 
     @property
     def stage(self) -> int:
@@ -117,10 +121,33 @@ class Buffers(NamedTuple):
                 yield f"{kind}.{number}", tensor
 
 
+def _states(values: Mapping[str, Any]) -> tuple[dict[str, Rebuilt], dict[str, Rebuilt | float], dict[str, str]]:
+    """Sort the states of a group into flat buffers, single numbers, and those that are refused."""
+    buffers: dict[str, Rebuilt] = {}
+    single: dict[str, Rebuilt | float] = {}
+    refused: dict[str, str] = {}
+    for kind, value in values.items():
+        number_or_tensor = scalar(value)
+        if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
+            number_or_tensor = None  # a flat buffer of one element
+        if number_or_tensor is not None:
+            single[kind] = number_or_tensor
+        elif is_tensor(value):
+            try:
+                buffers[kind] = flat(value, kind)
+            except SourceError as error:
+                refused[kind] = f"cannot be cut out of its buffer: {error.message}"
+        elif value is not None:
+            refused[kind] = f"is {describe(value)}, not a tensor or a number"
+    return buffers, single, refused
+
+
 def states_by_name(
-    ranks: Sequence[Buffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
-) -> Iterator[tuple[str, str, Flat | Stored | float]]:
-    """Yield the states of each parameter: its name, the kind of state, and where it is; or its value.
+    ranks: Sequence[RankBuffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
+) -> Iterator[tuple[str, str, Flat | WholeTensor | float | str]]:
+    """Yield the states of each parameter: its name, the kind of state, and its location or value.
+
+    Of a state that cannot be read, the last is the reason.
 
     Args:
         ranks: the buffers of all data-parallel ranks, in order.
@@ -144,23 +171,32 @@ def states_by_name(
         if any(set(buffers.groups[group]) != set(kinds) for buffers in ranks):
             raise SourceError(f"{first.file.path}: ranks have different states of group {group}", code="ranks-disagree")
         locate = _parameters_cut if first.stage == 3 else _group_cut
+        refused = dict(first.refused[group])
         for kind in kinds:
-            for name, located in locate(ranks, group, kind, of_group):
-                yield name, kind, located
+            try:
+                for name, located in locate(ranks, group, kind, of_group):
+                    yield name, kind, located
+            except SourceError as error:
+                if kind == MASTERS:
+                    raise
+                refused[kind] = f"cannot be cut out of its buffer: {error.message}"
+        for kind, reason in refused.items():
+            for name in of_group:
+                yield name, kind, reason
         for kind, value in first.scalars[group].items():
             single = _scalar(first, value)
             for name in of_group:
                 yield name, kind, single
 
 
-def _scalar(buffers: Buffers, value: Rebuilt | float) -> Stored | float:
+def _scalar(buffers: RankBuffers, value: Rebuilt | float) -> WholeTensor | float:
     """Return the place of a single number."""
     if not isinstance(value, Rebuilt):
         return value
-    return Stored(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
+    return WholeTensor(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
 
 
-def _lengths(ranks: Sequence[Buffers], group: int, kind: str) -> list[int]:
+def _lengths(ranks: Sequence[RankBuffers], group: int, kind: str) -> list[int]:
     dtypes = {buffers.groups[group][kind].dtype.name for buffers in ranks}
     if len(dtypes) > 1:
         raise SourceError(
@@ -170,7 +206,7 @@ def _lengths(ranks: Sequence[Buffers], group: int, kind: str) -> list[int]:
 
 
 def _group_cut(
-    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Flat]]:
     """Yield parameters in a group that is cut as one vector."""
     gaps = _alignment_paddings(ranks, group, len(shapes))
@@ -178,9 +214,11 @@ def _group_cut(
     for shape, gap in zip(shapes.values(), gaps, strict=True):
         begins.append(total)
         total += prod(shape) + gap
-    every_kind = [_lengths(ranks, group, each) for each in ranks[0].groups[group]]
-    size = max(max(lengths) for lengths in every_kind)  # of a part with its padding
-    for number, length in enumerate(_lengths(ranks, group, kind)):
+    lengths, masters = _lengths(ranks, group, kind), _lengths(ranks, group, MASTERS)
+    size = masters[0]  # of a part with its padding, unless all elements are in the first part
+    if not any(masters[1:]):
+        size = max(size, min(max(lengths), total + _PADDING - 1))
+    for number, length in enumerate(lengths):
         filled = min(max(total - number * size, 0), size)
         if length not in {size, filled}:
             raise SourceError(
@@ -188,10 +226,10 @@ def _group_cut(
                 f"expected {filled:,}, or {size:,} with padding",
                 code="wrong-shape",
             )
-    if size * len(ranks) < total:
+    if not 0 <= size * len(ranks) - total < _PADDING * len(ranks) + _ALIGNMENT * len(shapes):
         raise SourceError(
             f"{ranks[0].file.path}: {kind} of group {group} has {size * len(ranks):,} elements in all ranks; by "
-            f"param_shapes, expected {total:,}",
+            f"param_shapes, expected {total:,} and a little padding",
             code="wrong-shape",
         )
     starts = [buffers.begin(group, kind) for buffers in ranks]
@@ -211,7 +249,7 @@ def _group_cut(
         )  # fmt: skip
 
 
-def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tuple[int, ...]:
+def _alignment_paddings(ranks: Sequence[RankBuffers], group: int, count: int) -> tuple[int, ...]:
     """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
     try:
         every = [_of_group(buffers, group) for buffers in ranks]
@@ -229,13 +267,13 @@ def _alignment_paddings(ranks: Sequence[Buffers], group: int, count: int) -> tup
     return paddings
 
 
-def _of_group(buffers: Buffers, group: int) -> object:
+def _of_group(buffers: RankBuffers, group: int) -> object:
     paddings = buffers.values.get("param_alignment_paddings")
     return paddings[group] if isinstance(paddings, list) and group < len(paddings) else None
 
 
 def _parameters_cut(
-    ranks: Sequence[Buffers], group: int, kind: str, shapes: Mapping[str, Shape]
+    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Flat]]:
     """Yield parameters that are each cut by themselves."""
     count = len(ranks)
@@ -258,7 +296,7 @@ def _parameters_cut(
 
 
 def cut_by_itself(dtype: Any, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
-    """Return a parameter of which each rank has an equal part, the last ones padded.
+    """Return a parameter that is cut in equal parts, one of each rank, the last ones padded.
 
     Args:
         dtype: its dtype.

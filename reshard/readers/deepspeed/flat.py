@@ -85,7 +85,7 @@ class Flat(NamedTuple):
             yield block, Extent(self.files[number], runs)
 
 
-class Stored(NamedTuple):
+class WholeTensor(NamedTuple):
     """A whole tensor in one file: its dtype, its shape, and the extent of its bytes."""
 
     dtype: DType
@@ -98,16 +98,18 @@ class Stored(NamedTuple):
 
 
 class FlatTensors:
-    """Builds tensors; those that are cut alike share their blocks."""
+    """Builds tensors; if they are cut alike, they share their blocks."""
 
     def __init__(self) -> None:
         self._shardings: dict[tuple[Fragments, tuple[int, ...]], Sharding] = {}
 
-    def tensor(self, name: str, location: Flat | Stored) -> Tensor:
+    def tensor(self, name: str, location: Flat | WholeTensor) -> Tensor:
         """Return a tensor."""
         spec = TensorSpec(name, location.dtype, location.shape)
-        if isinstance(location, Stored) or not prod(location.shape):
-            extent = location.extent if isinstance(location, Stored) else Extent((*location.files, 0)[0], ((0, 0),))
+        if isinstance(location, WholeTensor) or not prod(location.shape):
+            extent = (
+                location.extent if isinstance(location, WholeTensor) else Extent((*location.files, 0)[0], ((0, 0),))
+            )
             return Tensor.of(spec, [Shard(Block.whole(location.shape), (extent,))], listed=False)
         cut = fragments(location.shape, location.ends)
         key = cut, location.files

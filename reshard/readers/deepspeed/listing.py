@@ -41,16 +41,14 @@ class PartFiles(NamedTuple):
     Attributes:
         model: the files of model states; of ZeRO stage 3, in the order of ranks.
         optim: the files of optimizer states, in the order of ranks.
-        partitioned: each rank has a file of model states, as with ZeRO stage 3.
     """
 
     model: tuple[str, ...]
     optim: tuple[str, ...]
-    partitioned: bool
 
 
 class CheckpointFiles(NamedTuple):
-    """The names of the files of a checkpoint: by tensor-parallel part, and those of single experts."""
+    """The names of the files of a checkpoint: by tensor-parallel part, and of single experts."""
 
     parts: tuple[PartFiles, ...]
     experts: tuple[str, ...]
@@ -98,7 +96,7 @@ def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: boo
             _add_missing(faults, part, "optimizer", expected, of_optim)
         if len(parts) == _MOST_PARTS:
             break
-        parts.append(PartFiles(_ordered(of_model), _ordered(of_optim), partitioned))
+        parts.append(PartFiles(_ordered(of_model), _ordered(of_optim)))
     faults.raise_if_any(SourceError)
     return CheckpointFiles(tuple(parts), tuple(filter(EXPERT_STATES.fullmatch, listing)))
 

@@ -8,17 +8,17 @@ for each sub-group. Frozen parameters are in `module`; with stage 3 each rank ha
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.formats.directories import MODEL_STATES
 from reshard.readers.deepspeed.pickled import flat, shapes, table, whole_number
 from reshard.readers.pickles import Pairs, describe
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.tensors import rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.layout.block import Shape
     from reshard.readers.torch_save.file import TorchFile
@@ -38,7 +38,8 @@ class ModelStates(NamedTuple):
         groups: the shapes of trainable parameters, in the order of the flat buffers; None if the file has none.
         frozen_shapes: the shapes of frozen parameters.
         frozen: the rank's part of frozen parameters with ZeRO stage 3.
-        shared: the name that has the states, by the other names of tied parameters.
+        shared: the name that has the states, by the other names of tied parameters; in old checkpoints, none.
+        buffers: the names of the buffers in the module.
         others: the other values.
     """
 
@@ -49,6 +50,7 @@ class ModelStates(NamedTuple):
     frozen_shapes: Mapping[str, Shape]
     frozen: Mapping[str, Rebuilt]
     shared: Mapping[str, str]
+    buffers: Collection[str]
     others: Mapping[str, Any]
 
     @classmethod
@@ -82,21 +84,40 @@ class ModelStates(NamedTuple):
             raise SourceError(f"has {describe(groups)} for param_shapes; expected a list of dicts", code="bad-value")
         optional = {name: values.get(name) or Pairs() for name in _TENSORS}
         fragments = table(optional["frozen_param_fragments"], "frozen_param_fragments")
+        buffers = values.get("buffer_names")
+        buffers = buffers if isinstance(buffers, list) else []
+        frozen_shapes = shapes(optional["frozen_param_shapes"], "frozen_param_shapes")
         return cls(
             file._replace(value=None), module, refused,
             None if groups is None else [shapes(group, "param_shapes") for group in groups],
-            shapes(optional["frozen_param_shapes"], "frozen_param_shapes"),
+            frozen_shapes,
             {
                 name: flat(value, f"the fragment of {name!r:.60}") for name, value in fragments.items()
-                if name not in module or not prod(module[name].shape)  # with stage 2, they are whole, as in the module
+                if name not in module or module[name].shape != frozen_shapes.get(name)  # with stage 2, they are whole
             },
             {
                 alias: name for alias, name in table(optional["shared_params"], "shared_params").items()
                 if isinstance(name, str)
             },
+            {name for name in buffers if isinstance(name, str)},
             {name: value for name, value in values.items() if name not in _TENSORS},
         )  # fmt: skip
 
-    def number(self, name: str) -> int | None:
-        """Return a value that is a whole number, or None."""
-        return whole_number(self.others.get(name))
+    @property
+    def is_partitioned(self) -> bool:
+        """Return whether ZeRO stage 3 has cut the weights, by the name of the file."""
+        match = MODEL_STATES.fullmatch(self.file.path.rpartition("/")[2])
+        return match is not None and match["rank"] is not None
+
+    def check_parts(self, count: int) -> None:
+        """Compare the number of tensor-parallel parts that have files with `mp_world_size`, if the file has it.
+
+        Raises:
+            SourceError: they differ.
+        """
+        expected = whole_number(self.others.get("mp_world_size"))
+        if expected not in {None, count}:
+            raise SourceError(
+                f"{self.file.path} has mp_world_size {expected}, and there are files of {count} tensor-parallel parts",
+                code="wrong-count",
+            )

@@ -8,29 +8,37 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Entry
-from reshard.readers.deepspeed.buffers import MASTERS, Buffers, cut_by_itself, states_by_name
-from reshard.readers.deepspeed.flat import Flat, Stored
+from reshard.readers.deepspeed.buffers import MASTERS, RankBuffers, cut_by_itself, states_by_name
+from reshard.readers.deepspeed.flat import Flat, WholeTensor
 from reshard.readers.deepspeed.pickled import table
 from reshard.readers.torch_save.file import extent_in
-from reshard.readers.torch_save.tensors import rebuilt
+from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
+from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.torch_save.file import Storage, TorchFile
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.storage.base import ReadStore, Want
 
 _COUNTS = (
     "files of an earlier run with more ranks stay in the directory; MiCS and hpZ, which cut within groups of ranks, "
     "are not supported"
 )
 
+_OF_EXPERTS = (
+    "is the state of an expert: the files do not say which ranks have which expert's states, so only weights are read"
+)
+
 _PARTITIONED = 3  # the stage of ZeRO that cuts weights
 
-STATES = (MASTERS, "exp_avg", "exp_avg_sq", "step")
+STEP = "step"
+"""The number of steps of the optimizer, as a kind of state."""
+
+STATES = (MASTERS, "exp_avg", "exp_avg_sq", STEP)
 """The kinds of state of Adam."""
 
 
@@ -43,10 +51,10 @@ class PartTensors:
         numbers: states that are numbers in a pickle, by name.
         rounded: weights that are not stored: the name of the master, and the dtype.
         unreadable: names that cannot be read, with the reason.
-        entries: for each file, by its number, the entries of its tensors.
+        entries: the entries of the tensors of each file, by the number of the file.
     """
 
-    located: dict[str, Flat | Stored] = field(default_factory=dict)
+    located: dict[str, Flat | WholeTensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     rounded: dict[str, tuple[str, DType]] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -60,7 +68,7 @@ class PartTensors:
             self.unreadable[name] = error.message
             return
         self.entries.setdefault(number, {})[name] = Entry(tensor.dtype, tensor.shape, extent.runs, None, extent.strides)
-        self.located[name] = Stored(tensor.dtype, tensor.shape if shape is None else shape, extent)
+        self.located[name] = WholeTensor(tensor.dtype, tensor.shape if shape is None else shape, extent)
 
 
 def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
@@ -68,7 +76,7 @@ def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
 
     Args:
         part: the part.
-        models: the model states, with the numbers of their files; with ZeRO stage 3 those of each rank, in order.
+        models: the number of each file, and its model states; with ZeRO stage 3 of each rank, in order.
 
     Raises:
         SourceError: files contradict each other.
@@ -84,30 +92,25 @@ def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
 
 def _is_placeholder(name: str, tensor: Rebuilt, model: ModelStates) -> bool:
     """Return whether a tensor of the module stands for one that stage 3 has cut."""
-    trainable = any(name in group for group in model.groups or ())
-    return tensor.shape == (0,) and (trainable or name in model.frozen_shapes or name in model.shared)
+    return tensor.shape == (0,) and model.is_partitioned and name not in model.buffers
 
 
-def add_expert(part: PartTensors, number: int, file: TorchFile) -> None:
-    """Add the weights of one expert; raise `SourceError` if the file is not valid."""
+def add_expert(part: PartTensors, number: int, file: TorchFile) -> list[str]:
+    """Add the weights of one expert and return their names; raise `SourceError` if the file is not valid."""
     try:
         weights = {name: rebuilt(value) for name, value in table(file.value, "the weights of an expert").items()}
     except SourceError as error:
         raise error.about(file.path) from None
     storages = file.storages({tensor.record for tensor in weights.values()})
-    reason = (
-        "is the state of an expert: the files do not say which ranks have which expert's states, so only weights are "
-        "read"
-    )
     for name, tensor in weights.items():
         if name in part.located:
             raise SourceError(f"{file.path} has {name!r:.60}, which another file has, too", code="duplicate-name")
         part.add_stored(number, name, tensor, storages[tensor.record])
-        part.unreadable.update({f"{kind}.{name}": reason for kind in STATES})
+    return list(weights)
 
 
 def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
-    """Add frozen parameters of stage 3, of which each rank's model states have a part."""
+    """Add frozen parameters of stage 3: each rank's model states have a part of them."""
     first = models[0][1]
     if not first.frozen:
         return
@@ -133,7 +136,7 @@ def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
         part.located[name] = cut_by_itself(tensor.dtype, first.frozen_shapes[name], files, begins[name])
 
 
-def _check_counts(ranks: Sequence[Buffers], *, has_experts: bool) -> None:
+def _check_counts(ranks: Sequence[RankBuffers], *, has_experts: bool) -> None:
     """Compare the number of files with the number of partitions, and the stages of the files with each other."""
     if len({buffers.stage for buffers in ranks}) > 1:
         raise SourceError(f"{ranks[0].file.path} and other ranks are of different stages", code="ranks-disagree")
@@ -155,19 +158,53 @@ def _check_counts(ranks: Sequence[Buffers], *, has_experts: bool) -> None:
                 )
 
 
-def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[Buffers], *, has_experts: bool) -> None:
+def check_is_no_weight(state: str, model: ModelStates) -> None:
+    """Refuse a state whose name is also that of a weight, such as of a module `fp32`."""
+    if state in model.module:
+        raise SourceError(
+            f"{model.file.path} has the weight {state!r:.60}, which is also the name of a state of another weight",
+            code="duplicate-name",
+        )
+
+
+def _check_steps(ranks: Sequence[RankBuffers]) -> None:
+    """Refuse ranks of different steps: files of two savings under one name differ in nothing else."""
+
+    def steps() -> Iterator[tuple[tuple[RankBuffers, object, bytearray], ReadStore, list[Want]]]:
+        for buffers in ranks:
+            step = next((scalars[STEP] for scalars in buffers.scalars if STEP in scalars), None)
+            if isinstance(step, Rebuilt):
+                content = bytearray(step.dtype.itemsize)
+                begin = buffers.storages[step.record].begin + step.first * step.dtype.itemsize
+                yield (buffers, step.dtype, content), any_store(), [(buffers.file.path, begin, memoryview(content))]
+            elif step is not None:
+                yield (buffers, step, bytearray()), any_store(), []
+
+    first: tuple[RankBuffers, object] | None = None
+    for buffers, number_or_dtype, content in in_batches(steps()):
+        value = number_or_dtype, bytes(content)
+        first = first or (buffers, value)
+        if value != first[1]:
+            raise SourceError(
+                f"{buffers.file.path} is of another step than {first[0].file.path}", code="several-steps",
+                facts=["saving over an earlier checkpoint was interrupted, or files of two checkpoints are mixed"],
+            )  # fmt: skip
+
+
+def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[RankBuffers], experts: Collection[str]) -> None:
     """Add the states of trainable parameters.
 
     Args:
         part: the part.
         model: the model states, which have the shapes of the parameters.
         ranks: the optimizer states of each rank, in order.
-        has_experts: there are files of experts. Groups with fewer partitions are then of experts, and left out.
+        experts: the weights of experts. If there are any, groups with fewer partitions are theirs, and left out.
 
     Raises:
         SourceError: files contradict each other, or the order of parameters is unknown.
     """
-    _check_counts(ranks, has_experts=has_experts)
+    _check_counts(ranks, has_experts=bool(experts))
+    _check_steps(ranks)
     if model.groups is None:
         advice = "move the optimizer's files to another directory to read the weights alone"
         raise SourceError(
@@ -183,12 +220,17 @@ def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[Buffers], 
             entries[label] = Entry(tensor.dtype, tensor.shape, extent.runs)
     for name, kind, location in states_by_name(ranks, model.groups, skipped):
         state = f"{kind}.{name}"
+        check_is_no_weight(state, model)
         if state in part.located or state in part.numbers:
             raise SourceError(f"{model.file.path} has {name!r:.60} twice in param_shapes", code="duplicate-name")
-        if isinstance(location, int | float):
+        if isinstance(location, str):
+            part.unreadable[state] = location
+        elif isinstance(location, int | float):
             part.numbers[state] = location
         else:
             part.located[state] = location
+    states = {f"{kind}.{name}" for name in experts for kind in STATES}
+    part.unreadable.update(dict.fromkeys(sorted(states - {*part.located, *part.numbers}), _OF_EXPERTS))
 
 
 def add_rounded(part: PartTensors, model: ModelStates) -> None:
@@ -199,7 +241,7 @@ def add_rounded(part: PartTensors, model: ModelStates) -> None:
         kept = model.shared.get(name, name)
         location = part.located.get(kept) or part.located.get(f"{MASTERS}.{kept}")
         if location is None:
-            part.unreadable[name] = "is in no file: it was cut by ZeRO stage 3, and has no master"
+            part.unreadable[name] = "is not stored whole, and has no master"
         elif location.dtype is tensor.dtype:
             part.located[name] = location
         else:

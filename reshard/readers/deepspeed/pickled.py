@@ -10,7 +10,6 @@ from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.readers.pickles import Pairs, PickledObject, describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.tensors import rebuilt
-from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,12 +29,15 @@ def table(value: object, name: str) -> dict[str, Any]:
         name: its name, for messages.
 
     Raises:
-        SourceError: it is another value. The message does not name the file.
+        SourceError: it is another value, or a key is too long. The message does not name the file.
     """
     pairs = (value.items or Pairs()) if isinstance(value, PickledObject) and value.name == "OrderedDict" else value
     if not isinstance(pairs, Pairs) or len(pairs) > 2 * _MOST_NAMES:
         raise SourceError(f"has {describe(value)} for {name}; expected a dict", code="bad-value")
-    return {key: item for key, item in pairs.items() if isinstance(key, str)}
+    result = {key: item for key, item in pairs.items() if isinstance(key, str)}
+    if long := next((key for key in result if len(key.encode()) > LONGEST_NAME), None):
+        raise SourceError(f"has {long!r:.60} in {name}; expected at most {LONGEST_NAME} bytes", code="bad-name")
+    return result
 
 
 def optional_table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def numbered(value: object, name: str) -> list[Any]:
         if 2 * len(items) != len(value):
             raise SourceError(f"has {name} that are not numbered from 0", code="bad-value")
         return [items.get(number) for number in range(max(items, default=-1) + 1)]
-    if isinstance(value, list | tuple) and not isinstance(value, Pairs):
+    if isinstance(value, list | tuple):
         return list(value)
     raise SourceError(f"has {describe(value)} for {name}; expected a list", code="bad-value")
 
@@ -64,12 +66,12 @@ def shapes(value: object, name: str) -> dict[str, Shape]:
     """Return shapes by the names of their tensors.
 
     Raises:
-        SourceError: a name is not valid, or a shape is impossible.
+        SourceError: it is another value, or a shape is impossible.
     """
     result = {}
     for key, size in table(value, name).items():
         shape = numbers(size)
-        if not is_text(key) or len(key.encode()) > LONGEST_NAME or not is_possible(shape):
+        if not is_possible(shape):
             raise SourceError(f"has the shape {shape_text(shape)} for {key!r:.60} in {name}", code="bad-shape")
         result[key] = shape
     return result

@@ -1,8 +1,8 @@
 """Join the tensor-parallel parts of a DeepSpeed checkpoint.
 
 The axis along which a tensor is cut is in no file, unless the training recorded patterns of names
-(`universal_checkpoint_info`), as Megatron-DeepSpeed and DeepSpeed's AutoTP do: replicated parameters, those that are
-cut by the columns of a matrix, and those of two fused ones in each rank. All others are cut along the first axis.
+(`universal_checkpoint_info`), as Megatron-DeepSpeed and DeepSpeed's AutoTP do: of replicated parameters, of parameters
+that are cut by the columns of a matrix, and of two fused ones in each rank. The rest are cut along the first axis.
 AutoTP also records the blocks themselves (`affine`). A user's rules win. States are cut as their weights.
 
 Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`).
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Option, SourceError, StrategyError, Text, names
 from reshard.layout.axes import position, row_major
-from reshard.layout.block import LONGEST_NAME
+from reshard.layout.block import LONGEST_NAME, Block
 from reshard.readers.deepspeed.affine import VERSION, affine_cut
 from reshard.readers.deepspeed.pickled import optional_table, table, whole_number
 from reshard.readers.listed import BlockList
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Block, Shape
-    from reshard.readers.deepspeed.flat import Flat, Stored
+    from reshard.layout.block import Shape
+    from reshard.readers.deepspeed.flat import Flat, WholeTensor
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.deepspeed.part import PartTensors
-    from reshard.readers.torch_save.cuts import Cut, CutPiece
+    from reshard.readers.torch_save.cuts import CutPiece, TensorCut
     from reshard.source.checkpoint import Tensor
 
 PATTERNS = "universal_checkpoint_info"
@@ -52,7 +52,7 @@ _MOST_REPEATS = 3  # of a pattern: the time to match it grows with the length of
 _MOST_PATTERNS = 1 << 8
 
 
-class Patterns:
+class NamePatterns:
     """Patterns for names of tensors, each with a value; the first one that matches counts.
 
     Patterns are regular expressions in a file, which could take for ever to match. So only exact names and simple ones
@@ -100,7 +100,7 @@ class Recorded:
         path = model.file.path
         values = optional_table(model.others, PATTERNS)
         self.is_known = bool(values)
-        self._rules, self.unsupported, self.maps = Patterns(path), Patterns(path), Patterns(path)
+        self._rules, self.unsupported, self.maps = NamePatterns(path), NamePatterns(path), NamePatterns(path)
         for kind, rule in _KINDS.items():
             for pattern in values.get(kind) or ():
                 self._rules.add(pattern, rule)
@@ -160,8 +160,9 @@ class TensorCuts:
                 hint=Text("give ", Option("layout", "NAME", "RULE"), ", or ", Option("strategy")),
             )  # fmt: skip
         self._cuts = Cuts(self._recorded.rule, rules, weights)
+        self._affine: dict[tuple[str, tuple[Shape, ...]], TensorCut] = {}
 
-    def of(self, weight: str, shapes: Sequence[Shape]) -> Cut:
+    def of(self, weight: str, shapes: Sequence[Shape]) -> TensorCut:
         """Return how the parts of a weight make the whole.
 
         Raises:
@@ -170,7 +171,10 @@ class TensorCuts:
         """
         if not self._cuts.is_ruled(weight):
             if (affine := self._recorded.maps.get(weight)) is not None:
-                return affine_cut(affine, shapes)
+                key = weight, tuple(shapes)
+                if key not in self._affine:  # states are cut as their weight
+                    self._affine[key] = affine_cut(affine, shapes)
+                return self._affine[key]
             if (kind := self._recorded.unsupported.get(weight)) is not None:
                 raise SourceError(
                     Text(f"is cut as {kind} say, which is not supported; give ", Option("layout", weight, "RULE")),
@@ -179,7 +183,7 @@ class TensorCuts:
         return self._cuts.of(weight, shapes)
 
 
-class Joined(NamedTuple):
+class JoinedTensors(NamedTuple):
     """Tensors joined from parts.
 
     Attributes:
@@ -193,7 +197,7 @@ class Joined(NamedTuple):
     rules: dict[str, str]
 
 
-def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str]) -> Joined:
+def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str]) -> JoinedTensors:
     """Return whole tensors.
 
     Args:
@@ -205,7 +209,7 @@ def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str
         StrategyError: a rule of the user does not fit a tensor.
     """
     block_list = BlockList()
-    result = Joined({}, {}, {})
+    result = JoinedTensors({}, {}, {})
     for name in dict.fromkeys(name for part in parts for name in part.located):
         state_of = name.partition(".")[2]
         is_state = name not in weights and state_of in weights
@@ -227,7 +231,7 @@ def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str
     return result
 
 
-def _joined(name: str, locations: Sequence[Flat | Stored], cut: Cut, block_list: BlockList) -> Tensor:
+def _joined(name: str, locations: Sequence[Flat | WholeTensor], cut: TensorCut, block_list: BlockList) -> Tensor:
     """Return a whole tensor; raise `SourceError` if its parts do not fit together."""
     dtypes = {location.dtype.name: location.dtype for location in locations}
     if len(dtypes) > 1:
@@ -244,8 +248,8 @@ def _joined(name: str, locations: Sequence[Flat | Stored], cut: Cut, block_list:
     return tensor
 
 
-def _moved(location: Flat | Stored, pieces: Sequence[CutPiece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
-    """Yield the blocks of a part where they are in the whole tensor."""
+def _moved(location: Flat | WholeTensor, pieces: Sequence[CutPiece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
+    """Yield the blocks of a part as blocks of the whole tensor."""
     for local, extent in location.pieces():
         for piece in pieces:
             inside = local & piece.inside if local.start else local
@@ -254,7 +258,7 @@ def _moved(location: Flat | Stored, pieces: Sequence[CutPiece], itemsize: int) -
             strides = extent.strides or row_major(local.shape)
             begin = position(inside.start, local.start, strides)
             shift = [a - b for a, b in zip(piece.block.start, piece.inside.start, strict=True)]
-            block = type(local)(
+            block = Block(
                 tuple(a + b for a, b in zip(inside.start, shift, strict=True)),
                 tuple(a + b for a, b in zip(inside.stop, shift, strict=True)),
             )

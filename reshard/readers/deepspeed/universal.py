@@ -1,7 +1,7 @@
 """Open a Universal Checkpoint of DeepSpeed: a directory of files for each parameter.
 
 `zero/NAME/` has `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`, each a whole tensor in a dict, `param`; of ZeRO stage 3 a
-flat tensor, whose shape is in the model states only. `step.pt` is a number; with stage 3 there is none, and the step is
+flat tensor, whose shape is in the model states only. `step.pt` is a number; with stage 3 it is missing, and the step is
 in `zero/optimizer_state.pt`. Since 0.19 there is a `fp32.pt` alone for each other name of the module: a copy, which is
 not a master, and not read. Weights are in the model states; of stage 3, or if the parts of the model states are
 tensor-parallel, they are the rounded masters.
@@ -13,21 +13,22 @@ Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py`, and directories that 0
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.layout.block import shape_text
 from reshard.readers.deepspeed.buffers import MASTERS
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import PartTensors, add_rounded, add_weights
-from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table
+from reshard.readers.deepspeed.part import STEP, PartTensors, add_rounded, add_weights, check_is_no_weight
+from reshard.readers.deepspeed.pickled import flat, numbered, optional_table, scalar, table
 from reshard.readers.deepspeed.zero_checkpoint import checkpoint_of
 from reshard.readers.pickles import Pairs
+from reshard.readers.torch_save.file import Storage
 from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from reshard.layout.block import Shape
     from reshard.readers.torch_save.file import TorchFile
@@ -38,10 +39,7 @@ DIRECTORY = "zero"
 """The directory of parameters."""
 
 OPTIMIZER = "optimizer_state.pt"
-"""The file of what the optimizer has beside tensors, in that directory."""
-
-STEP = "step"
-"""The number of steps of the optimizer, as a kind of state."""
+"""The file of the other values of the optimizer, in that directory."""
 
 _PARAM = "param"
 
@@ -73,19 +71,24 @@ def open_universal(
     if model.frozen:
         models |= read_files(directory, others, ModelStates.of)
         read |= {name: states.file for name, states in models.items()}
-    optimizer = f"{DIRECTORY}/{OPTIMIZER}"
+    optimizer_path = f"{DIRECTORY}/{OPTIMIZER}"
     paths = {f"{DIRECTORY}/{name}/{kind}.pt": (name, kind) for name, kinds in states.items() for kind in kinds}
-    read |= read_files(directory, [optimizer, *paths], lambda file: file)
+    optimizer = read_files(directory, [optimizer_path], _StateFile.of_optimizer)[optimizer_path]
+    read_states = read_files(directory, paths, _StateFile.of)
+    read |= {optimizer_path: optimizer.file, **{path: state.file for path, state in read_states.items()}}
     numbers = {name: number for number, name in enumerate(read)}
     part = PartTensors()
     if len(files.parts) == 1:
         add_weights(part, [(numbers[name], states_of_rank) for name, states_of_rank in models.items()])
     shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
     for path, (name, kind) in paths.items():
-        _add_state(part, numbers[path], read[path], f"{kind}.{name}", shapes.get(name))
-    _add_step(part, numbers[optimizer], read[optimizer], states)
+        check_is_no_weight(f"{kind}.{name}", model)
+        read_states[path].add(part, numbers[path], f"{kind}.{name}", shapes.get(name))
+    for name in states:
+        if (step := f"{STEP}.{name}") not in part.located and step not in part.numbers:
+            optimizer.add(part, numbers[optimizer_path], step)
     add_rounded(part, model)
-    in_order = [(0, file._replace(value=None)) for file in read.values()]
+    in_order = [(0, file) for file in read.values()]
     return checkpoint_of(directory, in_order, [(part, model)], contents=contents)
 
 
@@ -101,50 +104,71 @@ def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:
     return {name: sorted(kinds[name]) for name in sorted(kinds) if kinds[name] != [MASTERS]}, has_optimizer
 
 
-def _add_state(part: PartTensors, number: int, file: TorchFile, state: str, shape: Shape | None) -> None:
-    """Add a state of a parameter.
+class _StateFile(NamedTuple):
+    """A state of a parameter, or the step of all.
 
-    Args:
-        part: the part.
-        number: the number of the file.
-        file: the file of the state.
-        state: its name.
-        shape: the shape of the parameter, for a state that is stored flat; None if the model states do not have it.
+    Attributes:
+        file: the file, without its value.
+        value: the tensor, or a number; None if the file has none.
+        storage: the place of the tensor's storage.
+        is_flat: it is not in a dict, so that its shape is that of the parameter.
     """
-    value = file.value
-    try:
-        is_flat = not isinstance(value, Pairs)
-        value = value if is_flat else table(value, "a state").get(_PARAM)
-        if isinstance(single := scalar(value), int | float):
-            part.numbers[state] = single
-            return
-        tensor = rebuilt(value)
-        if is_flat and single is None:
-            tensor = flat(value, "a state without a dict")
-            if shape is None or prod(shape) != tensor.shape[0]:
-                raise SourceError(  # noqa: TRY301 -- with the file
-                    f"has {tensor.shape[0]:,} elements; the shape in the model states is "
+
+    file: TorchFile
+    value: Rebuilt | float | None
+    storage: Storage
+    is_flat: bool = False
+
+    @classmethod
+    def of(cls, file: TorchFile) -> _StateFile:
+        """Interpret a file of a state; raise `SourceError` if it is not valid."""
+        try:
+            is_flat = not isinstance(file.value, Pairs)
+            value = file.value if is_flat else table(file.value, "a state").get(_PARAM)
+            number_or_tensor = scalar(value)
+            if not isinstance(number_or_tensor, int | float):
+                number_or_tensor = rebuilt(value)
+                if is_flat and number_or_tensor.shape:
+                    number_or_tensor = flat(value, "a state without a dict")
+            return cls._of(file, number_or_tensor, is_flat=is_flat)
+        except SourceError as error:
+            raise error.about(file.path) from None
+
+    @classmethod
+    def of_optimizer(cls, file: TorchFile) -> _StateFile:
+        """Return the step in the optimizer's file, which has it if it is of ZeRO stage 3."""
+        try:
+            inner = optional_table(table(file.value, "the optimizer"), "optimizer_state_dict")
+            groups = numbered(inner.get("state", []), "states of groups")
+            return cls._of(file, scalar(table(groups[0], "the states of group 0").get(STEP)) if groups else None)
+        except SourceError as error:
+            raise error.about(file.path) from None
+
+    @classmethod
+    def _of(cls, file: TorchFile, value: Rebuilt | float | None, *, is_flat: bool = False) -> _StateFile:
+        storage = file.storages([value.record])[value.record] if isinstance(value, Rebuilt) else Storage(0, 0)
+        return cls(file._replace(value=None), value, storage, is_flat)
+
+    def add(self, part: PartTensors, number: int, name: str, shape: Shape | None = None) -> None:
+        """Add the state to a part.
+
+        Args:
+            part: the part.
+            number: the number of the file.
+            name: the name of the state.
+            shape: the shape of the parameter; None if the model states do not have it.
+
+        Raises:
+            SourceError: it is stored flat, and not of this shape.
+        """
+        if isinstance(self.value, Rebuilt):
+            is_flat = self.is_flat and bool(self.value.shape)
+            if is_flat and (shape is None or prod(shape) != self.value.shape[0]):
+                raise SourceError(
+                    f"{self.file.path} has {self.value.shape[0]:,} elements; the shape in the model states is "
                     f"{'not known' if shape is None else shape_text(shape)}",
                     code="wrong-shape",
                 )
-        kept = shape if is_flat and tensor.shape else None
-        part.add_stored(number, state, tensor, file.storages([tensor.record])[tensor.record], kept)
-    except SourceError as error:
-        raise error.about(file.path) from None
-
-
-def _add_step(part: PartTensors, number: int, file: TorchFile, names: Iterable[str]) -> None:
-    """Add the step of all parameters, which the optimizer's file has if it is of ZeRO stage 3."""
-    inner = table(file.value, "the optimizer").get("optimizer_state_dict")
-    if inner is None:
-        return
-    groups = numbered(table(inner, "optimizer_state_dict").get("state"), "states of groups")
-    single = scalar(table(groups[0], "the states of group 0").get(STEP)) if groups and groups[0] is not None else None
-    for name in names:
-        state = f"{STEP}.{name}"
-        if single is None or state in part.located or state in part.numbers:
-            continue
-        if isinstance(single, Rebuilt):
-            part.add_stored(number, state, single, file.storages([single.record])[single.record])
-        else:
-            part.numbers[state] = single
+            part.add_stored(number, name, self.value, self.storage, shape if is_flat else None)
+        elif self.value is not None:
+            part.numbers[name] = self.value

@@ -1,4 +1,4 @@
-"""Weights and their masters: round masters to weights that are not stored, and compare those that are."""
+"""Weights and their masters: round masters to weights that are not stored, and compare stored weights with them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.dtypes import BY_NAME
+from reshard.errors import Text
 from reshard.errors import names as quoted
 from reshard.expressions.arithmetic import rounded
 from reshard.expressions.cast import Cast, Number
@@ -39,7 +40,7 @@ _WARNING = (
 def with_computed(
     checkpoint: Checkpoint, weights: Mapping[str, tuple[str, DType]], numbers: Mapping[str, float]
 ) -> Checkpoint:
-    """Return a checkpoint with tensors that are not stored.
+    """Return a checkpoint with tensors that are not stored; a weight without a readable master is unreadable.
 
     Args:
         checkpoint: the checkpoint.
@@ -48,9 +49,13 @@ def with_computed(
     """
     casts: dict[tuple[str, DType], Expression] = {}
     expressions: dict[str, Expression] = {}
+    unreadable = dict(checkpoint.unreadable)
     for name, (master, dtype) in weights.items():
         if master in checkpoint.tensors:
             expressions[name] = casts.setdefault((master, dtype), Cast(Operand(checkpoint, master), dtype))
+        else:
+            unreadable[name] = Text(f"is {master!r:.60}, rounded, which ", unreadable.get(master, "is in no file"))
+    checkpoint = replace(checkpoint, unreadable=unreadable)
     of_value: dict[float, Expression] = {}
     for name, value in numbers.items():
         expressions[name] = of_value.setdefault(value, Number(value, BY_NAME["float32"]))
@@ -58,7 +63,7 @@ def with_computed(
 
 
 def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
-    """Compare samples of masters with the stored weights; make the states of those that differ unreadable."""
+    """Compare samples of masters with the stored weights; if one differs, make its states unreadable."""
     names = [
         name
         for name, weight in checkpoint.tensors.items()
@@ -115,7 +120,7 @@ def _samples(
 
 
 def _rounds(master: bytearray, weight: bytearray, wide: DType, narrow: DType) -> bool:
-    """Return whether elements of a master round to those of a weight."""
+    """Return whether elements of a master round to elements of a weight."""
     values: NDArray[Any] = np.frombuffer(master, wide.numpy())
     expected: NDArray[Any] = np.empty(len(values), narrow.numpy())
     rounded(values, expected)

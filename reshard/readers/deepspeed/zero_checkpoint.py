@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import SourceError, StrategyError
-from reshard.readers.deepspeed.buffers import Buffers
+from reshard.readers.deepspeed.buffers import RankBuffers
 from reshard.readers.deepspeed.flat import FlatTensors
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
-from reshard.readers.deepspeed.tensor_parallel import Joined, TensorCuts, join
+from reshard.readers.deepspeed.tensor_parallel import JoinedTensors, TensorCuts, join
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
 from reshard.readers.listed import nothing_readable
-from reshard.readers.pickles import Name, Pairs, PickledObject
+from reshard.readers.torch_save.saves import kind_of
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Extras, Object, Opening
 from reshard.source.probe import compare_contents
@@ -61,14 +61,20 @@ def open_zero(
     ranked.sort(key=lambda item: item[0])
     numbers = {name: number for number, (_, name) in enumerate(ranked)}
     read: dict[str, TorchFile] = {}
-    parts = [_part(directory, of_part, files.experts, numbers, read) for of_part in files.parts]
+    parts = [_part(directory, of_part, files.experts, numbers, read, count=len(files.parts)) for of_part in files.parts]
     warnings = [] if files.parts[0].optim else [_WITHOUT_STATES.format(directory)]
     in_order = [(rank, read[name]) for rank, name in ranked]
     return checkpoint_of(directory, in_order, parts, warnings, contents=contents, rules=rules)
 
 
 def _part(
-    directory: Place, files: PartFiles, experts: Sequence[str], numbers: Mapping[str, int], read: dict[str, TorchFile]
+    directory: Place,
+    files: PartFiles,
+    experts: Sequence[str],
+    numbers: Mapping[str, int],
+    read: dict[str, TorchFile],
+    *,
+    count: int,
 ) -> tuple[PartTensors, ModelStates]:
     """Read the files of a tensor-parallel part; return its tensors and its model states.
 
@@ -78,22 +84,25 @@ def _part(
         experts: the names of the files of experts.
         numbers: the number of each file.
         read: gets the files.
+        count: the number of parts.
     """
     first, *others = files.model
     model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
+    model.check_parts(count)
     models = {first: model}
     if model.frozen:
         models |= read_files(directory, others, ModelStates.of)
     else:  # the same shapes again
         read |= read_files(directory, others, lambda file: file, with_value=False)
-    ranks = read_files(directory, files.optim, lambda file: Buffers.of(file, numbers[file.path.rpartition("/")[2]]))
+    ranks = read_files(directory, files.optim, lambda file: RankBuffers.of(file, numbers[file.path.rpartition("/")[2]]))
     part = PartTensors()
     add_weights(part, [(numbers[name], states) for name, states in models.items()])
+    of_experts: list[str] = []
     for name, file in read_files(directory, experts, lambda file: file).items():
-        add_expert(part, numbers[name], file)
+        of_experts += add_expert(part, numbers[name], file)
         read[name] = file._replace(value=None)
     if ranks:
-        add_states(part, model, list(ranks.values()), has_experts=bool(experts))
+        add_states(part, model, list(ranks.values()), of_experts)
     add_rounded(part, model)
     read |= {name: states.file for name, states in models.items()}
     read |= {name: buffers.file for name, buffers in ranks.items()}
@@ -141,7 +150,7 @@ def checkpoint_of(
         )
     else:
         builder = FlatTensors()
-        joined = Joined({name: builder.tensor(name, place) for name, place in part.located.items()}, {}, {})
+        joined = JoinedTensors({name: builder.tensor(name, place) for name, place in part.located.items()}, {}, {})
     unreadable = {name: reason for each, _ in reversed(parts) for name, reason in each.unreadable.items()}
     unreadable |= joined.unreadable
     tensors = {name: tensor for name, tensor in joined.tensors.items() if name not in unreadable}
@@ -167,8 +176,4 @@ def _problem(value: object) -> str:
     """Return why a value of the model states is not read, with a short description."""
     if isinstance(value, bool | int | float | str):
         return f"is {value!r:.60}, which only a Universal Checkpoint keeps"
-    if isinstance(value, Name | PickledObject):
-        kind = value.name if value.name.isidentifier() and len(value.name) < 64 else "object"
-    else:
-        kind = "dict" if isinstance(value, Pairs) else type(value).__name__
-    return f"is a pickled {kind}, which only a Universal Checkpoint keeps"
+    return f"is a pickled {kind_of(value)}, which only a Universal Checkpoint keeps"

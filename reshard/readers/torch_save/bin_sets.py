@@ -64,7 +64,7 @@ def open_set(directory: Place, listing: Sequence[str], *, contents: bool | Liter
 
 
 def _check_numbers(directory: Place, members: Sequence[str]) -> None:
-    """Refuse numbered files of several sets, or of which one is missing."""
+    """Refuse numbered files of several sets, or a set that lacks a file."""
     matches = [match for match in map(_NUMBERED.fullmatch, members) if match]
     families = {(match["before"], match["count"], match["after"]) for match in matches}
     numbers = sorted(int(match["number"]) for match in matches)

@@ -80,13 +80,13 @@ def rule_in(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
 
 
 class CutPiece(NamedTuple):
-    """A block of a part: where it is in the whole tensor, and in the part."""
+    """A block of a part: its box in the whole tensor, and its box in the part."""
 
     block: Block
     inside: Block
 
 
-class Cut(NamedTuple):
+class TensorCut(NamedTuple):
     """How parts make a whole tensor.
 
     Attributes:
@@ -138,7 +138,7 @@ class Cuts:
         """Return whether the user or the table says how a tensor is cut."""
         return name in self._ruled or self._table(name) is not None
 
-    def of(self, name: str, shapes: Sequence[Shape]) -> Cut:
+    def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
         """Return how the parts of a tensor make the whole.
 
         If no rule is known, several parts of more than one dimension are refused. Others are taken for replicas, which
@@ -172,7 +172,7 @@ class Cuts:
 
 
 @lru_cache(maxsize=1 << 10)  # layers are alike
-def cut_by(rule: str, shapes: tuple[Shape, ...]) -> Cut:
+def cut_by(rule: str, shapes: tuple[Shape, ...]) -> TensorCut:
     """Return how parts make a whole tensor by a rule.
 
     Args:
@@ -200,10 +200,10 @@ def cut_by(rule: str, shapes: tuple[Shape, ...]) -> Cut:
     shape = layout.full_shape(first)
     grid = layout.grid(shape)
     blocks = {part: block for block, parts in zip(grid.blocks, grid.ranks, strict=True) for part in parts}
-    return Cut(shape, rule, tuple((CutPiece(blocks[part], Block.whole(first)),) for part in range(count)))
+    return TensorCut(shape, rule, tuple((CutPiece(blocks[part], Block.whole(first)),) for part in range(count)))
 
 
-def _gate_and_up(part: Shape, count: int) -> Cut:
+def _gate_and_up(part: Shape, count: int) -> TensorCut:
     """Return how parts make the whole tensor if each is [gate; up]."""
     if not part or part[0] % 2:
         raise LayoutError(
@@ -221,4 +221,4 @@ def _gate_and_up(part: Shape, count: int) -> Cut:
         tuple(CutPiece(block((half * count + number) * rows), block(half * rows)) for half in (0, 1))
         for number in range(count)
     )
-    return Cut(shape, GATE_AND_UP, tuple(pieces))
+    return TensorCut(shape, GATE_AND_UP, tuple(pieces))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Extent
     from reshard.layout.block import Block, Shape
-    from reshard.readers.torch_save.cuts import Cut, Cuts
+    from reshard.readers.torch_save.cuts import Cuts, TensorCut
     from reshard.readers.torch_save.tensors import Rebuilt
     from reshard.source.checkpoint import SourceFile, Tensor
     from reshard.storage.places import Place
@@ -101,7 +101,7 @@ def _complete(parts: Mapping[int, StoredPart], count: int) -> list[StoredPart]:
     return [parts[number] for number in range(count)]
 
 
-def _tensor(name: str, sets: Sequence[Sequence[StoredPart]], cut: Cut, block_list: BlockList) -> Tensor:
+def _tensor(name: str, sets: Sequence[Sequence[StoredPart]], cut: TensorCut, block_list: BlockList) -> Tensor:
     """Return a tensor; raise `SourceError` if its parts do not fit together."""
     dtypes = {part.local.dtype.name: part.local.dtype for parts in sets for part in parts}
     if len(dtypes) > 1:
@@ -116,7 +116,7 @@ def _tensor(name: str, sets: Sequence[Sequence[StoredPart]], cut: Cut, block_lis
     return tensor
 
 
-def _blocks(sets: Sequence[Sequence[StoredPart]], cut: Cut) -> Iterator[tuple[Block, Extent]]:
+def _blocks(sets: Sequence[Sequence[StoredPart]], cut: TensorCut) -> Iterator[tuple[Block, Extent]]:
     """Yield the blocks of the parts, with their extents."""
     for parts in sets:
         for part, pieces in zip(parts, cut.pieces, strict=True):

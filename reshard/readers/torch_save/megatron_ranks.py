@@ -4,12 +4,12 @@ A rank is one tensor-parallel part of one pipeline stage. Its file has the argum
 with virtual stages several. They are joined as follows:
 
 1. The arguments of all files must agree, and give the number of parts, of stages and of virtual stages.
-2. Layers are numbered from 0 in each file. The layers of virtual stage `v` of stage `p` follow those of all `(v, p)`
-   before, so that their numbers in the whole model follow from the numbers of layers.
+2. Layers are numbered from 0 in each file. The layers of virtual stage `v` of stage `p` follow the layers of all
+   `(v, p)` before, so that their numbers in the whole model follow from the numbers of layers.
 3. The parts of a tensor are joined by the table `cuts.MEGATRON`, or by the user's rules. The first layer of an MLP has
    the parts of a gate and of an up projection if the arguments say so.
 4. If embeddings are tied, the output layer of the last stage is another replica of the embedding.
-5. The shapes of the whole tensors are compared with those that follow from the arguments.
+5. The shapes of the whole tensors are compared with the sizes in the arguments.
 
 The files do not say which weights the states of the optimizer belong to, so these are refused by name. Expert
 parallelism is refused. The vocabulary stays padded.

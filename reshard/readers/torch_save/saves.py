@@ -178,7 +178,7 @@ def joined(
 
     Args:
         location: the file, or the directory of the files.
-        files: what they hold.
+        files: their contents.
         ranks: the rank of each.
         contents: compare samples of replicas.
 

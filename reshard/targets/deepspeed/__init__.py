@@ -1,10 +1,12 @@
 """A Universal Checkpoint of DeepSpeed, which trainings load at any stage of ZeRO and on any number of devices.
 
 `zero/NAME/` has the states of a parameter as whole tensors, each in a file of `torch.save` (`saved_tensors`), in a dict
-with `cat_dim`. Weights are in the model states (`model_states`), of which there are two files: one for ZeRO stages 1
-and 2, and one for stage 3. What the source's files have beside tensors is carried, without being made
-(`instructions`). `zero/optimizer_state.pt` and `latest_universal` get their names last. The latter has `.`, so that the
-directory can be given as such, or as a tag in the directory above.
+with the axis of tensor parallelism (`cutting`). Weights are in the model states (`model_states`), of which there are
+two files: one for ZeRO stages 1 and 2, and one for stage 3. Other values of the source are carried as the instructions
+of their pickles (`instructions`).
+
+`zero/optimizer_state.pt` and `latest_universal` get their names last. The latter contains `.`: DeepSpeed loads the
+directory as such, or as a tag in its parent.
 
 Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py`, `runtime/engine.py` (`_load_checkpoint`),
 `runtime/base_optimizer.py` and `runtime/zero/stage3.py` (`load_hp_checkpoint_state…`).
@@ -21,7 +23,8 @@ from reshard.formats.entries import Content, FileLayout
 from reshard.formats.sets import UNIVERSAL_NAME
 from reshard.layout.block import Block
 from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER, STEP
+from reshard.readers.deepspeed.part import STEP
+from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
@@ -69,24 +72,25 @@ class UniversalTarget(Destination):
         self._items = {item.name: item for item in items}
         for item in items:
             torch_dtype(item.name, item.dtype)
-        self._states = parameter_states(source, items, faults)
+        opened = source.opened
+        saved = SavedValues.read(_file_of_rank_0(opened, MODEL_STATES))
+        model = ModelStates.of(saved.file)
+        self._states = parameter_states(source, items, model.module, faults)
         self._numbers = {name: len(_MODEL_FILES) + number for number, name in enumerate(self._states)}
         steps = [name for name, state in self._states.items() if state.kind == STEP]
         numbers = {name: number_of(source, self._items[name].tensor) for name in steps}
         self._steps = {name: number for name, number in numbers.items() if number is not None}
         self._wanted: dict[tuple[Shape, tuple[int, ...]], TargetBlocks] = {}
-        opened = source.opened
         dropped = opened.extras.objects.keys() - objects.keys() - _NEEDED
-        saved = SavedValues.read(_file_of_rank_0(opened, MODEL_STATES))
         self._model = CarriedModelStates(saved, dropped)
         self._optimizer = _optimizer(opened, self._model)
         parameters = dict.fromkeys(self._old_name(state.parameter) for state in self._states.values())
-        self._cutting = Cutting(ModelStates.of(saved.file), opened.opening.rules, parameters)
+        self._cutting = Cutting(model, opened.opening.rules, parameters)
         self._optimizer_file = self._optimizer.saved(self._step(steps[0]) if steps else None)
         self.carried = {*objects}
         self.memory: tuple[Share, ...] = (
             ("files of states", _FILE_BYTES * len(self._states)),
-            ("model states", _TENSOR_BYTES * len(items) + len(self._optimizer_file)),
+            ("model states", _TENSOR_BYTES * len(items) + self._model.nbytes + len(self._optimizer_file)),
         )
 
     @classmethod
@@ -183,7 +187,7 @@ class UniversalTarget(Destination):
 
 
 def values_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, tuple[bytes, dict[str, bytes]]]:
-    """Return values that the model states have beside tensors: their pickles, and the storages of these.
+    """Return the pickles and the storages of values of the model states, by name.
 
     Raises:
         SourceError: the file is not valid, or values are too large.
@@ -203,7 +207,7 @@ def _optimizer(source: Checkpoint, model: CarriedModelStates) -> CarriedOptimize
 
 
 def _file_of_rank_0(source: Checkpoint, pattern: re.Pattern[str]) -> Place:
-    """Return the first file whose name matches a pattern, by part and rank; if none does, the optimizer's file."""
+    """Return the first file that matches a pattern, by part and rank; else the optimizer's file."""
     paths = {file.path.rpartition("/")[2]: file.path for file in source.files if file.inputs is None}
     matches = [match for match in map(pattern.fullmatch, paths) if match]
     first = min(matches, key=lambda match: (int(match["part"]), int(match["rank"] or -1)), default=None)

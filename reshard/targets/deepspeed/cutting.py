@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.readers.deepspeed.pickled import optional_table
-from reshard.readers.deepspeed.tensor_parallel import PATTERNS, Patterns, Recorded
+from reshard.readers.deepspeed.tensor_parallel import PATTERNS, NamePatterns, Recorded
 from reshard.readers.torch_save.cuts import COLUMNS, COPY, GATE_AND_UP, ROWS, WHOLE
 from reshard.strategy.names import matches
 
@@ -56,7 +56,7 @@ class Cutting:
         self._entries: dict[str, Entries] = {}
         is_known = True
         try:
-            recorded, vocabulary = Recorded(model), Patterns(model.file.path)
+            recorded, vocabulary = Recorded(model), NamePatterns(model.file.path)
             for pattern in optional_table(model.others, PATTERNS).get(_VOCABULARY) or ():
                 vocabulary.add(pattern, value=True)
         except SourceError:  # of patterns that are not supported

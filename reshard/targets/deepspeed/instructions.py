@@ -1,8 +1,8 @@
 """Change a pickle as a program: drop and replace entries of dicts, and keep the instructions that make all else.
 
 The instructions of a pickle push constants, join them to tuples and calls, and add items to lists and dicts. Here they
-become a graph. A constant is the bytes of its instruction. A `Node` is an object, with the steps that make it and the
-values that each of them takes from the stack. Nothing is imported or called. The graph is written as Python's own
+become a graph. A constant is the bytes of its instruction. An object is a `GraphNode`: the instructions that make it,
+each with the values that it takes from the stack. Nothing is imported or called. The graph is written as Python's own
 pickler does: an object that comes again by its number, so that shared objects stay shared.
 
 Ask `readers.pickles` first: only what it accepts can be parsed here. An object that contains itself is refused, and so
@@ -35,10 +35,11 @@ _CHANGES = {"APPEND": 1, "SETITEM": 2, "BUILD": 1, "APPENDS": None, "SETITEMS": 
 _PAIRS, _ITEMS, _OUTSIDE = {b"s", b"u"}, {b"a", b"e"}, b"Q"
 _TEXTS = {b"X": 5, b"\x8c": 2, b"\x8d": 9}  # with the offset of the text in its instruction
 _NUMBERED = {*_TEXTS, b"c", b"C", b"B", b"\x8e"}  # the constants that have numbers, as texts and names do
+_MOST_INSTRUCTIONS, _MOST_OBJECTS = 1 << 23, 1 << 20  # 100,000 tensors have 4,000,000 and 700,000
 _BATCH = 1000  # items that are added at once, as in Python
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """An instruction that makes or changes an object.
 
     Attributes:
@@ -52,31 +53,31 @@ class Step(NamedTuple):
     mark: bool = False
 
 
-class Node:
-    """An object. Its first step makes it; the others change it."""
+class GraphNode:
+    """An object. The first of its instructions makes it; the others change it."""
 
-    __slots__ = ("is_used", "steps")
+    __slots__ = ("instructions", "is_used")
 
-    def __init__(self, *steps: Step) -> None:
-        self.steps = list(steps)
+    def __init__(self, *instructions: Instruction) -> None:
+        self.instructions = list(instructions)
         self.is_used = False
 
     @property
     def made_of(self) -> tuple[Value, ...]:
         """Return the values of which it is made: items of a tuple; a function and its arguments."""
-        return self.steps[0].values
+        return self.instructions[0].values
 
     @property
     def items(self) -> Iterator[Value]:
         """Yield the items of a list."""
-        return (value for step in self.steps if step.code in _ITEMS for value in step.values)
+        return (value for each in self.instructions if each.code in _ITEMS for value in each.values)
 
     @property
     def pairs(self) -> Iterator[tuple[Value, Value]]:
         """Yield the keys and values of a dict."""
         return (
-            pair for step in self.steps if step.code in _PAIRS
-            for pair in zip(step.values[::2], step.values[1::2], strict=True)
+            pair for each in self.instructions if each.code in _PAIRS
+            for pair in zip(each.values[::2], each.values[1::2], strict=True)
         )  # fmt: skip
 
     @property
@@ -84,14 +85,14 @@ class Node:
         """Return the values of a dict whose keys are texts."""
         return {name: value for key, value in self.pairs if (name := text_of(key)) is not None}
 
-    def with_pairs(self, pairs: Iterable[tuple[Value, Value]]) -> Node:
+    def with_pairs(self, pairs: Iterable[tuple[Value, Value]]) -> GraphNode:
         """Return a dict that is made alike, with other keys and values."""
         values = chain.from_iterable(pairs)
-        first, *changes = (step for step in self.steps if step.code not in _PAIRS)
+        first, *changes = (each for each in self.instructions if each.code not in _PAIRS)
         batches = iter(lambda: tuple(islice(values, 2 * _BATCH)), ())
-        return Node(first, *(Step(b"u", batch, mark=True) for batch in batches), *changes)
+        return GraphNode(first, *(Instruction(b"u", batch, mark=True) for batch in batches), *changes)
 
-    def with_entries(self, entries: Mapping[str, Value | None]) -> Node:
+    def with_entries(self, entries: Mapping[str, Value | None]) -> GraphNode:
         """Return a dict that is made alike, with some entries replaced, added, or dropped (None)."""
         pairs = [(key, entries.get(text_of(key) or "", value)) for key, value in self.pairs]
         known = self.entries
@@ -99,7 +100,7 @@ class Node:
         return self.with_pairs([(key, value) for key, value in pairs if value is not None])
 
 
-Value = bytes | Node
+Value = bytes | GraphNode
 """A constant, as its instruction, or an object."""
 
 
@@ -134,29 +135,29 @@ def tuple_of(values: Sequence[Value]) -> Value:
     if not values:
         return b")"
     code = (b"\x85", b"\x86", b"\x87", b"t")[min(len(values), 4) - 1]
-    return Node(Step(code, tuple(values), mark=len(values) > 3))
+    return GraphNode(Instruction(code, tuple(values), mark=len(values) > 3))
 
 
-def list_of(values: Iterable[Value]) -> Node:
+def list_of(values: Iterable[Value]) -> GraphNode:
     """Return a list."""
-    return Node(Step(b"]"), Step(b"e", tuple(values), mark=True))
+    return GraphNode(Instruction(b"]"), Instruction(b"e", tuple(values), mark=True))
 
 
-def dict_of(pairs: Iterable[tuple[Value, Value]]) -> Node:
+def dict_of(pairs: Iterable[tuple[Value, Value]]) -> GraphNode:
     """Return a dict."""
-    return Node(Step(b"}")).with_pairs(pairs)
+    return GraphNode(Instruction(b"}")).with_pairs(pairs)
 
 
-def references(value: Value) -> Iterator[Node]:
+def references(value: Value) -> Iterator[GraphNode]:
     """Yield the references to data outside of the pickle that a value contains, each once."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [value]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, Node) and id(node) not in seen:
-            seen.add(id(node))
-            waiting += chain.from_iterable(step.values for step in node.steps)
-            if node.steps[0].code == _OUTSIDE:
+        if isinstance(node, GraphNode) and id(node) not in visited:
+            visited.add(id(node))
+            waiting += chain.from_iterable(each.values for each in node.instructions)
+            if node.instructions[0].code == _OUTSIDE:
                 yield node
 
 
@@ -164,23 +165,27 @@ def parsed(content: bytes) -> tuple[Value, int]:
     """Return the value of a pickle that `readers.pickles` accepted, and its protocol.
 
     Raises:
-        SourceError: an object contains itself, or changes after its use. The message does not name the file.
+        SourceError: an object contains itself, or changes after its use; or there are too many. The message does not
+            name the file.
     """
     stack: list[Value] = []
     marks: list[int] = []
     numbered: dict[Any, Value] = {}
-    protocol = 2
+    protocol, objects = 2, 0
 
     def taken(count: int | None) -> tuple[Value, ...]:
         at = marks.pop() if count is None else len(stack) - count
         values = tuple(stack[at:])
         del stack[at:]
         for value in values:
-            if isinstance(value, Node):
+            if isinstance(value, GraphNode):
                 value.is_used = True
         return values
 
-    for (opcode, argument, begin), (_, _, end) in pairwise(chain(genops(content), [(None, None, len(content))])):
+    instructions = pairwise(chain(genops(content), [(None, None, len(content))]))
+    for number, ((opcode, argument, begin), (_, _, end)) in enumerate(instructions):
+        if number > _MOST_INSTRUCTIONS or objects > _MOST_OBJECTS:
+            raise SourceError("has too many values to be carried", code="too-large")
         code, name = content[begin:end], opcode.name if opcode else ""
         if name == "PROTO":
             protocol = code[1]
@@ -191,15 +196,15 @@ def parsed(content: bytes) -> tuple[Value, int]:
         elif name in {"BINGET", "LONG_BINGET"}:
             stack.append(numbered[argument])
         elif name in _MAKES:
-            count = _MAKES[name]
-            stack.append(Node(Step(code, taken(count), mark=count is None)))
+            count, objects = _MAKES[name], objects + 1
+            stack.append(GraphNode(Instruction(code, taken(count), mark=count is None)))
         elif name in _CHANGES:
             count = _CHANGES[name]
             values = taken(count)
             changed = stack[-1]
-            if not isinstance(changed, Node) or changed.is_used:
+            if not isinstance(changed, GraphNode) or changed.is_used:
                 raise SourceError("has an object that contains itself", code="bad-pickle")
-            changed.steps.append(Step(code, values, mark=count is None))
+            changed.instructions.append(Instruction(code, values, mark=count is None))
         elif name not in {"FRAME", "STOP"}:
             stack.append(code)
     (value,) = stack
@@ -215,13 +220,13 @@ def written(value: Value, protocol: int) -> bytes:
         number = numbers[id(value)] = len(numbers)
         content.extend(b"q%c" % number if number < 256 else b"r" + number.to_bytes(4, "little"))
 
-    def steps(node: Node) -> Iterator[Value]:
+    def parts(node: GraphNode) -> Iterator[Value]:
         """Write a node, and yield its values where they are to be written."""
-        for position, step in enumerate(node.steps):
-            content.extend(b"(" * step.mark)
-            yield from step.values
-            content.extend(step.code)
-            if position == 0 and step.code != _OUTSIDE:
+        for position, each in enumerate(node.instructions):
+            content.extend(b"(" * each.mark)
+            yield from each.values
+            content.extend(each.code)
+            if position == 0 and each.code != _OUTSIDE:
                 numbered(node)
 
     open_nodes: list[Iterator[Value]] = [iter((value,))]
@@ -231,8 +236,8 @@ def written(value: Value, protocol: int) -> bytes:
             open_nodes.pop()
         elif (number := numbers.get(id(item))) is not None:
             content.extend(b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little"))
-        elif isinstance(item, Node):
-            open_nodes.append(steps(item))
+        elif isinstance(item, GraphNode):
+            open_nodes.append(parts(item))
         else:
             content.extend(item)
             if item[:1] in _NUMBERED:

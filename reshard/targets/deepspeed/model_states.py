@@ -1,7 +1,7 @@
-"""The model states of a Universal Checkpoint: those of the source, with whole weights.
+"""The model states of a Universal Checkpoint: the source's, with whole weights.
 
-What they have beside the tensors of the module is carried as it is: counters, schedulers, the state of the client.
-There are two files. DeepSpeed looks for `mp_rank_00_model_states.pt` at ZeRO stages 1 and 2, and for
+All values but the tensors of the module are carried unchanged: counters, schedulers, the state of the client. There are
+two files. DeepSpeed looks for `mp_rank_00_model_states.pt` at ZeRO stages 1 and 2, and for
 `zero_pp_rank_0_mp_rank_00_model_states.pt` at stage 3. It takes no weights from either, but rounds the masters; so the
 second has parameters of shape (0,), as DeepSpeed itself writes them at stage 3.
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import SourceError
 from reshard.readers.deepspeed.pickled import optional_table, table
 from reshard.readers.torch_save.dtensors import is_tensor
-from reshard.targets.deepspeed.instructions import Node, text, text_of, value_of, written
+from reshard.targets.deepspeed.instructions import GraphNode, text, text_of, value_of, written
 from reshard.targets.pickling import Items
 from reshard.targets.saved_tensors import Saved, rebuilding, saved_storages
 
@@ -44,8 +44,9 @@ class CarriedModelStates:
         buffers: the names of the module's buffers.
         groups: the number of groups of trainable parameters.
         parameters: the names of these.
-        remarks: what has to be known to load a Universal Checkpoint of them.
+        remarks: warnings for a user who loads a Universal Checkpoint of them.
         version: the version of DeepSpeed.
+        nbytes: the size of carried storages.
     """
 
     def __init__(self, saved: SavedValues, dropped: Collection[str]) -> None:
@@ -60,7 +61,7 @@ class CarriedModelStates:
         """
         values = table(saved.file.value, "model states")
         module = saved.root.entries.get(_MODULE)
-        if not isinstance(module, Node):
+        if not isinstance(module, GraphNode):
             raise SourceError(f"{saved.file.path} has no module; expected model states of DeepSpeed", code="bad-value")
         self._module, self._protocol = module, saved.protocol
         self._tensors = {name for name, value in table(values[_MODULE], _MODULE).items() if is_tensor(value)}
@@ -68,25 +69,26 @@ class CarriedModelStates:
         others = module.with_pairs(pair for pair in module.pairs if text_of(pair[0]) not in self._tensors)
         carried = self._root.with_entries({_MODULE: others, _FROZEN: None})
         self._storages = saved.storages(carried.entries)
+        self.nbytes = sum(map(len, self._storages.values()))
         self.buffers = set(map(str, values.get("buffer_names") or ()))
         groups = [table(group, "param_shapes") for group in values.get("param_shapes") or ()]
         self.groups, self.parameters = len(groups), [name for group in groups for name in group]
         self.remarks, self.version = [*_remarks(values)], saved.root.entries.get("ds_version")
 
     def saved(self, tensors: Mapping[str, tuple[DType, Shape]], whole: Collection[str] | None = None) -> Saved:
-        """Return a file of model states; the bytes of its whole tensors are in their order.
+        """Return a file of model states, with the bytes of whole tensors in their order.
 
         Args:
             tensors: the dtypes and shapes of the tensors of the module, by name.
-            whole: the names of those that have bytes, of which there is a file for stage 3; None for all.
+            whole: the names of whole tensors, in the file for stage 3; None if all are whole.
         """
         free = (key for number in count() if (key := str(number)) not in self._storages)
         keys = dict(zip(tensors, free, strict=False))
         stored = {
             name: (dtype, shape if whole is None or name in whole else (0,)) for name, (dtype, shape) in tensors.items()
         }
-        made = value_of(Items((name, rebuilding(*stored[name], keys[name])) for name in stored))
-        nodes: dict[str, Value] = made.entries if isinstance(made, Node) else {}
+        module = value_of(Items((name, rebuilding(*stored[name], keys[name])) for name in stored))
+        nodes: dict[str, Value] = module.entries if isinstance(module, GraphNode) else {}
         pairs = [
             (key, nodes.get(name, value))
             for key, value in self._module.pairs
@@ -95,7 +97,7 @@ class CarriedModelStates:
         known = {text_of(key) for key, _ in pairs}
         pairs += [(text(name), node) for name, node in nodes.items() if name not in known]
         entries: dict[str, Value] = {_MODULE: self._module.with_pairs(pairs)}
-        if isinstance(frozen := self._root.entries.get(_FROZEN), Node):
+        if isinstance(frozen := self._root.entries.get(_FROZEN), GraphNode):
             of_frozen = [(key, nodes.get(text_of(key) or "")) for key, _ in frozen.pairs if whole is None]
             entries[_FROZEN] = frozen.with_pairs((key, node) for key, node in of_frozen if node is not None)
         storages = {keys[name]: prod(shape) * dtype.itemsize for name, (dtype, shape) in stored.items()}

@@ -1,4 +1,4 @@
-"""What a Universal Checkpoint has of the optimizer beside the states of parameters: `zero/optimizer_state.pt`.
+"""`zero/optimizer_state.pt` of a Universal Checkpoint: the optimizer without the states of parameters.
 
 DeepSpeed looks for other values at each stage of ZeRO. Stages 1 and 2 take hyper-parameters from `param_groups`, a dict
 for each group. Stage 3 takes those of the first group for all groups, from `optimizer_state_dict.param_groups`; so only
@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.targets.deepspeed.instructions import Node, dict_of, list_of, text, value_of, written
+from reshard.targets.deepspeed.instructions import GraphNode, dict_of, list_of, text, value_of, written
 from reshard.targets.saved_tensors import rebuilding, saved_storages
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class StepTensor(NamedTuple):
 
 
 class CarriedOptimizer:
-    """What a source has of the optimizer beside tensors.
+    """The optimizer of a source, without the states of parameters.
 
     Attributes:
         has_groups: the source has the hyper-parameters.
@@ -57,13 +57,14 @@ class CarriedOptimizer:
         """
         of_file = saved.root.entries
         root = saved.root if universal else of_file.get(_OF_TORCH)  # DeepSpeed's own, of the same name
-        if not isinstance(root, Node):
+        if not isinstance(root, GraphNode):
             raise SourceError(f"{saved.file.path} has no {_OF_TORCH}", code="bad-value")
         values = root.entries
         of_torch = values.get(_OF_TORCH, values.get(_BASE))  # a list if the checkpoint is elastic
-        hyper = of_torch.entries.get(_GROUPS) if isinstance(of_torch, Node) else None
-        given = values.get(_GROUPS, hyper)
-        self._groups = [group for group in given.items if isinstance(group, Node)] if isinstance(given, Node) else []
+        hyper = of_torch.entries.get(_GROUPS) if isinstance(of_torch, GraphNode) else None
+        stored = values.get(_GROUPS, hyper)
+        items = stored.items if isinstance(stored, GraphNode) else ()
+        self._groups = [group for group in items if isinstance(group, GraphNode)]
         self.has_groups = any(len(group.entries) > 1 for group in self._groups)
         if not self._groups:
             self._groups = [dict_of([(text(_PARAMS), value_of([number]))]) for number in range(groups)]
@@ -87,11 +88,10 @@ class CarriedOptimizer:
         shared = list_of([_shared(self._groups)])
         of_torch = dict_of([(text("state"), state), (text(_GROUPS), shared)])
         root = self._root.with_entries({_OF_TORCH: of_torch, _GROUPS: list_of(self._groups)})
-        ((_, content),) = saved_storages(written(root, self._protocol), storages).literals
-        return content
+        return b"".join(content for _, content in saved_storages(written(root, self._protocol), storages).literals)
 
 
-def _shared(groups: Sequence[Node]) -> Node:
+def _shared(groups: Sequence[GraphNode]) -> GraphNode:
     """Return the first group with those hyper-parameters that are equal in all groups."""
     first = groups[0]
     contents = [{name: written(value, 2) for name, value in group.entries.items()} for group in groups]

@@ -1,4 +1,4 @@
-"""Files of `torch.save` as instructions: the values that a Universal Checkpoint carries.
+"""Read files of `torch.save` as instructions: the values that a Universal Checkpoint carries.
 
 A value may have tensors of its own, as those of a client's state. Their storages are carried as they are, with their
 keys; those of weights are not, since weights are written anew.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import SourceError, bytes_text
+from reshard.errors import Option, SourceError, Text, bytes_text
 from reshard.formats.entries import RangeReader
 from reshard.readers.dcp.objects import LARGEST
 from reshard.readers.torch_save.archive import carries_sums
 from reshard.readers.torch_save.file import PICKLE, TorchFile
 from reshard.storage.crc import crc32, crc32_fault
-from reshard.targets.deepspeed.instructions import Node, Step, parsed, references, text_of, tuple_of
+from reshard.targets.deepspeed.instructions import GraphNode, Instruction, parsed, references, text_of, tuple_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,7 @@ class SavedValues(NamedTuple):
     """
 
     file: TorchFile
-    root: Node
+    root: GraphNode
     protocol: int
 
     @classmethod
@@ -49,7 +49,7 @@ class SavedValues(NamedTuple):
             root, protocol = parsed(content)
         except SourceError as error:
             raise error.about(file.path) from None
-        if not isinstance(root, Node):
+        if not isinstance(root, GraphNode):
             raise SourceError(f"{file.path} has no dict; expected {_EXPECTED}", code="not-a-state-dict")
         return cls(file, root, protocol)
 
@@ -71,20 +71,21 @@ class SavedValues(NamedTuple):
             places.update({key: stored[_record(key)] for key in keys})
             sizes[name] = sum(place.nbytes for place in [*places.values()][before:])
         if sum(sizes.values()) > LARGEST:
+            largest = max(sizes, key=sizes.__getitem__)
             raise SourceError(
-                f"{self.file.path}: tensors of {max(sizes, key=sizes.__getitem__)!r:.60} are too large",
-                code="too-large",
+                f"{self.file.path}: tensors of {largest!r:.60} are too large", code="too-large",
                 facts=[f"{bytes_text(sum(sizes.values()))} would be carried; at most {bytes_text(LARGEST)} are"],
-            )
+                hint=Text("to leave them out, give ", Option("exclude", largest)),
+            )  # fmt: skip
         return {key: _read(self.file, _record(key), place) for key, place in places.items()}
 
-    def _key(self, name: str, reference: Node) -> str:
+    def _key(self, name: str, reference: GraphNode) -> str:
         """Return the key of the storage that a reference names, and leave out what only the old format has."""
         items: tuple[Any, ...] = getattr(reference.made_of[0], "made_of", ())
         key = text_of(items[2]) if len(items) >= _REFERENCE else None
         if key is None or text_of(items[0]) != "storage" or set(items[_REFERENCE:]) - {b"N"}:
             raise SourceError(f"{self.file.path}: {name!r:.60} refers to unsupported data", code="bad-pickle")
-        reference.steps = [Step(b"Q", (tuple_of(items[:_REFERENCE]),))]
+        reference.instructions = [Instruction(b"Q", (tuple_of(items[:_REFERENCE]),))]
         return key
 
 

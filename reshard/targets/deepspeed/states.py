@@ -11,7 +11,7 @@ from reshard.readers.deepspeed.buffers import MASTERS
 from reshard.strategy.names import optimizer_states
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from reshard.errors import Faults
     from reshard.source.checkpoint import Checkpoint, Tensor
@@ -27,18 +27,22 @@ class ParameterState(NamedTuple):
     kind: str
 
 
-def parameter_states(source: Checkpoint, items: Sequence[TargetTensor], faults: Faults) -> dict[str, ParameterState]:
+def parameter_states(
+    source: Checkpoint, items: Sequence[TargetTensor], weights: Collection[str], faults: Faults
+) -> dict[str, ParameterState]:
     """Return the planned tensors that are states, by their names in the target.
 
     Args:
         source: the checkpoint.
         items: the planned tensors.
+        weights: names that are of no state, even if they look like one.
         faults: collects parameters that lack a state, and names that are not of a directory.
 
     Raises:
         UsageError: there are none.
     """
-    known = optimizer_states({*source.tensors, *source.unreadable, *source.left_out})
+    source_names = dict.fromkeys((*source.tensors, *source.unreadable, *source.left_out))
+    known = {name: state for name, state in optimizer_states(source_names).items() if name not in weights}
     new_names = {item.tensor.spec.name: item.name for item in items}
     expected = dict.fromkeys((MASTERS, *(state.kind for state in known.values())))
     trained = {state.weight for state in known.values()}
@@ -65,7 +69,7 @@ def parameter_states(source: Checkpoint, items: Sequence[TargetTensor], faults: 
         if missing := [kind for kind in expected if kind not in of_parameter]:
             faults.add(
                 f"tensor {name!r}", f"is trained, and lacks its {names(missing)}", code="missing-state",
-                hint="leave out all states of a parameter and itself, or none",
+                hint="leave a parameter out with all its states, or keep all",
             )  # fmt: skip
         if not _is_directory_name(new_names[name]):
             faults.add(

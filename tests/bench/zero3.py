@@ -1,7 +1,7 @@
 """How fast and in how much memory a ZeRO-3 checkpoint becomes a Hugging Face set, beside `cp` and DeepSpeed's script.
 
-    python tests/bench/deepspeed.py                          # 10 GB, 16 ranks, 5 rounds, beside cp
-    RESHARD_DEEPSPEED_PYTHON=… python tests/bench/deepspeed.py --only script    # beside zero_to_fp32.py, too
+    python tests/bench/zero3.py                          # 10 GB, 16 ranks, 5 rounds, beside cp
+    RESHARD_DEEPSPEED_PYTHON=… python tests/bench/zero3.py --only script    # beside zero_to_fp32.py, too
 
 The checkpoint is synthetic: layers of a model, random numbers, 12 bytes for each parameter. Arms alternate,
 each in a process of its own, and the first round is thrown away. Medians are reported.
