@@ -274,3 +274,45 @@ def numbers(seed: int = 0) -> dict[str, Array]:
         "mask": rng.integers(0, 2, (9,)).astype(bool),
         "step": np.array(7, np.int32),
     }  # fmt: skip
+
+
+def maxtext(hf: Mapping[str, Array], heads: int, groups: int, *, pairs: bool = True) -> dict[str, Array]:
+    """What MaxText has of a model of Hugging Face, but that queries are not divided by the root of the head's size.
+
+    Source: MaxText's `checkpoint_conversion/utils/param_mapping.py`, the hooks of Llama 3.1: a kernel is the transposed
+    weight, its rows or columns cut into heads; layers are stacked along axis 1; and RoPE turns pairs of
+    neighbours in a head, which are half a head apart in Hugging Face.
+    """
+
+    def kernel(weight: Array, cut: int, *, rope: bool = False) -> Array:
+        made = weight.T.reshape(weight.shape[1], cut, -1) if cut else weight.T
+        if rope and pairs:
+            first, second = np.split(made, 2, axis=-1)
+            made = np.stack([first, second], axis=-1).reshape(made.shape)
+        return made
+
+    parts: dict[str, tuple[str, Any]] = {
+        "pre_self_attention_layer_norm.scale": ("input_layernorm", lambda x: x),
+        "post_self_attention_layer_norm.scale": ("post_attention_layernorm", lambda x: x),
+        "self_attention.query.kernel": ("self_attn.q_proj", lambda x: kernel(x, heads, rope=True)),
+        "self_attention.key.kernel": ("self_attn.k_proj", lambda x: kernel(x, groups, rope=True)),
+        "self_attention.value.kernel": ("self_attn.v_proj", lambda x: kernel(x, groups)),
+        "self_attention.out.kernel": ("self_attn.o_proj", lambda x: x.T.reshape(heads, -1, x.shape[0])),
+        "self_attention.query_norm.scale": ("self_attn.q_norm", lambda x: x),
+        "self_attention.key_norm.scale": ("self_attn.k_norm", lambda x: x),
+        "mlp.wi_0.kernel": ("mlp.gate_proj", lambda x: kernel(x, 0)),
+        "mlp.wi_1.kernel": ("mlp.up_proj", lambda x: kernel(x, 0)),
+        "mlp.wo.kernel": ("mlp.down_proj", lambda x: kernel(x, 0)),
+    }
+    made = {
+        "token_embedder.embedding": hf["model.embed_tokens.weight"],
+        "decoder.decoder_norm.scale": hf["model.norm.weight"],
+    }
+    if "lm_head.weight" in hf:
+        made["decoder.logits_dense.kernel"] = hf["lm_head.weight"].T
+    layers = 1 + max(int(name.split(".")[2]) for name in hf if name.startswith("model.layers."))
+    for name, (part, change) in parts.items():
+        if f"model.layers.0.{part}.weight" in hf:
+            values = [change(hf[f"model.layers.{n}.{part}.weight"]) for n in range(layers)]
+            made[f"decoder.layers.{name}"] = np.stack(values, axis=1)
+    return {f"params.params.{name}": np.ascontiguousarray(value) for name, value in made.items()}

@@ -17,6 +17,7 @@ from orbax_files import (
     Database,
     Files,
     add_array,
+    maxtext,
     numbers,
     truth,
     write_orbax,
@@ -332,3 +333,39 @@ def test_an_iteration_that_is_not_one(mindspore_data: Path) -> None:
     result = failed(4, "no-such-iteration", "inspect", case, "--iteration", "7")
     assert "100" in one_line(result.stderr)
     assert reshard.open(case / "100", iteration=100).root.endswith("100")
+
+
+@pytest.mark.parametrize("name", ["maxtext", "adam"])
+def test_states_of_optax_are_those_of_their_weights(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    root = mindspore_data / "orbax" / name / "checkpoint"
+    full = truth(mindspore_data / "orbax" / name)
+    done("convert", root, tmp_path / "weights", "--to", "hf", "--weights-only")
+    assert set(reshard.open(tmp_path / "weights")) == {key for key in full if key.startswith("params.")}
+    (tmp_path / "map.json").write_text('{"params.*": "net.*"}')
+    done("convert", root, tmp_path / "renamed", "--to", "hf", "--name-map", tmp_path / "map.json")
+    new = set(reshard.open(tmp_path / "renamed"))
+    mu, omitted = ("opt_state.0.mu.", "") if name == "adam" else ("opt_state.mu.", "net.")
+    assert all(f"{mu}{key.removeprefix(omitted)}" in new for key in new if key.startswith("net."))
+
+
+def test_rules_of_maxtext(mindspore_data: Path, tmp_path: Path) -> None:
+    """Weights and states by rules, and back to the names and shapes of MaxText."""
+    full = truth(mindspore_data / "orbax" / "maxtext")
+    root = mindspore_data / "orbax" / "maxtext" / "checkpoint"
+    done("convert", root, tmp_path / "hf", "--to", "hf", "--rules", "maxtext-hf")
+    hf = {key: value.compute() for key, value in reshard.open(tmp_path / "hf").items()}
+    for prefix, outer in (("", "params."), ("opt_state.mu.", "opt_state.mu."), ("opt_state.nu.", "opt_state.nu.")):
+        weights = {key.removeprefix(prefix): value for key, value in hf.items() if key.startswith(f"{prefix}model.")}
+        weights["lm_head.weight"] = hf[f"{prefix}lm_head.weight"]
+        for key, value in maxtext(weights, 4, 2).items():
+            assert np.array_equal(value, full[outer + key.removeprefix("params.")]), key
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 3}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    for options in ((), ("--let", "pairs=1")):
+        done("convert", root, tmp_path / "a", "--to", "hf", "--rules", "maxtext-hf", *options, "--overwrite")
+        (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+        back = ("--to", "safetensors", "--rules", "maxtext-hf", *options, "--weights-only", "--overwrite")
+        done("convert", tmp_path / "a", tmp_path / "back", *back)
+        assert_equal(
+            reshard.open(tmp_path / "back"), {key: full[key] for key in full if key.startswith("params.params.")}
+        )
