@@ -125,11 +125,15 @@ class Chunks(Protocol):
         """The distance between chunks in the virtual file, in bytes; none is longer."""
 
     @property
+    def plain_bytes(self) -> int:
+        """Offsets below this are of the file itself, not of the virtual file."""
+
+    @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The offset and length of each encoded chunk."""
 
-    def decoded(self, encoded: bytearray) -> memoryview:
-        """Return a decoded chunk; raise `ValueError` if it is damaged."""
+    def decoded(self, number: int, encoded: bytearray) -> memoryview:
+        """Return a decoded chunk, by its number; raise `ValueError` if it is damaged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +176,7 @@ class DecodingStore(Around):
         plain: list[Want] = []
         encoded: dict[tuple[str, int], bytearray] = {}
         for path, offset, buffer in wants:
-            unit = self._decoding.units.get(path)
+            unit = self._unit(path, offset)
             if unit is None:
                 plain.append((path, offset, buffer))
             elif not isinstance(unit, Fill):
@@ -184,18 +188,25 @@ class DecodingStore(Around):
                     plain.append((path, begin, memoryview(encoded[key])))
         self.inner.read(plain)
         for path, offset, buffer in wants:
-            if path in self._decoding.units:
-                self._fill(path, offset, buffer, encoded)
+            if unit := self._unit(path, offset):
+                self._fill(unit, path, offset, buffer, encoded)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill one buffer."""
-        if path in self._decoding.units:
-            self._fill(path, offset, buffer, {})
+        if unit := self._unit(path, offset):
+            self._fill(unit, path, offset, buffer, {})
         else:
             self.inner.read_into(path, offset, buffer)
 
-    def _fill(self, path: str, offset: int, buffer: memoryview, fetched: Mapping[tuple[str, int], bytearray]) -> None:
-        unit = self._decoding.units[path]
+    def _unit(self, path: str, offset: int) -> Fill | Chunks | None:
+        """Return the virtual file that has an offset; None if it is an offset of the file itself."""
+        unit = self._decoding.units.get(path)
+        return None if unit is None or (not isinstance(unit, Fill) and offset < unit.plain_bytes) else unit
+
+    def _fill(
+        self, unit: Fill | Chunks, path: str, offset: int, buffer: memoryview,
+        fetched: Mapping[tuple[str, int], bytearray],
+    ) -> None:  # fmt: skip
         if isinstance(unit, Fill):
             _repeat(unit.value, buffer)
             return
@@ -213,9 +224,10 @@ class DecodingStore(Around):
         if encoded is None:
             offset, length = unit.spans[number]
             encoded = bytearray(length)
-            self.inner.read_into(path, offset, memoryview(encoded))
+            if length:
+                self.inner.read_into(path, offset, memoryview(encoded))
         try:
-            return unit.decoded(encoded)
+            return unit.decoded(number, encoded)
         except (ValueError, MemoryError) as error:
             raise _not_decoded(path, number, error) from None
 

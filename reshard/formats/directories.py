@@ -78,6 +78,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """The directory of a checkpoint of Megatron-LM without an iteration, as its conversions write it."""
 
+ORBAX = "orbax"
+"""The name of the format of Orbax's files."""
+
 
 class RunFormat(NamedTuple):
     """The layout of a training run's directory of checkpoints.
@@ -86,11 +89,14 @@ class RunFormat(NamedTuple):
         tracker: the file with the iteration of the last complete checkpoint.
         directory: matches the name of a checkpoint's directory and captures its iteration.
         by_name: the tracker file has the name of the directory, which need not match.
+        is_numbered: there is no tracker file, and directories are numbers: their contents show whether they are
+            checkpoints, and finished.
     """
 
     tracker: str
     directory: re.Pattern[str]
     by_name: bool = False
+    is_numbered: bool = False
 
 
 RUN_FORMATS = (
@@ -99,16 +105,17 @@ RUN_FORMATS = (
     RunFormat(TRACKER, re.compile(r"iter_(\d{7,18})")),  # Megatron-LM
     RunFormat("latest", re.compile(r"global_step(\d{1,18})"), by_name=True),  # DeepSpeed
     RunFormat("latest_universal", re.compile(r"global_step(\d{1,18})_universal"), by_name=True),
+    RunFormat("", re.compile(r"(\d{1,18})"), is_numbered=True),  # Orbax
 )
 
 
 def is_iteration(name: str) -> bool:
-    """Return whether a name is a checkpoint's directory within the directory of a run."""
-    return any(run.directory.fullmatch(name) for run in RUN_FORMATS)
+    """Return whether a name is a checkpoint's directory within the directory of a run; not by a number alone."""
+    return any(run.directory.fullmatch(name) for run in RUN_FORMATS if not run.is_numbered)
 
 
 RUNS = DirectoryFormat(
-    re.compile("|".join(re.escape(run.tracker) for run in RUN_FORMATS if not run.by_name)),
+    re.compile("|".join(re.escape(run.tracker) for run in RUN_FORMATS if run.tracker and not run.by_name)),
     "names an iteration of a training run that saves distributed checkpoints",
     "open the directory of the run, which has that of the iteration",
 )

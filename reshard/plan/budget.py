@@ -10,6 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import BudgetError, Option, Text, bytes_text
+from reshard.formats.directories import ORBAX
 from reshard.formats.sets import DCP_ITEMS
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.strided import SCRATCH, TILE_BYTES
@@ -60,7 +61,7 @@ TASK_MEMORY = 4000
 """A task in a plan, in the graph and in the scheduler."""
 
 CHUNK_BYTES = 650
-"""A chunk of a zarr store, when the store is read."""
+"""A chunk of a zarr store or of an array of Orbax, when its metadata are read."""
 
 PLACE_BYTES = 100
 """A storage entry of a block in the metadata of a Checkpoint 2.0, when they are read."""
@@ -305,7 +306,7 @@ def _program(*, casts: bool) -> Share:
 def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     """Return the memory of a checkpoint's tensors and of the indexes of all its files."""
     indexes = {file.index.header_id: len(file.index.entries) for file in checkpoint.files}
-    chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
+    chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format in {ZARR, ORBAX} else 0
     shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.arrangement is not None else []
     sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(shardings)}
     places = PLACE_BYTES * sum(sizes[sharding] for sharding in shardings)

@@ -33,6 +33,7 @@ from reshard.formats.directories import (
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, check_members, read_index
 from reshard.formats.zarr.files import is_of_store
+from reshard.readers.orbax.steps import shown_orbax
 from reshard.readers.ranks import (
     IndexedFiles,
     changed_text,
@@ -211,7 +212,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
         from reshard.readers.zarr import open_store  # not on every start
 
         return _Opener(root, applied(open_store, root))
-    run = run_at(listing)
+    run = run_at(root, listing)
     if run is not None:
         return _Opener(root, applied(_open_iteration, root, listing, run, iteration), takes_rules=True)
     if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
@@ -221,7 +222,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
         )
         return _Opener(root, applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root))
     opener = _described(root, listing)
-    if opener is not None and iteration not in {None, iteration_of(root)}:
+    if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
         raise SourceError(
             f"{root} is one checkpoint, not a run with iteration {iteration}",
             code="no-such-iteration",
@@ -249,6 +250,7 @@ _OPENERS = (
     (_shown_universal, "deepspeed.universal", "open_universal"),
     (applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero"),
     (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
+    (shown_orbax, "orbax.checkpoint", "open_orbax"),
     (parts_below, "dcp", "open_dcp"),
     (applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set"),
     (applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated"),

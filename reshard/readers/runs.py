@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import RUN_FORMATS
+from reshard.readers.orbax.steps import finished_step, has_steps, unfinished_steps
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small
 
@@ -44,7 +45,7 @@ class Iteration(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def run_at(listing: Iterable[str]) -> RunFormat | None:
+def run_at(root: Place, listing: Iterable[str]) -> RunFormat | None:
     """Return the run format of a directory with these names, or None.
 
     Next to weights, as transformers saves them with a checkpoint of DeepSpeed, it is not a run: the weights are opened.
@@ -54,8 +55,11 @@ def run_at(listing: Iterable[str]) -> RunFormat | None:
     has_weights = any(map(_WEIGHTS.fullmatch, listing))
     runs = [
         run for run in RUN_FORMATS
-        if not (run.by_name and has_weights)
-        and ((run.by_name and run.tracker in listing) or any(map(run.directory.fullmatch, listing)))
+        if not ((run.by_name or run.is_numbered) and has_weights)
+        and (
+            has_steps(root, listing) if run.is_numbered
+            else (run.by_name and run.tracker in listing) or any(map(run.directory.fullmatch, listing))
+        )
     ]  # fmt: skip
     tracked = [run for run in runs if run.tracker in listing]  # DeepSpeed's tags may be named like other checkpoints
     return next(iter([*tracked, *runs]), None)
@@ -75,6 +79,8 @@ def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration
     """
     directories = dict(_checkpoints(root, listing, run))
     available = f"iteration{'s' * (len(directories) > 1)} {names(sorted(directories))}" if directories else "none"
+    if run.is_numbered:
+        return finished_step(root, directories, listing, iteration)
     if iteration is None:
         if run.tracker not in listing:
             raise SourceError(
@@ -122,13 +128,19 @@ def iteration_at(root: Place, listing: Sequence[str] | None = None) -> Place:
         SourceError: the run names no checkpoint.
     """
     listing = root.names() if listing is None else listing
-    run = run_at(listing)
+    run = run_at(root, listing)
     return root if run is None else checkpoint_of(root, listing, run, None)
 
 
-def iteration_of(directory: Place) -> int | None:
-    """Return the iteration in the name of a checkpoint's directory, or None."""
-    matches = (run.directory.fullmatch(directory.absolute().name) for run in RUN_FORMATS)
+def iteration_of(directory: Place, *, numbered: bool = False) -> int | None:
+    """Return the iteration in the name of a checkpoint's directory, or None.
+
+    Args:
+        directory: the directory.
+        numbered: its name may be the number alone.
+    """
+    runs = (run for run in RUN_FORMATS if numbered or not run.is_numbered)
+    matches = (run.directory.fullmatch(directory.absolute().name) for run in runs)
     return next((int(match[1]) for match in matches if match), None)
 
 
@@ -140,11 +152,11 @@ def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[P
         listing: the names in it.
         open_checkpoint: opens a checkpoint, reading headers to see whether it is complete.
     """
-    run = run_at(listing)
+    run = run_at(root, listing)
     if run is None:
         return []
     try:
-        last = iteration_of(checkpoint_of(root, listing, run, None))
+        last = iteration_of(checkpoint_of(root, listing, run, None), numbered=run.is_numbered)
     except SourceError:
         last = None
     result = []
@@ -160,7 +172,7 @@ def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[P
         except SourceError as error:
             text = "; ".join([error.message, *error.facts])
             problem = text.removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
-        nbytes = sum(file.status().nbytes for file in directory.files(depth=2))  # Megatron-LM has directories
+        nbytes = sum(file.status().nbytes for file in directory.files(depth=5 if run.is_numbered else 2))
         result.append(Iteration(number, str(directory), nbytes, number == last, problem, tuple(warnings)))
     return result
 
@@ -178,14 +190,14 @@ def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -
     """
     root = as_place(path)
     listing = root.names()
-    run = run_at(listing)
+    run = run_at(root, listing)
     if run is None:
         raise SourceError(
             f"{root} is not the directory of a run", code="not-a-run",
             facts=[f"expected {_RUN_NAMES}"],
             hint="name each checkpoint, in the order of the steps",
         )  # fmt: skip
-    newest = iteration_of(checkpoint_of(root, listing, run, iteration))
+    newest = iteration_of(checkpoint_of(root, listing, run, iteration), numbered=run.is_numbered)
     numbers = sorted(n for n, _ in _checkpoints(root, listing, run) if newest is None or n <= newest)
     if len(numbers) < count:
         raise SourceError(
@@ -197,6 +209,8 @@ def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -
 
 def newer(root: Place, listing: Sequence[str], run: RunFormat, current: Place) -> list[str]:
     """Return a warning about checkpoints newer than the one that the run names, if any."""
+    if run.is_numbered:
+        return unfinished_steps(root, listing)
     last = iteration_of(current)
     later = sorted(number for number, _ in _checkpoints(root, listing, run) if last is not None and number > last)
     if not later:

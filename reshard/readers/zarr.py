@@ -13,7 +13,6 @@ Nothing is trusted: extents, file sizes, shard indexes, the list of files (`zarr
 
 from __future__ import annotations
 
-import struct
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from reshard.formats.zarr.files import V2, StoreFiles, own_notes, read_metadata,
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.facts import Extras
-from reshard.storage.crc import crc32c
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
@@ -227,7 +225,7 @@ class _Shards:
             index = bytearray()
             requests: list[Want] = []
             if status is not None and array.sharded:
-                index = bytearray(min(16 * prod(array.inner) + 4, status.nbytes))
+                index = bytearray(min(array.index_bytes, status.nbytes))
                 begin = status.nbytes - len(index) if array.index_at_end else 0
                 requests.append((str(path), begin, memoryview(index)))
             yield (cell, path, status, index), any_store(), requests
@@ -291,7 +289,7 @@ class _Shards:
     def _sharded(self, cell: Shape, path: Place, status: Status, index: bytearray, box: Block) -> list[Shard]:
         """Return the blocks of a shard, found by its index."""
         array = self.array
-        spans = self._spans(path, status, index)
+        spans = array.spans(path, status.nbytes, index)
         blocks = list(self._blocks(cell))
         block_spans = [spans[number] for number, _ in blocks]
         for number, _ in blocks:
@@ -311,32 +309,3 @@ class _Shards:
             else:
                 shards.append(self._shard(block, path, status, offset, array.chunk))
         return shards
-
-    def _spans(self, path: Place, status: Status, content: bytearray) -> tuple[tuple[int, int], ...]:
-        """Return the offset and length of each chunk, from the index of a shard."""
-        array = self.array
-        count = prod(array.inner)
-        nbytes = 16 * count + 4
-        if status.nbytes < nbytes:
-            raise SourceError(
-                f"{path} is truncated: it has {status.nbytes} bytes; the index of {count} chunks has {nbytes}",
-                code="truncated",
-            )
-        begin = status.nbytes - nbytes if array.index_at_end else 0
-        if struct.unpack_from("<I", content, nbytes - 4)[0] != crc32c(memoryview(content)[:-4]):
-            raise SourceError(f"{path} has an index that does not match its checksum", code="wrong-checksum")
-        spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))
-        for number, (offset, length) in enumerate(spans):
-            if (offset, length) == (ABSENT, ABSENT):
-                continue
-            valid = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.nbytes - length
-            if not valid or (array.encoding is None and length != array.chunk_bytes):
-                raise SourceError(
-                    f"{path} has chunk {number} at bytes {offset} to {offset + length} by its index",
-                    code="out-of-range",
-                    facts=[
-                        f"the file has {status.nbytes} bytes, {nbytes} of them the index",
-                        *([f"a chunk has {array.chunk_bytes} bytes"] if array.encoding is None else []),
-                    ],
-                )
-        return spans

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.layout.block import shape_text
@@ -149,6 +149,8 @@ class _Deriving:
                     self.faults.add(use.rule.key_path, about)
         self.faults.raise_if_any(SourceError)
         self._check_numbers(matches.uses)
+        if note := self.rules.content.get("note"):
+            self.warnings.append(f"{self.rules.root}: {note}")
         for contents, padded in self.padding.items():
             self.warnings.append(f"rows of padding are left out of {names(padded)}; {contents}")
         sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
@@ -277,15 +279,16 @@ class _Deriving:
         self._check_scales(use, [name], list(counts.values()))
         cut = rule.cut(self.rules.numbers, scale=self._scale(use))
         layout = of_fused(
-            tensor.spec.shape, len(rule.parts), cut, list(counts.values()), flat=rule.flat, transposed=rule.transposed
-        )
+            tensor.spec.shape, len(rule.parts), cut, list(counts.values()), flat=rule.flat, transposed=rule.transposed,
+            at=rule.at,
+        )  # fmt: skip
         _check_count(prod(layout.front) * len(layout.parts))
         if layout.padding:
             self._check_padding(tensor, layout, layout.padding)
         shards_of_part: dict[tuple[Shape, int], list[Shard]] = {
             (index, part): [] for index in product(*map(range, layout.front)) for part in range(len(layout.parts))
         }
-        for shard in shards_in(tensor, (*layout.front, *layout.space)):
+        for shard in shards_in(tensor, layout.whole_space):
             for index, part, piece in pieces(layout, shard, tensor.spec.dtype.itemsize):
                 shards_of_part[index, part].append(piece)
         before = len(use.targets)
@@ -353,16 +356,18 @@ class _Deriving:
                 raise SourceError(f"mixes shapes of {pattern.text}: {mixed}; expected one", code="wrong-shape")
         self._check_scales(use, [sources[key] for key in expected_keys[: len(rule.parts)]], front)
         cut = rule.cut(self.rules.numbers, scale=self._scale(use))
-        layout = of_parts([shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed)
+        layout = of_parts(
+            [shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed, at=rule.at
+        )
         dtype = specs[0].dtype
         shards: list[Shard] = []
         for (index, number), spec in zip(expected_keys, specs, strict=True):
-            shards += placed(self.source.tensors[spec.name], index, layout.parts[number])
+            shards += placed(layout, self.source.tensors[spec.name], index, layout.parts[number])
         if layout.padding:
-            shards += [zeros(layout.padding, index) for index in product(*map(range, front))]
+            shards += [zeros(layout, layout.padding, index) for index in product(*map(range, front))]
         new = rule.fused.write(bound)
         spec = TensorSpec(use.family.of(new), dtype, layout.shape)
-        self._add(use, new, self.shared.tensor(spec, shards, space=(*layout.front, *layout.space)))
+        self._add(use, new, self.shared.tensor(spec, shards, space=layout.whole_space))
         self.fused[spec.name] = Fused(spec.name, dtype.name, use, layout, tuple(members))
 
     def _check_scales(self, use: Use, scales: Sequence[str], front: Sequence[int | None]) -> None:
@@ -390,7 +395,7 @@ class _Deriving:
                 )  # fmt: skip
             shapes.append(shape)
         cut = rule.cut(self.rules.numbers)
-        options = {"flat": rule.flat, "transposed": rule.transposed}
+        options: dict[str, Any] = {"flat": rule.flat, "transposed": rule.transposed, "at": rule.at}
         if self.side == rule.fused_side:
             layout = of_fused(shapes[0], len(rule.parts), cut, front, **options)
         else:

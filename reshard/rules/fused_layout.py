@@ -7,7 +7,7 @@ names. A part has the axes of its box, some in another order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,7 @@ from reshard.source.checkpoint import Shard
 from reshard.source.reshape import laid, shards_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import Tensor
@@ -65,6 +65,7 @@ class FusedLayout:
         flat: the axes in front and the first dimension are one.
         parts: the parts at one index of the axes in front.
         padding: the box that belongs to no part.
+        at: the dimension at which the axes in front are, if others are before them.
     """
 
     front: Shape
@@ -73,13 +74,32 @@ class FusedLayout:
     flat: bool
     parts: tuple[FusedPart, ...]
     padding: Block | None = None
+    at: int = 0
 
     @property
     def shape(self) -> Shape:
         """Return the shape of the fused tensor."""
         extents = iter(self.space)
         body = tuple(prod(next(extents) for _ in range(count)) for count in self.axes)
-        return (prod(self.front) * body[0], *body[1:]) if self.flat else (*self.front, *body)
+        if self.flat:
+            return (prod(self.front) * body[0], *body[1:])
+        return (*body[: self.at], *self.front, *body[self.at :])
+
+    @property
+    def whole_space(self) -> Shape:
+        """Return the extents of all axes, with those in front at their place."""
+        return self.joined(self.front, self.space)
+
+    def joined(self, front: Iterable[int], body: Sequence[int]) -> Shape:
+        """Return numbers for all axes, from those for the axes in front and those for the other axes."""
+        first = sum(self.axes[: self.at])
+        return (*body[:first], *front, *body[first:])
+
+    def divided(self, numbers: Shape) -> tuple[Shape, Shape]:
+        """Return the numbers for the axes in front, and those for the other axes."""
+        first = sum(self.axes[: self.at])
+        last = first + len(self.front)
+        return numbers[first:last], (*numbers[:first], *numbers[last:])
 
 
 class AxisCut(NamedTuple):
@@ -95,6 +115,8 @@ class AxisCut(NamedTuple):
         pads: the tensor is a padded part.
         size, padded: the number of rows without and with padding; None if the rule has none.
         multiple: the number that the padded rows are a multiple of, if the rule pads so.
+        rows, columns: of a matrix that is transposed, the axes of the tensor that its rows and columns are, each with
+            its extent, if known; empty for one axis.
     """
 
     axis: int = 0
@@ -106,9 +128,13 @@ class AxisCut(NamedTuple):
     size: int | None = None
     padded: int | None = None
     multiple: int | None = None
+    rows: tuple[int | None, ...] = ()
+    columns: tuple[int | None, ...] = ()
 
 
-def of_parts(shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool, transposed: bool) -> FusedLayout:
+def of_parts(
+    shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool, transposed: bool, at: int = 0
+) -> FusedLayout:
     """Return the layout of a fused tensor, given the shapes of its parts.
 
     Args:
@@ -117,10 +143,13 @@ def of_parts(shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool,
         front: the extents of the axes in front.
         flat: the axes in front and the first dimension are one.
         transposed: the last two dimensions of the parts are swapped.
+        at: the dimension at which the axes in front are.
 
     Raises:
         SourceError: the parts do not fit together; the message is a predicate.
     """
+    if cut.rows or cut.columns:
+        return _matrix(_axes_of_matrix(shapes[0], cut), cut, front, at)
     bodies = [_turned(shape, transposed=transposed) for shape in shapes]
     axis = _axis(cut.axis, bodies[0])
     rest = {(*body[:axis], *body[axis + 1 :]) if body else () for body in bodies}
@@ -130,11 +159,12 @@ def of_parts(shapes: Sequence[Shape], cut: AxisCut, front: Shape, *, flat: bool,
             code="wrong-shape",
         )
     rows = tuple(body[axis] if body else 1 for body in bodies)
-    return _fused_layout(bodies[0], rows, None, len(rows), cut, front, flat=flat, transposed=transposed)
+    layout = _fused_layout(bodies[0], rows, None, len(rows), cut, front, flat=flat, transposed=transposed)
+    return _moved(layout, at)
 
 
 def of_fused(
-    shape: Shape, count: int, cut: AxisCut, front: Sequence[int | None], *, flat: bool, transposed: bool
+    shape: Shape, count: int, cut: AxisCut, front: Sequence[int | None], *, flat: bool, transposed: bool, at: int = 0
 ) -> FusedLayout:
     """Return the layout of a fused tensor, given its own shape.
 
@@ -145,6 +175,7 @@ def of_fused(
         front: the extents of the axes in front; None to take an extent from the shape.
         flat: as for `of_parts`.
         transposed: as for `of_parts`.
+        at: as for `of_parts`.
 
     Raises:
         SourceError: it cannot be split; the message is a predicate.
@@ -152,26 +183,68 @@ def of_fused(
     if flat:
         extents = [number for number in front if number is not None]
         if len(extents) < len(front):
-            raise SourceError(
-                "merges the axes in front with its rows", code="unknown-count",
-                hint="give the counts in `by`",
-            )  # fmt: skip
+            hint = "give the counts in `by`"
+            raise SourceError("merges the axes in front with its rows", code="unknown-count", hint=hint)
         if not shape or not prod(extents) or shape[0] % prod(extents):
             raise SourceError(
                 f"is {shape_text(shape)}; its rows do not split into {prod(extents)} equal parts", code="not-divisible"
             )
         body: Shape = (shape[0] // prod(extents), *shape[1:])
     else:
-        if len(shape) < len(front):
-            raise SourceError(f"is {shape_text(shape)}; expected {len(front)} axes in front", code="wrong-shape")
-        extents = list(shape[: len(front)])
+        if len(shape) < at + len(front):
+            raise SourceError(f"is {shape_text(shape)}; expected {at + len(front)} axes", code="wrong-shape")
+        extents = list(shape[at : at + len(front)])
         if any(count not in {None, extent} for count, extent in zip(front, extents, strict=True)):
             expected = shape_text(n or 0 for n in front)
-            raise SourceError(f"is {shape_text(shape)}; expected {expected} in front", code="wrong-shape")
-        body = shape[len(front) :]
+            place = f"from dimension {at} on" if at else "in front"
+            raise SourceError(f"is {shape_text(shape)}; expected {expected} {place}", code="wrong-shape")
+        body = (*shape[:at], *shape[at + len(front) :])
+    if cut.rows or cut.columns:
+        return _matrix(body, cut, tuple(extents), at)
     axis = _axis(cut.axis, body)
     total = body[axis] if body else 1
-    return _fused_layout(body, None, total, count, cut, tuple(extents), flat=flat, transposed=transposed)
+    layout = _fused_layout(body, None, total, count, cut, tuple(extents), flat=flat, transposed=transposed)
+    return _moved(layout, at)
+
+
+def _moved(layout: FusedLayout, at: int) -> FusedLayout:
+    """Return a layout with the axes in front at a dimension."""
+    if at > len(layout.axes):
+        raise SourceError(f"has no dimension {at} for the axes in front", code="out-of-range")
+    return replace(layout, at=at)
+
+
+def _axes_of_matrix(shape: Shape, cut: AxisCut) -> Shape:
+    """Return the extents of the axes that a matrix is as a tensor: those of its columns, then those of its rows."""
+    if len(shape) != 2:
+        raise SourceError(f"is {shape_text(shape)}; expected a matrix", code="wrong-dimensions")
+    axes: list[int] = []
+    for word, extent, parts in (("columns", shape[1], cut.columns), ("rows", shape[0], cut.rows)):
+        known = [part for part in parts or (extent,) if part is not None]
+        if len(known) < len(parts):
+            raise SourceError("needs the extents of axes", code="missing-size", hint=f"give numbers in `{word}`")
+        if prod(known) != extent:
+            raise SourceError(f"has {extent} {word}; the rule says {shape_text(known)}", code="row-mismatch")
+        axes += known
+    return tuple(axes)
+
+
+def _matrix(body: Shape, cut: AxisCut, front: Shape, at: int) -> FusedLayout:
+    """Return the layout of a tensor whose one part is a matrix: its first axes are columns, the others rows."""
+    declared = (*(cut.columns or (None,)), *(cut.rows or (None,)))
+    columns, rows = len(cut.columns) or 1, len(cut.rows) or 1
+    if len(body) != len(declared) or any(a not in {None, b} for a, b in zip(declared, body, strict=True)):
+        expected = ", ".join("any" if extent is None else str(extent) for extent in declared)
+        raise SourceError(f"has axes {shape_text(body)}; expected {expected}", code="wrong-shape")
+    order, space, axes = [*range(columns, columns + rows), *range(columns)], body, [1] * len(body)
+    if cut.halves:
+        if body[-1] % cut.halves:
+            raise SourceError(f"has {body[-1]} rows, which are not {cut.halves} equal pieces", code="not-divisible")
+        space, axes[-1] = (*body[:-1], body[-1] // cut.halves, cut.halves), 2
+        order.insert(rows - 1, len(body))  # the pieces before the rows of each
+        rows += 1
+    part = FusedPart(Block.whole(space), tuple(order), (rows, columns))
+    return _moved(FusedLayout(front, space, tuple(axes), False, (part,)), at)
 
 
 def _turned(shape: Shape, *, transposed: bool) -> Shape:
@@ -253,16 +326,14 @@ def _of_axis(
 def _padded(rows: int | None, total: int | None, cut: AxisCut) -> tuple[Shape, list[_Span], _Span | None]:
     size = cut.size if rows is None else rows
     if size is None:
-        raise SourceError(
-            "is padded", code="missing-size", hint="set `size` to the number of rows that are not padding"
-        )
+        raise SourceError("is padded", code="missing-size", hint="set `size` to the number of rows without padding")
     if cut.size not in {None, size}:
         raise SourceError(f"has {size} rows; the rule says {cut.size}", code="row-mismatch")
     if total is None:
         total = -(-size // cut.multiple) * cut.multiple if cut.multiple else cut.padded
     if total is None:
         raise SourceError(
-            "needs padding", code="missing-size", hint="set `to` or `multiple`, which give the padded number of rows"
+            "needs padding", code="missing-size", hint="set `to` or `multiple`, the padded number of rows"
         )
     if total < size:
         raise SourceError(f"has {size} rows without padding and {total} with it", code="row-mismatch")
@@ -336,41 +407,44 @@ def pieces(layout: FusedLayout, shard: Shard, itemsize: int) -> Iterator[tuple[S
     Each comes with its index along the axes in front and the number of the part.
     """
     block = shard.block
-    depth = len(layout.front)
+    (front_start, body_start), (front_stop, body_stop) = layout.divided(block.start), layout.divided(block.stop)
     for number, part in enumerate(layout.parts):
-        body = Block(block.start[depth:], block.stop[depth:]) & part.region
+        body = Block(body_start, body_stop) & part.region
         if body is None:
             continue
         start, stop = ([at[axis] - part.region.start[axis] for axis in part.order] for at in (body.start, body.stop))
         box = Block(tuple(start), tuple(stop))
         steps = row_major(block.shape)
-        for index in product(*(range(a, b) for a, b in zip(block.start[:depth], block.stop[:depth], strict=True))):
-            corner = (*index, *body.start)
+        for index in product(*map(range, front_start, front_stop)):
+            corner = layout.joined(index, body.start)
             replicas = []
             for at in shard.replicas:
                 strides = at.strides or steps
                 begin = position(corner, block.start, strides)
-                piece_strides = tuple(strides[depth + axis] for axis in part.order)
+                body_strides = layout.divided(strides)[1]
+                piece_strides = tuple(body_strides[axis] for axis in part.order)
                 replicas.append(laid(at, begin * itemsize, box.shape, piece_strides, itemsize))
             yield index, number, Shard(box, tuple(replicas))
 
 
-def placed(tensor: Tensor, index: Shape, part: FusedPart) -> Iterator[Shard]:
-    """Yield the blocks of a part as blocks of the fused tensor."""
+def placed(layout: FusedLayout, tensor: Tensor, index: Shape, part: FusedPart) -> Iterator[Shard]:
+    """Yield the blocks of a part as blocks of the fused tensor, at an index of the axes in front."""
+    after = tuple(n + 1 for n in index)
     itemsize = tensor.spec.dtype.itemsize
     for block, replicas in shards_in(tensor, part.space):
         start, stop = list(part.region.start), list(part.region.stop)
         for axis, a, b in zip(part.order, block.start, block.stop, strict=True):
             start[axis], stop[axis] = part.region.start[axis] + a, part.region.start[axis] + b
-        box = Block((*index, *start), (*(n + 1 for n in index), *stop))
+        box = Block(layout.joined(index, start), layout.joined(after, stop))
         placed_replicas = []
         for at in replicas:
             strides = dict(zip(part.order, at.strides or row_major(block.shape), strict=True))
-            fused_strides = (*(1 for _ in index), *(strides[axis] for axis in range(len(start))))
+            fused_strides = layout.joined((1,) * len(index), [strides[axis] for axis in range(len(start))])
             placed_replicas.append(laid(at, 0, box.shape, fused_strides, itemsize))
         yield Shard(box, tuple(placed_replicas))
 
 
-def zeros(padding: Block, index: Shape) -> Shard:
-    """Return a block of padding."""
-    return Shard(Block((*index, *padding.start), (*(n + 1 for n in index), *padding.stop)), (Extent(0, ()),))
+def zeros(layout: FusedLayout, padding: Block, index: Shape) -> Shard:
+    """Return a block of padding, at an index of the axes in front."""
+    after = tuple(n + 1 for n in index)
+    return Shard(Block(layout.joined(index, padding.start), layout.joined(after, padding.stop)), (Extent(0, ()),))

@@ -125,7 +125,9 @@ def families(name: str, states: Mapping[str, State]) -> Iterator[tuple[Family, s
         if name.endswith(scale):
             yield Family("", scale), name.removesuffix(scale)
     state = states.get(name)
-    if state is not None and (state.prefix.count(".") == 1 or state.prefix.startswith(("optim", "state."))):
+    if state is not None and (
+        state.prefix.count(".") == 1 or state.prefix.startswith(("opt_state.", "optim", "state."))
+    ):
         inner = state.weight.removeprefix(state.outer)
         for weight in dict.fromkeys((inner, state.weight)):
             yield Family(state.prefix, state.suffix, "" if weight == inner else state.outer), weight

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _MOST_AXES = 32
 _OPTIONS = {
-    "rename": set(), "stack": set(), "transpose": set(), "tie": set(),
+    "rename": set(), "stack": set(), "transpose": {"rows", "columns", "halves"}, "tie": set(),
     "concat": {"axis", "sizes"},
     "interleave": {"axis", "sizes", "groups", "halves"},
     "pad": {"axis", "size", "to", "multiple"},
 }  # fmt: skip
-_OF_ALL = {"by", "flat", "transposed"}
+_OF_ALL = {"by", "flat", "transposed", "at"}
 
 Number = int | str
 
@@ -42,6 +42,8 @@ class Rule:
         by: the words that become axes in front, each with its count, if the file has it.
         flat: the axes in front and the first dimension are one.
         transposed: the last two dimensions of the parts are swapped.
+        at: the dimension at which the axes of `by` are.
+        rows, columns: the axes that the rows and the columns of a transposed matrix are; empty for one.
         optional: the rule need not match any tensor.
     """
 
@@ -53,13 +55,16 @@ class Rule:
     axis: int = 0
     sizes: tuple[Number, ...] | None = None
     groups: Number | None = None
-    halves: int = 0
+    halves: Number | None = None
     size: Number | None = None
     padded: Number | None = None
     multiple: Number | None = None
     by: tuple[tuple[str, Number | None], ...] = ()
     flat: bool = False
     transposed: bool = False
+    at: int = 0
+    rows: tuple[Number, ...] = ()
+    columns: tuple[Number, ...] = ()
     optional: bool = False
 
     @property
@@ -94,10 +99,23 @@ class Rule:
             value = evaluated(expression)
             return None if value is None else -(-value // scale)
 
+        def known(expressions: tuple[Number, ...]) -> tuple[int | None, ...]:
+            """Return the extents of axes, None for those that need a `config.json` that is not there."""
+            extents: list[int | None] = []
+            for expression in expressions:
+                try:
+                    extents.append(evaluated(expression))
+                except UsageError as error:
+                    if error.code == "out-of-range":
+                        raise
+                    extents.append(None)
+            return tuple(extents)
+
         of_parts = None if self.sizes is None else tuple(rows(size) or 0 for size in self.sizes)
         return AxisCut(
-            self.axis, self.verb == "interleave", of_parts, evaluated(self.groups), self.halves, self.verb == "pad",
-            rows(self.size), rows(self.padded), evaluated(self.multiple) if scale == 1 else None,
+            self.axis, self.verb == "interleave", of_parts, evaluated(self.groups), evaluated(self.halves) or 0,
+            self.verb == "pad", rows(self.size), rows(self.padded), evaluated(self.multiple) if scale == 1 else None,
+            known(self.rows), known(self.columns),
         )  # fmt: skip
 
 
@@ -199,22 +217,36 @@ def _fields(options: Mapping[str, Any], key_path: str, faults: Faults) -> dict[s
     if not valid or len({word for word, _ in counted}) < len(counted):
         expected = "a word, a list of words, or words with how many there are"
         faults.unexpected(f"{key_path}.by", by, expected, code="bad-value")
-    sizes = checked("sizes", "a list of numbers or expressions", lambda value: isinstance(value, list) and bool(value))
-    for size in sizes or ():
-        if not is_number(size):
-            faults.add(f"{key_path}.sizes", f"has {size!r:.60}; expected a number or an expression", code="bad-value")
+    sizes = checked("sizes", "a list of numbers or expressions", _is_list)
+    axes = {word: checked(word, "a list of numbers or expressions", _is_list) or () for word in ("rows", "columns")}
+    for word, values in {"sizes": sizes or (), **axes}.items():
+        for value in values:
+            if not is_number(value):
+                fault = f"has {value!r:.60}; expected a number or an expression"
+                faults.add(f"{key_path}.{word}", fault, code="bad-value")
     number = "a number or an expression"
     return {
         "axis": checked("axis", "a small whole number", lambda value: _is_small(value, -_MOST_AXES)) or 0,
         "sizes": None if sizes is None else tuple(sizes),
         "groups": checked("groups", number, is_number),
-        "halves": checked("halves", "a small whole number from 2 on", lambda value: _is_small(value, 2)) or 0,
+        "halves": checked("halves", "a number from 2 on, or an expression", _is_halves),
+        "at": checked("at", "a small whole number from 0 on", lambda value: _is_small(value, 0)) or 0,
+        "rows": tuple(axes["rows"]),
+        "columns": tuple(axes["columns"]),
         "size": checked("size", number, is_number),
         "padded": checked("to", number, is_number),
         "multiple": checked("multiple", number, is_number),
         "by": tuple(counted),
         "flat": bool(checked("flat", "true or false", lambda value: isinstance(value, bool))),
     }
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and 0 < len(value) <= _MOST_AXES
+
+
+def _is_halves(value: object) -> bool:
+    return is_number(value) and not (isinstance(value, int) and value <= 1)
 
 
 def _is_small(value: object, least: int) -> bool:
@@ -228,13 +260,17 @@ def _check_options(rule: Rule) -> None:
         UsageError: they do not; the message is a predicate.
     """
     count, sizes = len(rule.parts), rule.sizes
-    if rule.verb == "interleave" and count == 1 and not rule.halves:
+    has_halves = rule.halves is not None
+    if rule.verb == "interleave" and count == 1 and not has_halves:
         raise UsageError(
             "interleaves one part", code="missing-option", hint="set `halves` to the number of pieces of a group"
         )
-    if rule.halves and rule.groups is None:
+    if rule.verb == "transpose":
+        if has_halves and not rule.rows:
+            raise UsageError("has halves without rows", code="missing-option", hint="set `rows` to the axes of rows")
+    elif has_halves and rule.groups is None:
         raise UsageError("has halves without groups", code="missing-option", hint="set `groups` to their number")
-    if rule.halves and count > 1:
+    if has_halves and count > 1:
         raise UsageError("has both halves and several parts", code="conflicting-options")
     if rule.verb not in {"concat", "interleave", "tie"} and count > 1:
         raise UsageError(
@@ -256,6 +292,11 @@ def _check_words(rule: Rule) -> None:
     by, fused_words = {word for word, _ in rule.by}, set(rule.fused.words)
     if rule.verb == "stack" and not by:
         raise UsageError("stacks without by", code="missing-option", hint="name in `by` the words that become axes")
+    if rule.at and (rule.flat or not by):
+        raise UsageError(
+            "has `at` without by, or with flat", code="conflicting-options",
+            hint="`at` is where the axes of `by` are in the tensor",
+        )  # fmt: skip
     if rule.flat and not by:
         raise UsageError("is flat without by", code="missing-option", hint="name in `by` the words that become rows")
     if by & fused_words:

@@ -27,9 +27,10 @@
 A placeholder `{layer}` (called a word below) matches a number, `*` one dotted part of a name; keys of `let` are
 constants. One side of a rule has a fused tensor and a verb: `rename`, `stack`, `concat`, `interleave`, `transpose`,
 `pad` or `tie`. Each verb takes the options `by` (numbers that become axes in front: a word, a list of words, or words
-with counts), `flat: true` (these axes and the first one are one), and `transposed: true` (the last two axes of the
-parts are swapped). If several rules match a name, the one with the fewest words and stars is used: a rule for layer 61
-wins over a rule for every `{layer}`.
+with counts), `at: 1` (these axes are behind the first one), `flat: true` (these axes and the first one are one), and
+`transposed: true` (the last two axes of the parts are swapped). `rows` and `columns` of `transpose` are the axes that
+the rows and columns of the part are in the tensor: a kernel of JAX has an axis of heads. If several rules match a name,
+the one with the fewest words and stars is used: a rule for layer 61 wins over a rule for every `{layer}`.
 
 Without `sizes` the parts of `concat` and `interleave` must be equal; to split more than two, `sizes` is required
 (except for `interleave` without `groups`). A word has one range in the whole file, so that a missing tensor of one
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 VERSION = 1
 HEADER = "reshard-rules"
 _MOST_RULES = 10_000
-_KEYS = {HEADER, "sides", "source", "let", "config", "rules"}
+_KEYS = {HEADER, "sides", "source", "let", "config", "note", "rules"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,8 @@ class Rules:
                 "$.rules", f"is a {type(items).__name__}{length}; expected a list of 1 to {_MOST_RULES:,} rules",
                 code="bad-value",
             )  # fmt: skip
+        if not isinstance(data.get("note", ""), str):
+            faults.unexpected("$.note", data["note"], "a text")
         if not isinstance(let, Mapping) or not all(is_word(key) and is_number(let[key]) for key in let):
             faults.add("$.let", "is wrong; expected words, and for each a number or an expression", code="bad-value")
         faults.raise_if_any(UsageError)

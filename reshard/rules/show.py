@@ -111,7 +111,8 @@ def fusion_of(derived: Derived, name: str) -> Fusion:
     layout, rule = fused.layout, fused.use.rule
     bands = list(_bands(fused))
     axis = rule.axis if rule.axis >= 0 else rule.axis + len(layout.axes)
-    rows = layout.shape[axis + (0 if layout.flat else len(layout.front))] if layout.axes else 1
+    before = 0 if layout.flat or axis < layout.at else len(layout.front)
+    rows = layout.shape[axis + before] if layout.axes else 1
     rows //= prod(layout.front) if layout.flat and axis == 0 else 1
     return Fusion(
         fused.name, layout.shape, fused.dtype, rule.verb,

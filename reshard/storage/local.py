@@ -68,6 +68,10 @@ class LocalStore:
         with reading(SourceError, path), self.files.open(path, os.O_RDONLY) as fd:
             return os.fstat(fd).st_size
 
+    def forget(self, path: str) -> None:
+        """Close the cached handle of a file, which may be of a file that was replaced since."""
+        self.files.forget(path)
+
     def read(self, wants: Sequence[Want]) -> None:
         """Fill buffers from files, one after the other."""
         for want in wants:

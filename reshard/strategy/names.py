@@ -32,6 +32,7 @@ TRAINING_STATE = {
 
 
 _ACCUMULATED = "accu_grads"
+_OPTAX, _PARAMS = "opt_state.", "params."  # the prefix of all states of JAX's optax, and one that weights may have
 _MODEL = "model."  # the prefix of weights that PyTorch's programs save next to `optim`
 
 _OPTIMIZER_STATE = re.compile(
@@ -44,9 +45,9 @@ _KINDS = {*_ADAPTIVE, "max_exp_avg_sq", "param", "fp32_param", "step"}
 
 USUAL_STATES = frozenset({
     "accum", "accu_grads", "adam_m", "adam_v", "exp_avg", "exp_avg_sq", "fp32", "main_param", "moment1", "moment2",
-    "moments", "momentum", "optim", "optimizer", "square_avg", "state", "step",
+    "moments", "momentum", "opt_state", "optim", "optimizer", "square_avg", "state", "step",
 })  # fmt: skip
-"""First parts of the names of optimizer states in MindSpore, PyTorch and Megatron."""
+"""First parts of the names of optimizer states in MindSpore, PyTorch, Megatron and JAX."""
 
 
 class State(NamedTuple):
@@ -89,7 +90,8 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
 
     In distributed checkpoints of PyTorch the state of an optimizer is flattened: `optim.state.`, or `state.` alone
     (torchtitan), the name of a weight without the prefix of the model, and the kind of state; or `optimizer.state.`,
-    the kind, and the name (Megatron). In other checkpoints a state is a prefix and a weight's name, and all of
+    the kind, and the name (Megatron). In JAX's it is `opt_state.`, maybe numbers, the kind, and the name, which may
+    omit its first `params.`. In other checkpoints a state is a prefix and a weight's name, and all of
     `accu_grads.*` are states. A prefix counts only if most names with it end with the name of a weight: `backbone.fc`
     is not a state of `fc` if most other names in `backbone` do not.
 
@@ -125,6 +127,10 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
 
 def _of_optimizer(name: str, names: Collection[str]) -> State | None:
     """Split a state's name in a distributed checkpoint; return None for other names."""
+    if name.startswith(_OPTAX):
+        weights = ((outer + rest, prefix, outer) for prefix, rest in _splits(name) for outer in ("", _PARAMS))
+        of_weight = (State(weight, f"{prefix}.", "", outer) for weight, prefix, outer in weights if weight in names)
+        return next(of_weight, State(name.removeprefix(_OPTAX), _OPTAX))
     match = _OPTIMIZER_STATE.fullmatch(name)
     if match is None:
         return None
@@ -167,7 +173,8 @@ def is_training_state(name: str, tensor: Tensor | None) -> bool:
 
 def is_step(name: str, shape: Shape) -> bool:
     """Return whether a tensor is a single number such as `global_step`."""
-    return prod(shape) == 1 and name.rpartition(".")[2] in TRAINING_STATE
+    is_known = name.rpartition(".")[2] in TRAINING_STATE or name == "step" or name.startswith(_OPTAX)
+    return prod(shape) == 1 and is_known
 
 
 def one_stage_advice(strategy: Strategy, names: Collection[str], states: Collection[str]) -> str:

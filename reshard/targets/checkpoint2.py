@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
 from reshard.formats import safetensors
-from reshard.formats.directories import CHECKPOINT2, TRACKER
+from reshard.formats.directories import CHECKPOINT2, ORBAX, TRACKER
 from reshard.formats.entries import ShardFiles, wants
 from reshard.formats.sets import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
 from reshard.formats.zarr import NAME as ZARR
@@ -397,7 +397,7 @@ def _parse_common(common: str) -> dict[str, Any]:
 def _iteration(source: Checkpoint) -> int | None:
     """Return the steps done, by the directory name, `common.json` or a DCP, or None."""
     has_metadata = source.extras.described_by and source.format != ZARR
-    if has_metadata and (number := iteration_of(as_place(source.root))) is not None:
+    if has_metadata and (number := iteration_of(as_place(source.root), numbered=source.format == ORBAX)) is not None:
         return number
     from reshard.readers.dcp.objects import iteration  # not on every start
 

@@ -253,7 +253,8 @@ def checkpoint_text(
     lines += [*_totals(checkpoint, width), ""]
     if sampled := looked_text(checkpoint.opening.looked):
         lines.append(f"sampled: {sampled}")
-    in_files = f" in whole tensors, {bytes_text(_stored(checkpoint))} in the files with replicas" if cut else ""
+    stored = _stored(checkpoint) if cut else 0
+    in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas" if stored else ""
     lines.append(f"{_counted(checkpoint)}{in_files}")
     return joined("\n", [*lines, *_unreadable(checkpoint, objects)])
 

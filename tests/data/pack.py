@@ -26,6 +26,7 @@ FOLDERS = (
     "encrypted",
     "megatron_legacy",
     "merged",
+    "orbax",
     "peft",
     "quantized",
     "real",

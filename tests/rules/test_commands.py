@@ -120,7 +120,7 @@ def test_built_in_rules_are_listed_and_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("llama", "llama-hf-mcore"), ("qwen", "qwen3-hf-mcore"), ("x", "and 6 more")]
+    ("typed", "meant"), [("llama", "llama-hf-mcore"), ("qwen", "qwen3-hf-mcore"), ("x", "and 7 more")]
 )
 def test_a_name_that_is_nearly_one(typed: str, meant: str, tmp_path: Path) -> None:
     source = tmp_path / "src"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import write_file, write_ranks
+from orbax_files import maxtext, write_orbax
 from truths import assert_arrays
 
 import reshard
@@ -294,6 +295,7 @@ def llama_mindformers() -> tuple[dict[str, Array], dict[str, Array]]:
 def both_sides(name: str) -> tuple[dict[str, Array], dict[str, Array]]:
     """The tensors of Hugging Face, and those of the other program, of a small model."""
     alone: dict[str, Callable[[], tuple[dict[str, Array], dict[str, Array]]]] = {
+        "maxtext-hf": lambda: ((hf := random(model(ATTENTION | NORMS | MLP))), maxtext(hf, HEADS, GROUPS)),
         "llama-hf-torchtitan": titan,
         "llama-hf-mindformers": llama_mindformers,
         "deepseek-v3-hf-mcore": lambda: deepseek(mcore=True),
@@ -425,6 +427,39 @@ with torch.no_grad():
 assert one.abs().max() > 0
 print("SAME" if torch.equal(one, two) else "OTHER")
 """
+
+
+TINY_LLAMA = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(18)
+config = LlamaConfig(
+    vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(600)
+def test_transformers_loads_what_maxtext_saved(tmp_path: Path) -> None:
+    """A tiny Llama as MaxText has it, queries divided, in chunks of Orbax, and back: equal logits."""
+    found = "import importlib.util as u; raise SystemExit(u.find_spec('transformers') is None)"
+    if not TORCH or subprocess.run([TORCH, "-c", found], check=False).returncode:
+        pytest.skip("RESHARD_TORCH_PYTHON names no Python that has PyTorch and transformers")
+    hf, run, back = (tmp_path / name for name in ("hf", "run", "back"))
+    subprocess.run([TORCH, "-c", TINY_LLAMA, hf], check=True, capture_output=True)
+    queries = "params.params.decoder.layers.self_attention.query.kernel"
+    made = maxtext({name: np.asarray(array) for name, array in reshard.open(hf).items()}, 4, 2)
+    made[queries] = made[queries] / np.float32(4)  # the root of head_dim
+    write_orbax(run, made, inline=100)
+    source = reshard.open(run).scale(queries, factor=4)
+    rules = Rules.read("maxtext-hf", config=hf / "config.json")
+    reshard.convert(source, back, to="hf", rules=rules)
+    (back / "config.json").write_bytes((hf / "config.json").read_bytes())
+    ran = subprocess.run([TORCH, "-c", LOGITS, hf, back], capture_output=True, text=True, check=False)
+    assert ran.stdout.endswith("SAME\n"), ran.stderr
 
 
 @pytest.mark.torch

@@ -6,6 +6,7 @@ Nothing is trusted: a key or option that is not known here, and that must be und
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
-from reshard.formats.zarr import METADATA, NATIVE, counts
+from reshard.formats.zarr import ABSENT, METADATA, NATIVE, counts
 from reshard.formats.zarr.files import refuse_unknown
 from reshard.layout.axes import row_major
 from reshard.layout.block import shape_text
+from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,13 +121,13 @@ class ArrayMetadata:
                 at_end = location == "end"
                 if rest.get("index_codecs") == _INDEX_CODECS:  # otherwise zarr decodes the shard as one chunk
                     chunk, sharded, codecs = inner, True, of_inner
-        _check_shapes(path, shape, unit, chunk, dtype.itemsize)
+        check_shapes(path, shape, unit, chunk, dtype.itemsize)
         if separator not in {"/", "."}:
             raise SourceError(f"{path} has separator {separator!r}; expected '/' or '.'", code="bad-metadata")
         return cls(
             directory, tuple(shape), dtype, tuple(unit), tuple(chunk), sharded, at_end,
             _encoding(codecs, stored, chunk), separator,
-            "c" if encoding == "default" else "", _fill(path, fill, stored), bool(notes),
+            "c" if encoding == "default" else "", fill_bytes(path, fill, stored), bool(notes),
         )  # fmt: skip
 
     @property
@@ -138,10 +140,55 @@ class ArrayMetadata:
         """Return the number of chunks of a file along each dimension."""
         return counts(self.unit, self.chunk)
 
+    def key(self, cell: Shape) -> str:
+        """Return the path of the file of a cell of the grid, below the array."""
+        numbers = [*([self.prefix] if self.prefix else []), *map(str, cell)]
+        return self.separator.join(numbers) or "0"
+
     def path(self, cell: Shape) -> Place:
         """Return the file of a cell of the grid."""
-        numbers = [*([self.prefix] if self.prefix else []), *map(str, cell)]
-        return self.directory / (self.separator.join(numbers) or "0")
+        return self.directory / self.key(cell)
+
+    @property
+    def index_bytes(self) -> int:
+        """Return the size of the index of a shard."""
+        return 16 * prod(self.inner) + 4
+
+    def spans(self, path: object, nbytes: int, content: bytearray) -> tuple[tuple[int, int], ...]:
+        """Return the offset and length of each chunk of a shard.
+
+        Args:
+            path: the shard, for messages.
+            nbytes: its size.
+            content: its index, or all of the shard if that is shorter.
+
+        Raises:
+            SourceError: the index is damaged, or a chunk is not within the shard.
+        """
+        size = self.index_bytes
+        if nbytes < size:
+            raise SourceError(
+                f"{path} is truncated: it has {nbytes} bytes; the index of {prod(self.inner)} chunks has {size}",
+                code="truncated",
+            )
+        begin = nbytes - size if self.index_at_end else 0
+        if struct.unpack_from("<I", content, size - 4)[0] != crc32c(memoryview(content)[:-4]):
+            raise SourceError(f"{path} has an index that does not match its checksum", code="wrong-checksum")
+        spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))
+        for number, (offset, length) in enumerate(spans):
+            if (offset, length) == (ABSENT, ABSENT):
+                continue
+            valid = offset + length <= begin if self.index_at_end else size <= offset <= nbytes - length
+            if not valid or (self.encoding is None and length != self.chunk_bytes):
+                raise SourceError(
+                    f"{path} has chunk {number} at bytes {offset} to {offset + length} by its index",
+                    code="out-of-range",
+                    facts=[
+                        f"the file has {nbytes} bytes, {size} of them the index",
+                        *([f"a chunk has {self.chunk_bytes} bytes"] if self.encoding is None else []),
+                    ],
+                )
+        return spans
 
 
 def _encoding(codecs: list[Any], stored: DType, chunk: list[int]) -> bytes | None:
@@ -165,7 +212,8 @@ def _encoding(codecs: list[Any], stored: DType, chunk: list[int]) -> bytes | Non
     return json.dumps(metadata).encode()
 
 
-def _check_shapes(path: str, shape: list[Any], unit: list[Any], chunk: list[Any], itemsize: int) -> None:
+def check_shapes(path: str, shape: list[Any], unit: list[Any], chunk: list[Any], itemsize: int) -> None:
+    """Raise `SourceError` if shapes are impossible, do not fit each other, or make too many chunks."""
     for label, extents, least in (("shape", shape, 0), ("chunk shape", unit, 1), ("shape of inner chunks", chunk, 1)):
         if len(extents) > _MOST_DIMS or not all(
             type(extent) is int and least <= extent < 1 << 62 for extent in extents
@@ -188,7 +236,7 @@ def _check_shapes(path: str, shape: list[Any], unit: list[Any], chunk: list[Any]
         )
 
 
-def _fill(path: str, value: object, stored: DType) -> bytes:
+def fill_bytes(path: str, value: object, stored: DType) -> bytes:
     """Return the bytes of a fill value."""
     if value in (0, None) and not isinstance(value, float):  # also False
         return bytes(stored.itemsize)

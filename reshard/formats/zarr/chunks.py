@@ -44,7 +44,12 @@ class Encoded:
     metadata: bytes
     key: str
 
-    def decoded(self, encoded: bytearray) -> memoryview:
+    @property
+    def plain_bytes(self) -> int:
+        """Return 0: the whole file is encoded."""
+        return 0
+
+    def decoded(self, number: int, encoded: bytearray) -> memoryview:  # noqa: ARG002 -- all chunks are alike
         """Return a decoded chunk; raise `ValueError` if it has another size than the metadata says."""
         content = self._by_zarr(encoded) if self.metadata else zstd_content(encoded, self.chunk_bytes)
         if len(content) != self.chunk_bytes:

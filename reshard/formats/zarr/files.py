@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
 from reshard.storage.base import Status, read_error, stem_of_unfinished
+from reshard.storage.local import local_store
 from reshard.storage.places import Place, as_place, workers_at
 from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 LARGEST_METADATA = 1 << 28
 
@@ -90,6 +91,12 @@ class StoreFiles:
             raise _is_other(path)
         return status
 
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the path of each file below the store, and its size."""
+        for path, status in self._statuses.items():
+            if status is not None:
+                yield path.removeprefix(f"{self.base}/"), status.nbytes
+
     def read(self, path: Place) -> bytes:
         """Return the contents of a small file."""
         try:
@@ -125,6 +132,7 @@ def _walked(base: Place, *, below: bool) -> dict[str, Status | None]:
                             waiting.append(entry.path)
                     elif entry.is_file():
                         statuses[entry.path] = Status.of(entry.stat())
+                        local_store().forget(entry.path)
                     else:
                         raise _is_other(entry.path)
         except OSError as error:
@@ -160,8 +168,13 @@ def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
         raise SourceError(f"{path} does not exist", code="not-found")
     if status.nbytes > LARGEST_METADATA:
         raise SourceError(f"{path} has more than {LARGEST_METADATA} bytes, which no metadata has", code="too-large")
+    return parse_metadata(path, files.read(path))
+
+
+def parse_metadata(path: object, text: bytes) -> dict[str, Any]:
+    """Parse and check a `zarr.json`; see `read_metadata`."""
     try:
-        content = json.loads(files.read(path))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     if not isinstance(content, dict) or content.get("zarr_format") != 3:

@@ -62,6 +62,11 @@ class Streams:
     spans: tuple[tuple[int, int], ...]
     window: int
 
+    @property
+    def plain_bytes(self) -> int:
+        """Return 0: the whole file is encoded."""
+        return 0
+
     def opened_bytes(self, most: int) -> int:
         """Return the memory of a decoded item with at most `most` bytes of a tensor."""
         return min(self.chunk_bytes, _room(most))
@@ -72,7 +77,7 @@ class Streams:
         longest = max(nbytes for _, nbytes in self.spans)
         return self.chunk_bytes + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
 
-    def decoded(self, encoded: bytearray) -> memoryview:
+    def decoded(self, number: int, encoded: bytearray) -> memoryview:  # noqa: ARG002 -- all streams are alike
         """Return the contents of a stream; raise `ValueError` if it is damaged or has too many."""
         if len(encoded) > 2 * self.chunk_bytes:
             raise TooLongError(self.chunk_bytes)

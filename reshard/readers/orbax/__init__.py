@@ -1,0 +1,1 @@
+"""Checkpoints of Orbax, as JAX's programs save them: read without JAX, Orbax or TensorStore."""

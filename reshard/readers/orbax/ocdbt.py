@@ -1,0 +1,223 @@
+"""Read databases of OCDBT, TensorStore's key-value format: a manifest, a B+tree, and values in data files.
+
+`manifest.ocdbt` has the location of the root of the newest version's tree. A leaf has keys and their values: short ones
+within the leaf, others by data file, offset and length. The path of a data file begins with a base path, which is also
+before the paths of all files that the node in it names.
+
+Nothing is trusted: nodes have checksums; the height decreases by one at each step, and no node is read twice, so that a
+tree ends; keys ascend; sizes are limited, decoded ones too; and only files that the directory has are read.
+
+Source: TensorStore 0.1.86 `kvstore/ocdbt/index.rst`, and databases that it wrote (`tests/data/orbax`).
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import SourceError
+from reshard.formats.decoding import zstd_content
+from reshard.readers.orbax.fields import NodeFields
+from reshard.readers.orbax.steps import MANIFEST
+from reshard.storage.crc import crc32c
+from reshard.storage.places import any_store, as_place
+
+if TYPE_CHECKING:
+    from reshard.formats.zarr.files import StoreFiles
+    from reshard.storage.places import Place
+
+_MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
+_HEADER = struct.Struct(">I8sBB")  # magic number, length, version and compression
+_LARGEST_MANIFEST = 4 << 20
+_LARGEST_TREE = 512 << 20  # bytes of all nodes, decoded; Orbax limits one to 100 MB
+_MOST_KEYS = 1 << 22
+_MOST_EXPANDED = 1 << 15  # bytes that zstd may decode one to: a block of 128 KiB has at least 4
+
+
+class StoredValue(NamedTuple):
+    """The location of a value.
+
+    Attributes:
+        path: its file; of a value within a node, the manifest.
+        offset, nbytes: the range of its bytes in the file; of a value within a node, its size.
+        content: the value, if it is within a node; else None.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    content: bytes | None = None
+
+
+class _Location(NamedTuple):
+    """A range of a file, by the base path and the rest of the path."""
+
+    base: bytes
+    rest: bytes
+    offset: int
+    nbytes: int
+
+
+class Database:
+    """The newest version of a database.
+
+    Attributes:
+        values: the values, by key.
+
+    Raises:
+        SourceError: a file is missing or truncated; the database is damaged, too large, or of an unknown version.
+    """
+
+    def __init__(self, directory: Place, files: StoreFiles) -> None:
+        self._directory, self._files = directory, files
+        self._manifest = str(directory / MANIFEST)
+        self.values: dict[str, StoredValue] = {}
+        self._paths: dict[bytes, str] = {}
+        self._sizes: dict[str, int] = {}
+        self._nodes: set[_Location] = set()
+        self._left = _LARGEST_TREE
+        root, height = self._root()
+        waiting = [(root, height, b"")] if root.nbytes else []
+        while waiting:
+            node, height, prefix = waiting.pop()
+            try:
+                waiting += reversed(self._read(node, height, prefix))
+            except SourceError:
+                raise
+            except ValueError as error:
+                where = f"the node at byte {node.offset} of {self._directory / self._path(node)}"
+                raise _damaged(where, error) from None
+
+    def _root(self) -> tuple[_Location, int]:
+        """Return the root of the newest version, and its height."""
+        size = self._files.status(self._directory / MANIFEST)
+        manifest = _Location(b"", MANIFEST.encode(), 0, size.nbytes if size else 0)
+        try:
+            fields = self._fields(manifest, _MANIFEST_MAGIC, _LARGEST_MANIFEST)
+            fields.take(16)  # a UUID
+            if fields.varint():
+                raise SourceError(  # noqa: TRY301 -- by its kind
+                    f"{self._manifest} is followed by numbered manifests", code="unsupported-version"
+                )
+            fields.varints(2)
+            fields.take(1)
+            fields.take(4 if fields.varint() else 0)  # the compression of new nodes
+            table = fields.files()
+            count = fields.count()
+            generations = fields.varints(count)
+            heights = fields.take(count)
+            files, offsets, sizes = (fields.varints(count) for _ in range(3))
+            if not count or any(a >= b for a, b in pairwise(generations)):
+                raise ValueError("it has no version, or they do not ascend")  # noqa: TRY301 -- with the file
+            return _location(table, b"", files[-1], offsets[-1], sizes[-1]), heights[-1]
+        except SourceError:
+            raise
+        except ValueError as error:
+            raise _damaged(self._manifest, error) from None
+
+    def _read(self, node: _Location, height: int, prefix: bytes) -> list[tuple[_Location, int, bytes]]:
+        """Read a node: note the values of a leaf, or return the nodes below, each with its height and prefix."""
+        if node in self._nodes:
+            raise ValueError("it is in the tree twice")
+        self._nodes.add(node)
+        fields = self._fields(node, _NODE_MAGIC, self._left)
+        self._left -= len(fields.content)
+        if fields.take(1)[0] != height:
+            raise ValueError(f"its height is not {height}")
+        table = fields.files()
+        count = fields.count()
+        shared = [0, *fields.varints(count - 1)] if count else []
+        lengths = fields.varints(count)
+        common = fields.varints(count) if height else []
+        keys = [prefix + key for key in fields.strings(shared, lengths)]
+        if any(a >= b for a, b in pairwise(keys)):
+            raise ValueError("its keys do not ascend")
+        if height:
+            columns = (fields.varints(count) for _ in range(3))
+            nodes = [_location(table, node.base, *column) for column in zip(*columns, strict=True)]
+            return [
+                (below, height - 1, key[: len(prefix) + length])
+                for below, key, length in zip(nodes, keys, common, strict=True)
+            ]
+        self._add(node, table, keys, fields)
+        return []
+
+    def _add(self, node: _Location, table: list[tuple[bytes, bytes]], keys: list[bytes], fields: NodeFields) -> None:
+        """Add the values of a leaf."""
+        if len(self.values) + len(keys) > _MOST_KEYS:
+            raise ValueError(f"there are more than {_MOST_KEYS} keys")
+        sizes, kinds = fields.varints(len(keys)), fields.take(len(keys))
+        if set(kinds) - {0, 1}:
+            raise ValueError("it has a value of an unknown kind")
+        files, offsets = (iter(fields.varints(sum(kinds))) for _ in range(2))
+        for key, nbytes, is_far in zip(keys, sizes, kinds, strict=True):
+            name = key.decode()
+            if name in self.values:
+                raise ValueError(f"it has the key {name!r:.300} of another node")
+            if is_far:
+                far = _location(table, node.base, next(files), next(offsets), nbytes)
+                self.values[name] = StoredValue(self._checked(far), far.offset, nbytes)
+            else:
+                self.values[name] = StoredValue(self._manifest, 0, nbytes, fields.take(nbytes))
+
+    def _fields(self, location: _Location, magic: int, most: int) -> NodeFields:
+        """Read a node or the manifest, check it, and decode it."""
+        path = self._checked(location)
+        if not _HEADER.size + 4 <= location.nbytes <= most:
+            raise ValueError(f"it has {location.nbytes} bytes; expected {_HEADER.size + 4} to {most}")
+        content = bytearray(location.nbytes)
+        any_store().read_into(path, location.offset, memoryview(content))
+        kind, length, version, compression = _HEADER.unpack_from(content)
+        if kind != magic or int.from_bytes(length, "little") != len(content):
+            raise ValueError("it does not begin with its magic number and length")
+        if version or compression > 1:
+            raise ValueError(f"it is of version {version} with compression {compression}; expected 0, and 0 or 1")
+        end = len(content) - 4
+        if int.from_bytes(content[end:], "little") != crc32c(memoryview(content)[:end]):
+            raise ValueError("it does not match its checksum")
+        body = bytes(memoryview(content)[_HEADER.size : end])
+        if compression:
+            body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED), one_frame=True))
+        return NodeFields(body)
+
+    def _path(self, location: _Location) -> str:
+        """Return the path of a file below the directory."""
+        return (location.base + location.rest).decode(errors="replace")
+
+    def _checked(self, location: _Location) -> str:
+        """Return the full path of a file after checking that it exists and has the range."""
+        name = location.base + location.rest
+        path = self._paths.get(name)
+        if path is None:
+            below = self._path(location)
+            if below.startswith("/") or ".." in below.split("/"):
+                raise SourceError(
+                    f"{self._manifest} names {below!r:.300}, which leads out of the directory", code="outside-directory"
+                )
+            path = self._paths[name] = str(self._directory / below)
+            status = self._files.status(as_place(path))
+            if status is None:
+                raise SourceError(
+                    f"{path} is missing; the database of {self._manifest} names it", code="missing-file",
+                    hint="copy all of the checkpoint: values stay in the directory of the process that wrote them",
+                )  # fmt: skip
+            self._sizes[path] = status.nbytes
+        if location.offset + location.nbytes > self._sizes[path]:
+            raise SourceError(
+                f"{path} is truncated: it has {self._sizes[path]} bytes; expected {location.nbytes} from "
+                f"{location.offset} on", code="truncated",
+            )  # fmt: skip
+        return path
+
+
+def _location(table: list[tuple[bytes, bytes]], base: bytes, number: int, offset: int, nbytes: int) -> _Location:
+    """Return a location, by the number of the file in the table of a node, and the base path of the node."""
+    if number >= len(table):
+        raise ValueError(f"it names file {number} of {len(table)}")
+    own_base, rest = table[number]
+    return _Location(base + own_base, rest, offset, nbytes)
+
+
+def _damaged(where: str, error: ValueError) -> SourceError:
+    return SourceError(f"{where} is damaged", code="corrupt", facts=[str(error)])

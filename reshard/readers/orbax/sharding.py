@@ -1,0 +1,102 @@
+"""The layouts of arrays: `_sharding`, a mesh and a partition spec for each.
+
+They are shown, and other targets may keep them; nothing is read by them, since chunks are cut otherwise. So an entry
+that is not understood is no error, and has no layout.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import LayoutError, SourceError
+from reshard.layout.arrangement import Arranged, Arrangement
+from reshard.layout.grid import MOST_DEVICES
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.readers.orbax.steps import read_object
+from reshard.storage.small import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.layout.block import Shape
+    from reshard.storage.places import Place
+
+SHARDING = "_sharding"
+
+_MOST_AXES = 32
+
+
+def read_shardings(path: Place) -> dict[str, str]:
+    """Return the JSON text of the sharding of each array, by name; none if the file is not valid."""
+    try:
+        content = read_object(path)
+        return {b64decode(name).decode(): text for name, text in content.items() if isinstance(text, str)}
+    except (SourceError, ValueError):
+        return {}
+
+
+def arrangement(shardings: Mapping[str, str], shapes: Mapping[str, Shape]) -> Arrangement | None:
+    """Return the layouts of arrays; None if none is known.
+
+    Args:
+        shardings: the JSON texts, by name.
+        shapes: the shapes of the arrays, by name.
+    """
+    meshes: dict[tuple[str, int], Mesh | None] = {}
+    tensors: dict[str, Arranged] = {}
+    for name, text in shardings.items():
+        shape = shapes.get(name)
+        if shape is None:
+            continue
+        key = (text, len(shape))
+        if key not in meshes:
+            meshes[key] = _mesh(text, len(shape))
+        mesh = meshes[key]
+        if mesh is not None and all(extent % ways == 0 for extent, ways in zip(shape, mesh.layout.splits, strict=True)):
+            tensors[name] = Arranged((mesh,), shape)
+    ranks = [rank for mesh in {id(mesh): mesh for mesh in meshes.values() if mesh}.values() for rank in mesh.ranks]
+    if not tensors or max(ranks) >= MOST_DEVICES:
+        return None
+    devices = max(ranks) + 1
+    return Arrangement({name: tensors.get(name, Arranged(())) for name in shapes}, range(devices), devices)
+
+
+def _mesh(text: str, ndim: int) -> Mesh | None:
+    """Return a mesh of devices and a layout over them; None if the text is of another kind of sharding."""
+    try:
+        match parse_json(text.encode(), []):
+            case {
+                "sharding_type": "NamedSharding", "shape": [*extents], "axis_names": [*axes],
+                "partition_spec": [*spec], **rest,
+            }:  # fmt: skip
+                pass
+            case _:
+                return None
+        if not (0 < len(extents) == len(axes) <= _MOST_AXES and len(spec) <= ndim and _are_numbers(extents)):
+            return None
+        entries = [[] if entry is None else entry if isinstance(entry, list) else [entry] for entry in spec]
+        entries += [[]] * (ndim - len(spec))
+        numbers = {axis: len(axes) - 1 - index for index, axis in enumerate(axes)}
+        layout = Layout.of(extents, [[numbers[axis] for axis in entry] or -1 for entry in entries])
+        ranks = _devices(rest.get("device_mesh"), extents)
+        return Mesh(layout, tuple(ranks), tuple(map(str, axes)))
+    except (ValueError, TypeError, KeyError, LayoutError):
+        return None
+
+
+def _devices(mesh: Any, extents: list[int]) -> list[int]:
+    """Return the numbers of devices in row-major order; consecutive ones if they are not known."""
+    level = [mesh.get("mesh")] if isinstance(mesh, dict) else []
+    for _ in extents:
+        level = list(chain.from_iterable(each if isinstance(each, list) else [] for each in level))
+    ids: list[Any] = [each.get("id") if isinstance(each, dict) else None for each in level]
+    count = prod(extents)
+    return ids if len(ids) == count == len(set(ids)) and _are_numbers(ids, 0) else list(range(count))
+
+
+def _are_numbers(values: list[Any], least: int = 1) -> bool:
+    return all(type(value) is int and least <= value < MOST_DEVICES for value in values)

@@ -1,0 +1,153 @@
+"""The directories of Orbax: steps of a run, the items of a step, and which of them are finished.
+
+A step is first written to `STEP.orbax-checkpoint-tmp`, and an item to `ITEM.orbax-checkpoint-tmp` in it. In an object
+store, where directories cannot be renamed, the names are the final ones, and a file is written last.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import SourceError, names
+from reshard.storage.small import parse_json, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from reshard.storage.places import Place
+
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""The end of the name of an unfinished step or item."""
+
+METADATA, MANIFEST = "_METADATA", "manifest.ocdbt"
+"""The files that describe the tree of an item, and its database."""
+
+PROCESS = re.compile(r"ocdbt\.process_(\d{1,9})")
+"""The directory of the database of one process."""
+
+LARGEST_JSON = 64 << 20
+"""The most bytes of a JSON file of Orbax."""
+
+STEP_METADATA, COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
+
+_STEP = re.compile(rf"(\d{{1,18}})(?:{re.escape(UNFINISHED)}.*)?", re.DOTALL)
+_MOST_PROBED = 3
+
+_ITEMS = {"default", "items", "params", "state"}
+"""Names of items, by which a step of an older version is recognised."""
+
+
+def is_item(listing: Iterable[str]) -> bool:
+    """Return whether a directory with these names has arrays, or is meant to have some."""
+    listing = set(listing)
+    return bool(listing & {METADATA, MANIFEST}) or any(map(PROCESS.fullmatch, listing))
+
+
+def shown_orbax(directory: Place, listing: Collection[str]) -> Collection[str]:
+    """Return `listing` if it is of a step or an item of Orbax, else ()."""
+    if is_item(listing) or STEP_METADATA in listing:
+        return listing
+    return listing if any(is_item((directory / name).names()) for name in sorted(_ITEMS.intersection(listing))) else ()
+
+
+def has_steps(root: Place, listing: Iterable[str]) -> bool:
+    """Return whether a directory with these names is of a run: one of its numbers, the last few, is a step."""
+    steps = sorted((int(match[1]), match[0]) for match in map(_STEP.fullmatch, listing) if match)
+    return any(name.endswith(UNFINISHED) or _is_step(root / name) for _, name in steps[-_MOST_PROBED:])
+
+
+def _is_step(directory: Place) -> bool:
+    return bool(shown_orbax(directory, directory.names()))
+
+
+def finished_step(root: Place, steps: Mapping[int, Place], listing: Collection[str], number: int | None) -> Place:
+    """Return the directory of a step of a run, by default of the newest finished one.
+
+    Args:
+        root: the directory of the run.
+        steps: the directories whose names are numbers.
+        listing: the names in it.
+        number: the number of the step.
+
+    Raises:
+        SourceError: there is no such step, or it is not finished.
+    """
+    for step in sorted(steps, reverse=True) if number is None else [number] if number in steps else []:
+        reason = unfinished_reason(steps[step], steps[step].names())
+        if not reason:
+            return steps[step]
+        if number is not None:
+            raise SourceError(
+                f"iteration {number} of {root} is not finished", code="unfinished", facts=[reason],
+                hint=f"open an older one; to read what is there, open {steps[step]}",
+            )  # fmt: skip
+    begun = sorted(name for name in listing if name.endswith(UNFINISHED))
+    raise SourceError(
+        f"{root} has no {'finished iteration' if number is None else f'iteration {number}'}", code="no-such-iteration",
+        facts=[f"it has {names(sorted(steps)) if steps else 'none'}", *(f"{name} is not finished" for name in begun)],
+    )  # fmt: skip
+
+
+def unfinished_steps(root: Place, listing: Iterable[str]) -> list[str]:
+    """Return a warning that names the unfinished steps of a run, if there are any."""
+    steps = [(int(match[1]), name) for name in listing if (match := _STEP.fullmatch(name))]
+    begun = [
+        name for _, name in sorted(steps)
+        if name.endswith(UNFINISHED) or unfinished_reason(root / name, (root / name).names())
+    ]  # fmt: skip
+    return [f"{root}: {names(begun)} is not finished, and not read: was saving it interrupted?"] if begun else []
+
+
+def unfinished_reason(directory: Place, listing: Collection[str]) -> str:
+    """Return why a step is not finished, or "".
+
+    A step without any metadata of Orbax, as older versions saved it, is finished once it has its name.
+    """
+    if directory.absolute().name.endswith(UNFINISHED):
+        return f"its name ends with {UNFINISHED}"
+    if COMMITTED in listing or STEP_METADATA not in listing:
+        return ""
+    try:
+        committed = read_object(directory / STEP_METADATA).get("commit_timestamp_nsecs")
+    except SourceError as error:
+        return error.message
+    return "" if committed else f"it has no {COMMITTED}, and {STEP_METADATA} has no time of its end"
+
+
+def items_of(directory: Place, listing: Sequence[str]) -> dict[str, tuple[Place, list[str]]]:
+    """Return the items with arrays of a step: the directory of each, and the names in it, by name.
+
+    A directory that is an item itself has one, without a name. Other items, such as JSON, are left out. An unfinished
+    item is one only if no item is finished.
+    """
+    if is_item(listing):
+        return {"": (directory, list(listing))}
+    finished: dict[str, tuple[Place, list[str]]] = {}
+    unfinished: dict[str, tuple[Place, list[str]]] = {}
+    for name in sorted(listing):
+        if "." in name.removesuffix(UNFINISHED):
+            continue
+        below = (directory / name).names()
+        if is_item(below):
+            items = unfinished if name.endswith(UNFINISHED) else finished
+            items[name.removesuffix(UNFINISHED)] = directory / name, below
+    return finished or unfinished
+
+
+def read_object(path: Place) -> dict[str, Any]:
+    """Return the contents of a JSON file of Orbax, an object.
+
+    Raises:
+        SourceError: it is something else, or too large.
+    """
+    repeated: list[str] = []
+    try:
+        content = parse_json(read_small(path, "file of metadata", LARGEST_JSON, SourceError), repeated)
+    except ValueError as error:
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} has a JSON {type(content).__name__}; expected an object", code="wrong-type")
+    if repeated:
+        raise SourceError(f"{path} has the key {repeated[0]!r:.300} twice", code="duplicate-key")
+    return content
