@@ -177,9 +177,12 @@ class Files:
 def add_array(
     store: Database | Files, name: str, array: Array, chunk: Sequence[int] | None = None, *, zarr3: bool = False,
     level: int | None = 1, inner: Sequence[int] | None = None, fill: float | None = None, absent: Sequence[str] = (),
-    **changed: Any,
+    contents: Array | None = None, **changed: Any,
 ) -> None:  # fmt: skip
-    """Write an array: its metadata, some keys of it changed, and its chunks but those that are absent."""
+    """Write an array: its metadata, some keys of it changed, and its chunks but those that are absent.
+
+    If `contents` are given, all chunks have these.
+    """
     chunk = tuple(chunk or array.shape)
     metadata: dict[str, Any]
     if zarr3:
@@ -205,7 +208,7 @@ def add_array(
     for cell in product(*(range(-(-a // b)) for a, b in zip(array.shape, chunk, strict=True))):
         key = "/".join(["c", *map(str, cell)]) if zarr3 else ".".join(map(str, cell)) or "0"
         if key not in absent:
-            part = padded(array, cell, chunk)
+            part = padded(array, cell, chunk) if contents is None else contents
             value = shard(part, tuple(inner or chunk), level) if zarr3 else encoded(part, level)
             store.add(f"{name}/{key}", value)
 

@@ -132,10 +132,16 @@ def prepare_deepspeed(folder: Path, _: Path) -> None:
     )
 
 
+def prepare_orbax(folder: Path, data: Path) -> None:
+    """A run of Orbax, and one as MaxText saves it."""
+    for name, case in (("orbax-run", "run"), ("maxtext-run", "maxtext")):
+        shutil.copytree(data / "orbax" / case / "checkpoint", folder / name)
+
+
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
     "megatron-legacy": prepare_megatron_legacy, "lora": prepare_lora, "quantized": prepare_quantized,
-    "deepspeed": prepare_deepspeed,
+    "deepspeed": prepare_deepspeed, "orbax": prepare_orbax,
 }  # fmt: skip
 
 
