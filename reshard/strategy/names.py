@@ -173,7 +173,7 @@ def is_training_state(name: str, tensor: Tensor | None) -> bool:
 
 def is_step(name: str, shape: Shape) -> bool:
     """Return whether a tensor is a single number such as `global_step`."""
-    is_known = name.rpartition(".")[2] in TRAINING_STATE or name == "step" or name.startswith(_OPTAX)
+    is_known = name.rpartition(".")[2] in TRAINING_STATE or name.startswith(_OPTAX)
     return prod(shape) == 1 and is_known
 
 
