@@ -82,11 +82,10 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
     assembler = BlockList()
     tensors: dict[str, Tensor] = {}
     for name in [name for name in blocks if name not in unreadable]:
-        tensor = _tensor(name, blocks[name], assembler)
-        if isinstance(tensor, str):
-            unreadable[name] = tensor
-        else:
-            tensors[name] = tensor
+        try:
+            tensors[name] = _tensor(name, blocks[name], assembler)
+        except SourceError as error:
+            unreadable[name] = error.message
     if not tensors:
         raise SourceError(f"{root}: {nothing_readable(unreadable)}", code="no-tensors")
     unknown = (
@@ -140,18 +139,21 @@ def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
     return result
 
 
-def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: BlockList) -> Tensor | str:
-    """Return a tensor, or the reason why its blocks do not form one."""
+def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: BlockList) -> Tensor:
+    """Return a tensor; raise `SourceError` if its blocks do not form one."""
     dtypes = {dtype.name: dtype for _, dtype, _, _ in stored}
     dims = {len(offsets) for offsets, *_ in stored}
     if len(dtypes) > 1 or len(dims) > 1:
-        return f"is {names(sorted(dtypes))}, of {names(sorted(dims))} dimensions, in different files"
+        raise SourceError(
+            f"is {names(sorted(dtypes))}, of {names(sorted(dims))} dimensions, in different files",
+            code="ranks-disagree",
+        )
     blocks = [
         (Block(offsets, tuple(begin + extent for begin, extent in zip(offsets, shape, strict=True))), extent)
         for offsets, _, shape, extent in stored
     ]
     shape = tuple(max(block.stop[dim] for block, _ in blocks) for dim in range(*dims))
     if not is_possible(shape):
-        return f"has the shape {shape_text(shape)}, which no array can have"
+        raise SourceError(f"has the shape {shape_text(shape)}, which no array can have", code="bad-shape")
     (dtype,) = dtypes.values()
     return assembler.tensor(TensorSpec(name, dtype, shape), blocks)

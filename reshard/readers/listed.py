@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.errors import SourceError, names
 from reshard.layout.block import Block, cover_fault
 from reshard.source.checkpoint import Shard
 from reshard.source.reshape import Shared
@@ -11,6 +12,7 @@ from reshard.source.reshape import Shared
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from reshard.dtypes import DType
     from reshard.formats.entries import Extent
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import Tensor, TensorSpec
@@ -26,13 +28,16 @@ class BlockList:
         self._shared = Shared()
         self._faults: dict[tuple[Shape, tuple[Block, ...]], str | None] = {}
 
-    def tensor(self, spec: TensorSpec, blocks: Iterable[tuple[Block, Extent]]) -> Tensor | str:
-        """Return a tensor, or the reason why its blocks do not form one.
+    def tensor(self, spec: TensorSpec, blocks: Iterable[tuple[Block, Extent]]) -> Tensor:
+        """Return a tensor.
 
         Args:
             spec: its name, dtype and shape.
             blocks: its blocks, with each replica. Empty blocks are left out: they occur if a tensor is cut into more
                 parts than it has rows.
+
+        Raises:
+            SourceError: the blocks do not cover it once; the message is a predicate.
         """
         whole = Block.whole(spec.shape)
         replicas: dict[Block, list[Extent]] = {}
@@ -42,8 +47,18 @@ class BlockList:
         key = spec.shape, tuple(replicas)
         if key not in self._faults:
             self._faults[key] = cover_fault(spec.shape, replicas)
-        shards = (Shard(block, tuple(sorted(extents))) for block, extents in replicas.items())
-        return self._faults[key] or self._shared.tensor(spec, shards)
+        if fault := self._faults[key]:
+            raise SourceError(fault, code="missing-blocks")
+        return self._shared.tensor(spec, (Shard(block, tuple(sorted(extents))) for block, extents in replicas.items()))
+
+
+def common_dtype(dtypes: Iterable[DType]) -> DType:
+    """Return the dtype of all parts of a tensor; raise `SourceError` if they differ."""
+    by_name = {dtype.name: dtype for dtype in dtypes}
+    if len(by_name) > 1:
+        raise SourceError(f"is {names(sorted(by_name))} in different files", code="mixed-dtypes")
+    (dtype,) = by_name.values()
+    return dtype
 
 
 def nothing_readable(unreadable: Mapping[str, str]) -> str:

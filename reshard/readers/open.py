@@ -59,7 +59,7 @@ from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from reshard.formats.directories import DirectoryFormat, RunFormat
     from reshard.readers.runs import Iteration
@@ -243,32 +243,44 @@ def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]
     return listing if "zero" in listing and any(map(MODEL_STATES.fullmatch, listing)) else ()
 
 
-_OPENERS = (
-    (applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2"),
-    (applied(_shown, DCP), "dcp", "open_dcp"),
-    (applied(_shown, SAVES), "torch_save.saves", "open_saves"),
-    (_shown_universal, "deepspeed.universal", "open_universal"),
-    (applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero"),
-    (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
-    (shown_orbax, "orbax.checkpoint", "open_orbax"),
-    (parts_below, "dcp", "open_dcp"),
-    (applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set"),
-    (applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated"),
-    (applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron_ranks", "open_megatron"),
-    (release_below, "torch_save.megatron_ranks", "open_release"),
-)
-"""For each distributed format: a function that finds its file names, and the module and name of its opener."""
+class _Distributed(NamedTuple):
+    """A distributed format.
 
-_TAKE_RULES = {"open_consolidated", "open_megatron", "open_release", "open_zero"}
-"""The openers that take rules."""
+    Attributes:
+        finds: returns the names of its files in a directory; none if there are none.
+        module, opener: the opener, imported when it is needed.
+        takes_rules: as in `_Opener`.
+    """
+
+    finds: Callable[[Place, Sequence[str]], Collection[str]]
+    module: str
+    opener: str
+    takes_rules: bool = False
+
+
+_FORMATS = (
+    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2"),
+    _Distributed(applied(_shown, DCP), "dcp", "open_dcp"),
+    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves"),
+    _Distributed(_shown_universal, "deepspeed.universal", "open_universal"),
+    _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", takes_rules=True),
+    _Distributed(applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
+    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax"),
+    _Distributed(parts_below, "dcp", "open_dcp"),
+    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set"),
+    _Distributed(applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated", takes_rules=True),
+    _Distributed(applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron_ranks", "open_megatron", takes_rules=True),
+    _Distributed(release_below, "torch_save.megatron_ranks", "open_release", takes_rules=True),
+)
+"""The distributed formats; the first that finds files opens them."""
 
 
 def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
     """Return the opener of a distributed checkpoint with these files, else None."""
-    for finds, module, name in _OPENERS:
-        if files := finds(directory, listing):
-            opener = getattr(import_module(f"reshard.readers.{module}"), name)  # not all of them on every start
-            return _Opener(directory, applied(opener, directory, files), name in _TAKE_RULES)
+    for each in _FORMATS:
+        if files := each.finds(directory, listing):
+            opener = getattr(import_module(f"reshard.readers.{each.module}"), each.opener)
+            return _Opener(directory, applied(opener, directory, files), each.takes_rules)
     return None
 
 

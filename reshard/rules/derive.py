@@ -192,7 +192,8 @@ class _Deriving:
     def _apply(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
         """Derive the tensors of one group of names."""
         rule = use.rule
-        is_number = STEP in {use.family.suffix, f".{use.family.prefix}"[:-1]} and all(  # the steps of weights
+        is_step = use.family.suffix == STEP or use.family.prefix == STEP[1:] + "."
+        is_number = is_step and all(  # the steps of weights
             prod(self.source.tensors[name].spec.shape) == 1 for name in members
         )
         for name in () if is_number or (rule.is_name_only and len(members) == 1) else members:

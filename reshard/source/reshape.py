@@ -82,6 +82,16 @@ def _cut(extent: Extent, block: Block, piece: Block, shape: Shape, axes: Sequenc
     return laid(extent, begin * itemsize, shape, split(strides, axes), itemsize)
 
 
+def part_extent(extent: Extent, block: Block, part: Block, itemsize: int) -> Extent:
+    """Return the extent of a part of a block.
+
+    >>> str(part_extent(Extent(0, ((100, 24),)), Block((0, 0), (2, 3)), Block((1, 1), (2, 3)), 4).runs)
+    '((116, 8),)'
+    """
+    axes = [(size,) for size in part.shape]
+    return extent if part == block else _cut(extent, block, part, part.shape, axes, itemsize)
+
+
 def laid(extent: Extent, begin: int, shape: Shape, strides: Shape, itemsize: int) -> Extent:
     """Return the extent of a box in another extent, as few runs or with strides.
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from measure import RESHARD, measured
+from measure import RESHARD, measured, report
 from orbax_files import Database, add_array, write_tree
 
 if TYPE_CHECKING:
@@ -127,12 +126,7 @@ def main() -> None:
                     if number:
                         results.setdefault(name, []).append((result.seconds, result.peak))
             shutil.rmtree(run)
-        for name, of_arm in results.items():
-            seconds = [each for each, _ in of_arm]
-            median, peak = statistics.median(seconds), max(each for _, each in of_arm)
-            sys.stdout.write(
-                f"{name:14} {median:6.2f} s ({min(seconds):.2f}-{max(seconds):.2f}), {peak / 1e6:,.0f} MB\n"
-            )
+        report(results)
     finally:
         shutil.rmtree(root)
         subprocess.run(["sync"], check=True)

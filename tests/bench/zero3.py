@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from measure import RESHARD, measured
+from measure import RESHARD, measured, report
 from saves_files import Global, Made, tensor, write_save
 
 if TYPE_CHECKING:
@@ -140,14 +139,7 @@ def main() -> None:
                 shutil.rmtree(target)
                 if number:
                     results[name].append((result.seconds, result.peak))
-        beside = statistics.median(seconds for seconds, _ in results["cp"])
-        for name, of_arm in results.items():
-            seconds = [each for each, _ in of_arm]
-            median, peak = statistics.median(seconds), max(each for _, each in of_arm)
-            sys.stdout.write(
-                f"{name:14} {median:6.2f} s ({min(seconds):.2f}-{max(seconds):.2f}), {median / beside:.2f} x cp, "
-                f"{peak / 1e6:,.0f} MB\n"
-            )
+        report(results, "cp")
     finally:
         shutil.rmtree(root)
         subprocess.run(["sync"], check=True)

@@ -364,10 +364,7 @@ def _tensor(
             f"is {' and '.join(sorted(dtypes))} according to {metadata.described_by} and the files", code="mixed-dtypes"
         )
     (dtype,) = dtypes.values()
-    tensor = block_list.tensor(TensorSpec(name, dtype, metadata.flat.get(name, declared.shape)), blocks)
-    if isinstance(tensor, str):
-        raise SourceError(tensor, code="missing-blocks")
-    return tensor
+    return block_list.tensor(TensorSpec(name, dtype, metadata.flat.get(name, declared.shape)), blocks)
 
 
 @lru_cache(maxsize=1 << 16)  # tensors are cut alike

@@ -17,18 +17,20 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.readers.deepspeed.flat import Flat, WholeTensor
+from reshard.readers.deepspeed.flat import Flat
 from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
 from reshard.readers.pickles import Pairs, describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
-from reshard.readers.torch_save.file import extent_in
+from reshard.readers.torch_save.file import FileTensor
 from reshard.readers.torch_save.tensors import Rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from reshard.dtypes import DType
+    from reshard.formats.entries import Entry
     from reshard.layout.block import Shape
-    from reshard.readers.torch_save.file import Storage, TorchFile
+    from reshard.readers.torch_save.file import TorchFile
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
 
@@ -51,16 +53,14 @@ class RankBuffers(NamedTuple):
         scalars: the states that are a single number, such as `step`, in the same way.
         refused: kinds of state that are not flat tensors, in the same way, with the reason.
         values: the values of the optimizer that say how it is cut.
-        storages: the places of the storages.
     """
 
     file: TorchFile
     number: int
-    groups: Sequence[Mapping[str, Rebuilt]]
-    scalars: Sequence[Mapping[str, Rebuilt | float]]
+    groups: Sequence[Mapping[str, FileTensor]]
+    scalars: Sequence[Mapping[str, FileTensor | float]]
     refused: Sequence[Mapping[str, str]]
     values: Mapping[str, Any]
-    storages: Mapping[bytes, Storage]
 
     @classmethod
     def of(cls, file: TorchFile, number: int) -> RankBuffers:
@@ -73,26 +73,32 @@ class RankBuffers(NamedTuple):
             if not isinstance(state, list) or isinstance(state, Pairs):  # a dict of torch's, or the lean states
                 state = table(state, "the optimizer's states").get("state")
             states = numbered(state, "states of groups")
-            groups, scalars, refused = [], [], []
+            tensors, scalars, refused = [], [], []
             for group, tensor in enumerate(numbered(values.get(masters), masters)):
-                groups.append({MASTERS: flat(tensor, f"{masters}[{group}]")})
                 of_group = states[group] if group < len(states) else None
                 kinds = table(of_group, f"the states of group {group}") if of_group else {}
                 if len(kinds) > _MOST_KINDS or any(len(kind) > _LONGEST_KIND for kind in kinds):
                     raise SourceError(f"has {len(kinds):,} kinds of states, or long ones", code="too-large")  # noqa: TRY301
                 buffers, single, reasons = _states(kinds)
-                groups[-1] |= {kind: buffer for kind, buffer in buffers.items() if kind != MASTERS}
+                tensors.append({MASTERS: flat(tensor, f"{masters}[{group}]")})
+                tensors[-1] |= {kind: buffer for kind, buffer in buffers.items() if kind != MASTERS}
                 scalars.append(single)
                 refused.append(reasons)
-            used = [*(t for each in groups for t in each.values()), *(t for each in scalars for t in each.values())]
-            storages = file.storages({tensor.record for tensor in used if isinstance(tensor, Rebuilt)})
-            for tensor in used:
-                if isinstance(tensor, Rebuilt):
-                    extent_in(tensor, number, storages[tensor.record])
+            used = [*(t for each in tensors for t in each.values()), *(t for each in scalars for t in each.values())]
+            storages = file.storages({value.record for value in used if isinstance(value, Rebuilt)})
+
+            def stored(tensor: Rebuilt) -> FileTensor:
+                return FileTensor.of(tensor, number, storages[tensor.record])
+
+            groups = [{kind: stored(tensor) for kind, tensor in each.items()} for each in tensors]
+            singles = [
+                {kind: stored(value) if isinstance(value, Rebuilt) else value for kind, value in each.items()}
+                for each in scalars
+            ]
         except SourceError as error:
             raise error.about(file.path) from None
         kept = {name: values.get(name) for name in _KEPT}
-        return cls(file._replace(value=None), number, groups, scalars, refused, kept, storages)
+        return cls(file._replace(value=None), number, groups, singles, refused, kept)
 
     @property
     def stage(self) -> int:
@@ -109,16 +115,13 @@ class RankBuffers(NamedTuple):
             )
         return [each or 0 for each in counts]
 
-    def begin(self, group: int, kind: str) -> int:
-        """Return the offset of a buffer in the file."""
-        tensor = self.groups[group][kind]
-        return self.storages[tensor.record].begin + tensor.first * tensor.dtype.itemsize
-
-    def entries(self) -> Iterator[tuple[str, Rebuilt]]:
-        """Yield each buffer with a name."""
-        for number, of_group in enumerate(self.groups):
-            for kind, tensor in of_group.items():
-                yield f"{kind}.{number}", tensor
+    def entries(self) -> dict[str, Entry]:
+        """Return the entry of each buffer, by a name."""
+        return {
+            f"{kind}.{number}": tensor.entry
+            for number, of_group in enumerate(self.groups)
+            for kind, tensor in of_group.items()
+        }
 
 
 def _states(values: Mapping[str, Any]) -> tuple[dict[str, Rebuilt], dict[str, Rebuilt | float], dict[str, str]]:
@@ -144,7 +147,7 @@ def _states(values: Mapping[str, Any]) -> tuple[dict[str, Rebuilt], dict[str, Re
 
 def states_by_name(
     ranks: Sequence[RankBuffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
-) -> Iterator[tuple[str, str, Flat | WholeTensor | float | str]]:
+) -> Iterator[tuple[str, str, Flat | FileTensor | float | str]]:
     """Yield the states of each parameter: its name, the kind of state, and its location or value.
 
     Of a state that cannot be read, the last is the reason.
@@ -184,16 +187,15 @@ def states_by_name(
             for name in of_group:
                 yield name, kind, reason
         for kind, value in first.scalars[group].items():
-            single = _scalar(first, value)
+            single = value._replace(shape=()) if isinstance(value, FileTensor) else value
             for name in of_group:
                 yield name, kind, single
 
 
-def _scalar(buffers: RankBuffers, value: Rebuilt | float) -> WholeTensor | float:
-    """Return the place of a single number."""
-    if not isinstance(value, Rebuilt):
-        return value
-    return WholeTensor(value.dtype, (), extent_in(value, buffers.number, buffers.storages[value.record]))
+def _ranges(ranks: Sequence[RankBuffers], group: int, kind: str) -> tuple[DType, list[int], list[int]]:
+    """Return the dtype of a kind of state, the file of each rank, and the offset of its buffer in it."""
+    buffers = [each.groups[group][kind] for each in ranks]
+    return buffers[0].dtype, [each.number for each in ranks], [buffer.begin for buffer in buffers]
 
 
 def _lengths(ranks: Sequence[RankBuffers], group: int, kind: str) -> list[int]:
@@ -232,9 +234,7 @@ def _group_cut(
             f"param_shapes, expected {total:,} and a little padding",
             code="wrong-shape",
         )
-    starts = [buffers.begin(group, kind) for buffers in ranks]
-    files = [buffers.number for buffers in ranks]
-    dtype = ranks[0].groups[group][kind].dtype
+    dtype, files, starts = _ranges(ranks, group, kind)
     for (name, shape), begin in zip(shapes.items(), begins, strict=True):
         end = begin + prod(shape)
         if begin == end:
@@ -286,16 +286,14 @@ def _parameters_cut(
                 f"{expected:,}",
                 code="wrong-shape",
             )
-    starts = [buffers.begin(group, kind) for buffers in ranks]
-    files = [buffers.number for buffers in ranks]
-    dtype = ranks[0].groups[group][kind].dtype
+    dtype, files, starts = _ranges(ranks, group, kind)
     begin = 0
     for name, shape in shapes.items():
         yield name, cut_by_itself(dtype, shape, files, [start + begin * dtype.itemsize for start in starts])
         begin += sizes[name]
 
 
-def cut_by_itself(dtype: Any, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
+def cut_by_itself(dtype: DType, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
     """Return a parameter that is cut in equal parts, one of each rank, the last ones padded.
 
     Args:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.formats.entries import Extent, Replica
-from reshard.layout.block import Block, flat_boxes
-from reshard.source.checkpoint import Shard, Sharding, Tensor, TensorSpec
+from reshard.formats.entries import Extent
+from reshard.layout.block import flat_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
+    from reshard.layout.block import Block, Shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +28,13 @@ class Fragments:
         blocks: the boxes, in row-major order.
         ranges: the number of the range that contains each.
         offsets: the offset of each in its range, in elements.
+        sizes: the number of elements of each.
     """
 
     blocks: tuple[Block, ...]
     ranges: tuple[int, ...]
     offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -48,6 +48,7 @@ def fragments(shape: Shape, ends: tuple[int, ...]) -> Fragments:
     blocks: list[Block] = []
     numbers: list[int] = []
     offsets: list[int] = []
+    sizes: list[int] = []
     begin = 0
     for number, end in enumerate(ends):
         offset = 0
@@ -55,9 +56,10 @@ def fragments(shape: Shape, ends: tuple[int, ...]) -> Fragments:
             blocks.append(box)
             numbers.append(number)
             offsets.append(offset)
-            offset += box.size
+            sizes.append(box.size)
+            offset += sizes[-1]
         begin = end
-    return Fragments(tuple(blocks), tuple(numbers), tuple(offsets))
+    return Fragments(tuple(blocks), tuple(numbers), tuple(offsets), tuple(sizes))
 
 
 class Flat(NamedTuple):
@@ -80,41 +82,5 @@ class Flat(NamedTuple):
     def pieces(self) -> Iterator[tuple[Block, Extent]]:
         """Yield its boxes, each with the extent of its bytes."""
         cut, width = fragments(self.shape, self.ends), self.dtype.itemsize
-        for block, number, offset in zip(cut.blocks, cut.ranges, cut.offsets, strict=True):
-            runs = ((self.begins[number] + offset * width, block.size * width),)
-            yield block, Extent(self.files[number], runs)
-
-
-class WholeTensor(NamedTuple):
-    """A whole tensor in one file: its dtype, its shape, and the extent of its bytes."""
-
-    dtype: DType
-    shape: Shape
-    extent: Extent
-
-    def pieces(self) -> Iterator[tuple[Block, Extent]]:
-        """Yield the tensor as one block."""
-        yield Block.whole(self.shape), self.extent
-
-
-class FlatTensors:
-    """Builds tensors; if they are cut alike, they share their blocks."""
-
-    def __init__(self) -> None:
-        self._shardings: dict[tuple[Fragments, tuple[int, ...]], Sharding] = {}
-
-    def tensor(self, name: str, location: Flat | WholeTensor) -> Tensor:
-        """Return a tensor."""
-        spec = TensorSpec(name, location.dtype, location.shape)
-        if isinstance(location, WholeTensor) or not prod(location.shape):
-            extent = (
-                location.extent if isinstance(location, WholeTensor) else Extent((*location.files, 0)[0], ((0, 0),))
-            )
-            return Tensor.of(spec, [Shard(Block.whole(location.shape), (extent,))], listed=False)
-        cut = fragments(location.shape, location.ends)
-        key = cut, location.files
-        if key not in self._shardings:
-            replicas = tuple((Replica(location.files[number], index),) for index, number in enumerate(cut.ranges))
-            self._shardings[key] = Sharding(cut.blocks, replicas)
-        runs = tuple(extent.runs for _, extent in location.pieces())
-        return Tensor(spec, self._shardings[key], runs, listed=len(cut.blocks) > 1)
+        for block, number, offset, size in zip(cut.blocks, cut.ranges, cut.offsets, cut.sizes, strict=True):
+            yield block, Extent(self.files[number], ((self.begins[number] + offset * width, size * width),))

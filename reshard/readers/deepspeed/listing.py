@@ -32,7 +32,8 @@ T = TypeVar("T")
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _MOST_PARTS = 1 << 12
 _MOST_NAMED = 64
-_EXPECTED = "a file of a DeepSpeed checkpoint"
+EXPECTED = "a file of a DeepSpeed checkpoint"
+"""The content of a file, for messages."""
 
 
 class PartFiles(NamedTuple):
@@ -41,21 +42,16 @@ class PartFiles(NamedTuple):
     Attributes:
         model: the files of model states; of ZeRO stage 3, in the order of ranks.
         optim: the files of optimizer states, in the order of ranks.
+        experts: the files of single experts.
     """
 
     model: tuple[str, ...]
     optim: tuple[str, ...]
-
-
-class CheckpointFiles(NamedTuple):
-    """The names of the files of a checkpoint: by tensor-parallel part, and of single experts."""
-
-    parts: tuple[PartFiles, ...]
     experts: tuple[str, ...]
 
 
-def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: bool = False) -> CheckpointFiles:
-    """Return the files of a checkpoint.
+def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: bool = False) -> list[PartFiles]:
+    """Return the files of each tensor-parallel part of a checkpoint.
 
     Args:
         directory: its directory.
@@ -83,9 +79,12 @@ def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: boo
         )  # fmt: skip
     partitioned = not whole
     models = by_rank if partitioned else whole
+    experts: dict[int, list[str]] = {}
+    for match in filter(None, map(EXPERT_STATES.fullmatch, listing)):
+        experts.setdefault(int(match["part"]), []).append(match[0])
     faults = Faults(str(directory))
     parts: list[PartFiles] = []
-    for part in range(1 + max((*models, *optim), default=0)):
+    for part in range(1 + max((*models, *optim, *experts), default=0)):
         of_model, of_optim = models.get(part, {}), optim.get(part, {})
         expected = range(1 + max((*of_optim, *(of_model if partitioned else ())), default=0))
         if not of_model:
@@ -96,9 +95,9 @@ def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: boo
             _add_missing(faults, part, "optimizer", expected, of_optim)
         if len(parts) == _MOST_PARTS:
             break
-        parts.append(PartFiles(_ordered(of_model), _ordered(of_optim)))
+        parts.append(PartFiles(_ordered(of_model), _ordered(of_optim), tuple(experts.get(part, ()))))
     faults.raise_if_any(SourceError)
-    return CheckpointFiles(tuple(parts), tuple(filter(EXPERT_STATES.fullmatch, listing)))
+    return parts
 
 
 def _by_part(
@@ -147,6 +146,6 @@ def read_files(
     by_location = {directory / name: name for name in file_names}
 
     def read(location: Place) -> T:
-        return interpret(TorchFile.read(location, _EXPECTED, with_value=with_value))
+        return interpret(TorchFile.read(location, EXPECTED, with_value=with_value))
 
     return dict(zip(by_location.values(), map_ordered(read, list(by_location), workers_at(by_location)), strict=True))

@@ -7,21 +7,22 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
-from reshard.formats.entries import Entry
 from reshard.readers.deepspeed.buffers import MASTERS, RankBuffers, cut_by_itself, states_by_name
-from reshard.readers.deepspeed.flat import Flat, WholeTensor
 from reshard.readers.deepspeed.pickled import table
-from reshard.readers.torch_save.file import extent_in
-from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
+from reshard.readers.torch_save.file import FileTensor
+from reshard.readers.torch_save.tensors import rebuilt
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from reshard.dtypes import DType
+    from reshard.formats.entries import Entry
     from reshard.layout.block import Shape
+    from reshard.readers.deepspeed.flat import Flat
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.torch_save.file import Storage, TorchFile
+    from reshard.readers.torch_save.tensors import Rebuilt
     from reshard.storage.base import ReadStore, Want
 
 _COUNTS = (
@@ -51,24 +52,26 @@ class PartTensors:
         numbers: states that are numbers in a pickle, by name.
         rounded: weights that are not stored: the name of the master, and the dtype.
         unreadable: names that cannot be read, with the reason.
+        files: the files, by number.
         entries: the entries of the tensors of each file, by the number of the file.
     """
 
-    located: dict[str, Flat | WholeTensor] = field(default_factory=dict)
+    located: dict[str, Flat | FileTensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     rounded: dict[str, tuple[str, DType]] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
+    files: dict[int, TorchFile] = field(default_factory=dict)
     entries: dict[int, dict[str, Entry]] = field(default_factory=dict)
 
     def add_stored(self, number: int, name: str, tensor: Rebuilt, storage: Storage, shape: Shape | None = None) -> None:
         """Add a tensor that is whole in a file; it is unreadable if its storage is too short."""
         try:
-            extent = extent_in(tensor, number, storage)
+            stored = FileTensor.of(tensor, number, storage)
         except SourceError as error:
             self.unreadable[name] = error.message
             return
-        self.entries.setdefault(number, {})[name] = Entry(tensor.dtype, tensor.shape, extent.runs, None, extent.strides)
-        self.located[name] = WholeTensor(tensor.dtype, tensor.shape if shape is None else shape, extent)
+        self.entries.setdefault(number, {})[name] = stored.entry
+        self.located[name] = stored if shape is None else stored._replace(shape=shape)
 
 
 def add_weights(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) -> None:
@@ -114,10 +117,9 @@ def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
     first = models[0][1]
     if not first.frozen:
         return
-    for number, model in models:
+    for _, model in models:
         if model.frozen_shapes != first.frozen_shapes or model.frozen.keys() != first.frozen.keys():
             raise SourceError(f"{model.file.path} has other frozen parameters than rank 0", code="ranks-disagree")
-        part.entries.setdefault(number, {})
     begins: dict[str, list[int]] = {}
     for number, model in models:
         storages = model.file.storages({tensor.record for tensor in model.frozen.values()})
@@ -129,8 +131,7 @@ def _add_frozen(part: PartTensors, models: Sequence[tuple[int, ModelStates]]) ->
                     f"{model.file.path} has {tensor.shape[0]:,} elements of {name!r:.60}; expected {expected}",
                     code="wrong-shape",
                 )
-            begin = extent_in(tensor, number, storages[tensor.record]).runs[0][0] if expected else 0
-            begins.setdefault(name, []).append(begin)
+            begins.setdefault(name, []).append(FileTensor.of(tensor, number, storages[tensor.record]).begin)
     files = [number for number, _ in models]
     for name, tensor in first.frozen.items():
         part.located[name] = cut_by_itself(tensor.dtype, first.frozen_shapes[name], files, begins[name])
@@ -173,10 +174,10 @@ def _check_steps(ranks: Sequence[RankBuffers]) -> None:
     def steps() -> Iterator[tuple[tuple[RankBuffers, object, bytearray], ReadStore, list[Want]]]:
         for buffers in ranks:
             step = next((scalars[STEP] for scalars in buffers.scalars if STEP in scalars), None)
-            if isinstance(step, Rebuilt):
+            if isinstance(step, FileTensor):
                 content = bytearray(step.dtype.itemsize)
-                begin = buffers.storages[step.record].begin + step.first * step.dtype.itemsize
-                yield (buffers, step.dtype, content), any_store(), [(buffers.file.path, begin, memoryview(content))]
+                want = buffers.file.path, step.begin, memoryview(content)
+                yield (buffers, step.dtype, content), any_store(), [want]
             elif step is not None:
                 yield (buffers, step, bytearray()), any_store(), []
 
@@ -214,10 +215,7 @@ def add_states(part: PartTensors, model: ModelStates, ranks: Sequence[RankBuffer
         )
     skipped = {group for group, count in enumerate(ranks[0].partition_counts()) if count != len(ranks)}
     for buffers in ranks:
-        entries = part.entries.setdefault(buffers.number, {})
-        for label, tensor in buffers.entries():
-            extent = extent_in(tensor, buffers.number, buffers.storages[tensor.record])
-            entries[label] = Entry(tensor.dtype, tensor.shape, extent.runs)
+        part.entries.setdefault(buffers.number, {}).update(buffers.entries())
     for name, kind, location in states_by_name(ranks, model.groups, skipped):
         state = f"{kind}.{name}"
         check_is_no_weight(state, model)

@@ -1,4 +1,4 @@
-"""Join the tensor-parallel parts of a DeepSpeed checkpoint.
+"""How a DeepSpeed checkpoint says that tensor-parallel parts are cut.
 
 The axis along which a tensor is cut is in no file, unless the training recorded patterns of names
 (`universal_checkpoint_info`), as Megatron-DeepSpeed and DeepSpeed's AutoTP do: of replicated parameters, of parameters
@@ -11,29 +11,21 @@ Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`).
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from reshard.errors import Option, SourceError, StrategyError, Text, names
-from reshard.layout.axes import position, row_major
-from reshard.layout.block import LONGEST_NAME, Block
+from reshard.errors import Option, SourceError, Text
+from reshard.layout.block import LONGEST_NAME
 from reshard.readers.deepspeed.affine import VERSION, affine_cut
 from reshard.readers.deepspeed.pickled import optional_table, table, whole_number
-from reshard.readers.listed import BlockList
 from reshard.readers.pickles import Pairs, describe
 from reshard.readers.torch_save.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, Cuts, cut_by
-from reshard.source.checkpoint import TensorSpec
-from reshard.source.reshape import laid
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.formats.entries import Extent
     from reshard.layout.block import Shape
-    from reshard.readers.deepspeed.flat import Flat, WholeTensor
     from reshard.readers.deepspeed.model import ModelStates
-    from reshard.readers.deepspeed.part import PartTensors
-    from reshard.readers.torch_save.cuts import CutPiece, TensorCut
-    from reshard.source.checkpoint import Tensor
+    from reshard.readers.torch_save.cuts import TensorCut
 
 PATTERNS = "universal_checkpoint_info"
 """The patterns of names in the model states."""
@@ -135,7 +127,7 @@ class TensorCuts:
         model: the model states of the first part.
         rules: the user's rules, by name or glob.
         count: the number of parts.
-        weights: the names of weights; states are cut as these.
+        weights: the names of weights; `KIND.NAME` is a state of one, and cut like it.
 
     Raises:
         SourceError: neither the files nor the user say it, or the parts are of a pipeline.
@@ -159,22 +151,26 @@ class TensorCuts:
                 facts=[f"its model states have no {PATTERNS}"],
                 hint=Text("give ", Option("layout", "NAME", "RULE"), ", or ", Option("strategy")),
             )  # fmt: skip
+        self._weights = weights
         self._cuts = Cuts(self._recorded.rule, rules, weights)
-        self._affine: dict[tuple[str, tuple[Shape, ...]], TensorCut] = {}
 
-    def of(self, weight: str, shapes: Sequence[Shape]) -> TensorCut:
-        """Return how the parts of a weight make the whole.
+    def is_known(self, name: str) -> bool:
+        """Return whether the user or the files say how a tensor is cut."""
+        return self._recorded.is_known or self._cuts.is_known(self._weight(name))
+
+    def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
+        """Return how the parts of a tensor make the whole.
 
         Raises:
             SourceError: it is cut in an unsupported way, or its parts do not fit together.
             StrategyError: a rule of the user does not fit the parts.
         """
+        weight = self._weight(name)
+        if weight != name and not shapes[0]:  # the step
+            return cut_by(WHOLE, tuple(shapes))
         if not self._cuts.is_ruled(weight):
             if (affine := self._recorded.maps.get(weight)) is not None:
-                key = weight, tuple(shapes)
-                if key not in self._affine:  # states are cut as their weight
-                    self._affine[key] = affine_cut(affine, shapes)
-                return self._affine[key]
+                return affine_cut(affine, shapes)
             if (kind := self._recorded.unsupported.get(weight)) is not None:
                 raise SourceError(
                     Text(f"is cut as {kind} say, which is not supported; give ", Option("layout", weight, "RULE")),
@@ -182,85 +178,7 @@ class TensorCuts:
                 )
         return self._cuts.of(weight, shapes)
 
-
-class JoinedTensors(NamedTuple):
-    """Tensors joined from parts.
-
-    Attributes:
-        tensors: the tensors.
-        unreadable: names that cannot be joined, with the reason.
-        rules: the rules of tensors that are cut.
-    """
-
-    tensors: dict[str, Tensor]
-    unreadable: dict[str, str]
-    rules: dict[str, str]
-
-
-def join(parts: Sequence[PartTensors], cuts: TensorCuts, weights: Collection[str]) -> JoinedTensors:
-    """Return whole tensors.
-
-    Args:
-        parts: the parts, in order.
-        cuts: how tensors are cut.
-        weights: the names of weights; `KIND.NAME` is a state of one, and cut like it.
-
-    Raises:
-        StrategyError: a rule of the user does not fit a tensor.
-    """
-    block_list = BlockList()
-    result = JoinedTensors({}, {}, {})
-    for name in dict.fromkeys(name for part in parts for name in part.located):
+    def _weight(self, name: str) -> str:
+        """Return the name of the weight that a tensor is a state of, or is itself."""
         state_of = name.partition(".")[2]
-        is_state = name not in weights and state_of in weights
-        try:
-            locations = [part.located[name] for part in parts if name in part.located]
-            if len(locations) < len(parts):
-                missing = names([number for number, part in enumerate(parts) if name not in part.located])
-                raise SourceError(f"has no part {missing} of {len(parts)}", code="missing-blocks")  # noqa: TRY301
-            shapes = [location.shape for location in locations]
-            is_number = is_state and not shapes[0]  # the step
-            cut = cut_by(WHOLE, tuple(shapes)) if is_number else cuts.of(state_of if is_state else name, shapes)
-            result.tensors[name] = _joined(name, locations, cut, block_list)
-            if cut.is_cut:
-                result.rules[name] = cut.rule
-        except StrategyError:
-            raise
-        except SourceError as error:
-            result.unreadable[name] = error.message
-    return result
-
-
-def _joined(name: str, locations: Sequence[Flat | WholeTensor], cut: TensorCut, block_list: BlockList) -> Tensor:
-    """Return a whole tensor; raise `SourceError` if its parts do not fit together."""
-    dtypes = {location.dtype.name: location.dtype for location in locations}
-    if len(dtypes) > 1:
-        raise SourceError(f"is {names(sorted(dtypes))} in different parts", code="mixed-dtypes")
-    (dtype,) = dtypes.values()
-    blocks = [
-        moved
-        for location, pieces in zip(locations, cut.pieces, strict=True)
-        for moved in _moved(location, pieces, dtype.itemsize)
-    ]
-    tensor = block_list.tensor(TensorSpec(name, dtype, cut.shape), blocks)
-    if isinstance(tensor, str):
-        raise SourceError(tensor, code="missing-blocks")
-    return tensor
-
-
-def _moved(location: Flat | WholeTensor, pieces: Sequence[CutPiece], itemsize: int) -> Iterator[tuple[Block, Extent]]:
-    """Yield the blocks of a part as blocks of the whole tensor."""
-    for local, extent in location.pieces():
-        for piece in pieces:
-            inside = local & piece.inside if local.start else local
-            if inside is None:
-                continue
-            strides = extent.strides or row_major(local.shape)
-            begin = position(inside.start, local.start, strides)
-            shift = [a - b for a, b in zip(piece.block.start, piece.inside.start, strict=True)]
-            block = Block(
-                tuple(a + b for a, b in zip(inside.start, shift, strict=True)),
-                tuple(a + b for a, b in zip(inside.stop, shift, strict=True)),
-            )
-            whole = inside == local
-            yield block, extent if whole else laid(extent, begin * itemsize, inside.shape, strides, itemsize)
+        return state_of if name not in self._weights and state_of in self._weights else name

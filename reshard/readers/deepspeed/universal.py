@@ -65,43 +65,39 @@ def open_universal(
             f"{directory / DIRECTORY} has no {OPTIMIZER}, which is written last; was converting it interrupted?",
             code="unfinished",
         )
-    first, *others = files.parts[0].model
+    first = files[0].model[0]
     model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
-    read = {first: model.file}
-    models = {first: model}
-    if model.frozen:
-        models |= read_files(directory, others, ModelStates.of)
-        read |= {name: states.file for name, states in models.items()}
+    of_parts = [files[0].model if model.frozen else files[0].model[:1]]
+    has_weights = len(files) == 1 or (not model.is_partitioned and Recorded(model).is_known)
+    if has_weights:
+        of_parts += [of_part.model[:1] for of_part in files[1:]]
+    others = [name for names in of_parts for name in names if name != first]
+    models = {first: model, **read_files(directory, others, ModelStates.of)}
     shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
     states = {name: kinds[name] for name in kinds if kinds[name] != [MASTERS] or name in shapes}
-    models_of_parts = [model]
-    if not model.is_partitioned and (len(files.parts) == 1 or Recorded(model).is_known):
-        of_parts = read_files(directory, [of_part.model[0] for of_part in files.parts[1:]], ModelStates.of)
-        models_of_parts += of_parts.values()
-        read |= {name: states_of_part.file for name, states_of_part in of_parts.items()}
-    optimizer_path = f"{DIRECTORY}/{OPTIMIZER}"
     paths = {f"{DIRECTORY}/{name}/{kind}.pt": (name, kind) for name in states for kind in states[name]}
+    optimizer_path = f"{DIRECTORY}/{OPTIMIZER}"
     optimizer = read_files(directory, [optimizer_path], _StateFile.of_optimizer)[optimizer_path]
-    read_states = read_files(directory, paths, _StateFile.of)
-    read |= {optimizer_path: optimizer.file, **{path: state.file for path, state in read_states.items()}}
-    numbers = {name: number for number, name in enumerate(read)}
-    part = PartTensors()
-    if len(files.parts) == 1:
-        add_weights(part, [(numbers[name], states_of_rank) for name, states_of_rank in models.items()])
+    read_states = {**read_files(directory, paths, _StateFile.of), optimizer_path: optimizer}
+    numbers = {name: number for number, name in enumerate((*models, *read_states))}
+    parts = []
+    for names in of_parts:
+        part = PartTensors(files={numbers[name]: models[name].file for name in names})
+        if has_weights:
+            add_weights(part, [(numbers[name], models[name]) for name in names])
+        parts.append((part, models[names[0]]))
+    several = len(parts) > 1
+    whole = PartTensors() if several else parts[0][0]
+    whole.files.update((numbers[path], state.file) for path, state in read_states.items())
     for path, (name, kind) in paths.items():
         check_is_no_weight(f"{kind}.{name}", model)
-        read_states[path].add(part, numbers[path], f"{kind}.{name}", shapes.get(name))
+        read_states[path].add(whole, numbers[path], f"{kind}.{name}", shapes.get(name))
     for name in states:
-        if (step := f"{STEP}.{name}") not in part.located and step not in part.numbers:
-            optimizer.add(part, numbers[optimizer_path], step)
-    add_rounded(part, model)
-    in_order = [(0, file) for file in read.values()]
-    if len(models_of_parts) == 1:
-        return checkpoint_of(directory, in_order, [(part, model)], contents=contents)
-    parts = [(PartTensors(), states_of_part) for states_of_part in models_of_parts]
-    for weights, states_of_part in parts:
-        add_weights(weights, [(numbers[states_of_part.file.path.rpartition("/")[2]], states_of_part)])
-    return checkpoint_of(directory, in_order, parts, contents=contents, whole=part)
+        if (step := f"{STEP}.{name}") not in whole.located and step not in whole.numbers:
+            optimizer.add(whole, numbers[optimizer_path], step)
+    add_rounded(whole, model)
+    ranks = [0] * len(numbers)
+    return checkpoint_of(directory, ranks, parts, contents=contents, whole=whole if several else None)
 
 
 def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:
@@ -122,7 +118,7 @@ class _StateFile(NamedTuple):
     Attributes:
         file: the file, without its value.
         value: the tensor, or a number; None if the file has none.
-        storage: the place of the tensor's storage.
+        storage: the range of its storage in the file.
         is_flat: it is not in a dict, so that its shape is that of the parameter.
     """
 

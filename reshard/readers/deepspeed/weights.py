@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.dtypes import BY_NAME
-from reshard.errors import Text
-from reshard.errors import names as quoted
+from reshard.errors import Text, names
 from reshard.expressions.arithmetic import rounded
 from reshard.expressions.cast import Cast, Number
 from reshard.expressions.computed import computed
@@ -65,15 +64,15 @@ def with_computed(
 
 def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
     """Compare samples of masters with the stored weights; if one differs, make its states unreadable."""
-    names = [
+    compared = [
         name
         for name, weight in checkpoint.tensors.items()
         if (master := checkpoint.tensors.get(f"{MASTERS}.{name}")) and _are_comparable(master, weight)
     ]
     if any(can(file.path).has_latency for file in checkpoint.files):
-        names = names[:: max(len(names) // _MOST_AT_URLS, 1)]
+        compared = compared[:: max(len(compared) // _MOST_AT_URLS, 1)]
     differing = set()
-    for name, samples in in_batches(_samples(checkpoint, names)):
+    for name, samples in in_batches(_samples(checkpoint, compared)):
         dtypes = checkpoint.tensors[f"{MASTERS}.{name}"].spec.dtype, checkpoint.tensors[name].spec.dtype
         if not all(_rounds(master, weight, *dtypes) for master, weight in samples):
             differing.add(name)
@@ -85,7 +84,7 @@ def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
         if state not in differing and state.partition(".")[2] in differing and tensor.spec.shape
     }
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in wrong}
-    warning = _WARNING.format(root=checkpoint.root, names=quoted(sorted(differing), most=3))
+    warning = _WARNING.format(root=checkpoint.root, names=names(sorted(differing), most=3))
     return replace(
         checkpoint, tensors=tensors, unreadable={**checkpoint.unreadable, **wrong},
         warnings=(*checkpoint.warnings, warning),
@@ -95,15 +94,15 @@ def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
 def _are_comparable(master: Tensor, weight: Tensor) -> bool:
     """Return whether a weight is stored, and has the shape of its master."""
     floats = {master.spec.dtype.name, weight.spec.dtype.name} <= _FLOATS
-    sharded = master.sharding.is_strided or weight.sharding.is_strided
-    return floats and not sharded and master.spec.shape == weight.spec.shape and 0 not in weight.spec.shape
+    is_strided = master.sharding.is_strided or weight.sharding.is_strided
+    return floats and not is_strided and master.spec.shape == weight.spec.shape and 0 not in weight.spec.shape
 
 
 def _samples(
-    checkpoint: Checkpoint, names: Sequence[str]
+    checkpoint: Checkpoint, compared: Sequence[str]
 ) -> Iterator[tuple[tuple[str, list[tuple[bytearray, bytearray]]], ReadStore, list[Want]]]:
     """Yield the first and the last elements of each master and weight, and the requests to read them."""
-    for name in names:
+    for name in compared:
         pair = checkpoint.tensors[f"{MASTERS}.{name}"], checkpoint.tensors[name]
         samples: list[tuple[bytearray, bytearray]] = []
         wants: list[Want] = []

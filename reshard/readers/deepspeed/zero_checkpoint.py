@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import SourceError, StrategyError
 from reshard.readers.deepspeed.buffers import RankBuffers
-from reshard.readers.deepspeed.flat import FlatTensors
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
-from reshard.readers.deepspeed.tensor_parallel import JoinedTensors, TensorCuts, join
+from reshard.readers.deepspeed.tensor_parallel import TensorCuts
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
 from reshard.readers.listed import nothing_readable
+from reshard.readers.torch_save.joining import JoinedParts, join, with_replicas_compared
 from reshard.readers.torch_save.saves import kind_of
-from reshard.source.checkpoint import Checkpoint
+from reshard.source.checkpoint import Checkpoint, Shard, TensorSpec
 from reshard.source.facts import Extras, Object, Opening
-from reshard.source.probe import compare_contents
+from reshard.source.reshape import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.readers.deepspeed.flat import Flat
     from reshard.readers.deepspeed.listing import PartFiles
-    from reshard.readers.torch_save.file import TorchFile
+    from reshard.readers.torch_save.file import FileTensor, TorchFile
+    from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
 
 DESCRIBED_BY = "DeepSpeed"
@@ -50,63 +52,55 @@ def open_zero(
             the user say how tensors are cut.
         StrategyError: a rule does not fit, or there is only one part.
     """
-    files = checkpoint_files(directory, listing)
+    parts = checkpoint_files(directory, listing)
     ranked = sorted(
-        (rank * len(files.parts) + number, name)  # tensor-parallel ranks are next to each other
-        for number, of_part in enumerate(files.parts)
-        for names_of_ranks in (of_part.model, of_part.optim)
-        for rank, name in enumerate(names_of_ranks)
+        (rank * len(parts) + number, name)  # tensor-parallel ranks are next to each other
+        for number, files in enumerate(parts)
+        for rank, name in (*enumerate(files.model), *enumerate(files.optim), *((0, name) for name in files.experts))
     )
-    ranked += [(0, name) for name in files.experts]
-    ranked.sort(key=lambda item: item[0])
     numbers = {name: number for number, (_, name) in enumerate(ranked)}
-    read: dict[str, TorchFile] = {}
-    parts = [_part(directory, of_part, files.experts, numbers, read, count=len(files.parts)) for of_part in files.parts]
-    warnings = [] if files.parts[0].optim else [_WITHOUT_STATES.format(directory)]
-    in_order = [(rank, read[name]) for rank, name in ranked]
-    return checkpoint_of(directory, in_order, parts, warnings, contents=contents, rules=rules)
+    read = [_part(directory, files, numbers, len(parts)) for files in parts]
+    warnings = [] if parts[0].optim else [_WITHOUT_STATES.format(directory)]
+    return checkpoint_of(directory, [rank for rank, _ in ranked], read, warnings, contents=contents, rules=rules)
 
 
 def _part(
-    directory: Place,
-    files: PartFiles,
-    experts: Sequence[str],
-    numbers: Mapping[str, int],
-    read: dict[str, TorchFile],
-    *,
-    count: int,
+    directory: Place, files: PartFiles, numbers: Mapping[str, int], count: int
 ) -> tuple[PartTensors, ModelStates]:
     """Read the files of a tensor-parallel part; return its tensors and its model states.
 
     Args:
         directory: the directory of the files.
         files: their names.
-        experts: the names of the files of experts.
         numbers: the number of each file.
-        read: gets the files.
         count: the number of parts.
     """
+    part = PartTensors()
     first, *others = files.model
-    model = ModelStates.of(read_files(directory, [first], lambda file: file)[first])
+    model = ModelStates.of(read_files(directory, [first], _unchanged)[first])
     model.check_parts(count)
     models = {first: model}
     if model.frozen:
         models |= read_files(directory, others, ModelStates.of)
     else:  # the same shapes again
-        read |= read_files(directory, others, lambda file: file, with_value=False)
+        for name, file in read_files(directory, others, _unchanged, with_value=False).items():
+            part.files[numbers[name]] = file
     ranks = read_files(directory, files.optim, lambda file: RankBuffers.of(file, numbers[file.path.rpartition("/")[2]]))
-    part = PartTensors()
+    part.files.update((numbers[name], states.file) for name, states in models.items())
+    part.files.update((buffers.number, buffers.file) for buffers in ranks.values())
     add_weights(part, [(numbers[name], states) for name, states in models.items()])
     of_experts: list[str] = []
-    for name, file in read_files(directory, experts, lambda file: file).items():
+    for name, file in read_files(directory, files.experts, _unchanged).items():
         of_experts += add_expert(part, numbers[name], file)
-        read[name] = file._replace(value=None)
+        part.files[numbers[name]] = file._replace(value=None)
     if ranks:
         add_states(part, model, list(ranks.values()), of_experts)
     add_rounded(part, model)
-    read |= {name: states.file for name, states in models.items()}
-    read |= {name: buffers.file for name, buffers in ranks.items()}
     return part, model
+
+
+def _unchanged(file: TorchFile) -> TorchFile:
+    return file
 
 
 _WITHOUT_STATES = (
@@ -117,7 +111,7 @@ _WITHOUT_STATES = (
 
 def checkpoint_of(
     directory: Place,
-    files: Sequence[tuple[int, TorchFile]],
+    ranks: Sequence[int],
     parts: Sequence[tuple[PartTensors, ModelStates]],
     warnings: Sequence[str] = (),
     *,
@@ -125,18 +119,18 @@ def checkpoint_of(
     rules: Mapping[str, str] | None = None,
     whole: PartTensors | None = None,
 ) -> Checkpoint:
-    """Return the checkpoint of files and their tensors.
+    """Return the checkpoint of parts.
 
     Args:
         directory: the directory of the files.
-        files: the rank of each file and the file, in the order of their numbers.
+        ranks: the rank of each file, by its number.
         parts: the tensors and the model states of each tensor-parallel part. The model states of the first give the
             order of weights, and further values.
         warnings: warnings of the checkpoint.
         contents: compare samples of weights and masters.
         rules: the user's rules.
-        whole: tensors that are whole, whatever the number of parts. Weights that are rounded masters are replaced by
-            those of the parts, if they fit.
+        whole: tensors that are whole, whatever the number of parts. Its weights stand in for those of the parts that
+            are absent, or of another shape.
 
     Raises:
         SourceError: no tensor can be read, or it is not known how tensors are cut.
@@ -146,34 +140,37 @@ def checkpoint_of(
     if len(parts) > 1:
         weights = {*model.module, *model.frozen}
         cuts = TensorCuts(model, rules, len(parts), weights)
-        joined = join([each for each, _ in parts], cuts, weights)
+        located = [each.located for each, _ in parts]
+        every_name = dict.fromkeys(name for of_part in located for name in of_part)
+        sets = {name: [{n: each[name] for n, each in enumerate(located) if name in each}] for name in every_name}
+        joined = join(sets, len(parts), cuts)
     elif rules:
         raise StrategyError(
             f"{directory} has no tensor-parallel parts", code="self-described", hint="leave the strategy and layout out"
         )
     else:
-        builder = FlatTensors()
-        joined = JoinedTensors({name: builder.tensor(name, place) for name, place in part.located.items()}, {}, {})
+        joined = JoinedParts(whole_tensors(part.located), {}, {}, [])
     unreadable = {name: reason for each, _ in reversed(parts) for name, reason in each.unreadable.items()}
     unreadable |= joined.unreadable
+    every = [each for each, _ in parts]
     if whole is not None:
+        every.append(whole)
         part = _merged(joined, whole)
-        unreadable = {
-            name: reason for name, reason in (unreadable | part.unreadable).items() if name not in part.rounded
-        }
+        readable = joined.tensors.keys() | part.rounded.keys()
+        unreadable = {name: reason for name, reason in (unreadable | whole.unreadable).items() if name not in readable}
     tensors = {name: tensor for name, tensor in joined.tensors.items() if name not in unreadable}
     if not tensors:
         raise SourceError(f"{directory}: {nothing_readable(unreadable)}", code="no-tensors")
-    every = [*(each for each, _ in parts), part]
+    files = {number: file for each in every for number, file in each.files.items()}
     entries = {number: of_file for each in every for number, of_file in each.entries.items()}
     objects = {name: Object(problem=_problem(value)) for name, value in model.others.items() if value is not None}
     checkpoint = Checkpoint(
         str(directory), tensors,
-        tuple(file.source_file(number, entries.get(number, {})) for number, (_, file) in enumerate(files)),
-        tuple(rank for rank, _ in files), warnings=tuple(warnings), unreadable=unreadable,
+        tuple(files[number].source_file(number, entries.get(number, {})) for number in range(len(ranks))),
+        tuple(ranks), warnings=tuple(warnings), unreadable=unreadable,
         extras=Extras(DESCRIBED_BY, objects=objects), opening=Opening(rules=rules or {}),
     )  # fmt: skip
-    checkpoint = compare_contents(checkpoint, joined.rules, contents=contents)
+    checkpoint = with_replicas_compared(checkpoint, joined, contents=contents)
     if contents:
         checkpoint = with_masters_compared(checkpoint)
     checkpoint = with_computed(checkpoint, part.rounded, part.numbers)
@@ -181,17 +178,29 @@ def checkpoint_of(
     return replace(checkpoint, tensors={name: checkpoint.tensors[name] for name in (*first, *checkpoint.tensors)})
 
 
-def _merged(joined: JoinedTensors, whole: PartTensors) -> PartTensors:
+def whole_tensors(located: Mapping[str, Flat | FileTensor]) -> dict[str, Tensor]:
+    """Return tensors whose blocks are all in one tensor-parallel part; those that are cut alike share their blocks."""
+    shared = Shared()
+    return {
+        name: shared.tensor(
+            TensorSpec(name, location.dtype, location.shape),
+            [Shard(block, (extent,)) for block, extent in location.pieces()],
+        )
+        for name, location in located.items()
+    }
+
+
+def _merged(joined: JoinedParts, whole: PartTensors) -> PartTensors:
     """Add whole tensors to joined ones; return them without the weights that are joined."""
-    builder = FlatTensors()
-    tensors = {name: builder.tensor(name, place) for name, place in whole.located.items()}
-    for name, (master, _) in whole.rounded.items():
-        if name in joined.tensors and joined.tensors[name].spec.shape != tensors[master].spec.shape:
-            del joined.tensors[name]  # without the padding of a vocabulary
-    rounded = {name: value for name, value in whole.rounded.items() if name not in joined.tensors}
-    unreadable = {name: reason for name, reason in whole.unreadable.items() if name not in joined.tensors}
-    joined.tensors.update(tensors)
-    return replace(whole, rounded=rounded, unreadable=unreadable)
+    located = {name: whole.located.get(master) for name, (master, _) in whole.rounded.items()} | whole.located
+    kept = {
+        name for name, location in located.items()
+        if location and name in joined.tensors and joined.tensors[name].spec.shape == location.shape
+    }  # fmt: skip
+    for name in located.keys() - kept:  # a joined vocabulary is padded
+        joined.tensors.pop(name, None)
+    joined.tensors.update(whole_tensors({name: at for name, at in whole.located.items() if name not in kept}))
+    return replace(whole, rounded={name: value for name, value in whole.rounded.items() if name not in kept})
 
 
 def _problem(value: object) -> str:

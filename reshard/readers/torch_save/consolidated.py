@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.errors import Faults, SourceError
 from reshard.formats.directories import CONSOLIDATED
 from reshard.readers.torch_save.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
-from reshard.readers.torch_save.joining import StoredPart, check_shapes, join, opened
+from reshard.readers.torch_save.joining import check_shapes, join, opened
 from reshard.readers.torch_save.saves import File, read_files
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import ranks_text
@@ -26,6 +26,7 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.readers.torch_save.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
     from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.storage.places import Place
@@ -111,28 +112,28 @@ def _sizes(path: Place) -> dict[str, int]:
     return {key: value for key, value in values.items() if value is not None and value > 0}
 
 
-def _parts(files: Sequence[Contents]) -> tuple[dict[str, dict[int, StoredPart]], dict[str, str]]:
+def _parts(files: Sequence[Contents]) -> tuple[dict[str, dict[int, FileTensor]], dict[str, str]]:
     """Return the parts of each tensor, and the reasons why others cannot be read."""
-    unreadable = {name: reason for read in reversed(files) for name, reason in read.refused.items()}
-    parts: dict[str, dict[int, StoredPart]] = {}
+    unreadable: dict[str, str] = {}
+    parts: dict[str, dict[int, FileTensor]] = {}
     for number, read in enumerate(files):
-        for name, (tensor, begin) in read.tensors.items():
-            if tensor.spec is not None:
-                unreadable.setdefault(name, "is a DTensor, which is not a part of a tensor-parallel rank")
-            parts.setdefault(name, {})[number] = StoredPart(number, tensor.local, begin)
+        tensors, refused = read.parts(number)
+        unreadable = refused | unreadable
+        for name, tensor in tensors.items():
+            parts.setdefault(name, {})[number] = tensor
     return {name: of_name for name, of_name in parts.items() if name not in unreadable}, unreadable
 
 
-def _rule(name: str, parts: Mapping[str, Mapping[int, StoredPart]], count: int, sizes: Mapping[str, int]) -> str | None:
+def _rule(name: str, parts: Mapping[str, Mapping[int, FileTensor]], count: int, sizes: Mapping[str, int]) -> str | None:
     """Return the rule of a tensor by the table, or of an embedding by its shape."""
     before = name.removesuffix(_EMBEDDING)
     if before == name:
         return rule_in(LLAMA, name)
     embedding, norm = (parts.get(each, {}).get(0) for each in (name, before + _NORM))
-    dim = norm.local.shape[0] if norm and norm.local.shape else sizes.get("dim")
-    if embedding is None or len(embedding.local.shape) != 2 or dim is None:
+    dim = norm.shape[0] if norm and norm.shape else sizes.get("dim")
+    if embedding is None or len(embedding.shape) != 2 or dim is None:
         return None
-    columns = embedding.local.shape[1]
+    columns = embedding.shape[1]
     return COLUMNS if columns == dim else ROWS if columns * count == dim else None
 
 

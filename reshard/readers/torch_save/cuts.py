@@ -2,7 +2,7 @@
 
 Programs that train with tensor parallelism save the parts of each rank, and often not the axis along which they cut a
 tensor. The axis follows from the layer, so from the name. A rule is a text, as in the argument `layout` of
-`reshard.open`, over the parts in the place of ranks:
+`reshard.open`, with the parts instead of ranks:
 
 * `split:0`: columns of a linear layer (in PyTorch the first axis), rows of an embedding;
 * `split:1`: rows of a linear layer;

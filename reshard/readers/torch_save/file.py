@@ -1,4 +1,4 @@
-"""Read a file that `torch.save` wrote: its pickled value, and the place of each storage.
+"""Read a file that `torch.save` wrote: its pickled value, and the location of each storage.
 
 Most files are zip archives (`archive`). Before PyTorch 1.6, and on request since, a file is a chain of pickles instead,
 with the storages behind them: the number of elements of each, and its bytes (`_legacy_save`). Such a file has no
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats.entries import Extent, FileIndex, RangeReader
+from reshard.formats.entries import Entry, FileIndex, RangeReader
+from reshard.layout.block import Block
 from reshard.readers.pickles import Name, Pairs, describe, first_unpickled, unpickled
 from reshard.readers.torch_save.archive import Archive, Archives, RecordReader, ZipPart
 from reshard.readers.torch_save.tensors import STORAGES, storage_reference
@@ -23,7 +24,9 @@ from reshard.storage.places import any_store, in_batches
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.formats.entries import Entry
+    from reshard.dtypes import DType
+    from reshard.formats.entries import Extent
+    from reshard.layout.block import Shape
     from reshard.readers.pickles import PickledObject
     from reshard.readers.torch_save.tensors import Rebuilt
     from reshard.storage.base import ReadStore, Status, Want
@@ -41,7 +44,7 @@ _REMOTE_WINDOW = 1 << 22  # a pickle is read in many pieces; each would be a req
 
 
 class Storage(NamedTuple):
-    """The place of a storage, or of a pickle, in a file, in bytes."""
+    """The range of a storage, or of a pickle, in a file, in bytes."""
 
     begin: int
     nbytes: int
@@ -54,7 +57,7 @@ class TorchFile(NamedTuple):
         path: its absolute path or URL.
         status: its state when it was read.
         value: the pickled value; see `readers.pickles`.
-        pickle: the place of the pickle.
+        pickle: the range of the pickle.
         archive: its zip archive; None for a file in the format before PyTorch 1.6.
         legacy: the storages of such a file, by the name of their record in an archive.
     """
@@ -95,7 +98,7 @@ class TorchFile(NamedTuple):
         return cls(str(path), status, value, Storage(content.begin, content.size), archive, {})
 
     def storages(self, records: Collection[bytes]) -> Mapping[bytes, Storage]:
-        """Return the places of storages, by the name of their record; at URLs, many headers are read at once.
+        """Return the ranges of storages, by the name of their record; at URLs, many headers are read at once.
 
         Raises:
             SourceError: a storage is missing, or its header is wrong.
@@ -117,15 +120,37 @@ class TorchFile(NamedTuple):
         return SourceFile(self.path, self.status.nbytes, self.status.mtime_ns, index, self.status.change)
 
 
-def extent_in(tensor: Rebuilt, file: int, storage: Storage) -> Extent:
-    """Return the extent of a tensor in file number `file`; raise `SourceError` if its storage is too short."""
-    if tensor.elements * tensor.dtype.itemsize > storage.nbytes:
-        raise SourceError("has a storage that is shorter than the tensor", code="truncated")
-    return tensor.extent(file, storage.begin)
+class FileTensor(NamedTuple):
+    """A tensor in one file: its dtype, its shape, and the extent of its bytes."""
+
+    dtype: DType
+    shape: Shape
+    extent: Extent
+
+    @classmethod
+    def of(cls, tensor: Rebuilt, file: int, storage: Storage) -> FileTensor:
+        """Return a tensor of file number `file`; raise `SourceError` if its storage is too short."""
+        if tensor.elements * tensor.dtype.itemsize > storage.nbytes:
+            raise SourceError("has a storage that is shorter than the tensor", code="truncated")
+        return cls(tensor.dtype, tensor.shape, tensor.extent(file, storage.begin))
+
+    @property
+    def begin(self) -> int:
+        """Return the offset of its first byte in the file; 0 if it is empty."""
+        return self.extent.runs[0][0] if self.extent.runs else 0
+
+    @property
+    def entry(self) -> Entry:
+        """Return its entry in the index of the file."""
+        return Entry(self.dtype, self.shape, self.extent.runs, strides=self.extent.strides)
+
+    def pieces(self) -> Iterator[tuple[Block, Extent]]:
+        """Yield the tensor as one block, with its extent."""
+        yield Block.whole(self.shape), self.extent
 
 
 def _legacy(reader: RangeReader, expected: str) -> tuple[Any, Storage, dict[bytes, Storage]]:
-    """Return the value of a chain of pickles, the place of its pickle, and the storages behind them."""
+    """Return the value of a chain of pickles, the range of its pickle, and the storages behind them."""
     at = len(_LEGACY)
     values = []
     references: Sequence[PickledObject] = ()

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from operator import add
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
-from reshard.layout.block import shape_text
-from reshard.readers.listed import BlockList, nothing_readable
+from reshard.layout.block import Block, shape_text
+from reshard.readers.listed import BlockList, common_dtype, nothing_readable
 from reshard.readers.torch_save.cuts import COPY
 from reshard.source.checkpoint import Checkpoint, TensorSpec
 from reshard.source.facts import Extras, Object, Opening
 from reshard.source.probe import compare_contents
+from reshard.source.reshape import part_extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.dtypes import DType
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Block, Shape
-    from reshard.readers.torch_save.cuts import Cuts, TensorCut
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.layout.block import Shape
+    from reshard.readers.torch_save.cuts import CutPiece, TensorCut
     from reshard.source.checkpoint import SourceFile, Tensor
     from reshard.storage.places import Place
 
@@ -30,18 +32,29 @@ _MOST_GUESSED = 1 << 12
 _COMPARED = 128  # guessed tensors at a time, so that all of them are sampled, also at URLs
 
 
-class StoredPart(NamedTuple):
-    """A part of a tensor.
+class StoredPart(Protocol):
+    """A part of a tensor, in one file or in several."""
 
-    Attributes:
-        file: the number of the file that has it.
-        local: how to rebuild it from its storage.
-        begin: the offset of the storage in the file.
-    """
+    @property
+    def dtype(self) -> DType:
+        """The dtype of its elements."""
 
-    file: int
-    local: Rebuilt
-    begin: int
+    @property
+    def shape(self) -> Shape:
+        """The shape of the part."""
+
+    def pieces(self) -> Iterator[tuple[Block, Extent]]:
+        """Yield its blocks, each with the extent of its bytes."""
+
+
+class PartCuts(Protocol):
+    """How the tensors of a checkpoint are cut; see `cuts.Cuts`."""
+
+    def is_known(self, name: str) -> bool:
+        """Return whether a rule says how a tensor is cut."""
+
+    def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
+        """Return how parts of these shapes make the whole tensor."""
 
 
 class JoinedParts(NamedTuple):
@@ -60,7 +73,7 @@ class JoinedParts(NamedTuple):
     guessed: list[str]
 
 
-def join(sets: Mapping[str, Sequence[Mapping[int, StoredPart]]], count: int, cuts: Cuts) -> JoinedParts:
+def join(sets: Mapping[str, Sequence[Mapping[int, StoredPart]]], count: int, cuts: PartCuts) -> JoinedParts:
     """Join the parts of each tensor.
 
     Args:
@@ -77,7 +90,7 @@ def join(sets: Mapping[str, Sequence[Mapping[int, StoredPart]]], count: int, cut
     for name, of_stages in sets.items():
         try:
             complete = [_complete(parts, count) for parts in of_stages]
-            cut = cuts.of(name, [part.local.shape for part in complete[0]])
+            cut = cuts.of(name, [part.shape for part in complete[0]])
             result.tensors[name] = _tensor(name, complete, cut, block_list)
             if cut.is_cut or cut.rule == COPY:
                 result.ruled[name] = cut.rule
@@ -103,26 +116,29 @@ def _complete(parts: Mapping[int, StoredPart], count: int) -> list[StoredPart]:
 
 def _tensor(name: str, sets: Sequence[Sequence[StoredPart]], cut: TensorCut, block_list: BlockList) -> Tensor:
     """Return a tensor; raise `SourceError` if its parts do not fit together."""
-    dtypes = {part.local.dtype.name: part.local.dtype for parts in sets for part in parts}
-    if len(dtypes) > 1:
-        raise SourceError(f"is {names(sorted(dtypes))} in different files", code="mixed-dtypes")
-    shapes = dict.fromkeys(part.local.shape for parts in sets for part in parts)
-    if len(shapes) > 1:
+    dtype = common_dtype(part.dtype for parts in sets for part in parts)
+    shapes = dict.fromkeys(part.shape for parts in sets for part in parts)
+    if len({tuple(part.shape for part in parts) for parts in sets}) > 1:
         raise SourceError(f"has parts of shape {names(map(shape_text, shapes), most=3)}", code="ranks-disagree")
-    (dtype,) = dtypes.values()
-    tensor = block_list.tensor(TensorSpec(name, dtype, cut.shape), _blocks(sets, cut))
-    if isinstance(tensor, str):
-        raise SourceError(tensor, code="missing-blocks")
-    return tensor
+    blocks = (
+        moved
+        for parts in sets
+        for part, pieces in zip(parts, cut.pieces, strict=True)
+        for moved in _moved(part, pieces)
+    )
+    return block_list.tensor(TensorSpec(name, dtype, cut.shape), blocks)
 
 
-def _blocks(sets: Sequence[Sequence[StoredPart]], cut: TensorCut) -> Iterator[tuple[Block, Extent]]:
-    """Yield the blocks of the parts, with their extents."""
-    for parts in sets:
-        for part, pieces in zip(parts, cut.pieces, strict=True):
-            for piece in pieces:
-                local = part.local if piece.inside.shape == part.local.shape else part.local.part(piece.inside)
-                yield piece.block, local.extent(part.file, part.begin)
+def _moved(part: StoredPart, pieces: Sequence[CutPiece]) -> Iterator[tuple[Block, Extent]]:
+    """Yield the blocks of a part as blocks of the whole tensor."""
+    for block, extent in part.pieces():
+        for piece in pieces:
+            if block == piece.inside:
+                yield piece.block, extent
+            elif (inside := block & piece.inside) is not None:
+                shift = [to - at for to, at in zip(piece.block.start, piece.inside.start, strict=True)]
+                start, stop = (tuple(map(add, corner, shift)) for corner in (inside.start, inside.stop))
+                yield Block(start, stop), part_extent(extent, block, inside, part.dtype.itemsize)
 
 
 def check_shapes(
@@ -187,8 +203,19 @@ def opened(
         warnings=tuple(warnings), unreadable=parts.unreadable, extras=Extras(TABLE, objects=unread),
         opening=Opening(rules=rules or {}),
     )  # fmt: skip
+    return with_replicas_compared(checkpoint, parts, contents=contents)
+
+
+def with_replicas_compared(
+    checkpoint: Checkpoint, parts: JoinedParts, *, contents: bool | Literal["blocks"]
+) -> Checkpoint:
+    """Compare samples of replicas of joined tensors; make those unreadable that differ.
+
+    Raises:
+        SourceError: every part has all of a tensor that is cut.
+    """
     wrong_guesses = _differing(checkpoint, parts.guessed) if contents is True else {}
-    tensors = {name: tensor for name, tensor in parts.tensors.items() if name not in wrong_guesses}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in wrong_guesses}
     compared = compare_contents(replace(checkpoint, tensors=tensors), parts.ruled, contents=contents)
     differing = {
         name: Text(reason, "; give its rule with ", Option("layout", "NAME", "RULE"))

@@ -30,7 +30,7 @@ from reshard.readers.runs import iteration_of
 from reshard.readers.torch_save.cuts import GATE_AND_UP, MEGATRON, Cuts, rule_in
 from reshard.readers.torch_save.dtensors import Tensors
 from reshard.readers.torch_save.file import TorchFile
-from reshard.readers.torch_save.joining import JoinedParts, StoredPart, check_shapes, join, opened
+from reshard.readers.torch_save.joining import JoinedParts, check_shapes, join, opened
 from reshard.readers.torch_save.megatron_args import Arguments
 from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_dict
 from reshard.storage.places import workers_at
@@ -40,6 +40,7 @@ from reshard.storage.threads import map_ordered
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.readers.torch_save.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
@@ -276,7 +277,7 @@ class _Model:
     """
 
     def __init__(self, directory: Place, files: Mapping[_Rank, _RankFile], arguments: Arguments) -> None:
-        self.parts: dict[str, dict[tuple[int, ...], dict[int, StoredPart]]] = {}
+        self.parts: dict[str, dict[tuple[int, ...], dict[int, FileTensor]]] = {}
         self.unreadable: dict[str, str] = {}
         self.objects: dict[str, str] = {}
         self._offsets = _offsets(directory, files, arguments)
@@ -288,16 +289,14 @@ class _Model:
 
     def _add(self, number: int, rank: _Rank, contents: Contents) -> None:
         """Add the tensors of a file."""
-        for local, (tensor, begin) in contents.tensors.items():
+        tensors, refused = contents.parts(number)
+        for local, tensor in tensors.items():
             chunk, name = self._name(local, rank.stage)
             if _is_extra(name):
                 self.objects[name] = "a state of a layer of Transformer Engine, which is not read"
                 continue
-            if tensor.spec is not None:
-                self.unreadable.setdefault(name, "is a DTensor, which is not a part of a tensor-parallel rank")
-            of_stage = self.parts.setdefault(name, {}).setdefault((chunk, rank.stage), {})
-            of_stage[rank.part] = StoredPart(number, tensor.local, begin)
-        for local, reason in contents.refused.items():
+            self.parts.setdefault(name, {}).setdefault((chunk, rank.stage), {})[rank.part] = tensor
+        for local, reason in refused.items():
             _, name = self._name(local, rank.stage)
             (self.objects if _is_extra(name) else self.unreadable).setdefault(name, reason)
         for local, kind in contents.objects.items():

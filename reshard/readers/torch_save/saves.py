@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
-from reshard.formats.entries import Entry
 from reshard.layout.block import LONGEST_NAME, shape_text
-from reshard.readers.listed import BlockList, nothing_readable
+from reshard.readers.listed import BlockList, common_dtype, nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe
 from reshard.readers.torch_save.dtensors import Tensors, is_tensor
-from reshard.readers.torch_save.file import NAME, TorchFile, extent_in
+from reshard.readers.torch_save.file import NAME, FileTensor, TorchFile
 from reshard.readers.torch_save.megatron_args import Arguments
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.facts import Extras, Object
@@ -37,6 +36,7 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard.formats.entries import Entry
     from reshard.readers.torch_save.dtensors import DeviceMesh, RankTensor
     from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
@@ -52,6 +52,7 @@ _MOST_VALUES = 1 << 19
 _MOST_SCANNED = 64  # items of a list, to see whether it has dicts
 _MOST_KEY = 16  # items of a tuple that is a key
 _MOST_TEXT = 1 << 25  # characters of all names of a file
+_IS_DTENSOR = "is a DTensor, which is not a part of a tensor-parallel rank"
 
 
 class File(NamedTuple):
@@ -76,6 +77,19 @@ class Contents(NamedTuple):
     tensors: Mapping[str, tuple[RankTensor, int]]
     refused: Mapping[str, str]
     objects: Mapping[str, str]
+
+    def parts(self, number: int) -> tuple[dict[str, FileTensor], dict[str, str]]:
+        """Return the tensors of one tensor-parallel part, and the names that are refused, with the reason.
+
+        Args:
+            number: the number of the file in the checkpoint.
+        """
+        parts = {
+            name: FileTensor(tensor.local.dtype, tensor.local.shape, tensor.local.extent(number, begin))
+            for name, (tensor, begin) in self.tensors.items()
+            if tensor.spec is None
+        }
+        return parts, {**{name: _IS_DTENSOR for name in self.tensors if name not in parts}, **self.refused}
 
 
 def open_saves(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
@@ -222,9 +236,7 @@ def _tensor(
     name: str, rank_tensors: Sequence[tuple[int, RankTensor, int]], ranks: Sequence[int], block_list: BlockList
 ) -> Tensor:
     """Return a tensor; raise `SourceError` if its parts in the files do not fit together."""
-    dtypes = {rank_tensor.local.dtype.name: rank_tensor.local.dtype for _, rank_tensor, _ in rank_tensors}
-    if len(dtypes) > 1:
-        raise SourceError(f"is {names(sorted(dtypes))} in different files", code="mixed-dtypes")
+    dtype = common_dtype(rank_tensor.local.dtype for _, rank_tensor, _ in rank_tensors)
     specs = {ranks[number]: rank_tensor.spec for number, rank_tensor, _ in rank_tensors}
     first = next(iter(specs.values()))
     meshes: dict[DeviceMesh, set[int]] = {}
@@ -253,11 +265,7 @@ def _tensor(
         for number, rank_tensor, begin in rank_tensors
         for block, local in rank_tensor.parts(ranks[number])
     ]
-    (dtype,) = dtypes.values()
-    tensor = block_list.tensor(TensorSpec(name, dtype, shape), parts)
-    if isinstance(tensor, str):
-        raise SourceError(tensor, code="missing-blocks")
-    return tensor
+    return block_list.tensor(TensorSpec(name, dtype, shape), parts)
 
 
 def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: str, reader: Tensors) -> Contents:
@@ -297,8 +305,7 @@ def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: s
     for name, rank_tensor in rank_tensors.items():
         local = rank_tensor.local
         try:
-            extent = extent_in(local, number, storages[local.record])
-            entries[name] = Entry(local.dtype, local.shape, extent.runs, strides=extent.strides)
+            entries[name] = FileTensor.of(local, number, storages[local.record]).entry
         except SourceError as error:
             refused[name] = error.message
     tensors = {name: (rank_tensors[name], storages[rank_tensors[name].local.record].begin) for name in entries}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import Option, SourceError, Text, bytes_text
 from reshard.formats.entries import RangeReader
 from reshard.readers.dcp.objects import LARGEST
+from reshard.readers.deepspeed.listing import EXPECTED
 from reshard.readers.torch_save.archive import carries_sums
 from reshard.readers.torch_save.file import PICKLE, TorchFile
 from reshard.storage.crc import crc32, crc32_fault
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
     from reshard.targets.deepspeed.instructions import Value
 
-_EXPECTED = "a file of a DeepSpeed checkpoint"
 _REFERENCE = 5  # items: a word, the class of the storage, its key, its device, and its number of elements
 
 
@@ -43,14 +43,14 @@ class SavedValues(NamedTuple):
     @classmethod
     def read(cls, location: Place) -> SavedValues:
         """Read a file; raise `SourceError` if it is not valid."""
-        file = TorchFile.read(location, _EXPECTED)
+        file = TorchFile.read(location, EXPECTED)
         content = _read(file, PICKLE, file.pickle)
         try:
             root, protocol = parsed(content)
         except SourceError as error:
             raise error.about(file.path) from None
         if not isinstance(root, GraphNode):
-            raise SourceError(f"{file.path} has no dict; expected {_EXPECTED}", code="not-a-state-dict")
+            raise SourceError(f"{file.path} has no dict; expected {EXPECTED}", code="not-a-state-dict")
         return cls(file, root, protocol)
 
     def storages(self, values: Mapping[str, Value]) -> dict[str, bytes]:

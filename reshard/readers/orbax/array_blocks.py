@@ -21,7 +21,7 @@ from reshard.formats.zarr.files import parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
 from reshard.layout.block import Block
-from reshard.readers.orbax.values import STRIDE, EncodedValues
+from reshard.readers.orbax.item_values import STRIDE, EncodedValues
 from reshard.source.checkpoint import Shard, Tensor, TensorSpec
 from reshard.storage.places import any_store, in_batches
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from reshard.layout.block import Shape
+    from reshard.readers.orbax.item_values import ItemValues
     from reshard.readers.orbax.ocdbt import StoredValue
-    from reshard.readers.orbax.values import ItemValues
     from reshard.source.reshape import Shared
     from reshard.storage.base import ReadStore, Want
 

@@ -1,8 +1,8 @@
 """Open a checkpoint of Orbax: a step of a run, or an item of one.
 
 An item is a tree of arrays (`tree`). Its values are in a database (`ocdbt`), or in files; each array is zarr's, of
-format 2 or 3 (`arrays`). A step has one item, whose names are used as they are, or several; then the name of the item
-is before each name.
+format 2 or 3 (`array_blocks`). A step has one item, whose names are used as they are, or several, whose names have the
+name of the item before them.
 
 Source: orbax-checkpoint 0.12.8, and checkpoints that it wrote (`tests/data/orbax`).
 """
@@ -18,11 +18,11 @@ from reshard.formats.entries import Entry, FileIndex
 from reshard.formats.zarr import METADATA as METADATA_V3
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.readers.listed import nothing_readable
-from reshard.readers.orbax.arrays import ArrayBlocks, ChunkDecoding, read_metadata
+from reshard.readers.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
+from reshard.readers.orbax.item_values import ItemValues
 from reshard.readers.orbax.sharding import SHARDING, arrangement, read_shardings
 from reshard.readers.orbax.steps import MANIFEST, METADATA, items_of, unfinished_reason
 from reshard.readers.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
-from reshard.readers.orbax.values import ItemValues
 from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
 from reshard.source.facts import Extras, Object
 from reshard.source.reshape import Shared
