@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from reshard.storage.base import ReadStore
 
 STREAM_BYTES = 5 << 20
-"""The memory of an open stream: the window of the levels up to 12, the buffers of zstd, and a piece of the file."""
+"""The memory of an open stream: a window of up to 4 MiB, as of the levels that Orbax uses, and a piece of the file."""
 
-_LARGEST_WINDOW = 27  # as a power of 2: 128 MiB, the largest that zstd takes unasked
+_LARGEST_WINDOW = 23  # as a power of 2: 8 MiB, which the levels up to 19 have
 _PIECE_BYTES = 1 << 19
 _REMOTE_PIECE_BYTES = 8 << 20
 _OPTIONS = {int(zstd.DecompressionParameter.window_log_max): _LARGEST_WINDOW}

@@ -169,10 +169,7 @@ class ArrayBlocks:
         count = self._item.count(name)
         units = prod(counts(array.shape, array.unit))
         if units > count and self._stores_fill:
-            raise SourceError(
-                f"has lost {units - count} of {units} chunks, which are not in the files: its checkpoint stores all",
-                code="missing-chunk",
-            )
+            raise _lost(units - count)
         if not count and not any(array.fill):
             self.absent[name] = units
             yield whole, self._filled(array, whole)
@@ -199,10 +196,7 @@ class ArrayBlocks:
                 elif block is not None:
                     yield block, self._chunk(array, value, span, key, block)
         if lost and self._stores_fill:
-            raise SourceError(
-                f"has lost {lost} of its chunks, which are not in the files: its checkpoint stores all",
-                code="missing-chunk",
-            )
+            raise _lost(lost)
         if lost:
             self.absent[name] = lost
 
@@ -248,3 +242,9 @@ class ArrayBlocks:
 
     def _extent(self, array: ArrayMetadata, path: str, offset: int, block: Block) -> Extent:
         return clipped(self._number_of(path), offset, array.chunk, block.shape, array.dtype.itemsize)
+
+
+def _lost(count: int) -> SourceError:
+    return SourceError(
+        f"has lost {count} of its chunks, which are not in the files: its checkpoint stores all", code="missing-chunk"
+    )
