@@ -210,7 +210,7 @@ def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -
 def newer(root: Place, listing: Sequence[str], run: RunFormat, current: Place) -> list[str]:
     """Return a warning about checkpoints newer than the one that the run names, if any."""
     if run.is_numbered:
-        return unfinished_steps(root, listing)
+        return unfinished_steps(root, listing, iteration_of(current, numbered=True) or 0)
     last = iteration_of(current)
     later = sorted(number for number, _ in _checkpoints(root, listing, run) if last is not None and number > last)
     if not later:

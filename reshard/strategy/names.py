@@ -46,7 +46,7 @@ _KINDS = {*_ADAPTIVE, "max_exp_avg_sq", "param", "fp32_param", "step"}
 
 USUAL_STATES = frozenset({
     "accum", "accu_grads", "adam_m", "adam_v", "exp_avg", "exp_avg_sq", "fp32", "main_param", "moment1", "moment2",
-    "moments", "momentum", "opt_state", "optim", "optimizer", "square_avg", "state",
+    "moments", "momentum", "opt_state", "optim", "optimizer", "square_avg", "state", "step",
 })  # fmt: skip
 """First parts of the names of optimizer states in MindSpore, PyTorch, Megatron and JAX."""
 

@@ -188,8 +188,8 @@ def _small(side: DrawnSide | None, width: float, height: float, low: float) -> M
         return Markup("")
     frame = replace(_Frame.of([side]), width=width, height=height if len(side.shape) > 1 else low)
     cells = [cell for cell in _cells(side, frame, 64) if all(cell.block.start[axis] == 0 for axis in frame.others)]
-    firsts = {cell.ranks[0]: n for n, cell in enumerate(cells) if cell.ranks}
-    colours = {rank: colour(n, len(firsts)) for rank, n in firsts.items()}
+    firsts = dict.fromkeys(cell.ranks[0] for cell in cells if cell.ranks)
+    colours = {rank: colour(number, len(firsts)) for number, rank in enumerate(firsts)}
     drawing = moved(1, 1, *(_rectangle(frame, cell, colours) for cell in cells))
     return Picture(side.title, width + 2, frame.height + 2, drawing).svg()
 

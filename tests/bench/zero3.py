@@ -30,7 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from measure import RESHARD, measured
-from saves_files import Made, tensor, write_save
+from saves_files import Global, Made, tensor, write_save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +42,7 @@ LAYER = {
     "mlp.down_proj.weight": (HIDDEN, INNER), "input_layernorm.weight": (HIDDEN,),
 }  # fmt: skip
 SUB_GROUP = 10**8
+VERSION = {"version": b"3\n"}  # which PyTorch asks for
 KINDS = {"fp32": 0.02, "exp_avg": 1e-3, "exp_avg_sq": 1e-6}
 
 
@@ -59,9 +60,16 @@ def shapes(nbytes: float) -> list[dict[str, tuple[int, ...]]]:
     return groups
 
 
+def stored(array: np.ndarray[Any, Any]) -> Made:
+    """Return a tensor that PyTorch loads, too."""
+    made = tensor(array)
+    made.reduced = (Global("torch._utils", "_rebuild_tensor_v2"), *made.reduced[1:])
+    return made
+
+
 def write(root: Path, groups: Sequence[dict[str, tuple[int, ...]]], ranks: int) -> None:
     """Write a checkpoint, rank by rank."""
-    placeholders = OrderedDict((name, tensor(np.zeros(0, np.uint16))) for group in groups for name in group)
+    placeholders = OrderedDict((name, stored(np.zeros(0, np.uint16))) for group in groups for name in group)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     for rank in range(ranks):
         base = np.random.default_rng(rank).standard_normal(1 << 20, np.float32)
@@ -70,9 +78,9 @@ def write(root: Path, groups: Sequence[dict[str, tuple[int, ...]]], ranks: int) 
             count = sum(-(-prod(shape) // ranks) for shape in group.values())
             for kind, scale in KINDS.items():
                 values = np.abs(base) if kind == "exp_avg_sq" else base
-                flats[kind].append(tensor(np.resize(values * np.float32(scale), count)))
+                flats[kind].append(stored(np.resize(values * np.float32(scale), count)))
         state = {
-            number: {"step": tensor(np.array(5, np.float32)), **{kind: flats[kind][number] for kind in list(KINDS)[1:]}}
+            number: {"step": stored(np.array(5, np.float32)), **{kind: flats[kind][number] for kind in list(KINDS)[1:]}}
             for number in range(len(groups))
         }
         optimizer: dict[str, Any] = {
@@ -83,6 +91,7 @@ def write(root: Path, groups: Sequence[dict[str, tuple[int, ...]]], ranks: int) 
         write_save(
             directory / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
             {"optimizer_state_dict": optimizer, "ds_config": config, "ds_version": "0.19.8"},
+            records=VERSION,
         )
         write_save(
             directory / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
@@ -95,6 +104,7 @@ def write(root: Path, groups: Sequence[dict[str, tuple[int, ...]]], ranks: int) 
                 "skipped_steps": 0, "dp_world_size": ranks, "mp_world_size": 1, "ds_version": "0.19.8",
                 "ds_config": config,
             },
+            records=VERSION,
         )  # fmt: skip
     (root / "latest").write_text("global_step5")
 

@@ -10,6 +10,7 @@ from checkpoints import assert_equal
 from commands import done
 from deepspeed_files import KINDS, truth, values, write_zero
 from refusals import failed, refused
+from saves_files import tensor, write_save
 
 import reshard
 from reshard.errors import SourceError, StrategyError, UsageError
@@ -156,3 +157,30 @@ def test_rules_for_one_part(tmp_path: Path) -> None:
     write_zero(tmp_path, [{"w": (4, 4)}])
     with refused((UsageError, StrategyError), "self-described"):  # type: ignore[arg-type]  # either
         reshard.open(tmp_path, layout={"w": "split:0"})
+
+
+def write_universal(root: Path, full: Mapping[str, Array], *, patterns: Mapping[str, object] | None = PATTERNS) -> None:
+    """Write a Universal Checkpoint whose model states are in two parts."""
+    write_parts(root, patterns=patterns)
+    directory = root / "global_step3"
+    for path in directory.glob("*optim*"):
+        path.unlink()
+    for name, array in full.items():
+        kind, _, weight = name.partition(".")
+        if weight in SHAPES:
+            write_save(directory / "zero" / weight / f"{kind}.pt", {"param": tensor(array), "cat_dim": 0})
+    write_save(directory / "zero" / "optimizer_state.pt", {"param_groups": []})
+
+
+def test_universal_checkpoints_of_parts(tmp_path: Path) -> None:
+    """Weights are those of the parts; states of others, which DeepSpeed's converter writes, are not read."""
+    full = values([SHAPES])
+    write_universal(tmp_path / "right", full)
+    assert_equal(reshard.open(tmp_path / "right"), full)
+    write_universal(tmp_path / "silent", full, patterns=None)
+    assert_equal(reshard.open(tmp_path / "silent"), full)  # rounded masters
+    wrong = {name: -array if array.ndim and name.endswith("0.dense.weight") else array for name, array in full.items()}
+    write_universal(tmp_path / "wrong", wrong)
+    source = reshard.open(tmp_path / "wrong")
+    assert set(source.unreadable) == {f"{kind}.0.dense.weight" for kind in KINDS}
+    assert_equal(source, {name: full[name] for name in full if name not in source.unreadable})

@@ -141,7 +141,7 @@ def test_strings_are_named_and_paths_are_kept(mindspore_data: Path, tmp_path: Pa
     assert_equal(reshard.open(tmp_path / "out"), truth(case))
 
 
-@pytest.mark.parametrize("items", [("state",), ("params", "opt")])
+@pytest.mark.parametrize("items", [("state",), ("params", "opt"), ("model.ema", "model")])
 def test_items_of_a_step(tmp_path: Path, items: tuple[str, ...]) -> None:
     """One gives its names as they are; several have their own name in front. JSON is no item with arrays."""
     full = {}
@@ -154,6 +154,42 @@ def test_items_of_a_step(tmp_path: Path, items: tuple[str, ...]) -> None:
     assert_equal(reshard.open(tmp_path), full)
     assert_equal(reshard.open(tmp_path / "7"), full)
     assert_equal(reshard.open(tmp_path / "7" / items[0]), numbers(0))
+
+
+def test_two_items_whose_arrays_have_one_name(tmp_path: Path) -> None:
+    write_orbax(tmp_path / "model", {"ema.w": W})
+    write_orbax(tmp_path / "model.ema", {"w": W})
+    (tmp_path / "_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": 5}')
+    with refused(SourceError, "duplicate-name", "model.ema.w"):
+        reshard.open(tmp_path)
+
+
+def test_unfinished_ones_of_older_versions(tmp_path: Path) -> None:
+    """Their names end with a time."""
+    write_orbax(tmp_path / "7" / "default", {"w": W})
+    step = tmp_path / "8.orbax-checkpoint-tmp-1700000000"
+    item = step / "default.orbax-checkpoint-tmp-1700000001"
+    write_orbax(item, {"w": W + 1})
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    source = reshard.open(tmp_path)
+    assert_equal(source, {"w": W})
+    assert step.name in str(source.warnings)
+    for path in (step, item):
+        source = reshard.open(path)
+        assert_equal(source, {"w": W + 1})
+        assert "not finished" in str(source.warnings)
+
+
+def test_an_item_of_an_unfinished_step(mindspore_data: Path) -> None:
+    run = mindspore_data / "orbax" / "run" / "checkpoint"
+    assert "not finished" in str(reshard.open(run / "13.orbax-checkpoint-tmp" / "default").warnings)
+
+
+def test_an_array_named_like_the_database_of_a_process(tmp_path: Path) -> None:
+    store = Files(tmp_path)
+    add_array(store, "ocdbt.process_0", W)
+    write_tree(tmp_path, [("ocdbt.process_0",)], use_ocdbt=False)
+    assert_equal(reshard.open(tmp_path), {"ocdbt.process_0": W})
 
 
 def test_a_step_without_arrays(tmp_path: Path) -> None:
@@ -343,7 +379,9 @@ def test_states_of_optax_are_those_of_their_weights(mindspore_data: Path, tmp_pa
     root = mindspore_data / "orbax" / name / "checkpoint"
     full = truth(mindspore_data / "orbax" / name)
     done("convert", root, tmp_path / "weights", "--to", "hf", "--weights-only")
-    assert set(reshard.open(tmp_path / "weights")) == {key for key in full if key.startswith("params.")}
+    assert set(reshard.open(tmp_path / "weights")) == {
+        key for key in full if key.startswith("params.") or key == "step"
+    }
     (tmp_path / "map.json").write_text('{"params.*": "net.*"}')
     done("convert", root, tmp_path / "renamed", "--to", "hf", "--name-map", tmp_path / "map.json")
     new = set(reshard.open(tmp_path / "renamed"))

@@ -361,3 +361,19 @@ def test_a_checksum_of_a_node_is_compared(tmp_path: Path) -> None:
     write_nodes(tmp_path, body[:40] + b"!" + body[41:])
     with refused(SourceError, "corrupt", "d/n"):
         reshard.open(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", [0, 60000], ids=["many", "long"])
+def test_keys_that_take_more_memory_than_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: int
+) -> None:
+    """A list of keys that share prefixes, compressed, takes a small part of its size."""
+    monkeypatch.setattr(ocdbt, "_LARGEST_TREE", 64 << 20)
+    count = 20_000 if prefix else 12_000_000
+    lengths = (varint(prefix + 2) + b"\2" * (count - 1)) if prefix else b"\0" * count
+    keys = b"".join(number.to_bytes(2, "big") for number in range(count)) if prefix else b""
+    body = b"\0" + table(["d/n"], {}) + varint(count) + varint(prefix) * (count - 1) + lengths + b"k" * prefix + keys
+    write_nodes(tmp_path, node(body + b"\0" * (2 * count if prefix else 0), compressed=True))
+    assert (tmp_path / "d" / "n").stat().st_size < 1e6
+    with refused(SourceError, "corrupt", "d/n"):
+        reshard.open(tmp_path)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from reshard.storage.base import ReadStore, Want
 
 _COUNTS = (
-    "files of an earlier run with more ranks stay in the directory; MiCS and hpZ, which cut within groups of ranks, "
-    "are not supported"
+    "files of an earlier run with more ranks stay in the directory; checkpoints that are cut within groups of ranks "
+    "(MiCS) are not supported"
 )
 
 _OF_EXPERTS = (

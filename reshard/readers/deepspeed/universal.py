@@ -2,9 +2,9 @@
 
 `zero/NAME/` has `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`, each a whole tensor in a dict, `param`; of ZeRO stage 3 a
 flat tensor, whose shape is in the model states only. `step.pt` is a number; with stage 3 it is missing, and the step is
-in `zero/optimizer_state.pt`. Since 0.19 there is a `fp32.pt` alone for each other name of the module: a copy, which is
-not a master, and not read. Weights are in the model states; of stage 3, or if the parts of the model states are
-tensor-parallel, they are the rounded masters.
+in `zero/optimizer_state.pt`. Since 0.19 there is a `fp32.pt` alone for each name of the module that is not trained: a
+copy, which is not a master, and not read. Weights are in the model states; of stage 3, or if it is not known how
+tensor-parallel parts of the model states are cut, they are the rounded masters.
 
 Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py`, and directories that 0.16.9 and 0.19.8 wrote
 (`tests/data/deepspeed`).
@@ -22,6 +22,7 @@ from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import STEP, PartTensors, add_rounded, add_weights, check_is_no_weight
 from reshard.readers.deepspeed.pickled import flat, numbered, optional_table, scalar, table
+from reshard.readers.deepspeed.tensor_parallel import Recorded
 from reshard.readers.deepspeed.zero_checkpoint import checkpoint_of
 from reshard.readers.pickles import Pairs
 from reshard.readers.torch_save.file import Storage
@@ -58,7 +59,7 @@ def open_universal(
         SourceError: a file is missing or not valid.
     """
     files = checkpoint_files(directory, listing, universal=True)
-    states, has_optimizer = _state_files(directory / DIRECTORY)
+    kinds, has_optimizer = _state_files(directory / DIRECTORY)
     if not has_optimizer:
         raise SourceError(
             f"{directory / DIRECTORY} has no {OPTIMIZER}, which is written last; was converting it interrupted?",
@@ -71,8 +72,15 @@ def open_universal(
     if model.frozen:
         models |= read_files(directory, others, ModelStates.of)
         read |= {name: states.file for name, states in models.items()}
+    shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
+    states = {name: kinds[name] for name in kinds if kinds[name] != [MASTERS] or name in shapes}
+    models_of_parts = [model]
+    if not model.is_partitioned and (len(files.parts) == 1 or Recorded(model).is_known):
+        of_parts = read_files(directory, [of_part.model[0] for of_part in files.parts[1:]], ModelStates.of)
+        models_of_parts += of_parts.values()
+        read |= {name: states_of_part.file for name, states_of_part in of_parts.items()}
     optimizer_path = f"{DIRECTORY}/{OPTIMIZER}"
-    paths = {f"{DIRECTORY}/{name}/{kind}.pt": (name, kind) for name, kinds in states.items() for kind in kinds}
+    paths = {f"{DIRECTORY}/{name}/{kind}.pt": (name, kind) for name in states for kind in states[name]}
     optimizer = read_files(directory, [optimizer_path], _StateFile.of_optimizer)[optimizer_path]
     read_states = read_files(directory, paths, _StateFile.of)
     read |= {optimizer_path: optimizer.file, **{path: state.file for path, state in read_states.items()}}
@@ -80,7 +88,6 @@ def open_universal(
     part = PartTensors()
     if len(files.parts) == 1:
         add_weights(part, [(numbers[name], states_of_rank) for name, states_of_rank in models.items()])
-    shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
     for path, (name, kind) in paths.items():
         check_is_no_weight(f"{kind}.{name}", model)
         read_states[path].add(part, numbers[path], f"{kind}.{name}", shapes.get(name))
@@ -89,11 +96,16 @@ def open_universal(
             optimizer.add(part, numbers[optimizer_path], step)
     add_rounded(part, model)
     in_order = [(0, file) for file in read.values()]
-    return checkpoint_of(directory, in_order, [(part, model)], contents=contents)
+    if len(models_of_parts) == 1:
+        return checkpoint_of(directory, in_order, [(part, model)], contents=contents)
+    parts = [(PartTensors(), states_of_part) for states_of_part in models_of_parts]
+    for weights, states_of_part in parts:
+        add_weights(weights, [(numbers[states_of_part.file.path.rpartition("/")[2]], states_of_part)])
+    return checkpoint_of(directory, in_order, parts, contents=contents, whole=part)
 
 
 def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:
-    """Return the kinds of state of each parameter that has states, and whether the optimizer's file exists."""
+    """Return the kinds of state in each directory, and whether the optimizer's file exists."""
     kinds: dict[str, list[str]] = {}
     has_optimizer = False
     for path in directory.files(depth=2):
@@ -101,7 +113,7 @@ def _state_files(directory: Place) -> tuple[dict[str, list[str]], bool]:
         has_optimizer = has_optimizer or (not name and file == OPTIMIZER)
         if name and file.endswith(".pt"):
             kinds.setdefault(name, []).append(file.removesuffix(".pt"))
-    return {name: sorted(kinds[name]) for name in sorted(kinds) if kinds[name] != [MASTERS]}, has_optimizer
+    return {name: sorted(kinds[name]) for name in sorted(kinds)}, has_optimizer
 
 
 class _StateFile(NamedTuple):

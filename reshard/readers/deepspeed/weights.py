@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,7 +108,9 @@ def _samples(
         samples: list[tuple[bytearray, bytearray]] = []
         wants: list[Want] = []
         for index in (0, -1):
-            count = min(_SAMPLE, *(tensor.sharding.blocks[index].size for tensor in pair))
+            blocks = [tensor.sharding.blocks[index].shape for tensor in pair]
+            whole_rows = len({block[1:] for block in blocks}) == 1
+            count = min(_SAMPLE, *(prod(block) if whole_rows else block[-1] for block in blocks))
             buffers = []
             for tensor in pair:
                 width, replica = tensor.spec.dtype.itemsize, tensor.sharding.replicas[index][0]

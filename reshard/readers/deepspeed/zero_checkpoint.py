@@ -123,6 +123,7 @@ def checkpoint_of(
     *,
     contents: bool | Literal["blocks"],
     rules: Mapping[str, str] | None = None,
+    whole: PartTensors | None = None,
 ) -> Checkpoint:
     """Return the checkpoint of files and their tensors.
 
@@ -134,6 +135,8 @@ def checkpoint_of(
         warnings: warnings of the checkpoint.
         contents: compare samples of weights and masters.
         rules: the user's rules.
+        whole: tensors that are whole, whatever the number of parts. Weights that are rounded masters are replaced by
+            those of the parts, if they fit.
 
     Raises:
         SourceError: no tensor can be read, or it is not known how tensors are cut.
@@ -153,10 +156,16 @@ def checkpoint_of(
         joined = JoinedTensors({name: builder.tensor(name, place) for name, place in part.located.items()}, {}, {})
     unreadable = {name: reason for each, _ in reversed(parts) for name, reason in each.unreadable.items()}
     unreadable |= joined.unreadable
+    if whole is not None:
+        part = _merged(joined, whole)
+        unreadable = {
+            name: reason for name, reason in (unreadable | part.unreadable).items() if name not in part.rounded
+        }
     tensors = {name: tensor for name, tensor in joined.tensors.items() if name not in unreadable}
     if not tensors:
         raise SourceError(f"{directory}: {nothing_readable(unreadable)}", code="no-tensors")
-    entries = {number: of_file for each, _ in parts for number, of_file in each.entries.items()}
+    every = [*(each for each, _ in parts), part]
+    entries = {number: of_file for each in every for number, of_file in each.entries.items()}
     objects = {name: Object(problem=_problem(value)) for name, value in model.others.items() if value is not None}
     checkpoint = Checkpoint(
         str(directory), tensors,
@@ -170,6 +179,19 @@ def checkpoint_of(
     checkpoint = with_computed(checkpoint, part.rounded, part.numbers)
     first = [name for name in model.module if name in checkpoint.tensors]
     return replace(checkpoint, tensors={name: checkpoint.tensors[name] for name in (*first, *checkpoint.tensors)})
+
+
+def _merged(joined: JoinedTensors, whole: PartTensors) -> PartTensors:
+    """Add whole tensors to joined ones; return them without the weights that are joined."""
+    builder = FlatTensors()
+    tensors = {name: builder.tensor(name, place) for name, place in whole.located.items()}
+    for name, (master, _) in whole.rounded.items():
+        if name in joined.tensors and joined.tensors[name].spec.shape != tensors[master].spec.shape:
+            del joined.tensors[name]  # without the padding of a vocabulary
+    rounded = {name: value for name, value in whole.rounded.items() if name not in joined.tensors}
+    unreadable = {name: reason for name, reason in whole.unreadable.items() if name not in joined.tensors}
+    joined.tensors.update(tensors)
+    return replace(whole, rounded=rounded, unreadable=unreadable)
 
 
 def _problem(value: object) -> str:

@@ -101,6 +101,8 @@ class _OrbaxItems:
         entries: dict[str, Entry] = {}
         for name, leaf in leaves.items():
             full_name, array = prefix + name, metadata.get(name)
+            if full_name in self._paths:
+                raise SourceError(f"{self.directory} has {full_name!r} in two items", code="duplicate-name")
             self._paths[full_name] = (*filter(None, [prefix[:-1]]), *leaf.path)
             if array is None and leaf.kind == STRING:
                 self._objects[full_name] = Object(problem=f"is a string, in {STRINGS}")

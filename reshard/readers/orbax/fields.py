@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 _MOST_BITS = 64
 _LONGEST_STRING = 1 << 16
+_MOST_ITEMS = 1 << 22
+_MOST_STRING_BYTES = 256 << 20  # of a list whose strings share prefixes, which takes few bytes in a file
 
 
 class NodeFields:
@@ -42,6 +44,8 @@ class NodeFields:
     def count(self) -> int:
         """Return a number of items, each of which takes at least a byte."""
         count = self.varint()
+        if count > _MOST_ITEMS:
+            raise ValueError(f"it has {count} items; at most {_MOST_ITEMS} are supported")
         if count > len(self.content) - self.position:
             raise ValueError(f"it has {count} items in {len(self.content) - self.position} bytes")
         return count
@@ -52,6 +56,8 @@ class NodeFields:
 
     def strings(self, shared: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
         """Yield strings: of each, how many bytes it shares with the one before, and how many follow."""
+        if sum(shared) + sum(lengths) > _MOST_STRING_BYTES:
+            raise ValueError(f"it has strings of more than {_MOST_STRING_BYTES} bytes")
         before = b""
         for prefix, length in zip(shared, lengths, strict=True):
             if prefix > len(before) or prefix + length > _LONGEST_STRING:

@@ -31,7 +31,7 @@ _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _HEADER = struct.Struct(">I8sBB")  # magic number, length, version and compression
 _LARGEST_MANIFEST = 4 << 20
 _LARGEST_TREE = 512 << 20  # bytes of all nodes, decoded; Orbax limits one to 100 MB
-_MOST_KEYS = 1 << 22
+_MOST_KEYS = 1 << 22  # of all nodes
 _MOST_EXPANDED = 1 << 15  # bytes that zstd may decode one to: a block of 128 KiB has at least 4
 
 
@@ -77,6 +77,7 @@ class Database:
         self._sizes: dict[str, int] = {}
         self._nodes: set[_Location] = set()
         self._left = _LARGEST_TREE
+        self._keys = 0
         root, height = self._root()
         waiting = [(root, height, b"")] if root.nbytes else []
         while waiting:
@@ -127,8 +128,14 @@ class Database:
             raise ValueError(f"its height is not {height}")
         table = fields.files()
         count = fields.count()
+        self._keys += count
+        if self._keys > _MOST_KEYS:
+            raise ValueError(f"there are more than {_MOST_KEYS} keys")
         shared = [0, *fields.varints(count - 1)] if count else []
         lengths = fields.varints(count)
+        self._left -= count * len(prefix) + sum(shared) + sum(lengths)
+        if self._left < 0:
+            raise ValueError(f"the nodes have more than {_LARGEST_TREE} bytes")
         common = fields.varints(count) if height else []
         keys = [prefix + key for key in fields.strings(shared, lengths)]
         if any(a >= b for a, b in pairwise(keys)):
@@ -145,8 +152,6 @@ class Database:
 
     def _add(self, node: _Location, table: list[tuple[bytes, bytes]], keys: list[bytes], fields: NodeFields) -> None:
         """Add the values of a leaf."""
-        if len(self.values) + len(keys) > _MOST_KEYS:
-            raise ValueError(f"there are more than {_MOST_KEYS} keys")
         sizes, kinds = fields.varints(len(keys)), fields.take(len(keys))
         if set(kinds) - {0, 1}:
             raise ValueError("it has a value of an unknown kind")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""The end of the name of an unfinished step or item."""
+"""In the name of an unfinished step or item; in older versions a time follows."""
 
 METADATA, MANIFEST = "_METADATA", "manifest.ocdbt"
 """The files that describe the tree of an item, and its database."""
@@ -30,6 +30,7 @@ LARGEST_JSON = 64 << 20
 """The most bytes of a JSON file of Orbax."""
 
 STEP_METADATA, COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
+_NO_ITEMS = {STEP_METADATA, COMMITTED, "orbax.checkpoint"}
 
 _STEP = re.compile(rf"(\d{{1,18}})(?:{re.escape(UNFINISHED)}.*)?", re.DOTALL)
 _MOST_PROBED = 3
@@ -54,7 +55,7 @@ def shown_orbax(directory: Place, listing: Collection[str]) -> Collection[str]:
 def has_steps(root: Place, listing: Iterable[str]) -> bool:
     """Return whether a directory with these names is of a run: one of its numbers, the last few, is a step."""
     steps = sorted((int(match[1]), match[0]) for match in map(_STEP.fullmatch, listing) if match)
-    return any(name.endswith(UNFINISHED) or _is_step(root / name) for _, name in steps[-_MOST_PROBED:])
+    return any(UNFINISHED in name or _is_step(root / name) for _, name in steps[-_MOST_PROBED:])
 
 
 def _is_step(directory: Place) -> bool:
@@ -82,30 +83,34 @@ def finished_step(root: Place, steps: Mapping[int, Place], listing: Collection[s
                 f"iteration {number} of {root} is not finished", code="unfinished", facts=[reason],
                 hint=f"open an older one; to read what is there, open {steps[step]}",
             )  # fmt: skip
-    begun = sorted(name for name in listing if name.endswith(UNFINISHED))
+    begun = sorted(name for name in listing if UNFINISHED in name)
     raise SourceError(
         f"{root} has no {'finished iteration' if number is None else f'iteration {number}'}", code="no-such-iteration",
         facts=[f"it has {names(sorted(steps)) if steps else 'none'}", *(f"{name} is not finished" for name in begun)],
     )  # fmt: skip
 
 
-def unfinished_steps(root: Place, listing: Iterable[str]) -> list[str]:
-    """Return a warning that names the unfinished steps of a run, if there are any."""
+def unfinished_steps(root: Place, listing: Iterable[str], last: int) -> list[str]:
+    """Return a warning that names the unfinished steps of a run, if there are any.
+
+    Of steps that have their final names, only those after `last` are looked at, since each takes requests.
+    """
     steps = [(int(match[1]), name) for name in listing if (match := _STEP.fullmatch(name))]
     begun = [
-        name for _, name in sorted(steps)
-        if name.endswith(UNFINISHED) or unfinished_reason(root / name, (root / name).names())
+        name for number, name in sorted(steps)
+        if UNFINISHED in name or (number > last and unfinished_reason(root / name, (root / name).names()))
     ]  # fmt: skip
     return [f"{root}: {names(begun)} is not finished, and not read: was saving it interrupted?"] if begun else []
 
 
 def unfinished_reason(directory: Place, listing: Collection[str]) -> str:
-    """Return why a step is not finished, or "".
+    """Return why a step, or the one of an item, is not finished, or "".
 
     A step without any metadata of Orbax, as older versions saved it, is finished once it has its name.
     """
-    if directory.absolute().name.endswith(UNFINISHED):
-        return f"its name ends with {UNFINISHED}"
+    path = directory.absolute()
+    if named := [place.name for place in (path, path.parent) if UNFINISHED in place.name]:
+        return f"{named[0]} is the name of an unfinished one"
     if COMMITTED in listing or STEP_METADATA not in listing:
         return ""
     try:
@@ -126,12 +131,10 @@ def items_of(directory: Place, listing: Sequence[str]) -> dict[str, tuple[Place,
     finished: dict[str, tuple[Place, list[str]]] = {}
     unfinished: dict[str, tuple[Place, list[str]]] = {}
     for name in sorted(listing):
-        if "." in name.removesuffix(UNFINISHED):
-            continue
-        below = (directory / name).names()
+        below = () if name in _NO_ITEMS else (directory / name).names()
         if is_item(below):
-            items = unfinished if name.endswith(UNFINISHED) else finished
-            items[name.removesuffix(UNFINISHED)] = directory / name, below
+            items = unfinished if UNFINISHED in name else finished
+            items[name.partition(UNFINISHED)[0]] = directory / name, list(below)
     return finished or unfinished
 
 

@@ -41,6 +41,9 @@ class ItemValues:
         self._sorted: list[str] = []
         listing = set(listing)
         base = self.files.base
+        uses_ocdbt = None if tree is None else tree.uses_ocdbt
+        if uses_ocdbt is False:  # an array may be named like a file of a database
+            listing = set()
         of_process = sorted((int(match[1]), match[0]) for match in map(PROCESS.fullmatch, listing) if match)
         self.first_process = of_process[0][1] if of_process else ""
         if MANIFEST in listing:
@@ -54,7 +57,7 @@ class ItemValues:
                 f"merged; they are read as they are: {unmerged}"
             )
             self.warnings = (warning,)
-        elif tree is not None and tree.uses_ocdbt:
+        elif uses_ocdbt:
             raise SourceError(
                 f"{directory} has no {MANIFEST}, which has the locations of all values", code="missing-file",
                 hint="copy all of the checkpoint; if saving it was interrupted, open an older step",

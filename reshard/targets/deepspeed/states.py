@@ -44,9 +44,10 @@ def parameter_states(
     source_names = dict.fromkeys((*source.tensors, *source.unreadable, *source.left_out))
     known = {name: state for name, state in optimizer_states(source_names).items() if name not in weights}
     new_names = {item.tensor.spec.name: item.name for item in items}
-    expected = dict.fromkeys((MASTERS, *(state.kind for state in known.values())))
-    trained = {state.weight for state in known.values()}
-    kinds: dict[str, set[str]] = {name: set() for name in new_names if name in trained}
+    expected: dict[str, dict[str, None]] = {}  # optimizers may have other states for other weights
+    for each in known.values():
+        expected.setdefault(each.weight, {MASTERS: None})[each.kind] = None
+    kinds: dict[str, set[str]] = {name: set() for name in new_names if name in expected}
     result = {}
     for item in items:
         state = known.get(item.tensor.spec.name)
@@ -66,7 +67,7 @@ def parameter_states(
             facts=["a Universal Checkpoint consists of them"], hint=Text("choose ", Option("to", "hf"), " for weights"),
         )  # fmt: skip
     for name, of_parameter in kinds.items():
-        if missing := [kind for kind in expected if kind not in of_parameter]:
+        if missing := [kind for kind in expected[name] if kind not in of_parameter]:
             faults.add(
                 f"tensor {name!r}", f"is trained, and lacks its {names(missing)}", code="missing-state",
                 hint="leave a parameter out with all its states, or keep all",
