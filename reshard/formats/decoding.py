@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import SourceError
+from reshard.formats.streaming import STREAM_BYTES, ChunkStream
 from reshard.storage.base import Around
 from reshard.storage.places import any_store
 
@@ -132,6 +133,9 @@ class Chunks(Protocol):
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The offset and length of each encoded chunk."""
 
+    def streamed_bytes(self, number: int) -> int:
+        """Return the size of a chunk that is decoded piece by piece; 0 for one that is decoded whole."""
+
     def decoded(self, number: int, encoded: bytearray) -> memoryview:
         """Return a decoded chunk, by its number; raise `ValueError` if it is damaged."""
 
@@ -142,7 +146,7 @@ class Decoding:
 
     Attributes:
         units: the virtual files, by path.
-        held_bytes: the size of each thread's cache of decoded chunks.
+        held_bytes: the size of each thread's cache of decoded chunks and of open streams.
         opening_bytes: the additional memory to decode a chunk.
     """
 
@@ -153,6 +157,13 @@ class Decoding:
     def nbytes(self, threads: int) -> int:
         """Return the memory of the threads' caches, and of one chunk that each decodes."""
         return threads * (self.held_bytes + self.opening_bytes) + (IMPORTED_BYTES if self.opening_bytes else 0)
+
+    def streams(self, path: str, offset: int) -> bool:
+        """Return whether the chunk at an offset of a virtual file is decoded piece by piece."""
+        unit = self.units.get(path)
+        if unit is None or isinstance(unit, Fill) or offset < unit.plain_bytes:
+            return False
+        return bool(unit.streamed_bytes(offset // unit.chunk_bytes))
 
     def store(self) -> DecodingStore:
         """Return a store that reads the files decoded."""
@@ -183,6 +194,8 @@ class DecodingStore(Around):
                 number = offset // unit.chunk_bytes
                 begin, nbytes = unit.spans[number]
                 key = path, number
+                if unit.streamed_bytes(number):
+                    continue
                 if nbytes <= _LONGEST_FETCHED and key not in self._cache.chunks and key not in encoded:
                     encoded[key] = bytearray(nbytes)
                     plain.append((path, begin, memoryview(encoded[key])))
@@ -212,6 +225,9 @@ class DecodingStore(Around):
             return
         number, begin = divmod(offset, unit.chunk_bytes)
         key = path, number
+        if nbytes := unit.streamed_bytes(number):
+            self._stream(key, unit.spans[number], nbytes, begin, buffer)
+            return
         chunk = self._cache.take(key)
         if chunk is None:
             chunk = self._decoded(path, number, unit, fetched.get(key))
@@ -219,6 +235,20 @@ class DecodingStore(Around):
             raise _not_decoded(path, number, f"it ends at byte {len(chunk):,}")
         buffer[:] = chunk[begin : begin + len(buffer)]
         self._cache.add(key, chunk, self._decoding.held_bytes)
+
+    def _stream(self, key: tuple[str, int], span: tuple[int, int], nbytes: int, begin: int, buffer: memoryview) -> None:
+        """Read from a long chunk, going on where this thread read last, if that is not behind `begin`."""
+        stream = self._cache.streams.pop(key, None)
+        if stream is None or stream.position > begin:
+            stream = ChunkStream(self.inner, key[0], span, nbytes)
+        try:
+            stream.read(begin, buffer)
+        except (ValueError, MemoryError) as error:
+            if isinstance(error, SourceError):
+                raise
+            raise _not_decoded(*key, error) from None
+        if stream.position < nbytes:
+            self._cache.add_stream(key, stream, self._decoding.held_bytes)
 
     def _decoded(self, path: str, number: int, unit: Chunks, encoded: bytearray | None) -> memoryview:
         if encoded is None:
@@ -242,10 +272,11 @@ class DecodingStore(Around):
 
 
 class _ChunkCache(threading.local):
-    """A thread's decoded chunks, least recently used first."""
+    """A thread's decoded chunks and open streams, least recently used first."""
 
     def __init__(self) -> None:
         self.chunks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self.streams: OrderedDict[tuple[str, int], ChunkStream] = OrderedDict()
         self.nbytes = 0
 
     def take(self, key: tuple[str, int]) -> memoryview | None:
@@ -259,6 +290,11 @@ class _ChunkCache(threading.local):
             self.nbytes -= len(self.chunks.popitem(last=False)[1])
         self.chunks[key] = chunk
         self.nbytes += len(chunk)
+
+    def add_stream(self, key: tuple[str, int], stream: ChunkStream, most: int) -> None:
+        while self.streams and (len(self.streams) + 1) * STREAM_BYTES > most:
+            self.streams.popitem(last=False)
+        self.streams[key] = stream
 
 
 def _repeat(value: bytes, buffer: memoryview) -> None:

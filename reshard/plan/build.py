@@ -26,7 +26,7 @@ from reshard.source.checkpoint import stored_files
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.formats.entries import FileLayout, Runs
     from reshard.layout.block import Shape
@@ -97,7 +97,10 @@ def build(
         for item, reads in planned
     ]
     cuts = _cuts(source, transfers)
-    tasks = share_out(transfers, weights, budget.band_bytes, whole_files=destination.coding is not None, cuts=cuts)
+    edges = _edges(source, transfers)
+    tasks = share_out(
+        transfers, weights, budget.band_bytes, whole_files=destination.coding is not None, cuts=cuts, edges=edges
+    )
     stats, memory = _stats(source, files, transfers, budget, len(tasks), destination.cipher)
     return Plan(
         source,
@@ -114,6 +117,7 @@ def build(
         cipher=destination.cipher,
         exclusive=destination.exclusive,
         memory=memory,
+        warnings=tuple(_decoded_again(transfers, edges)),
         shared_bytes=budget.shared_bytes,
     )
 
@@ -237,6 +241,37 @@ def _cuts(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[i
         if any(array_of(source.coding, path, offset) is not None for path, offset in reads):
             cuts[number] = row_edges(transfer)
     return cuts
+
+
+def _edges(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[int]]:
+    """Return the rows at which chunks begin that are decoded piece by piece, and last the number of rows."""
+    coding = source.coding
+    if coding is None:
+        return {}
+    from reshard.formats.decoding import Decoding  # rarely needed
+
+    if not isinstance(coding, Decoding):
+        return {}
+    edges = {}
+    for number, transfer in enumerate(transfers):
+        unit = prod(transfer.recipe.shape[1 : transfer.axis + 1])
+        starts = {
+            block.start[0] * unit
+            for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True)
+            if at.runs and coding.streams(source.files[at.file].path, at.runs[0][0])
+        }
+        if starts:
+            edges[number] = sorted({0, transfer.rows, *starts})
+    return edges
+
+
+def _decoded_again(transfers: Sequence[Transfer], edges: Iterable[int]) -> Iterator[str]:
+    """Yield a warning if chunks are decoded several times; `edges` are the transfers whose chunks are decoded."""
+    if count := sum(transfers[number].route.is_strided for number in edges):
+        yield (
+            f"{count} tensors need the elements of compressed chunks in another order, so that chunks are decoded "
+            "several times; converting to safetensors without rules first, and then with rules, is faster"
+        )
 
 
 def _cost(source: Checkpoint, route: Route, runs: Sequence[Runs]) -> float:

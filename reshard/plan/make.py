@@ -154,7 +154,14 @@ def plan(
         dropped=(*selected.dropped, *(name for name in source_objects if name not in destination.carried)),
         missing=selected.missing,
         left_out=selected.left_out,
-        warnings=(*source.warnings, *selected.warnings, *restacked, *destination.warnings(), *unused_casts),
+        warnings=(
+            *source.warnings,
+            *selected.warnings,
+            *restacked,
+            *destination.warnings(),
+            *unused_casts,
+            *result.warnings,
+        ),
         request=request,
         alone=isinstance(files, NamedFile) and "{rank}" not in files.name,
     )

@@ -399,6 +399,7 @@ def move_pieces(
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
+    in_order = in_order or plan.source.coding is not None  # and decoded from their beginning
     for number, target, first, elements in reader.read(pieces, in_order=in_order, check=check_cancelled):
         transfer = plan.transfers[number]
         if number != current:

@@ -28,8 +28,11 @@ from samples import sampled
 
 import reshard
 from reshard.errors import SourceError
+from reshard.formats import streaming
+from reshard.plan import budget
 from reshard.readers.open import iterations_at
 from reshard.readers.open import open as open_record
+from reshard.readers.orbax import array_blocks, item_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -376,9 +379,7 @@ def test_states_of_optax_are_those_of_their_weights(mindspore_data: Path, tmp_pa
     root = mindspore_data / "orbax" / name / "checkpoint"
     full = truth(mindspore_data / "orbax" / name)
     done("convert", root, tmp_path / "weights", "--to", "hf", "--weights-only")
-    assert set(reshard.open(tmp_path / "weights")) == {
-        key for key in full if key.startswith("params.") or key == "step"
-    }
+    assert set(reshard.open(tmp_path / "weights")) == {key for key in full if key.startswith("params.")}
     (tmp_path / "map.json").write_text('{"params.*": "net.*"}')
     done("convert", root, tmp_path / "renamed", "--to", "hf", "--name-map", tmp_path / "map.json")
     new = set(reshard.open(tmp_path / "renamed"))
@@ -407,3 +408,55 @@ def test_rules_of_maxtext(mindspore_data: Path, tmp_path: Path) -> None:
         assert_equal(
             reshard.open(tmp_path / "back"), {key: full[key] for key in full if key.startswith("params.params.")}
         )
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All compressed chunks in files are decoded piece by piece."""
+    for module in (array_blocks, item_values):
+        monkeypatch.setattr(module, "LONGEST_WHOLE", 0)
+    monkeypatch.setattr(streaming, "_PIECE_BYTES", 1000)
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("chunk", [(40, 30), (20, 15), (7, 30), (40, 7)])
+def test_long_chunks_are_decoded_piece_by_piece(tmp_path: Path, zarr3: bool, chunk: tuple[int, int]) -> None:
+    """In order, backwards, in steps, side by side, and in the order of another program."""
+    store = Database(tmp_path / "in", inline=0)
+    w = np.random.default_rng(0).integers(0, 50, (40, 30)).astype(np.float32)
+    add_array(store, "w", w, chunk, zarr3=zarr3)
+    store.finish()
+    write_tree(tmp_path / "in", [("w",)])
+    source = reshard.open(tmp_path / "in")
+    assert_equal(source, {"w": w})
+    for index in (np.s_[::-1], np.s_[3:37:5, 2:29:3], np.s_[30:, :4], np.s_[:4, 20:], np.s_[39, 29]):
+        assert source["w"][index].compute().tobytes() == w[index].tobytes()
+    done("convert", tmp_path / "in", tmp_path / "out", "--to", "hf")
+    assert_equal(reshard.open(tmp_path / "out"), {"w": w})
+    (tmp_path / "rules.yaml").write_text("{reshard-rules: 1, sides: [a, b], rules: [{a: w, b: {transpose: v}}]}")
+    result = done("convert", tmp_path / "in", tmp_path / "b", "--to", "hf", "--rules", tmp_path / "rules.yaml")
+    assert "decoded several times" in one_line(result.stderr)
+    assert_equal(reshard.open(tmp_path / "b"), {"v": np.ascontiguousarray(w.T)})
+
+
+@pytest.mark.usefixtures("streamed")
+def test_each_long_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks are cut where chunks begin."""
+    monkeypatch.setattr(budget, "TASK_BYTES", 1500)
+    full = write_orbax(
+        tmp_path / "in", {"w": np.arange(1200, dtype=np.float32).reshape(40, 30)}, chunk=(10, 15), inline=0
+    )
+    opened = []
+
+    class Counted(streaming.ChunkStream):
+        def __init__(self, *arguments: Any) -> None:
+            opened.append(arguments[2])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("reshard.formats.decoding.ChunkStream", Counted)
+    plan = reshard.plan(reshard.open(tmp_path / "in"), format="safetensors")
+    assert plan.stats.tasks == 2
+    plan.run(tmp_path / "out", fsync=False)
+    assert len(opened) == len(set(opened)) == 8
+    assert_equal(reshard.open(tmp_path / "out"), full)

@@ -49,6 +49,10 @@ class Encoded:
         """Return 0: the whole file is encoded."""
         return 0
 
+    def streamed_bytes(self, number: int) -> int:  # noqa: ARG002 -- none is
+        """Return 0: chunks are decoded whole."""
+        return 0
+
     def decoded(self, number: int, encoded: bytearray) -> memoryview:  # noqa: ARG002 -- all chunks are alike
         """Return a decoded chunk; raise `ValueError` if it has another size than the metadata says."""
         content = self._by_zarr(encoded) if self.metadata else zstd_content(encoded, self.chunk_bytes)

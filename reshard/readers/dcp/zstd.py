@@ -67,6 +67,10 @@ class Streams:
         """Return 0: the whole file is encoded."""
         return 0
 
+    def streamed_bytes(self, number: int) -> int:  # noqa: ARG002 -- none is
+        """Return 0: chunks are decoded whole."""
+        return 0
+
     def opened_bytes(self, most: int) -> int:
         """Return the memory of a decoded item with at most `most` bytes of a tensor."""
         return min(self.chunk_bytes, _room(most))

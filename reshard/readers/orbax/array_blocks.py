@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
+from reshard.formats.streaming import STREAM_BYTES
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
@@ -21,7 +22,7 @@ from reshard.formats.zarr.files import parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
 from reshard.layout.block import Block
-from reshard.readers.orbax.item_values import STRIDE, EncodedValues
+from reshard.readers.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
 from reshard.source.checkpoint import Shard, Tensor, TensorSpec
 from reshard.storage.places import any_store, in_batches
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 _LARGEST_METADATA = 1 << 20
 _MOST_CHUNKS = 1 << 22  # of all arrays
 _MOST_ABSENT = 1 << 17
-_MOST_HELD = 64 << 20  # bytes of decoded chunks in a thread's cache, or one chunk
+_MOST_HELD = 32 << 20  # bytes of decoded chunks in a thread's cache
+_MOST_STREAMS = 16  # of a thread
 
 
 class _VirtualFile(NamedTuple):
@@ -75,9 +77,14 @@ class ChunkDecoding:
 
     def note(self, array: ArrayMetadata) -> None:
         """Note the memory that decoding chunks of an array takes."""
-        slab = min(slab_bytes(array.shape, array.chunk, array.dtype.itemsize), _MOST_HELD)
-        self.held_bytes = max(self.held_bytes, slab, array.chunk_bytes)
-        self.opening_bytes = max(self.opening_bytes, 2 * array.chunk_bytes)
+        slab = slab_bytes(array.shape, array.chunk, array.dtype.itemsize)
+        if array.chunk_bytes > LONGEST_WHOLE:
+            side_by_side = min(slab // array.chunk_bytes, _MOST_STREAMS)
+            self.held_bytes = max(self.held_bytes, side_by_side * STREAM_BYTES)
+            self.opening_bytes = max(self.opening_bytes, STREAM_BYTES)
+        else:
+            self.held_bytes = max(self.held_bytes, min(slab, _MOST_HELD), array.chunk_bytes)
+            self.opening_bytes = max(self.opening_bytes, 2 * array.chunk_bytes)
 
     def units(self) -> dict[str, EncodedValues]:
         """Return the virtual files, by path."""
@@ -162,10 +169,7 @@ class ArrayBlocks:
         count = self._item.count(name)
         units = prod(counts(array.shape, array.unit))
         if units > count and self._stores_fill:
-            raise SourceError(
-                f"has lost {units - count} of {units} chunks, which are not in the files: its checkpoint stores all",
-                code="missing-chunk",
-            )
+            raise _lost(units - count)
         if not count and not any(array.fill):
             self.absent[name] = units
             yield whole, self._filled(array, whole)
@@ -192,10 +196,7 @@ class ArrayBlocks:
                 elif block is not None:
                     yield block, self._chunk(array, value, span, key, block)
         if lost and self._stores_fill:
-            raise SourceError(
-                f"has lost {lost} of its chunks, which are not in the files: its checkpoint stores all",
-                code="missing-chunk",
-            )
+            raise _lost(lost)
         if lost:
             self.absent[name] = lost
 
@@ -241,3 +242,9 @@ class ArrayBlocks:
 
     def _extent(self, array: ArrayMetadata, path: str, offset: int, block: Block) -> Extent:
         return clipped(self._number_of(path), offset, array.chunk, block.shape, array.dtype.itemsize)
+
+
+def _lost(count: int) -> SourceError:
+    return SourceError(
+        f"has lost {count} of its chunks, which are not in the files: its checkpoint stores all", code="missing-chunk"
+    )

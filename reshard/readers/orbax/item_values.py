@@ -88,6 +88,10 @@ class ItemValues:
             yield key, bytes(content)
 
 
+LONGEST_WHOLE = 4 << 20
+"""The most bytes of a chunk that is decoded whole; longer ones are decoded piece by piece."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedValues:
     """A file of encoded chunks, or of chunks that are in memory; see `formats.decoding.Chunks`.
@@ -114,6 +118,11 @@ class EncodedValues:
     def plain_bytes(self) -> int:
         """Return the offset of the first decoded chunk."""
         return STRIDE
+
+    def streamed_bytes(self, number: int) -> int:
+        """Return the size of a long compressed chunk in a file; 0 for others."""
+        size = self.sizes[number]
+        return size if size > LONGEST_WHOLE and number not in self.plain and number not in self.contents else 0
 
     def decoded(self, number: int, encoded: bytearray) -> memoryview:
         """Return a decoded chunk; raise `ValueError` if it is damaged."""
