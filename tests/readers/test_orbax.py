@@ -125,6 +125,15 @@ def test_a_step_without_its_end_is_not_read_unless_by_its_path(case: Callable[[s
         reshard.open(run)
 
 
+def test_a_step_with_an_unfinished_item_is_not_finished(case: Callable[[str], Path]) -> None:
+    run = case("run")
+    (run / "9" / "default").rename(run / "9" / "default.orbax-checkpoint-tmp")
+    newest = reshard.open(run)
+    assert newest.root.endswith("/6")
+    assert "9, 12.orbax" in str(newest.warnings)
+    assert "default.orbax-checkpoint-tmp" in str(reshard.open(run / "9").warnings)
+
+
 def test_layouts_are_those_of_the_mesh(mindspore_data: Path) -> None:
     case = mindspore_data / "orbax" / "mesh2x2x2_ocdbt_zarr2"
     extras = open_record(case / "checkpoint").extras
