@@ -210,7 +210,7 @@ class Ahead:
         for box in flat_boxes(shape, first, first + len(out)):
             part = out[done : done + box.size].reshape(box.shape)
             done += box.size
-            if not _is_permuted(shape, pitch) or part.nbytes > self._block_bytes:
+            if not is_permuted(shape, pitch) or part.nbytes > self._block_bytes:
                 read_strided(read, sum(map(mul, box.start, pitch)), pitch, part, self.take)
                 continue
             window = self._windows.get(number)
@@ -235,10 +235,10 @@ class Ahead:
         return window
 
 
-def _is_permuted(shape: Shape, pitch: Shape) -> bool:
+def is_permuted(shape: Shape, pitch: Shape) -> bool:
     """Return whether elements are in another order than row-major.
 
-    >>> _is_permuted((2, 1, 3), (3, 9, 1)), _is_permuted((2, 3), (1, 2))
+    >>> is_permuted((2, 1, 3), (3, 9, 1)), is_permuted((2, 3), (1, 2))
     (False, True)
     """
     steps = [step for step, count in zip(pitch, shape, strict=True) if count > 1]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
-from reshard.formats.streaming import STREAM_BYTES
+from reshard.formats.streaming import piece_bytes, stream_bytes
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
@@ -75,13 +75,13 @@ class ChunkDecoding:
             file.plain.add(number)
         return number * STRIDE
 
-    def note(self, array: ArrayMetadata) -> None:
-        """Note the memory that decoding chunks of an array takes."""
+    def note(self, array: ArrayMetadata, path: str) -> None:
+        """Note the memory that decoding chunks of an array in a file takes."""
         slab = slab_bytes(array.shape, array.chunk, array.dtype.itemsize)
         if array.chunk_bytes > LONGEST_WHOLE:
             side_by_side = min(slab // array.chunk_bytes, _MOST_STREAMS)
-            self.held_bytes = max(self.held_bytes, side_by_side * STREAM_BYTES)
-            self.opening_bytes = max(self.opening_bytes, STREAM_BYTES)
+            self.held_bytes = max(self.held_bytes, side_by_side * stream_bytes(path))
+            self.opening_bytes = max(self.opening_bytes, stream_bytes(path) + piece_bytes(path))  # as read, and copied
         else:
             self.held_bytes = max(self.held_bytes, min(slab, _MOST_HELD), array.chunk_bytes)
             self.opening_bytes = max(self.opening_bytes, 2 * array.chunk_bytes)
@@ -229,7 +229,8 @@ class ArrayBlocks:
         content = None if value.content is None else value.content[begin : begin + nbytes]
         path, place = (value.path, (value.offset + begin, nbytes)) if content is None else (self._kept, (0, 0))
         offset = self._decoding.add(path, place, array.chunk_bytes, content=content, plain=plain)
-        self._decoding.note(array)
+        if not plain:
+            self._decoding.note(array, path)
         return self._extent(array, path, offset, block)
 
     def _filled(self, array: ArrayMetadata, block: Block) -> Extent:
@@ -237,7 +238,6 @@ class ArrayBlocks:
         if not any(array.fill):
             return Extent(self._number_of(self._kept), ())
         offset = self._decoding.add(self._kept, (0, 0), array.chunk_bytes, content=array.fill, plain=True)
-        self._decoding.note(array)
         return self._extent(array, self._kept, offset, block)
 
     def _extent(self, array: ArrayMetadata, path: str, offset: int, block: Block) -> Extent:
