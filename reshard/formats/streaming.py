@@ -16,10 +16,11 @@ from reshard.storage.places import is_url
 if TYPE_CHECKING:
     from reshard.storage.base import ReadStore
 
-_WINDOW_BYTES = 9 << 19  # a window of up to 4 MiB, as of the levels that Orbax uses, and the decoder
+_WINDOW_BYTES = 5 << 19  # a window of 2 MiB, as of the levels that Orbax uses, and the decoder
 _LARGEST_WINDOW = 23  # as a power of 2: 8 MiB, which the levels up to 19 have
-_PIECE_BYTES = 1 << 19
-_REMOTE_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 17
+_REMOTE_PIECES = 256 << 10, 8 << 20, 64 << 20  # the shortest, the longest, and those of all streams of a thread
+_DECODED_BYTES = 1 << 19
 _OPTIONS = {int(zstd.DecompressionParameter.window_log_max): _LARGEST_WINDOW}
 
 
@@ -40,14 +41,15 @@ class Stream(Protocol):
         """Fill a buffer from byte `begin` of the contents on."""
 
 
-def piece_bytes(path: str) -> int:
-    """Return how many bytes of a file a stream reads at once."""
-    return _REMOTE_PIECE_BYTES if is_url(path) else _PIECE_BYTES
+def piece_bytes(path: str, streams: int) -> int:
+    """Return how many bytes of a file a stream reads at once, if there are so many streams side by side."""
+    least, most, of_all = _REMOTE_PIECES
+    return max(least, min(most, of_all // streams)) if is_url(path) else _PIECE_BYTES
 
 
-def stream_bytes(path: str) -> int:
-    """Return the memory of an open stream of a file: its window, and a piece of the file."""
-    return _WINDOW_BYTES + piece_bytes(path)
+def stream_bytes(piece: int) -> int:
+    """Return the memory of an open stream: its window, and a piece of the file."""
+    return _WINDOW_BYTES + piece
 
 
 class ChunkStream:
@@ -58,18 +60,20 @@ class ChunkStream:
         path: the file.
         span: the offset and the length of the frame in the file.
         nbytes: the size of the contents.
+        piece: how many bytes of the file are read at once.
         encoded: the frame, if it is in memory.
 
     Attributes: as of a `Stream`.
     """
 
     def __init__(
-        self, store: ReadStore, path: str, span: tuple[int, int], nbytes: int, encoded: bytes | None = None
+        self, store: ReadStore, path: str, span: tuple[int, int], nbytes: int, piece: int, encoded: bytes | None = None
     ) -> None:
+        self._piece = piece
         self._store, self._path, self._encoded = store, path, encoded
         self._offset, self._length = span if encoded is None else (0, len(encoded))
         self._fed = 0
-        self.nbytes, self.position, self.held_bytes = nbytes, 0, stream_bytes(path)
+        self.nbytes, self.position, self.held_bytes = nbytes, 0, stream_bytes(piece)
 
     @cached_property
     def _decoder(self) -> zstd.ZstdDecompressor:
@@ -97,7 +101,7 @@ class ChunkStream:
 
     def _next(self, most: int) -> bytes:
         """Return the next bytes of the contents, at least one."""
-        while not (piece := self._decoded(min(most, _PIECE_BYTES))):
+        while not (piece := self._decoded(min(most, _DECODED_BYTES))):
             if self._decoder.eof:
                 raise ValueError(f"it has {self.position:,} bytes; the metadata says {self.nbytes:,}")
         return piece
@@ -112,7 +116,7 @@ class ChunkStream:
             raise ValueError(str(error)) from None
 
     def _read(self) -> bytes | bytearray:
-        begin, nbytes = self._fed, min(piece_bytes(self._path), self._length - self._fed)
+        begin, nbytes = self._fed, min(self._piece, self._length - self._fed)
         if not nbytes:
             raise ValueError("the zstd data is truncated")
         self._fed += nbytes

@@ -104,12 +104,14 @@ class EncodedValues:
         sizes: the decoded size of each chunk.
         contents: the chunks that are in memory: within a node of a database, or an element of the fill value.
         plain: the numbers of chunks that are not compressed.
+        piece_bytes: how many bytes of long chunks are read at once.
     """
 
     spans: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
     contents: Mapping[int, bytes]
     plain: frozenset[int]
+    piece_bytes: int
 
     @property
     def chunk_bytes(self) -> int:
@@ -126,7 +128,9 @@ class EncodedValues:
         size, content = self.sizes[number], self.contents.get(number)
         if number in self.plain and content is not None:
             return RepeatedValue(content, size)
-        return ChunkStream(store, path, self.spans[number], size, content) if size > LONGEST_WHOLE else None
+        if size <= LONGEST_WHOLE:
+            return None
+        return ChunkStream(store, path, self.spans[number], size, self.piece_bytes, content)
 
     def decoded(self, number: int, encoded: bytearray) -> memoryview:
         """Return a decoded chunk; raise `ValueError` if it is damaged."""
