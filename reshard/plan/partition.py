@@ -16,7 +16,7 @@ along rows first, so no source byte is read twice.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -271,6 +271,7 @@ def share_out(
     *,
     whole_files: bool,
     cuts: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    edges: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[Task, ...]:
     """Share the rows of transfers out into tasks of about equal weight.
 
@@ -281,6 +282,8 @@ def share_out(
             of about `AHEAD` times as many bytes.
         whole_files: cut tasks at file boundaries (`Route.row_multiple`).
         cuts: for transfers that are cut into smaller tasks, the rows at which they may be cut.
+        edges: for transfers whose source blocks are decoded from their beginnings, the rows at which blocks begin, and
+            the number of rows: tasks are cut there.
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
     strided = {route for route in {transfer.route for transfer in transfers} if route.is_strided}
@@ -295,6 +298,8 @@ def share_out(
         start = 0
         while start < rows:
             count = min(rows - start, -(-max(1, rows * room // weight) // multiple) * multiple)
+            if number in edges and multiple == 1:
+                count = edges[number][bisect_left(edges[number], start + count)] - start
             task.append(Piece(number, start, start + count))
             start += count
             room -= weight * count // rows

@@ -32,6 +32,7 @@ TRAINING_STATE = {
 
 
 _ACCUMULATED = "accu_grads"
+_STEP = "step"  # JAX's count of steps, next to the states of optax
 _OPTAX, _PARAMS = "opt_state.", "params."  # the prefix of all states of JAX's optax, and one that weights may have
 _MODEL = "model."  # the prefix of weights that PyTorch's programs save next to `optim`
 
@@ -116,6 +117,8 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
             prefixes[prefix] += 1
             if rest in names or prefix == _ACCUMULATED:
                 candidates.setdefault(name, []).append((prefix, rest))
+    if any(name.startswith(_OPTAX) for name in states) and _STEP in names:
+        states[_STEP] = State("", _OPTAX)
     before_weight = Counter(prefix for splits in candidates.values() for prefix, _ in splits)
     return states | {
         name: State(rest, f"{prefix}.")

@@ -213,6 +213,14 @@ def test_an_empty_database(tmp_path: Path) -> None:
         reshard.open(tmp_path)
 
 
+@pytest.fixture(params=[False, True])
+def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks in files are decoded piece by piece, or whole."""
+    if request.param:
+        monkeypatch.setattr("reshard.readers.orbax.item_values.LONGEST_WHOLE", 0)
+
+
+@pytest.mark.usefixtures("streamed")
 @pytest.mark.parametrize("far", [False, True])
 def test_a_chunk_that_decodes_to_more_or_less_than_it_has(tmp_path: Path, far: bool) -> None:
     for number, content in enumerate((bytes(1 << 26), bytes(W.nbytes - 1), b"")):
@@ -228,11 +236,12 @@ def test_a_chunk_that_decodes_to_more_or_less_than_it_has(tmp_path: Path, far: b
             reshard.plan(source, format="hf").run(tmp_path / f"out{number}", fsync=False)
 
 
+@pytest.mark.usefixtures("streamed")
 @pytest.mark.parametrize(
     "value", [b"", b"\x28\xb5\x2f\xfd", os.urandom(100), encoded(W, 1)[:-3], encoded(W, 1) * 2], ids=range(5)
 )
 def test_a_chunk_that_is_not_one_frame(tmp_path: Path, value: bytes) -> None:
-    store = Database(tmp_path)
+    store = Database(tmp_path, inline=0)
     store.add("w/.zarray", json.dumps(METADATA | {"compressor": {"id": "zstd"}}).encode())
     store.add("w/0.0", value)
     store.finish()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
+from reshard.formats.streaming import piece_bytes, stream_bytes
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
@@ -21,7 +22,7 @@ from reshard.formats.zarr.files import parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
 from reshard.layout.block import Block
-from reshard.readers.orbax.item_values import STRIDE, EncodedValues
+from reshard.readers.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
 from reshard.source.checkpoint import Shard, Tensor, TensorSpec
 from reshard.storage.places import any_store, in_batches
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _LARGEST_METADATA = 1 << 20
 _MOST_CHUNKS = 1 << 22  # of all arrays
 _MOST_ABSENT = 1 << 17
-_MOST_HELD = 64 << 20  # bytes of decoded chunks in a thread's cache, or one chunk
+_MOST_HELD = 32 << 20  # bytes of decoded chunks in a thread's cache
 
 
 class _VirtualFile(NamedTuple):
@@ -59,6 +60,7 @@ class ChunkDecoding:
 
     def __init__(self) -> None:
         self._files: dict[str, _VirtualFile] = {}
+        self._pieces: dict[str, int] = {}
         self.held_bytes = self.opening_bytes = self.chunks = self.absent = 0
 
     def add(self, path: str, span: tuple[int, int], nbytes: int, *, content: bytes | None, plain: bool) -> int:
@@ -73,16 +75,24 @@ class ChunkDecoding:
             file.plain.add(number)
         return number * STRIDE
 
-    def note(self, array: ArrayMetadata) -> None:
-        """Note the memory that decoding chunks of an array takes."""
-        slab = min(slab_bytes(array.shape, array.chunk, array.dtype.itemsize), _MOST_HELD)
-        self.held_bytes = max(self.held_bytes, slab, array.chunk_bytes)
-        self.opening_bytes = max(self.opening_bytes, 2 * array.chunk_bytes)
+    def note(self, array: ArrayMetadata, path: str) -> None:
+        """Note the memory that decoding chunks of an array in a file takes."""
+        slab = slab_bytes(array.shape, array.chunk, array.dtype.itemsize)
+        if array.chunk_bytes > LONGEST_WHOLE:
+            side_by_side = slab // array.chunk_bytes
+            piece = self._pieces[path] = min(piece_bytes(path, side_by_side), self._pieces.get(path, array.chunk_bytes))
+            self.held_bytes = max(self.held_bytes, side_by_side * stream_bytes(piece))
+            self.opening_bytes = max(self.opening_bytes, stream_bytes(piece) + piece)  # as it is read, and copied
+        else:
+            self.held_bytes = max(self.held_bytes, min(slab, _MOST_HELD), array.chunk_bytes)
+            self.opening_bytes = max(self.opening_bytes, 2 * array.chunk_bytes)
 
     def units(self) -> dict[str, EncodedValues]:
         """Return the virtual files, by path."""
         return {
-            path: EncodedValues(tuple(file.spans), tuple(file.sizes), file.contents, frozenset(file.plain))
+            path: EncodedValues(
+                tuple(file.spans), tuple(file.sizes), file.contents, frozenset(file.plain), self._pieces.get(path, 0)
+            )
             for path, file in self._files.items()
         }
 
@@ -162,10 +172,7 @@ class ArrayBlocks:
         count = self._item.count(name)
         units = prod(counts(array.shape, array.unit))
         if units > count and self._stores_fill:
-            raise SourceError(
-                f"has lost {units - count} of {units} chunks, which are not in the files: its checkpoint stores all",
-                code="missing-chunk",
-            )
+            raise _lost(units - count)
         if not count and not any(array.fill):
             self.absent[name] = units
             yield whole, self._filled(array, whole)
@@ -192,10 +199,7 @@ class ArrayBlocks:
                 elif block is not None:
                     yield block, self._chunk(array, value, span, key, block)
         if lost and self._stores_fill:
-            raise SourceError(
-                f"has lost {lost} of its chunks, which are not in the files: its checkpoint stores all",
-                code="missing-chunk",
-            )
+            raise _lost(lost)
         if lost:
             self.absent[name] = lost
 
@@ -228,7 +232,8 @@ class ArrayBlocks:
         content = None if value.content is None else value.content[begin : begin + nbytes]
         path, place = (value.path, (value.offset + begin, nbytes)) if content is None else (self._kept, (0, 0))
         offset = self._decoding.add(path, place, array.chunk_bytes, content=content, plain=plain)
-        self._decoding.note(array)
+        if not plain:
+            self._decoding.note(array, path)
         return self._extent(array, path, offset, block)
 
     def _filled(self, array: ArrayMetadata, block: Block) -> Extent:
@@ -236,8 +241,13 @@ class ArrayBlocks:
         if not any(array.fill):
             return Extent(self._number_of(self._kept), ())
         offset = self._decoding.add(self._kept, (0, 0), array.chunk_bytes, content=array.fill, plain=True)
-        self._decoding.note(array)
         return self._extent(array, self._kept, offset, block)
 
     def _extent(self, array: ArrayMetadata, path: str, offset: int, block: Block) -> Extent:
         return clipped(self._number_of(path), offset, array.chunk, block.shape, array.dtype.itemsize)
+
+
+def _lost(count: int) -> SourceError:
+    return SourceError(
+        f"has lost {count} of its chunks, which are not in the files: its checkpoint stores all", code="missing-chunk"
+    )
