@@ -5,12 +5,16 @@ The module imports little, since the help of the command line needs it.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+import threading
+import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from reshard.errors import UsageError, names
 from reshard.sizes import counted
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
+    from reshard.view.svg import Picture
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +127,36 @@ class Receipt(NamedTuple):
         ready: the complete files: number, size, and time or version.
         bytes_copied: bytes of files that the store copied from source files; not included in the other numbers.
         bytes_kept: bytes of files that an earlier run had sent.
+        began: when the task began, in seconds since 1970 by the clock of its machine.
+        worker: the machine, process and thread that executed it, as `HOST:PID THREAD`.
     """
 
     task: str
     bytes_read: int
     bytes_written: int
-    seconds: float
+    seconds: float = 0.0
     crc32c_ranges: array[int] = array("Q")
     crc32_ranges: array[int] = array("Q")
     file_ranges: array[int] = array("Q")
     ready: tuple[tuple[int, int, int], ...] = ()
     bytes_copied: int = 0
     bytes_kept: int = 0
+    began: float = 0.0
+    worker: str = ""
+
+
+def timed(task: Callable[P, Receipt]) -> Callable[P, Receipt]:
+    """Wrap a task so that its receipt says when it ran, for how long, and where."""
+
+    @wraps(task)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Receipt:
+        began, clock = time.time(), time.perf_counter()
+        receipt = task(*args, **kwargs)
+        seconds = time.perf_counter() - clock
+        worker = sys.intern(f"{os.uname().nodename}:{os.getpid()} {threading.current_thread().name}")
+        return receipt._replace(seconds=seconds, began=began, worker=worker)
+
+    return run
 
 
 class Report(NamedTuple):
@@ -212,6 +237,14 @@ class Report(NamedTuple):
         """
         written: int = upward("manifest_of")(self, path, overwrite=overwrite)
         return written
+
+    def task_stream(self) -> Picture:
+        """Draw which thread did what when: a box for each task, with the bytes that it read and wrote.
+
+        A notebook shows the picture; `save` writes it to a file. On a cluster, a row is a thread of a process.
+        """
+        picture: Picture = upward("picture")(self)
+        return picture
 
     def __repr__(self) -> str:
         return (

@@ -21,6 +21,7 @@ from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_pic
 from reshard.view.computed.diff_view import diff_html
 from reshard.view.computed.stats_view import stats_html
 from reshard.view.flow import fusion_picture, plan_picture
+from reshard.view.runs.task_stream import task_stream, tasks_section
 from reshard.view.svg import (
     MOST_ITEMS,
     Markup,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan, Transfer
     from reshard.rules.show import Fusion
     from reshard.run.graph import Graph
-    from reshard.run.settings import Receipt, Report
+    from reshard.run.settings import Report
     from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
@@ -331,14 +332,6 @@ def _transfers(plan: Plan) -> list[Markup]:
 def report_html(report: Report) -> str:
     """Show the results of a run."""
     rate = report.bytes_written / report.seconds if report.seconds else 0
-    kinds: dict[str, list[Receipt]] = {}
-    for receipt in report.receipts:
-        kinds.setdefault(receipt.task.partition(" ")[0], []).append(receipt)
-    tasks = []
-    for kind, receipts in kinds.items():
-        read, written, seconds = map(sum, zip(*(receipt[1:4] for receipt in receipts), strict=True))
-        tasks.append((kind, f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
-    header = ("task", "count", "read", "written", "time of all")
     target = count_text(len(report.files), "file")
     if report.links:
         target += f", {count_text(report.links, 'link')}"
@@ -354,7 +347,7 @@ def report_html(report: Report) -> str:
             ("memory", bytes_text(report.peak_memory), "at the peak"),
         ),
         section("Files", ("file",), report.files, lambda path: (path,), "file"),
-        details("Tasks", table(header, tasks), more=f"{len(report.receipts):,}"),
+        tasks_section(report),
         *_dropped_and_missing(report),
     )
 
@@ -436,6 +429,7 @@ _PICTURES: dict[str, Callable[..., Picture]] = {
     "Checkpoint": checkpoint_picture,
     "Layout": layout_picture,
     "Plan": plan_picture,
+    "Report": task_stream,
     "Strategy": strategy_picture,
 }
 
@@ -446,5 +440,5 @@ def html(subject: object) -> str:
 
 
 def picture(subject: object, *arguments: object) -> Picture:
-    """Return the picture of a checkpoint's tensor, a layout, a plan or a strategy."""
+    """Return the picture of a checkpoint's tensor, a layout, a plan, a report or a strategy."""
     return _PICTURES[type(subject).__name__](subject, *arguments)
