@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 from test_show import large
 
 import reshard
-from reshard.cli.demo import make
 from reshard.dtypes import BY_NAME
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.layout.block import Block
@@ -54,7 +53,7 @@ stroke-linejoin paint-order fill-opacity opacity pointer-events font-size font-w
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("demo") / "reshard-demo"
-    make(directory)
+    reshard.demo("mindspore", directory)
     return directory
 
 
