@@ -6,12 +6,10 @@ The module imports little, since the help of the command line needs it.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import threading
 import time
 from array import array
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
@@ -176,7 +174,8 @@ class Report(NamedTuple):
         links: number of files that are links to another file.
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
-        peak_memory: peak resident memory of this process since its start, in bytes; excludes workers of a cluster.
+        peak_memory: peak resident memory of this process in bytes, to be compared with `predicted_memory`: without what
+            else it held when the run began, such as other objects of a notebook. Excludes workers of a cluster.
         resumed: bytes of contents that an earlier run had written; not included in `bytes_written`.
         finished: number of files that an earlier run had finished; they were not read again, and have the size and time
             in its records.
@@ -187,6 +186,7 @@ class Report(NamedTuple):
         warnings: warnings of the plan, and of `convert` about other files in the target directory.
         bytes_copied: bytes of the target files that their store copied from source files; they were not read here, and
             not included in `bytes_written`.
+        predicted_memory: the peak that the plan predicted, in bytes.
     """
 
     directory: str
@@ -210,6 +210,7 @@ class Report(NamedTuple):
     removed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     bytes_copied: int = 0
+    predicted_memory: int = 0
 
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, without reading them if possible.
@@ -256,7 +257,7 @@ class Report(NamedTuple):
         return str(upward("html")(self))
 
 
-def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float) -> Report:
+def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float, peak: int) -> Report:
     """Return the report of a run that resumed nothing."""
     return Report(
         root,
@@ -272,17 +273,6 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
         sum(file.link is not None for file in plan.files),
         plan.dropped,
         plan.missing,
-        _peak_memory(),
+        peak,
+        predicted_memory=plan.stats.peak_memory,
     )
-
-
-def _peak_memory() -> int:
-    """Return the peak resident memory of this process, in bytes.
-
-    This is VmHWM on Linux, else `ru_maxrss`, which starts at the peak of the parent process.
-    """
-    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -344,7 +344,7 @@ def report_html(report: Report) -> str:
             ("read", bytes_text(report.bytes_read), count_text(report.source_files, "file")),
             ("written", bytes_text(report.bytes_written), target),
             ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
-            ("memory", bytes_text(report.peak_memory), "at the peak"),
+            ("memory", bytes_text(report.peak_memory), f"at the peak; {bytes_text(report.predicted_memory)} predicted"),
         ),
         section("Files", ("file",), report.files, lambda path: (path,), "file"),
         tasks_section(report),
