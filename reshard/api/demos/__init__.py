@@ -74,7 +74,7 @@ def demo(name: str = "mindspore", directory: str | os.PathLike[str] | None = Non
     | `torchtitan` | `step-1000`, a distributed checkpoint of 8 ranks with Adam; `model.safetensors`, the same whole |
     | `training` | `step-1000`, `step-2000` and `step-3000`, one model in three formats; the second has a NaN |
 
-    The files of a name are always the same.
+    The tensors of a name are always the same.
 
     Args:
         name: which checkpoint.
@@ -117,7 +117,7 @@ def _empty(folder: Path) -> None:
     if paths and not (folder / MARK).is_file():
         raise TargetError(
             f"{folder} already exists, and `reshard demo` did not make it", code="already-exists",
-            hint="name another folder: reshard demo FOLDER",
+            hint="name another folder",
         )  # fmt: skip
     for path in paths:
         if path.is_dir() and not path.is_symlink():

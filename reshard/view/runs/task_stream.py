@@ -33,10 +33,10 @@ _KINDS = {
 }
 
 _MOST_LANES, _MOST_BOXES = 32, 800
-_WIDTH, _LANE, _GAP, _BUSY = 560.0, 20.0, 4.0, 72.0
+_WIDTH, _LANE, _GAP, _BUSY = 420.0, 20.0, 4.0, 64.0
 """Sizes in pixels: the time axis, a lane, the gap between lanes, the column of busy shares."""
 
-_TICKS = 8  # at most
+_TICKS = 6  # at most
 
 
 class Box(NamedTuple):
@@ -113,8 +113,9 @@ def _lanes(receipts: Sequence[Receipt]) -> list[tuple[str, list[Receipt]]]:
     lanes = []
     for number, threads in enumerate(by_process.values(), 1):
         for within, own in enumerate(threads.values(), 1):
-            name = f"process {number}, thread {within}" if len(by_process) > 1 else f"thread {within}"
-            lanes.append((name, own))
+            parts = [f"process {number}"] if len(by_process) > 1 else []
+            parts += [f"thread {within}"] if len(threads) > 1 or not parts else []
+            lanes.append((", ".join(parts), own))
     return lanes
 
 
