@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.api.demos.checkpoints import seventy_billion, torchtitan, training, unpack_mindspore, write_large
+from reshard.api.demos.examples import seventy_billion, torchtitan, training, unpack_mindspore, write_large
 from reshard.errors import TargetError, UsageError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def demo(name: str = "mindspore", directory: str | os.PathLike[str] | None = Non
 
 
 def _empty(folder: Path) -> None:
-    """Make a folder, or remove what an earlier demo left in it.
+    """Make a folder, or remove the files of an earlier demo from it.
 
     Raises:
         TargetError: the folder has files and is not a demo's.

@@ -10,7 +10,6 @@ Times of several machines are by their own clocks.
 
 from __future__ import annotations
 
-from itertools import count
 from math import ceil, floor, log10
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,10 +59,10 @@ class Box(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What the tasks did, as a sentence."""
-        what = f"{count_text(self.tasks, 'task')} to {_KINDS.get(self.kind, self.kind)}"
-        moved_bytes = f"read {bytes_text(self.read)}, wrote {bytes_text(self.written)}"
-        return f"{what}: {moved_bytes} in {self.busy:.3f} s, from {self.begin:.3f} s on"
+        """Describe the tasks in a sentence."""
+        tasks = f"{count_text(self.tasks, 'task')} to {_KINDS[self.kind]}"
+        nbytes = f"read {bytes_text(self.read)}, wrote {bytes_text(self.written)}"
+        return f"{tasks}: {nbytes} in {self.busy:.3f} s, from {self.begin:.3f} s on"
 
 
 def task_stream(report: Report) -> Picture:
@@ -76,18 +75,18 @@ def task_stream(report: Report) -> Picture:
     lanes = _lanes(receipts)
     boxes = _boxes([each for _, each in lanes[:_MOST_LANES]], first, total)
     names = [name for name, _ in lanes[:_MOST_LANES]]
-    left = max(map(text_width, names)) + 12
+    margin = max(map(text_width, names)) + 12
     drawn = [
-        moved(0, 24 + row * (_LANE + _GAP), *_lane(name, each, left, total))
+        moved(0, 24 + row * (_LANE + _GAP), *_lane(name, each, margin, total))
         for row, (name, each) in enumerate(zip(names, boxes, strict=True))
     ]
     bottom = 24 + len(names) * (_LANE + _GAP)
     if len(lanes) > _MOST_LANES:
         drawn.append(label(0, bottom + 13, f"and {count_text(len(lanes) - _MOST_LANES, 'more thread')}"))
     kinds = [kind for kind in _KINDS if any(box.kind == kind for row in boxes for box in row)]
-    drawn += [moved(left, 0, *_legend(kinds)), moved(left, bottom, *_axis(total))]
+    drawn += [moved(margin, 0, *_legend(kinds)), moved(margin, bottom, *_axis(total))]
     title = f"{count_text(len(receipts), 'task')} of {count_text(len(lanes), 'thread')} in {total:.2f} s"
-    return Picture(title, ceil(left + _WIDTH + _BUSY), ceil(bottom + 20), join(drawn))
+    return Picture(title, ceil(margin + _WIDTH + _BUSY), ceil(bottom + 20), join(drawn))
 
 
 def tasks_section(report: Report) -> Markup:
@@ -98,8 +97,7 @@ def tasks_section(report: Report) -> Markup:
     rows = []
     for kind, receipts in kinds.items():
         read, written, seconds = map(sum, zip(*(receipt[1:4] for receipt in receipts), strict=True))
-        name = _KINDS.get(kind, kind)
-        rows.append((name, f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
+        rows.append((_KINDS[kind], f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
     sums = table(("task", "count", "read", "written", "time of all"), rows)
     return details("Tasks", task_stream(report).html(), sums, more=f"{len(report.receipts):,}")
 
@@ -112,21 +110,21 @@ def _lanes(receipts: Sequence[Receipt]) -> list[tuple[str, list[Receipt]]]:
         by_process.setdefault(process, {}).setdefault(thread, []).append(receipt)
     lanes = []
     for number, threads in enumerate(by_process.values(), 1):
-        for within, own in enumerate(threads.values(), 1):
+        for within, receipts_of_thread in enumerate(threads.values(), 1):
             parts = [f"process {number}"] if len(by_process) > 1 else []
             parts += [f"thread {within}"] if len(threads) > 1 or not parts else []
-            lanes.append((", ".join(parts), own))
+            lanes.append((", ".join(parts), receipts_of_thread))
     return lanes
 
 
 def _boxes(lanes: Sequence[Sequence[Receipt]], first: float, total: float) -> list[list[Box]]:
-    """Return the boxes of each lane, joined until there are few enough."""
+    """Return the boxes of each lane, joined over more and more pixels until there are few enough."""
     boxes = [[_box(each, first) for each in lane] for lane in lanes]
-    for pixels in map((2.0).__pow__, count()):
-        if sum(map(len, boxes)) <= _MOST_BOXES:
-            return boxes
+    pixels = 1
+    while sum(map(len, boxes)) > _MOST_BOXES and pixels <= _WIDTH:
         boxes = [_joined(lane, pixels * total / _WIDTH) for lane in boxes]
-    raise AssertionError("unreachable")
+        pixels *= 2
+    return boxes
 
 
 def _box(receipt: Receipt, first: float) -> Box:
@@ -156,17 +154,17 @@ def _joined(boxes: Iterable[Box], longest: float) -> list[Box]:
     return joined
 
 
-def _lane(name: str, boxes: Sequence[Box], left: float, total: float) -> list[Markup]:
+def _lane(name: str, boxes: Sequence[Box], margin: float, total: float) -> list[Markup]:
     busy = sum(box.busy for box in boxes)
     read, written = sum(box.read for box in boxes), sum(box.written for box in boxes)
     tip = tag("title", f"{name}: read {bytes_text(read)}, wrote {bytes_text(written)}")
     parts = [
-        tag("rect", tip, x=left, y=0.0, width=_WIDTH, height=_LANE, fill="currentColor", fill_opacity=0.06),
+        tag("rect", tip, x=margin, y=0.0, width=_WIDTH, height=_LANE, fill="currentColor", fill_opacity=0.06),
         label(0, 14, name),
-        label(left + _WIDTH + 8, 14, f"{min(busy / total, 1):.0%} busy", size=10, opacity=0.66),
+        label(margin + _WIDTH + 8, 14, f"{min(busy / total, 1):.0%} busy", size=10, opacity=0.66),
     ]
     for box in boxes:
-        x, end = (left + _WIDTH * at / total for at in (box.begin, box.end))
+        x, end = (margin + _WIDTH * at / total for at in (box.begin, box.end))
         wide = max(end - x, 0.7)
         share = min(box.busy / ((box.end - box.begin) or 1), 1) if box.tasks > 1 else 1.0
         path = Markup(f"M{x:.1f} 0h{wide:.1f}v{_LANE:.0f}h-{wide:.1f}z")
@@ -179,7 +177,7 @@ def _lane(name: str, boxes: Sequence[Box], left: float, total: float) -> list[Ma
 
 
 def _fill(kind: str) -> str:
-    return colour(list(_KINDS).index(kind) if kind in _KINDS else len(_KINDS), len(_KINDS) + 1)[0]
+    return colour(list(_KINDS).index(kind), len(_KINDS))[0]
 
 
 def _legend(kinds: Iterable[str]) -> list[Markup]:

@@ -103,9 +103,9 @@ def write_large(folder: Path) -> None:
 
 
 def seventy_billion(folder: Path) -> None:
-    """Write the headers of a checkpoint of 70 billion parameters and Adam's moments; holes are its numbers.
+    """Write a checkpoint of 70 billion parameters and Adam's moments, with holes instead of numbers.
 
-    It is of 512 ranks: 8 stages of a pipeline, each of 8 data parallel times 8 tensor parallel ranks. Moments are cut
+    It has 512 ranks: 8 stages of a pipeline, each of 8 data parallel times 8 tensor parallel ranks. Moments are cut
     once more, over the data parallel ranks.
     """
     weights = _transformer(layers=80, hidden=8192, inner=28672, keys=1024, vocabulary=128256)
@@ -154,7 +154,7 @@ def _write_safetensors(
 
 
 def torchtitan(folder: Path) -> None:
-    """Write a distributed checkpoint with Adam's states, fully sharded over 4 ranks and tensor parallel over 2."""
+    """Write a distributed checkpoint with Adam's states, fully sharded by 4, tensor parallel by 2."""
     layout_of = {
         _ROWS: Layout.of([4, 2], [(0, 1), -1]),
         _COLUMNS: Layout.of([4, 2], [1, 0]),
@@ -165,9 +165,9 @@ def torchtitan(folder: Path) -> None:
     for name, weight in _transformer(layers=2, hidden=192, inner=512, keys=48, vocabulary=1000).items():
         state = f"optimizer.state.{name}"
         array = random.standard_normal(weight.shape, np.float32)
-        own = {name: array, f"{state}.exp_avg": array * np.float32(0.1), f"{state}.exp_avg_sq": array**2}
-        arrays |= own | {f"{state}.step": np.array(1000, np.float32)}
-        layouts |= dict.fromkeys(own, layout_of[weight.cut]) | {f"{state}.step": Layout.of([4, 2], [])}
+        tensors = {name: array, f"{state}.exp_avg": array * np.float32(0.1), f"{state}.exp_avg_sq": array**2}
+        arrays |= tensors | {f"{state}.step": np.array(1000, np.float32)}
+        layouts |= dict.fromkeys(tensors, layout_of[weight.cut]) | {f"{state}.step": Layout.of([4, 2], [])}
     write(arrays, folder / "step-1000", strategy=Strategy.of(layouts), format="dcp")
     shutil.rmtree(folder / "step-1000" / ".reshard")  # torchtitan leaves none
     write(arrays, folder / "model.safetensors")
