@@ -16,9 +16,11 @@ from reshard.view import words
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture
 from reshard.view.computed.diff_view import diff_html
 from reshard.view.computed.stats_view import stats_html
+from reshard.view.cuts.fused import fusion_html
+from reshard.view.cuts.strategy_view import strategy_diff_html, strategy_html
+from reshard.view.cuts.thumbnails import Thumbnails
+from reshard.view.cuts.tree import MOST_ROWS, dtypes_bar, tree
 from reshard.view.flow import plan_picture
-from reshard.view.fused import fusion_html
-from reshard.view.strategy_view import strategy_diff_html, strategy_html
 from reshard.view.svg import (
     Markup,
     and_more,
@@ -38,8 +40,6 @@ from reshard.view.svg import (
 )
 from reshard.view.tables import group_rows, objects_of
 from reshard.view.text import changed_text, count_text
-from reshard.view.thumbnails import Thumbnails
-from reshard.view.tree import MOST_ROWS, dtypes_bar, tree
 from reshard.view.verdict import below, conclusion
 
 if TYPE_CHECKING:

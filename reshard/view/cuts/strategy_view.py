@@ -11,6 +11,7 @@ from reshard.layout.layout import least_shape
 from reshard.strategy.names import group_names
 from reshard.view import words
 from reshard.view.blocks import DrawnSide
+from reshard.view.cuts.thumbnails import Thumbnails
 from reshard.view.svg import (
     MOST_ITEMS,
     Markup,
@@ -26,7 +27,6 @@ from reshard.view.svg import (
     tiles,
 )
 from reshard.view.text import count_text
-from reshard.view.thumbnails import Thumbnails
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import bytes_text
 from reshard.strategy.names import group_members
 from reshard.view import words
+from reshard.view.cuts.thumbnails import Thumbnails
 from reshard.view.svg import Markup, colour, join, note, tag
 from reshard.view.text import count_text
-from reshard.view.thumbnails import Thumbnails
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
