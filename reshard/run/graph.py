@@ -33,9 +33,8 @@ from dask.threaded import get as threaded_get
 from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.plan.plan import Task as PlanTask
-from reshard.run.memory import other_memory, peak_memory
 from reshard.run.preflight import check_sources
-from reshard.run.settings import Report, TaskOptions, report_of
+from reshard.run.settings import Report, TaskOptions, other_memory, peak_memory, report_of
 from reshard.run.tasks import (
     close_files,
     commit_files,

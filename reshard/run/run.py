@@ -15,10 +15,9 @@ from reshard.run.beside import older_files, refuse_other_ranks
 from reshard.run.executor import check_workers, execute
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
-from reshard.run.memory import other_memory, peak_memory
 from reshard.run.preflight import changed_sources, check_sources, check_target
 from reshard.run.session import Session
-from reshard.run.settings import Progress, Receipt, Report, TaskOptions, report_of
+from reshard.run.settings import Progress, Receipt, Report, TaskOptions, other_memory, peak_memory, report_of
 from reshard.run.tasks import drop_sources
 from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of

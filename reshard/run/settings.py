@@ -6,10 +6,12 @@ The module imports little, since the help of the command line needs it.
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 import time
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
@@ -276,3 +278,37 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
         peak,
         predicted_memory=plan.stats.peak_memory,
     )
+
+
+def other_memory(plan: Plan) -> int:
+    """Return the resident bytes of this process that a plan does not count, at the beginning of its run.
+
+    A plan predicts the peak of a process that does nothing else; a notebook may hold much more, or may have held it.
+    If there are such bytes, or the process once held more than was predicted, the system's record of the peak begins again.
+    """
+    from reshard.plan.budget import HELD_BEFORE  # no help of a command needs it
+
+    counted = sum(nbytes for purpose, nbytes in plan.memory if purpose in HELD_BEFORE)
+    other = max(_resident("VmRSS") - counted, 0)
+    if other or _resident("VmHWM") > plan.stats.peak_memory:
+        with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
+            peak.write("5")  # proc(5): resets the peak resident set size to the current one
+    return other
+
+
+def peak_memory(other: int) -> int:
+    """Return the peak resident memory of this process in bytes, without the `other_memory` of its run.
+
+    This is VmHWM on Linux, else `ru_maxrss`, which starts at the peak of the parent process.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return (_resident("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit) - other
+
+
+def _resident(key: str) -> int:
+    """Return a number of bytes in the status of this process on Linux, else 0."""
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return 0

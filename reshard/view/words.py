@@ -166,14 +166,16 @@ def ranks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[int, ...], .
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
-    """Write the layouts of tensors that share a row, with their stages if there are several."""
+    """Write the layouts of tensors that share a row, with their stages if there are several; "" if unknown."""
     stages: dict[str, set[int]] = {}
     for tensor in tensors:
         for stage, layout in layouts_of(checkpoint, tensor):
             stages.setdefault(str(layout), set()).add(stage)
     if stages and checkpoint.strategy and len(checkpoint.strategy.stages) > 1:
         return ", ".join(f"stage {ranges_text(sorted(numbers))}: {layout}" for layout, numbers in stages.items())
-    return next(iter(stages), "whole")
+    if stages:
+        return next(iter(stages))
+    return "whole" if all(len(tensor.sharding.blocks) <= 1 for tensor in tensors) else ""
 
 
 def cut_words(checkpoint: Checkpoint, tensor: Tensor) -> str:
@@ -335,12 +337,12 @@ def ranks_words(ranks: Sequence[int]) -> str:
     """Write ranks as ranges, with a step if it is regular; `no file` if there are no ranks.
 
     >>> ranks_words([0, 8, 16, 24]), ranks_words([0, 1, 2, 3]), ranks_words([0, 1, 4, 5]), ranks_words([])
-    ('0-24 step 8', '0-3', '0-1,4-5', 'no file')
+    ('0-24, step 8', '0-3', '0-1,4-5', 'no file')
     """
     ordered = sorted(ranks)
     steps = [step for step, _ in groupby(b - a for a, b in pairwise(ordered))]
     if len(ordered) > 2 and len(steps) == 1 and steps[0] > 1:
-        return f"{ordered[0]}-{ordered[-1]} step {steps[0]}"
+        return f"{ordered[0]}-{ordered[-1]}, step {steps[0]}"
     return ranges_text(ordered) if ordered else "no file"
 
 

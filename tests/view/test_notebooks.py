@@ -67,12 +67,12 @@ def test_what_is_stored_was_run_and_is_small(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENDS)
 def test_the_result_is_first(name: str) -> None:
-    """One call prepares the files, and the first cell of at most six lines, or the one after it, shows something."""
+    """One call prepares the files, and the first cell of at most seven lines, or the one after it, shows something."""
     title, first, second = read(name).cells[:3]
     assert title.source.startswith("# ")
     assert first.cell_type == "code"
     assert first.outputs or (second.cell_type == "code" and second.outputs)
-    assert len(first.source.splitlines()) <= 6
+    assert len(first.source.splitlines()) <= 7
     calls = [cell.source.count("reshard.demo(") for cell in code_of(read(name))]
     assert calls == [1] + [0] * (len(calls) - 1)
 

@@ -15,7 +15,7 @@ import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.cli.terminal import OPTIONS
 from reshard.errors import spelled
-from reshard.run.memory import peak_memory
+from reshard.run.settings import peak_memory
 from reshard.storage.crc import crc32c
 from reshard.view.text import plan_text, report_text
 from reshard.view.words import plan_data

@@ -142,7 +142,7 @@ def test_a_picture_of_many_blocks_is_cut_short() -> None:
 
 
 def test_ranks_are_counted_in_steps() -> None:
-    assert ranks_words(range(0, 64, 8)) == "0-56 step 8"
+    assert ranks_words(range(0, 64, 8)) == "0-56, step 8"
     assert ranks_words([3]) == "3"
 
 

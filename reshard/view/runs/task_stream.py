@@ -170,7 +170,7 @@ def _lane(name: str, boxes: Sequence[Box], margin: float, total: float) -> list[
         path = Markup(f"M{x:.1f} 0h{wide:.1f}v{_LANE:.0f}h-{wide:.1f}z")
         opacity = {} if share > 0.95 else {"fill_opacity": round(max(share, 0.25), 2)}
         parts.append(tag("path", tag("title", box.text), d=path, fill=_fill(box.kind), **opacity))
-        if box.written and (text := fitting([bytes_text(box.written)], wide - 4, 10)):
+        if not opacity and box.written and (text := fitting([bytes_text(box.written)], wide - 4, 10)):
             middle = x + wide / 2
             parts.append(label(middle, 14, text, size=10, anchor="middle", fill="#1a1a1a", pointer_events="none"))
     return parts
@@ -194,7 +194,7 @@ def _legend(kinds: Iterable[str]) -> list[Markup]:
 def _axis(total: float) -> list[Markup]:
     """Draw marks at round numbers of seconds."""
     power = 10.0 ** floor(log10(total / _TICKS))
-    step = next(power * factor for factor in (1, 2, 5, 10) if total / (power * factor) <= _TICKS)
+    step = next((power * factor for factor in (1, 2, 5) if total / (power * factor) <= _TICKS), power * 10)
     digits = max(0, -floor(log10(step) + 1e-9))
     parts = []
     for number in range(int(total / step) + 1):
