@@ -50,7 +50,9 @@ def report_of(receipts: list[Receipt]) -> Report:
 def tips(report: Report) -> list[str]:
     """The tooltips of the boxes, from the picture as XML."""
     root = ET.fromstring(report.task_stream().svg(alone=True))  # noqa: S314 -- made here
-    return [path[0].text or "" for path in root.iter() if path.tag.endswith("path")]
+    boxes = [path for path in root.iter() if path.tag.endswith("path")]
+    assert all(re.fullmatch("#[0-9a-f]{6}", box.get("fill", "")) for box in boxes)
+    return [box[0].text or "" for box in boxes]
 
 
 @pytest.mark.parametrize("options", [{"threads": 2}, {"scheduler": "synchronous"}, {"partition": "file"}])

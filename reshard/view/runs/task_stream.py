@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import bytes_text
-from reshard.view.svg import Markup, Picture, colour, details, fitting, join, label, moved, table, tag, text_width
+from reshard.view.svg import Markup, Picture, details, fitting, join, label, moved, table, tag, text_width
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from reshard.run.settings import Receipt, Report
 
 _KINDS = {
-    "create": "create files",
-    "move": "move bytes",
-    "files": "write files",
-    "close": "complete files",
-    "commit": "name files",
+    "create": ("create files", "#77aadd"),
+    "move": ("move bytes", "#ee8866"),
+    "files": ("write files", "#eedd88"),
+    "close": ("complete files", "#ffaabb"),
+    "commit": ("name files", "#99ddff"),
 }
+"""The title and the colour of each kind of task."""
 
 _MOST_LANES, _MOST_BOXES = 32, 800
 _WIDTH, _LANE, _GAP, _BUSY = 420.0, 20.0, 4.0, 64.0
@@ -60,7 +61,7 @@ class Box(NamedTuple):
     @property
     def text(self) -> str:
         """Describe the tasks in a sentence."""
-        tasks = f"{count_text(self.tasks, 'task')} to {_KINDS[self.kind]}"
+        tasks = f"{count_text(self.tasks, 'task')} to {_KINDS[self.kind][0]}"
         nbytes = f"read {bytes_text(self.read)}, wrote {bytes_text(self.written)}"
         return f"{tasks}: {nbytes} in {self.busy:.3f} s, from {self.begin:.3f} s on"
 
@@ -97,7 +98,7 @@ def tasks_section(report: Report) -> Markup:
     rows = []
     for kind, receipts in kinds.items():
         read, written, seconds = map(sum, zip(*(receipt[1:4] for receipt in receipts), strict=True))
-        rows.append((_KINDS[kind], f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
+        rows.append((_KINDS[kind][0], f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
     sums = table(("task", "count", "read", "written", "time of all"), rows)
     return details("Tasks", task_stream(report).html(), sums, more=f"{len(report.receipts):,}")
 
@@ -169,25 +170,18 @@ def _lane(name: str, boxes: Sequence[Box], margin: float, total: float) -> list[
         share = min(box.busy / ((box.end - box.begin) or 1), 1) if box.tasks > 1 else 1.0
         path = Markup(f"M{x:.1f} 0h{wide:.1f}v{_LANE:.0f}h-{wide:.1f}z")
         opacity = {} if share > 0.95 else {"fill_opacity": round(max(share, 0.25), 2)}
-        parts.append(tag("path", tag("title", box.text), d=path, fill=_fill(box.kind), **opacity))
+        parts.append(tag("path", tag("title", box.text), d=path, fill=_KINDS[box.kind][1], **opacity))
         if not opacity and box.written and (text := fitting([bytes_text(box.written)], wide - 4, 10)):
             middle = x + wide / 2
             parts.append(label(middle, 14, text, size=10, anchor="middle", fill="#1a1a1a", pointer_events="none"))
     return parts
 
 
-def _fill(kind: str) -> str:
-    return colour(list(_KINDS).index(kind), len(_KINDS))[0]
-
-
 def _legend(kinds: Iterable[str]) -> list[Markup]:
     parts, x = [], 0.0
-    for kind in kinds:
-        parts += [
-            tag("rect", x=x, y=3.0, width=10.0, height=10.0, rx=2, fill=_fill(kind)),
-            label(x + 14, 12, _KINDS[kind]),
-        ]
-        x += 28 + text_width(_KINDS[kind])
+    for title, fill in map(_KINDS.__getitem__, kinds):
+        parts += [tag("rect", x=x, y=3.0, width=10.0, height=10.0, rx=2, fill=fill), label(x + 14, 12, title)]
+        x += 28 + text_width(title)
     return parts
 
 
