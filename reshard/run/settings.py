@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+_HOST = os.uname().nodename
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -153,7 +155,7 @@ def timed(task: Callable[P, Receipt]) -> Callable[P, Receipt]:
         began, clock = time.time(), time.perf_counter()
         receipt = task(*args, **kwargs)
         seconds = time.perf_counter() - clock
-        worker = sys.intern(f"{os.uname().nodename}:{os.getpid()} {threading.current_thread().name}")
+        worker = sys.intern(f"{_HOST}:{os.getpid()} {threading.current_thread().name}")
         return receipt._replace(seconds=seconds, began=began, worker=worker)
 
     return run
