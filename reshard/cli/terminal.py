@@ -25,10 +25,11 @@ from reshard.cli import stop as stop_at_once
 from reshard.errors import BudgetError, ReshardError, Text, Words, joined, printable, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from reshard.errors import Option
+    from reshard.view.cuts.characters import Canvas
 
 
 def _flag(option: Option) -> str:
@@ -217,6 +218,26 @@ def say_warnings(warnings: Sequence[str]) -> None:
 def print_text(text: str) -> None:
     """Write a result to stdout, with options as typed and control characters escaped."""
     click.echo(printable(spelled(text, OPTIONS), keep="\n"))
+
+
+def print_picture(draw: Callable[[Canvas], str]) -> None:
+    """Write a picture to stdout, in colours and characters that it can show."""
+    from reshard.view.cuts.characters import Canvas
+
+    ctx = click.get_current_context()
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
+    in_colour = not plain if ctx.color is None else ctx.color
+    try:
+        "░▓…×".encode(sys.stdout.encoding)
+    except UnicodeError:
+        is_ascii = True
+    else:
+        is_ascii = False
+
+    def paint(text: str, background: int, ink: int) -> str:
+        return click.style(text, bg=background, fg=ink)
+
+    click.echo(draw(Canvas(width() or Canvas().width, paint if in_colour else None, is_ascii)), color=in_colour)
 
 
 def print_json(data: dict[str, object], error: ReshardError | None = None) -> None:

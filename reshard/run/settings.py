@@ -251,7 +251,7 @@ def other_memory(plan: Plan) -> int:
     """Return the resident bytes of this process that a plan does not count, at the beginning of its run.
 
     A plan predicts the peak of a process that does nothing else; a notebook may hold much more, or may have held it.
-    If there are such bytes, or the process once held more than was predicted, the system's record of the peak begins again.
+    If there are such bytes, or the process once held more than was predicted, the record of its peak begins again.
     """
     from reshard.plan.budget import HELD_BEFORE  # no help of a command needs it
 
