@@ -205,8 +205,12 @@ def _near(text: str) -> str:
 def paint(text: str, **style: Any) -> str:
     """Return a text in colour or bold, which `click.echo` strips for pipes and files."""
     ctx = click.get_current_context(silent=True)
-    unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if unwanted and not (ctx and ctx.color) else click.style(text, **style)
+    return text if _colourless() and not (ctx and ctx.color) else click.style(text, **style)
+
+
+def _colourless() -> bool:
+    """Return whether the environment asks for no colours."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def say_warnings(warnings: Sequence[str]) -> None:
@@ -225,8 +229,7 @@ def print_picture(draw: Callable[[Canvas], str]) -> None:
     from reshard.view.cuts.characters import Canvas
 
     ctx = click.get_current_context()
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
-    in_colour = not plain if ctx.color is None else ctx.color
+    in_colour = sys.stdout.isatty() and not _colourless() if ctx.color is None else ctx.color
     try:
         "░▓…×".encode(sys.stdout.encoding)
     except UnicodeError:

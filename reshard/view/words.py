@@ -163,7 +163,7 @@ def ranks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[int, ...], .
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
-    """Write the layouts of tensors that share a row, with their stages if there are several; "" if unknown."""
+    """Write the layouts of tensors that share a row, with their stages; "" if unknown."""
     stages: dict[str, set[int]] = {}
     for tensor in tensors:
         for stage, layout in layouts_of(checkpoint, tensor):

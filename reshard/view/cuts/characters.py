@@ -52,13 +52,13 @@ class Canvas(NamedTuple):
         return ".#" if self.ascii else "░▓"
 
     @property
-    def more(self) -> str:
+    def ellipsis(self) -> str:
         """Return the sign for blocks that are not drawn."""
         return "..." if self.ascii else "…"
 
 
 def picture_text(checkpoint: Checkpoint, canvas: Canvas) -> str:
-    """Draw how the tensors of a checkpoint are cut: a picture for each cut, and the names of its tensors, folded."""
+    """Draw the cuts of a checkpoint's tensors, each with the names of its tensors, folded."""
     groups: dict[Hashable, list[Tensor]] = {}
     keys: dict[Hashable, Hashable] = {}
     for tensor in checkpoint.tensors.values():
@@ -89,17 +89,17 @@ def _part(checkpoint: Checkpoint, tensors: Sequence[Tensor], canvas: Canvas) -> 
     """Return the lines of one picture, with its title and its names."""
     first = tensors[0]
     names = [printable(name) for name, _, _ in group_names((tensor.spec.name, None) for tensor in tensors)]
-    shown = [shortened(name, canvas.width - 2) for name in names[:_MOST_NAMES]]
+    folded = [shortened(name, canvas.width - 2) for name in names[:_MOST_NAMES]]
     facts = [cut_words(checkpoint, first)]
     alike = len({tensor.spec.shape for tensor in tensors}) == 1
     if alike:
         facts.insert(0, extents_text(first))
     if len(tensors) == 1:
-        facts = [shown.pop(), facts[0], first.spec.dtype.name, *facts[1:]]
+        facts = [folded.pop(), facts[0], first.spec.dtype.name, *facts[1:]]
     if len(names) > _MOST_NAMES:
-        shown.append(f"and {len(names) - _MOST_NAMES:,} more")
+        folded.append(f"and {len(names) - _MOST_NAMES:,} more")
     picture = block_picture(first.spec.shape, first.sharding.blocks, ranks_of(checkpoint, first), canvas, indices=alike)
-    return [*wrap(printable("  ".join(facts)), canvas.width), *(f"  {name}" for name in shown), *picture]
+    return [*wrap(printable("  ".join(facts)), canvas.width), *(f"  {name}" for name in folded), *picture]
 
 
 def block_picture(
@@ -131,9 +131,9 @@ def block_picture(
     if len(cut) == 1 and (cut[0] or len(shape) == 1):
         down, right = None, cut[0]
     holders = {}
-    for block, held in zip(blocks, ranks, strict=True):
+    for block, held_by in zip(blocks, ranks, strict=True):
         if not any(start for axis, start in enumerate(block.start) if axis not in {down, right}):
-            holders[_corner(block, down), _corner(block, right)] = held
+            holders[_corner(block, down), _corner(block, right)] = held_by
     rows, columns = _spans(blocks, down), _spans(blocks, right)
     drawn = rows[:_MOST_ROWS]
     margin = 4 + max(len(title) for _, title in drawn) if indices and down is not None else 2
@@ -146,7 +146,7 @@ def block_picture(
     while sum(widths) > room and len(widths) > 1:
         widths.pop()
     widths[0] = min(widths[0], room)
-    more = f" {canvas.more}" if len(widths) < len(columns) else ""
+    ellipsis = f" {canvas.ellipsis}" if len(widths) < len(columns) else ""
     lines = []
     if indices and right is not None:
         titles = "".join(title.ljust(width) for width, (_, title) in zip(widths, columns, strict=False))
@@ -160,8 +160,8 @@ def block_picture(
                 for n, (width, (column, _)) in enumerate(zip(widths, columns, strict=False))
             ]
             head = f"  {title}" if indices and not line else ""
-            lines.append(f"{head.ljust(margin)}{''.join(fields)}{more}")
-    return [*lines, f"{' ' * margin}{canvas.more}"] if len(drawn) < len(rows) else lines
+            lines.append(f"{head.ljust(margin)}{''.join(fields)}{ellipsis}")
+    return [*lines, f"{' ' * margin}{canvas.ellipsis}"] if len(drawn) < len(rows) else lines
 
 
 def _corner(block: Block, axis: int | None) -> int:
