@@ -282,29 +282,29 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
     )
 
 
-def other_memory(plan: Plan) -> int:
+def uncounted_memory(plan: Plan) -> int:
     """Return the resident bytes of this process that a plan does not count, at the beginning of its run.
 
     A plan predicts the peak of a process that does nothing else; a notebook may hold much more, or may have held it.
-    If there are such bytes, or the process once held more than was predicted, the system's record of the peak begins again.
+    If there are such bytes, or the process once held more than was predicted, the record of its peak begins again.
     """
     from reshard.plan.budget import HELD_BEFORE  # no help of a command needs it
 
     counted = sum(nbytes for purpose, nbytes in plan.memory if purpose in HELD_BEFORE)
-    other = max(_resident("VmRSS") - counted, 0)
-    if other or _resident("VmHWM") > plan.stats.peak_memory:
+    uncounted = max(_resident("VmRSS") - counted, 0)
+    if uncounted or _resident("VmHWM") > plan.stats.peak_memory:
         with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
             peak.write("5")  # proc(5): resets the peak resident set size to the current one
-    return other
+    return uncounted
 
 
-def peak_memory(other: int) -> int:
-    """Return the peak resident memory of this process in bytes, without the `other_memory` of its run.
+def peak_memory(uncounted: int) -> int:
+    """Return the peak resident memory of this process in bytes, without the `uncounted_memory` of its run.
 
     This is VmHWM on Linux, else `ru_maxrss`, which starts at the peak of the parent process.
     """
     unit = 1 if sys.platform == "darwin" else 1024
-    return (_resident("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit) - other
+    return (_resident("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit) - uncounted
 
 
 def _resident(key: str) -> int:

@@ -345,8 +345,8 @@ class Strategy:
             tensors[name] = tuple(Placed(stage, layout) for stage in stages)
         return replace(self, tensors=tensors)
 
-    def diff(self, other: Strategy) -> Diff:
-        """Compare with another strategy: tensors that only one names, and layouts that differ.
+    def diff(self, second: Strategy) -> Diff:
+        """Compare with a second strategy: tensors that only one names, and layouts that differ.
 
         In a notebook the result shows both layouts of each tensor side by side.
 
@@ -356,7 +356,7 @@ class Strategy:
         """
         from reshard.strategy.diff import diff  # it compares strategies, too
 
-        return diff(self, other)
+        return diff(self, second)
 
     def picture(self, name: str, shape: Shape | None = None, target: Strategy | None = None) -> Picture:
         """Draw the block of each rank for a tensor, optionally next to another strategy.

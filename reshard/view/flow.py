@@ -133,23 +133,25 @@ def _of_plan(plan: Plan) -> Flow:
     )
 
 
-def _sources(source: Checkpoint, shown: Iterable[int]) -> list[_File]:
+def _sources(source: Checkpoint, shown: Iterable[int]) -> list[_DrawnFile]:
     """Return the files of a source; a computed file stands for all files of the computation."""
     several = any(source.ranks)
     files = []
     for number in shown:
         file = source.files[number]
         if file.inputs is not None:
-            files.append(_File(None, "computed", source.title))
+            files.append(_DrawnFile(None, "computed", source.title))
         else:
-            files.append(_File(source.ranks[number] if several else None, _name(file.path, source.root), file.path))
+            files.append(
+                _DrawnFile(source.ranks[number] if several else None, _name(file.path, source.root), file.path)
+            )
     return files
 
 
-def _targets(files: Sequence[TargetFile]) -> list[_File]:
+def _targets(files: Sequence[TargetFile]) -> list[_DrawnFile]:
     """Return the files of a target; an index is of no rank."""
     several = any(file.rank for file in files)
-    return [_File(file.rank if several and not file.last else None, _name(file.path), file.path) for file in files]
+    return [_DrawnFile(file.rank if several and not file.last else None, _name(file.path), file.path) for file in files]
 
 
 def _name(path: str, root: str = "") -> str:
@@ -235,9 +237,9 @@ def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
     ]
     return Flow(
         ("source blocks", title, "target blocks"),
-        _blocks(source_of, holders, _sums(read, 0)),
+        _blocks(source_of, holders, _sums(read, 0), of_ranks=any(ranks)),
         _bands(plan, run_of, [(transfers[number], segment) for number, segment in runs], _sums(read, 1)),
-        _blocks(target_of, takers, _sums(written, 1)),
+        _blocks(target_of, takers, _sums(written, 1), of_ranks=any(plan.ranks)),
         read,
         written,
     )
@@ -268,7 +270,7 @@ def _sums(flows: Flows, side: int) -> Counter[int]:
     return sums
 
 
-class _File(NamedTuple):
+class _DrawnFile(NamedTuple):
     """A file: its rank, or None if it is not of one rank of several; its name, and its path."""
 
     rank: int | None
@@ -276,28 +278,33 @@ class _File(NamedTuple):
     path: str
 
 
-def _files(box_of: Sequence[int], files: Sequence[_File], nbytes: Counter[int], nothing: str) -> list[Node]:
-    """Return the boxes of files, named by their ranks; by the files if these have no ranks, or boxes the same."""
+def _files(box_of: Sequence[int], files: Sequence[_DrawnFile], nbytes: Counter[int], nothing: str) -> list[Node]:
+    """Return the boxes of files, named by their ranks if they have any, which differ."""
     boxes = _inside(box_of, files)
     ranks = [sorted({file.rank for file in inside if file.rank is not None}) for inside in boxes]
     labels = Counter(map(tuple, ranks))
     nodes = []
-    for n, (inside, held) in enumerate(zip(boxes, ranks, strict=True)):
-        more = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
-        name = ranks_label(held) if held and labels[tuple(held)] == 1 else f"{inside[0].name}{more}"
+    for n, (inside, holders) in enumerate(zip(boxes, ranks, strict=True)):
+        rest = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+        name = ranks_label(holders) if holders and labels[tuple(holders)] == 1 else f"{inside[0].name}{rest}"
         remark = bytes_text(nbytes[n]) if nbytes[n] else nothing
         tip = ", ".join(file.path for file in inside[:3])
-        nodes.append(Node(name, remark, nbytes[n], tip, held[0] if held else None))
+        nodes.append(Node(name, remark, nbytes[n], tip, holders[0] if holders else None))
     return nodes
 
 
-def _blocks(box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbytes: Counter[int]) -> list[Node]:
-    """Return the boxes of blocks, each with the ranks that hold it."""
+def _blocks(
+    box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbytes: Counter[int], *, of_ranks: bool
+) -> list[Node]:
+    """Return the boxes of blocks, each with the ranks that hold it, if the files are of ranks."""
     nodes = []
     for n, inside in enumerate(_inside(box_of, blocks)):
         ranks = sorted(set[int]().union(*(holders for holders, _ in inside)))
-        remark = inside[0][1] if len(inside) == 1 else f"{len(inside)} blocks"
-        nodes.append(Node(ranks_label(ranks), remark, nbytes[n], f"{remark}, {bytes_text(nbytes[n])}", ranks[0]))
+        block, size = inside[0][1] if len(inside) == 1 else f"{len(inside)} blocks", bytes_text(nbytes[n])
+        if of_ranks:
+            nodes.append(Node(ranks_label(ranks), block, nbytes[n], f"{block}, {size}", ranks[0]))
+        else:
+            nodes.append(Node(block, size, nbytes[n]))
     return nodes
 
 

@@ -18,8 +18,8 @@ from reshard.view.computed.diff_view import diff_html
 from reshard.view.computed.stats_view import stats_html
 from reshard.view.cuts.fused import fusion_html
 from reshard.view.cuts.strategy_view import strategy_diff_html, strategy_html
+from reshard.view.cuts.tensor_tree import MOST_ROWS, dtypes_bar, tree
 from reshard.view.cuts.thumbnails import Thumbnails
-from reshard.view.cuts.tree import MOST_ROWS, dtypes_bar, tree
 from reshard.view.flow import plan_picture
 from reshard.view.runs.task_stream import task_stream, tasks_section
 from reshard.view.svg import (
@@ -44,7 +44,7 @@ from reshard.view.text import changed_text, count_text
 from reshard.view.verdict import below, conclusion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
@@ -187,12 +187,14 @@ def _transfers(plan: Plan) -> list[Markup]:
         read = thumbnails.of_tensor(source, tensor, words.cut_words(source, tensor))
         return join([read, tag("span", "→", class_="to"), thumbnails.of_target(plan, transfer.route)])
 
-    transfers = {transfer.name: transfer for transfer in plan.transfers}
-    folded = group_members((name, row(transfer)) for name, transfer in transfers.items())
+    first: dict[tuple[str, Hashable], Transfer] = {}
+    for transfer in plan.transfers:
+        first.setdefault((transfer.name, row(transfer)), transfer)
+    folded = group_members((transfer.name, row(transfer)) for transfer in plan.transfers)
     rows = [
-        (name, f"{len(members):,}", dtype, shape_text(shape), bytes_text(nbytes * len(members)),
-         cut(transfers[members[0]]), blocks, files)
-        for name, (dtype, shape, nbytes, blocks, files), members in folded[:MOST_ROWS]
+        (name, f"{len(members):,}", key[0], shape_text(key[1]), bytes_text(key[2] * len(members)),
+         cut(first[members[0], key]), *key[3:])
+        for name, key, members in folded[:MOST_ROWS]
     ]  # fmt: skip
     header = ("tensor", "count", "dtype", "shape", "bytes", "cut", "blocks", "in files")
     return [thumbnails.symbols(), table(header, rows), *and_more(len(folded), MOST_ROWS, "row")]

@@ -111,6 +111,6 @@ def test_an_index_beside_files_of_ranks_has_its_name(dcp: reshard.Checkpoint) ->
 
 
 def test_files_of_one_rank_are_told_apart() -> None:
-    files = [flow._File(rank, f"{rank}_{part}", "x") for rank in (0, 1) for part in "ab"]
+    files = [flow._DrawnFile(rank, f"{rank}_{part}", "x") for rank in (0, 1) for part in "ab"]
     assert [node.name for node in flow._files([0, 1, 2, 3], files, Counter(), "-")] == ["0_a", "0_b", "1_a", "1_b"]
     assert [node.name for node in flow._files([0, 0, 1, 1], files, Counter(), "-")] == ["rank 0", "rank 1"]

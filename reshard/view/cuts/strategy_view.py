@@ -83,8 +83,8 @@ def strategy_diff_html(diff: Diff) -> str:
             for (stage, first, second), group in islice(groups.items(), _MOST_GROUPS)
         ]
         if parts:
-            more = and_more(len(groups), _MOST_GROUPS, "pair of layouts")
-            sections.append(details(title, *parts, *more, more=count_text(len(changes), "tensor"), opened=True))
+            parts += and_more(len(groups), _MOST_GROUPS, "pair of layouts")
+            sections.append(details(title, *parts, more=count_text(len(changes), "tensor"), opened=True))
     only = {"Only in A": (diff.only_a, "in A, not in B"), "Only in B": (diff.only_b, "in B, not in A")}
     verdict = "every rank holds the same blocks" if diff.same else "they differ"
     return page(
