@@ -158,12 +158,10 @@ class Decoding:
         """Return the memory of the threads' caches, and of one chunk that each decodes."""
         return threads * (self.held_bytes + self.opening_bytes) + (IMPORTED_BYTES if self.opening_bytes else 0)
 
-    def streams(self, path: str, offset: int) -> bool:
-        """Return whether the chunk at an offset of a virtual file is decoded piece by piece."""
+    def decodes(self, path: str, offset: int) -> bool:
+        """Return whether there is an encoded chunk at an offset of a file."""
         unit = self.units.get(path)
-        if unit is None or isinstance(unit, Fill) or offset < unit.plain_bytes:
-            return False
-        return bool(unit.streamed_bytes(offset // unit.chunk_bytes))
+        return unit is not None and not isinstance(unit, Fill) and offset >= unit.plain_bytes
 
     def store(self) -> DecodingStore:
         """Return a store that reads the files decoded."""

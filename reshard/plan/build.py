@@ -258,7 +258,7 @@ def _edges(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[
         starts = {
             block.start[0] * unit
             for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True)
-            if at.runs and coding.streams(source.files[at.file].path, at.runs[0][0])
+            if at.runs and coding.decodes(source.files[at.file].path, at.runs[0][0])
         }
         if starts:
             edges[number] = sorted({0, transfer.rows, *starts})
