@@ -27,6 +27,7 @@ _HOMES = {
     "Cipher": "storage.cipher",
     "convert": "api.conversions",
     "DCP": "formats.sets",
+    "demo": "api.demos",
     "diff": "api.comparing",
     "EncryptedError": "errors",
     "GoneError": "errors",
@@ -110,6 +111,7 @@ __all__ = [
     "ZarrGroup",
     "average",
     "convert",
+    "demo",
     "diff",
     "make_manifest",
     "merge_strategies",
@@ -132,6 +134,7 @@ if TYPE_CHECKING:
     from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
+    from reshard.api.demos import demo
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
     from reshard.api.writing import write

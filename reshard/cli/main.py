@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,7 +20,17 @@ import click
 from reshard.cli.commands import RootGroup, option
 from reshard.cli.options import json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
-from reshard.cli.terminal import OWN_PROCESS, called_as, print_csv, print_json, print_text, say_warnings, width, wrote
+from reshard.cli.terminal import (
+    OWN_PROCESS,
+    called_as,
+    print_csv,
+    print_json,
+    print_picture,
+    print_text,
+    say_warnings,
+    width,
+    wrote,
+)
 from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
 from reshard.readers.open import open as open_checkpoint
@@ -29,6 +40,7 @@ if TYPE_CHECKING:
 
     from reshard.api.asked import OpenOptions
     from reshard.rules.rules import Rules
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
 
@@ -140,8 +152,10 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
     "--picture",
     under="Output",
     in_short_help=True,
-    metavar="NAME",
-    help="Draw which ranks hold which block of this tensor.",
+    is_flag=False,
+    flag_value="",
+    metavar="[NAME]",
+    help="Draw which ranks hold which block: of this tensor, or of all.",
 )
 @raw_option
 @json_option
@@ -174,7 +188,7 @@ def inspect(
     from reshard.formats.rank_dirs import rank_of
     from reshard.readers.open import has_several_ranks, iterations_at, ledger_layout, read_headers
     from reshard.readers.ranks import changed_text
-    from reshard.strategy.names import no_match
+    from reshard.view.cuts.characters import picture_text
     from reshard.view.tables import (
         checkpoint_data,
         checkpoint_text,
@@ -186,11 +200,10 @@ def inspect(
         rank_parts,
         table_rows,
     )
-    from reshard.view.words import picture_text
 
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other", code="conflicting-options", hint="leave one out")
-    if picture and (as_json or as_csv):
+    if picture is not None and (as_json or as_csv):
         raise UsageError("--picture is drawn for a terminal", hint="leave out --json or --csv", code="bad-options")
     iterations = iterations_at(source) if opening.iteration is None else []
     if iterations and not (as_json or as_csv):  # even if no iteration can be opened
@@ -212,13 +225,10 @@ def inspect(
         ranks = (rank_dir.rank,) * len(checkpoint.files) if rank_dir else checkpoint.ranks
         parts = [replace(checkpoint, ranks=ranks)]
     say_warnings(warnings)
-    if picture:
-        if picture not in parts[0].all_names:
-            raise UsageError(f"--picture {picture}: {no_match(picture, parts[0].all_names)}", code="unknown-tensor")
-        print_text(picture_text(parts[0], picture))
-        return
     parts = chosen(parts, match)
-    if as_csv:
+    if picture is not None:
+        print_picture(partial(picture_text, _pictured(parts[0], picture)))
+    elif as_csv:
         print_csv(table_rows([in_order(part, sort) for part in parts], whole=whole))
     elif as_json:
         parts = [in_order(part, sort) for part in parts]
@@ -231,6 +241,18 @@ def inspect(
         print_text(checkpoint_text(parts[0], sort=sort, width=width(), raw=raw))
     else:
         print_text(rank_files_text(parts, sort=sort, width=width()))
+
+
+def _pictured(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Return a checkpoint of one tensor, or of all if there is no name."""
+    from reshard.strategy.names import no_match
+
+    if not name:
+        return checkpoint
+    if name not in checkpoint.tensors and name not in checkpoint.unreadable:
+        raise UsageError(f"--picture {name}: {no_match(name, checkpoint.tensors)}", code="unknown-tensor")
+    checkpoint.require(name)
+    return replace(checkpoint, tensors={name: checkpoint.tensors[name]})
 
 
 @cli.command(
@@ -246,7 +268,8 @@ def demo(directory: Path) -> None:
     """Make the example of MindSpore's tutorial in DIRECTORY (default: reshard-demo), convert it and check every byte.
 
     8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is compared
-    with numpy slices of the whole tensors. It then shows what to type next.
+    with numpy slices of the whole tensors. It then shows what to type next. If an earlier demo made DIRECTORY, all
+    files in it are replaced.
     """
     from reshard.cli.demo import demo as run_demo
 

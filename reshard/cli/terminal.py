@@ -25,10 +25,11 @@ from reshard.cli import stop as stop_at_once
 from reshard.errors import BudgetError, ReshardError, Text, Words, joined, printable, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from reshard.errors import Option
+    from reshard.view.cuts.characters import Canvas
 
 
 def _flag(option: Option) -> str:
@@ -204,8 +205,12 @@ def _near(text: str) -> str:
 def paint(text: str, **style: Any) -> str:
     """Return a text in colour or bold, which `click.echo` strips for pipes and files."""
     ctx = click.get_current_context(silent=True)
-    unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if unwanted and not (ctx and ctx.color) else click.style(text, **style)
+    return text if _colourless() and not (ctx and ctx.color) else click.style(text, **style)
+
+
+def _colourless() -> bool:
+    """Return whether the environment asks for no colours."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def say_warnings(warnings: Sequence[str]) -> None:
@@ -217,6 +222,25 @@ def say_warnings(warnings: Sequence[str]) -> None:
 def print_text(text: str) -> None:
     """Write a result to stdout, with options as typed and control characters escaped."""
     click.echo(printable(spelled(text, OPTIONS), keep="\n"))
+
+
+def print_picture(draw: Callable[[Canvas], str]) -> None:
+    """Write a picture to stdout, in colours and characters that it can show."""
+    from reshard.view.cuts.characters import Canvas
+
+    ctx = click.get_current_context()
+    in_colour = sys.stdout.isatty() and not _colourless() if ctx.color is None else ctx.color
+    try:
+        "░▓…×".encode(sys.stdout.encoding)
+    except UnicodeError:
+        is_ascii = True
+    else:
+        is_ascii = False
+
+    def paint(text: str, background: int, ink: int) -> str:
+        return click.style(text, bg=background, fg=ink)
+
+    click.echo(draw(Canvas(width() or Canvas().width, paint if in_colour else None, is_ascii)), color=in_colour)
 
 
 def print_json(data: dict[str, object], error: ReshardError | None = None) -> None:

@@ -72,6 +72,9 @@ DCP_ITEM_BYTES = 800
 Share = tuple[str, int]
 """A part of a prediction: its purpose and its bytes."""
 
+HELD_BEFORE = frozenset({"program", "checkpoint", "layouts"})
+"""The purposes of memory that a process holds before a run begins."""
+
 
 class Coder(Protocol):
     """Anything that decrypts, decodes or compresses."""

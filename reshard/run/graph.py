@@ -34,7 +34,7 @@ from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.plan.plan import Task as PlanTask
 from reshard.run.preflight import check_sources
-from reshard.run.settings import Report, TaskOptions, report_of
+from reshard.run.settings import Report, TaskOptions, peak_memory, report_of, uncounted_memory
 from reshard.run.tasks import (
     close_files,
     commit_files,
@@ -291,9 +291,9 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         def compute(self, **options: Any) -> Report:
             """Write the target files."""
 
-    def __dask_postcompute__(self) -> tuple[Callable[..., Report], tuple[Report, float]]:
+    def __dask_postcompute__(self) -> tuple[Callable[..., Report], tuple[Report, float, int]]:
         """Return the function and arguments that turn results into a report."""
-        return _reported, (report_of(self.plan, self.directory, (), 0.0), time.time())
+        return _reported, (report_of(self.plan, self.directory, (), 0.0, 0), time.time(), uncounted_memory(self.plan))
 
     def __dask_postpersist__(self) -> tuple[Callable[..., Graph], tuple[()]]:
         """Return the function that turns persisted results into a graph."""
@@ -365,7 +365,7 @@ def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
-def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float) -> Report:
+def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float, uncounted: int) -> Report:
     """Add the receipts of a computed graph to an empty report."""
     receipts = tuple(results[0])
     return empty._replace(
@@ -373,4 +373,5 @@ def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float)
         bytes_written=sum(receipt.bytes_written for receipt in receipts),
         seconds=time.time() - began,
         receipts=receipts,
+        peak_memory=peak_memory(uncounted),
     )

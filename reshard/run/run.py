@@ -17,7 +17,7 @@ from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
 from reshard.run.preflight import changed_sources, check_sources, check_target
 from reshard.run.session import Session
-from reshard.run.settings import Progress, Receipt, Report, TaskOptions, report_of
+from reshard.run.settings import Progress, Receipt, Report, TaskOptions, peak_memory, report_of, uncounted_memory
 from reshard.run.tasks import drop_sources
 from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
@@ -46,6 +46,7 @@ def run(
     plan = partitioned(plan, options.partition, root, server_copy=options.server_copy)
     removes = options.ledger and options.starts_over
     older = older_files(plan, root) if removes else {}
+    uncounted = uncounted_memory(plan)
     check_target(plan, root, older)
     if removes:
         refuse_other_ranks(plan, root, older)
@@ -96,7 +97,7 @@ def run(
         local_store().close()
         store_of(plan.source.coding).close()
         pool.reset()
-    report = report_of(plan, root, receipts, time.perf_counter() - began)
+    report = report_of(plan, root, receipts, time.perf_counter() - began, peak_memory(uncounted))
     return report._replace(
         resumed=session.resumed + sum(receipt.bytes_kept for receipt in receipts),
         finished=sum(file.done for file in session.plan.files),

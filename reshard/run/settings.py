@@ -5,12 +5,16 @@ The module imports little, since the help of the command line needs it.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+import threading
+import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from reshard.errors import UsageError, names
 from reshard.sizes import counted
@@ -22,6 +26,11 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
+    from reshard.view.svg import Picture
+
+P = ParamSpec("P")
+
+_HOST = os.uname().nodename
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +129,36 @@ class Receipt(NamedTuple):
         ready: the complete files: number, size, and time or version.
         bytes_copied: bytes of files that the store copied from source files; not included in the other numbers.
         bytes_kept: bytes of files that an earlier run had sent.
+        began: when the task began, in seconds since 1970 by the clock of its machine.
+        worker: the machine, process and thread that executed it, as `HOST:PID THREAD`.
     """
 
     task: str
     bytes_read: int
     bytes_written: int
-    seconds: float
+    seconds: float = 0.0
     crc32c_ranges: array[int] = array("Q")
     crc32_ranges: array[int] = array("Q")
     file_ranges: array[int] = array("Q")
     ready: tuple[tuple[int, int, int], ...] = ()
     bytes_copied: int = 0
     bytes_kept: int = 0
+    began: float = 0.0
+    worker: str = ""
+
+
+def timed(task: Callable[P, Receipt]) -> Callable[P, Receipt]:
+    """Wrap a task so that its receipt says when it ran, for how long, and where."""
+
+    @wraps(task)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Receipt:
+        began, clock = time.time(), time.perf_counter()
+        receipt = task(*args, **kwargs)
+        seconds = time.perf_counter() - clock
+        worker = sys.intern(f"{_HOST}:{os.getpid()} {threading.current_thread().name}")
+        return receipt._replace(seconds=seconds, began=began, worker=worker)
+
+    return run
 
 
 class Report(NamedTuple):
@@ -151,7 +178,8 @@ class Report(NamedTuple):
         links: number of files that are links to another file.
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
-        peak_memory: peak resident memory of this process since its start, in bytes; excludes workers of a cluster.
+        peak_memory: peak resident memory of this process in bytes, to be compared with `predicted_memory`: without what
+            else it held when the run began, such as other objects of a notebook. Excludes workers of a cluster.
         resumed: bytes of contents that an earlier run had written; not included in `bytes_written`.
         finished: number of files that an earlier run had finished; they were not read again, and have the size and time
             in its records.
@@ -162,6 +190,7 @@ class Report(NamedTuple):
         warnings: warnings of the plan, and of `convert` about other files in the target directory.
         bytes_copied: bytes of the target files that their store copied from source files; they were not read here, and
             not included in `bytes_written`.
+        predicted_memory: the peak that the plan predicted, in bytes.
     """
 
     directory: str
@@ -185,6 +214,7 @@ class Report(NamedTuple):
     removed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     bytes_copied: int = 0
+    predicted_memory: int = 0
 
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, without reading them if possible.
@@ -213,6 +243,14 @@ class Report(NamedTuple):
         written: int = upward("manifest_of")(self, path, overwrite=overwrite)
         return written
 
+    def task_stream(self) -> Picture:
+        """Draw which thread did what when: a box for each task, with the bytes that it read and wrote.
+
+        A notebook shows the picture; `save` writes it to a file. On a cluster, a row is a thread of a process.
+        """
+        picture: Picture = upward("picture")(self)
+        return picture
+
     def __repr__(self) -> str:
         return (
             f"<Report: {counted(len(self.files), 'file')} in {names([self.directory])}, {self.bytes_read} bytes read, "
@@ -223,7 +261,7 @@ class Report(NamedTuple):
         return str(upward("html")(self))
 
 
-def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float) -> Report:
+def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float, peak: int) -> Report:
     """Return the report of a run that resumed nothing."""
     return Report(
         root,
@@ -239,17 +277,40 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
         sum(file.link is not None for file in plan.files),
         plan.dropped,
         plan.missing,
-        _peak_memory(),
+        peak,
+        predicted_memory=plan.stats.peak_memory,
     )
 
 
-def _peak_memory() -> int:
-    """Return the peak resident memory of this process, in bytes.
+def uncounted_memory(plan: Plan) -> int:
+    """Return the resident bytes of this process that a plan does not count, at the beginning of its run.
+
+    A plan predicts the peak of a process that does nothing else; a notebook may hold much more, or may have held it.
+    If there are such bytes, or the process once held more than was predicted, the record of its peak begins again.
+    """
+    from reshard.plan.budget import HELD_BEFORE  # no help of a command needs it
+
+    counted = sum(nbytes for purpose, nbytes in plan.memory if purpose in HELD_BEFORE)
+    uncounted = max(_resident("VmRSS") - counted, 0)
+    if uncounted or _resident("VmHWM") > plan.stats.peak_memory:
+        with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
+            peak.write("5")  # proc(5): resets the peak resident set size to the current one
+    return uncounted
+
+
+def peak_memory(uncounted: int) -> int:
+    """Return the peak resident memory of this process in bytes, without the `uncounted_memory` of its run.
 
     This is VmHWM on Linux, else `ru_maxrss`, which starts at the peak of the parent process.
     """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return (_resident("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit) - uncounted
+
+
+def _resident(key: str) -> int:
+    """Return a number of bytes in the status of this process on Linux, else 0."""
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{key}:"):
                 return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 0

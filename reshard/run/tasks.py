@@ -8,7 +8,6 @@ in any process, even twice, and tasks that name files may not.
 from __future__ import annotations
 
 import os
-import time
 from array import array
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,7 +22,7 @@ from reshard.plan.uploads.sending import reserve
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files, longest, sum_of
 from reshard.run.preflight import check_sources
-from reshard.run.settings import Receipt, TaskOptions
+from reshard.run.settings import Receipt, TaskOptions, timed
 from reshard.run.uploads import uploads_of
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, crc32, crc_of_range
@@ -84,13 +83,13 @@ def _working(options: TaskOptions, directory: str, written: Iterable[str] = ()) 
         live_runs.add(options.run, -1)
 
 
+@timed
 def create_files(plan: Plan, files: Sequence[int], directory: str, options: TaskOptions) -> Receipt:
     """Create unfinished target files, allocate their space, and write their literals.
 
     Files with checksums of their contents, and files published last (they need the latest modification time), get
     their literals when they are closed.
     """
-    began = time.perf_counter()
     store = local_store()
     paths = {number: unfinished(plan, number, directory) for number in files}
     written = [path for number, path in paths.items() if not _waits(plan.files[number])]
@@ -101,9 +100,10 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, options: Task
             if not _waits(file):
                 for offset, content in file.layout.literals:
                     sink.write_at(offset, content)
-    return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
+    return Receipt(f"create {files[0]}", 0, 0)
 
 
+@timed
 def move_task(
     plan: Plan,
     number: int,
@@ -119,7 +119,6 @@ def move_task(
 
         with given(dict(zip(keys, chunks, strict=True))):
             return move_task(plan, number, directory, options, _made)
-    began = time.perf_counter()
     reserve(plan, directory)
     store = store_of(plan.source.coding)
     sinks = Sinks(partial(_positioned, plan, directory))
@@ -149,8 +148,7 @@ def move_task(
         elif options.fsync and len(plan.files) <= WRITEBACK_FILES:
             for path in _paths(plan, sinks, directory):
                 local_store().start_writeback(path)
-    seconds = time.perf_counter() - began
-    return Receipt(f"move {number}", *moved[:2], seconds, *moved[2:])
+    return Receipt(f"move {number}", *moved[:2], 0.0, *moved[2:])
 
 
 def unfinished(plan: Plan, number: int, directory: str) -> str:
@@ -191,9 +189,9 @@ def drop_sources(plan: Plan, transfers: Iterable[Transfer], store: ReadStore) ->
             store.drop_cache(plan.source.files[file].path)
 
 
+@timed
 def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) -> Receipt:
     """Write the files of a task in the order of their bytes; at URLs, publish them."""
-    began = time.perf_counter()
     reserve(plan, directory)
     files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
@@ -213,10 +211,7 @@ def files_task(plan: Plan, number: int, directory: str, options: TaskOptions) ->
     ranges = array("Q", [value for file, written in by_file for span in written for value in (file, *span)])
     copied = sum(upload.copied_bytes for upload in uploads.values())
     kept = sum(upload.kept_bytes for upload in uploads.values())
-    seconds = time.perf_counter() - began
-    return Receipt(
-        f"files {number}", *moved[:2], seconds, file_ranges=ranges, ready=ready, bytes_copied=copied, bytes_kept=kept
-    )
+    return Receipt(f"files {number}", *moved[:2], file_ranges=ranges, ready=ready, bytes_copied=copied, bytes_kept=kept)
 
 
 def _published(plan: Plan, number: int, directory: str, options: TaskOptions) -> tuple[int, int, int]:
@@ -240,6 +235,7 @@ def _waits(file: TargetFile) -> bool:
     return file.last or bool(file.layout.crcs)
 
 
+@timed
 def close_files(
     plan: Plan,
     files: Sequence[int],
@@ -253,7 +249,7 @@ def close_files(
     Delayed literals (see `create_files`) are written here, with the sums of contents, which are combined from sums of
     ranges. In a plan by file, only files that are published last remain to be written. Naming all files is fast then.
     """
-    began, ready = time.perf_counter(), []
+    ready: list[tuple[int, int, int]] = []
     with _working(options, directory):
         for number in files:
             file, path = plan.files[number], unfinished(plan, number, directory)
@@ -262,7 +258,7 @@ def close_files(
             elif file.last:
                 write_literals(plan, number, directory, sync=options.fsync)
             ready.append((number, *local_store().status(path)[:2]))
-    return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
+    return Receipt(f"close {files[0]}", 0, 0, ready=tuple(ready))
 
 
 def _complete(path: str, file: TargetFile, summed: Iterable[Range], options: TaskOptions) -> None:
@@ -308,12 +304,12 @@ def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]
         yield begin, b"".join(parts)
 
 
+@timed
 def commit_files(plan: Plan, files: Sequence[int], directory: str, options: TaskOptions, _ready: object) -> Receipt:
     """Name complete target files; create links, and at URLs the last files.
 
     For a zarr store by file this writes all metadata, which no other task writes; the metadata of the group are last.
     """
-    began = time.perf_counter()
     store, positioned, ready = store_at(directory), can(directory).positioned, list[tuple[int, int, int]]()
     for number in files:
         file = plan.files[number]
@@ -325,7 +321,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, options: Task
             store.publish(unfinished(plan, number, directory), f"{directory}/{file.path}", durable=options.fsync)
         else:  # it is recorded once it has its name
             ready.append(_published(plan, number, directory, options))
-    return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
+    return Receipt(f"commit {files[0]}", 0, 0, ready=tuple(ready))
 
 
 def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:

@@ -16,6 +16,7 @@ from reshard.errors import Faults, LayoutError, StrategyError
 from reshard.layout.block import shape_text
 from reshard.layout.layout import Layout, least_shape
 from reshard.strategy.names import is_training_state, one_stage_advice, optimizer_states
+from reshard.upward import upward
 
 if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
@@ -32,17 +33,20 @@ class LayoutChange:
     b: Layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Diff:
     """The differences between two strategies.
 
     Attributes:
+        a, b: the strategies.
         only_a: names and stages that only the first has.
         only_b: names and stages that only the second has.
         blocks: layouts that give some rank another block.
         fields: layouts that differ in their numbers, but give every rank the same block.
     """
 
+    a: Strategy
+    b: Strategy
     only_a: tuple[tuple[str, int], ...]
     only_b: tuple[tuple[str, int], ...]
     blocks: tuple[LayoutChange, ...]
@@ -52,6 +56,13 @@ class Diff:
     def same(self) -> bool:
         """Return whether every rank holds the same blocks of the same tensors."""
         return not (self.only_a or self.only_b or self.blocks)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.blocks)} with other blocks, {len(self.only_a)} only in A, {len(self.only_b)} only in B"
+        return f"<Diff of two strategies: {counts}>"
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
 
 
 def diff(a: Strategy, b: Strategy) -> Diff:
@@ -75,6 +86,8 @@ def diff(a: Strategy, b: Strategy) -> Diff:
         same = any(_same_blocks(first_layout, second_layout) for (first_layout, _), (second_layout, _) in readings)
         (fields if same else blocks).append(LayoutChange(*key, placed.layout, counterpart.layout))
     return Diff(
+        a,
+        b,
         tuple(key for key in first if key not in second),
         tuple(key for key in second if key not in first),
         tuple(blocks),

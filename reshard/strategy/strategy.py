@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from reshard.layout.block import Shape
     from reshard.layout.grid import Grid
+    from reshard.strategy.diff import Diff
     from reshard.strategy.operators import OperatorStrategy
     from reshard.strategy.rule_values import Options, Rule
     from reshard.view.svg import Picture
@@ -343,6 +344,19 @@ class Strategy:
             stages = self.stages_of(name) or tuple(self.stages)
             tensors[name] = tuple(Placed(stage, layout) for stage in stages)
         return replace(self, tensors=tensors)
+
+    def diff(self, second: Strategy) -> Diff:
+        """Compare with a second strategy: tensors that only one names, and layouts that differ.
+
+        In a notebook the result shows both layouts of each tensor side by side.
+
+        >>> before = Strategy.of({"w": Layout.of([4], [0, -1])})
+        >>> before.diff(Strategy.of({"w": Layout.of([2, 2], [-1, 0])}))
+        <Diff of two strategies: 1 with other blocks, 0 only in A, 0 only in B>
+        """
+        from reshard.strategy.diff import diff  # it compares strategies, too
+
+        return diff(self, second)
 
     def picture(self, name: str, shape: Shape | None = None, target: Strategy | None = None) -> Picture:
         """Draw the block of each rank for a tensor, optionally next to another strategy.

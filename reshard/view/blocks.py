@@ -1,37 +1,37 @@
 """Pictures of layouts: the blocks of a tensor and their ranks, for one layout or for source and target side by side.
 
 1. Draw two axes, preferably ones that are cut; if more axes are cut, draw a panel for each slice of the others.
-2. Draw a block as a rectangle in the colour of the first rank that holds it, hatched if other ranks hold it too.
-3. Draw the target in other colours than the source, with dashes at the cuts of the source.
+2. Draw a block as a rectangle in the colour of the first rank that holds it, hatched if other ranks hold it too. A rank
+   has one colour on both sides.
+3. Draw dashes on the target at the cuts of the source.
 4. Merge neighbouring blocks of very fine grids, so that a picture of thousands of ranks stays small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
 from itertools import pairwise
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import LayoutError, UsageError, names
+from reshard.errors import UsageError, names
 from reshard.layout.block import Block, shape_text
 from reshard.layout.layout import least_shape
 from reshard.plan.bands import is_grid
-from reshard.strategy.names import ranges_text
 from reshard.view.svg import (
     Drawn,
     Markup,
     Picture,
-    colour,
     fitting,
     hatch,
     join,
     label,
     moved,
+    rank_colour,
     ranks_label,
+    ranks_range,
     tag,
     text_width,
     wrapped,
@@ -42,7 +42,7 @@ from reshard.view.words import placements_of, ranks_of
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.strategy import Placed, Strategy
 
 _MOST_CELLS = 576  # rectangles of a side; finer grids are drawn coarser
@@ -52,7 +52,6 @@ _MOST_PANELS = 12
 _MOST_SIDES = 8
 
 _Cuts = tuple[Sequence[float], Sequence[float]]  # positions of the cuts of rows and of columns, in pixels
-_Colours = Mapping[int, tuple[str, str]]  # by rank, the fill of its blocks, and the colour of labels on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,9 @@ class DrawnSide:
     rule: str = ""
 
     @property
-    def kind(self) -> str:
-        """Return `source` or `target` in a picture of both, else ""."""
-        return next((kind for kind in ("source", "target") if self.title.startswith(kind)), "")
+    def is_target(self) -> bool:
+        """Return whether it is drawn next to a source."""
+        return self.title.startswith("target")
 
 
 def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | None = None) -> Picture:
@@ -157,58 +156,14 @@ def _strategy_sides(strategy: Strategy, name: str, shape: Shape, title: str) -> 
     return sides
 
 
-def thumbnail(layout: Layout) -> Markup:
-    """Return a small drawing of a layout without labels, or "" if the layout is invalid."""
-    return _small(_layout_side(layout, str(layout)), 96.0, 64.0, 20.0)
-
-
-def tiny(layout: Layout | None, checkpoint: Checkpoint, tensor: Tensor) -> Markup:
-    """Return a drawing for a row of a table: of a layout, or else of a tensor's blocks in files.
-
-    It is "" if the layout is invalid.
-    """
-    if layout is not None:
-        return _small(_layout_side(layout, ""), 34.0, 22.0, 10.0)
-    side = DrawnSide("", tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))
-    return _small(side, 34.0, 22.0, 10.0)
-
-
-def _layout_side(layout: Layout, title: str) -> DrawnSide | None:
-    try:
-        grid = layout.grid(least_shape([layout]))
-    except LayoutError:
-        return None
-    return DrawnSide(title, grid.shape, grid.blocks, grid.ranks)
-
-
-@lru_cache(maxsize=1024)
-def _small(side: DrawnSide | None, width: float, height: float, low: float) -> Markup:
-    """Draw blocks without labels; `low` is the height for a single dimension."""
-    if side is None:
-        return Markup("")
-    frame = replace(_Frame.of([side]), width=width, height=height if len(side.shape) > 1 else low)
-    cells = [cell for cell in _cells(side, frame, 64) if all(cell.block.start[axis] == 0 for axis in frame.others)]
-    firsts = dict.fromkeys(cell.ranks[0] for cell in cells if cell.ranks)
-    colours = {rank: colour(number, len(firsts)) for number, rank in enumerate(firsts)}
-    drawing = moved(1, 1, *(_rectangle(frame, cell, colours) for cell in cells))
-    return Picture(side.title, width + 2, frame.height + 2, drawing).svg()
-
-
 # --- drawing ----------------------------------------------------------------------------------------------------
 
 
 def draw(sides: Sequence[DrawnSide], title: str) -> Picture:
     """Draw the sides next to each other; cuts of the first side are dashed on target sides."""
-    frame = _Frame.of(sides)
-    colours: dict[str, _Colours] = {}
-    for kind in {side.kind for side in sides}:
-        firsts = sorted({ranks[0] for side in sides if side.kind == kind for ranks in side.ranks if ranks})
-        colours[kind] = {rank: colour(number, len(firsts), kind) for number, rank in enumerate(firsts)}
-    cuts = _cuts(sides[0], frame) if any(side.kind == "target" for side in sides) else ((), ())
-    drawings = [
-        _side(side, frame, colours[side.kind], cuts if side.kind == "target" else ((), ()))
-        for side in sides[:_MOST_SIDES]
-    ]
+    frame = Frame.of(sides)
+    cuts = _cuts(sides[0], frame) if any(side.is_target for side in sides) else ((), ())
+    drawings = [_side(side, frame, cuts if side.is_target else ((), ())) for side in sides[:_MOST_SIDES]]
     drawing, width, height = wrapped(drawings, 900, 44)
     remarks = {
         "hatched: on several ranks": any(len(ranks) > 1 for side in sides for ranks in side.ranks),
@@ -223,7 +178,7 @@ def draw(sides: Sequence[DrawnSide], title: str) -> Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class Frame:
     """The axes and the size that the panels of all sides share.
 
     Attributes:
@@ -241,7 +196,7 @@ class _Frame:
     height: float
 
     @classmethod
-    def of(cls, sides: Sequence[DrawnSide]) -> _Frame:
+    def of(cls, sides: Sequence[DrawnSide]) -> Frame:
         """Choose the drawn axes: the last ones that are cut, then the largest ones."""
         shape = sides[0].shape
         blocks = [block for side in sides for block in side.blocks]
@@ -272,7 +227,7 @@ class _Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
+class Cell:
     """A rectangle of a picture: one block, or several merged ones of a fine grid."""
 
     block: Block
@@ -281,16 +236,16 @@ class _Cell:
     replicated: bool
 
 
-def _side(side: DrawnSide, frame: _Frame, colours: _Colours, cuts: _Cuts) -> Drawn:
-    panels: dict[tuple[tuple[int, int], ...], list[_Cell]] = {}
-    cells = _cells(side, frame)
+def _side(side: DrawnSide, frame: Frame, cuts: _Cuts) -> Drawn:
+    panels: dict[tuple[tuple[int, int], ...], list[Cell]] = {}
+    cells = cells_of(side, frame)
     for cell in cells:
         key = tuple((cell.block.start[axis], cell.block.stop[axis]) for axis in frame.others)
         panels.setdefault(key, []).append(cell)
     keys = sorted(panels)[:_MOST_PANELS]
-    drawings = [_panel(frame, key, panels[key], colours, cuts) for key in keys]
+    drawings = [_panel(frame, key, panels[key], cuts) for key in keys]
     drawing, width, height = wrapped(drawings, 4 * (frame.width + 50), 14)
-    lines = [line for line in (side.title, side.rule, _summary(side)) if line]
+    lines = [line for line in (side.title, side.rule, summary(side)) if line]
     remarks = []
     if len(cells) < len(side.blocks):
         most = max(cell.count for cell in cells)
@@ -308,7 +263,8 @@ def _side(side: DrawnSide, frame: _Frame, colours: _Colours, cuts: _Cuts) -> Dra
     return join([*titles, *notes, moved(0, top, drawing)]), width, below + 16.0 * len(remarks)
 
 
-def _summary(side: DrawnSide) -> str:
+def summary(side: DrawnSide) -> str:
+    """Count the blocks of a side and the ranks of each."""
     copies = sorted({len(ranks) for ranks in side.ranks})
     each = count_text(copies[-1], "rank") if len(copies) == 1 else f"{copies[0]} to {copies[-1]} ranks"
     if len(side.blocks) == 1:
@@ -319,9 +275,16 @@ def _summary(side: DrawnSide) -> str:
     return f"{' x '.join(map(str, ways))} blocks, each on {each}"
 
 
-def _cells(side: DrawnSide, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
-    """Return a rectangle for each block, or for several neighbours of a fine grid."""
-    cells = [_Cell(block, ranks, 1, len(ranks) > 1) for block, ranks in zip(side.blocks, side.ranks, strict=True)]
+def cells_of(side: DrawnSide, frame: Frame, most: int = _MOST_CELLS, least: float = _LEAST) -> list[Cell]:
+    """Return a rectangle for each block, or for several neighbours of a fine grid.
+
+    Args:
+        side: the blocks.
+        frame: the size of the panels.
+        most: the most rectangles.
+        least: the least pixels between two cuts.
+    """
+    cells = [Cell(block, ranks, 1, len(ranks) > 1) for block, ranks in zip(side.blocks, side.ranks, strict=True)]
     panels = min(_MOST_PANELS, len({tuple(b.start[axis] for axis in frame.others) for b in side.blocks}))
     most = max(most // panels, 1)
     starts: dict[int, list[int]] = {}
@@ -330,7 +293,7 @@ def _cells(side: DrawnSide, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cel
         if axis is not None:
             starts[axis] = sorted({block.start[axis] for block in side.blocks})
             step[axis] = 1
-            while len(starts[axis]) / step[axis] > pixels / _LEAST:
+            while len(starts[axis]) / step[axis] > pixels / least:
                 step[axis] *= 2
     while prod(ceil(len(starts[axis]) / step[axis]) for axis in step) > most:
         finest = max(step, key=lambda axis: len(starts[axis]) / step[axis])
@@ -340,12 +303,12 @@ def _cells(side: DrawnSide, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cel
     if not is_grid(side.shape, side.blocks):
         return cells[:most]
     number = {axis: {start: n // step[axis] for n, start in enumerate(starts[axis])} for axis in step}
-    groups: dict[tuple[int, ...], list[_Cell]] = {}
+    groups: dict[tuple[int, ...], list[Cell]] = {}
     for cell in cells:
         key = tuple(number[axis][start] if axis in number else start for axis, start in enumerate(cell.block.start))
         groups.setdefault(key, []).append(cell)
     return [
-        _Cell(
+        Cell(
             Block(group[0].block.start, group[-1].block.stop),  # the group is in row-major order
             tuple(sorted({rank for cell in group for rank in cell.ranks})),
             len(group),
@@ -355,17 +318,15 @@ def _cells(side: DrawnSide, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cel
     ]
 
 
-def _panel(
-    frame: _Frame, key: tuple[tuple[int, int], ...], cells: Sequence[_Cell], colours: _Colours, cuts: _Cuts
-) -> Drawn:
+def _panel(frame: Frame, key: tuple[tuple[int, int], ...], cells: Sequence[Cell], cuts: _Cuts) -> Drawn:
     """Draw a panel with the indices of its cuts."""
     width, height = frame.width, frame.height
-    elements = [_rectangle(frame, cell, colours) for cell in cells]
+    elements = [_rectangle(frame, cell) for cell in cells]
     lines = [*(f"M0 {at:.2f}H{width:.6g}" for at in cuts[0]), *(f"M{at:.2f} 0V{height:.6g}" for at in cuts[1])]
     elements += [
         tag("path", d=line, stroke="#1a1a1a", stroke_width=1.4, stroke_dasharray="3 3", class_="cut") for line in lines
     ]
-    elements += [_caption(frame, cell, colours, cuts) for cell in cells]
+    elements += [_caption(frame, cell, cuts) for cell in cells]
     margin, top, right = 4.0, 0.0, 4.0
     if frame.columns is not None:
         digits = len(str(frame.shape[frame.columns]))
@@ -383,32 +344,32 @@ def _panel(
     return moved(margin, top, *elements), margin + width + right, top + height + (20 if frame.others else 6)
 
 
-def _rectangle(frame: _Frame, cell: _Cell, colours: _Colours) -> Markup:
+def _rectangle(frame: Frame, cell: Cell) -> Markup:
     (y0, y1), (x0, x1) = frame.spans(cell.block)
     blocks = f"{cell.count} blocks, " if cell.count > 1 else ""
     rectangle = tag(
         "rect", tag("title", f"{_holder(cell)}: {blocks}{cell.block}"), class_="block",
         x=round(x0, 3), y=round(y0, 3), width=round(x1 - x0, 3), height=round(y1 - y0, 3),
-        fill=_colour(cell, colours)[0], stroke="currentColor", stroke_width=0.8, stroke_opacity=0.55,
+        fill=_colour(cell)[0], stroke="currentColor", stroke_width=0.8, stroke_opacity=0.55,
     )  # fmt: skip
     hatched = cell.replicated and min(x1 - x0, y1 - y0) >= 5
     return join([rectangle, hatch(x0, y0, x1 - x0, y1 - y0)]) if hatched else rectangle
 
 
-def _holder(cell: _Cell) -> str:
+def _holder(cell: Cell) -> str:
     return ranks_label(cell.ranks) if cell.ranks else "in no file"
 
 
-def _caption(frame: _Frame, cell: _Cell, colours: _Colours, cuts: _Cuts) -> Markup:
+def _caption(frame: Frame, cell: Cell, cuts: _Cuts) -> Markup:
     """Label a rectangle with its ranks, shortened to the room; an outline separates text and lines."""
     (y0, y1), (x0, x1) = (_widest(span, at) for span, at in zip(frame.spans(cell.block), cuts, strict=True))
     choices = [_holder(cell)]
     if cell.ranks:
-        choices += [ranges_text(cell.ranks), f"{cell.ranks[0]} +{len(cell.ranks) - 1}", f"{cell.ranks[0]}"]
+        choices += [ranks_range(cell.ranks), f"{cell.ranks[0]} +{len(cell.ranks) - 1}", f"{cell.ranks[0]}"]
     caption = fitting(choices, x1 - x0 - 4, 10) if y1 - y0 >= 13 else ""
     if not caption:
         return Markup("")
-    fill, ink = _colour(cell, colours)
+    fill, ink = _colour(cell)
     return label(
         (x0 + x1) / 2, (y0 + y1) / 2 + 3.5, caption, anchor="middle", size=10,
         fill=ink, stroke=fill, stroke_width=3, paint_order="stroke", stroke_linejoin="round",
@@ -425,12 +386,12 @@ def _widest(span: tuple[float, float], cuts: Sequence[float]) -> tuple[float, fl
     return max(pairwise(edges), key=lambda part: round(part[1] - part[0], 3))
 
 
-def _colour(cell: _Cell, colours: _Colours) -> tuple[str, str]:
+def _colour(cell: Cell) -> tuple[str, str]:
     """Return the fill of a rectangle, by its first rank, and the colour of labels on it."""
-    return next((colours[rank] for rank in cell.ranks if rank in colours), ("none", "currentColor"))
+    return rank_colour(cell.ranks[0]) if cell.ranks else ("none", "currentColor")
 
 
-def _ticks(cells: Sequence[_Cell], frame: _Frame, axis: int, pixels: float, apart: float) -> list[tuple[float, str]]:
+def _ticks(cells: Sequence[Cell], frame: Frame, axis: int, pixels: float, apart: float) -> list[tuple[float, str]]:
     """Return positions and indices to write along an axis: the ends, and the cuts with enough room."""
     extent = frame.shape[axis]
     scale = pixels / max(extent, 1)
@@ -441,7 +402,7 @@ def _ticks(cells: Sequence[_Cell], frame: _Frame, axis: int, pixels: float, apar
     return [*ticks, (pixels, str(extent))]
 
 
-def _cuts(side: DrawnSide, frame: _Frame) -> _Cuts:
+def _cuts(side: DrawnSide, frame: Frame) -> _Cuts:
     """Return the cuts of a side along rows and columns; none if they are too close to be drawn."""
     cuts: list[Sequence[float]] = []
     for n, (_, pixels) in enumerate(frame.drawn):

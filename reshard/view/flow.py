@@ -1,4 +1,4 @@
-"""Pictures of plans, with the bytes between three columns of boxes, and pictures of fused tensors.
+"""Pictures of plans: the bytes between three columns of boxes.
 
 1. The columns of a plan are its source files, its tensors (repeated layers folded) and its target files. The columns of
    one tensor are its source blocks, its runs of rows that are moved alike, and its target blocks.
@@ -13,22 +13,23 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import ceil, prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import bytes_text
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_members
-from reshard.view.svg import Markup, Picture, colour, cut, join, label, moved, ranks_label, tag, text_width
+from reshard.view.svg import Markup, Picture, cut, join, label, moved, rank_colour, ranks_label, tag, text_width
 from reshard.view.text import count_text
+from reshard.view.verdict import below
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.plan.bands import Segment
     from reshard.plan.plan import Plan, Route, Transfer
-    from reshard.rules.show import Fusion
     from reshard.source.checkpoint import Checkpoint
+    from reshard.targets.destination import TargetFile
 
 _MAX_END_BOXES = 16
 _MOST_MIDDLES = 14
@@ -36,14 +37,14 @@ _MAX_RUN_BLOCK_PAIRS = 200_000
 """The most pairs of a run of rows and a block; only the first rows of a larger grid are drawn."""
 
 _HEIGHT, _GAP, _LEAST = 340.0, 4.0, 29.0
-_WIDTH, _BAR, _RIBBON_PX, _MAX_END_LABEL_PX, _LEAST_MIDDLE = 960.0, 14.0, 140.0, 210.0, 180.0
-"""Widths in pixels: the widest page, a file's bar, ribbons, the widest label at the ends, the narrowest middle box."""
+_WIDTH, _BAR, _RIBBON_PX, _MAX_END_LABEL_PX, _LEAST_MIDDLE = 760.0, 14.0, 100.0, 130.0, 160.0
+"""Widths in pixels: the widest picture, a file's bar, ribbons, the widest end label, the narrowest middle box."""
 
 _NAME, _REMARK = 10.5, 9.0
 """Font sizes."""
 
-_MOST_BANDS = 576
-_FUSION_HEIGHT = 420.0
+_NO_RANK = "#a3a3a3"
+"""The fill of files that are of no rank."""
 
 T = TypeVar("T")
 
@@ -63,14 +64,14 @@ class Node:
         remark: the line below it.
         nbytes: the number of bytes that are moved through it.
         tip: the tooltip; by default the name.
-        rank: the first of its ranks, which determines its colour.
+        rank: the first of its ranks, which determines its colour; None if it is of no rank.
     """
 
     name: str
     remark: str
     nbytes: int
     tip: str = ""
-    rank: int = 0
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +124,44 @@ def _of_plan(plan: Plan) -> Flow:
             written[middle, target_of[file]] += number * target_itemsize * count
     nbytes = _sums(read, 1)
     return Flow(
-        ("source files", "tensors", f"target files ({plan.format})"),
-        _files([*source_of.values()], *_sources(plan.source, shown), _sums(read, 0), "not read"),
+        ("source files", "tensors", "target files"),
+        _files([*source_of.values()], _sources(plan.source, shown), _sums(read, 0), "not read"),
         [Node(name, f"{remark}{bytes_text(nbytes[n])}", nbytes[n]) for n, (name, remark) in enumerate(tensors)],
-        _files(target_of, [file.rank for file in plan.files], [f.path for f in plan.files], _sums(written, 1), "-"),
+        _files(target_of, _targets(plan.files), _sums(written, 1), "-"),
         read,
         written,
     )
 
 
-def _sources(source: Checkpoint, shown: Iterable[int]) -> tuple[list[int | None], list[str]]:
-    """Return the ranks and the paths of a source's files; a computed file has no rank, and a title for a path."""
-    files = [(source.ranks[number], source.files[number]) for number in shown]
-    ranks = [None if file.inputs is not None else rank for rank, file in files]
-    return ranks, [source.title if file.inputs is not None else file.path for _, file in files]
+def _sources(source: Checkpoint, shown: Iterable[int]) -> list[_DrawnFile]:
+    """Return the files of a source; a computed file stands for all files of the computation."""
+    several = any(source.ranks)
+    files = []
+    for number in shown:
+        file = source.files[number]
+        if file.inputs is not None:
+            files.append(_DrawnFile(None, "computed", source.title))
+        else:
+            files.append(
+                _DrawnFile(source.ranks[number] if several else None, _name(file.path, source.root), file.path)
+            )
+    return files
+
+
+def _targets(files: Sequence[TargetFile]) -> list[_DrawnFile]:
+    """Return the files of a target; an index is of no rank."""
+    several = any(file.rank for file in files)
+    return [_DrawnFile(file.rank if several and not file.last else None, _name(file.path), file.path) for file in files]
+
+
+def _name(path: str, root: str = "") -> str:
+    """Return the path of a file below its root, without the suffix of a file of tensors.
+
+    >>> _name("s3://b/set/model-00001-of-00002.safetensors", "s3://b/set"), _name("model.safetensors.index.json")
+    ('model-00001-of-00002', 'model.safetensors.index.json')
+    """
+    name = below(path.removeprefix(f"{root}/"), root)
+    return name.removesuffix(".safetensors").removesuffix(".ckpt")
 
 
 def _middles(
@@ -212,9 +237,9 @@ def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
     ]
     return Flow(
         ("source blocks", title, "target blocks"),
-        _blocks(source_of, holders, _sums(read, 0)),
+        _blocks(source_of, holders, _sums(read, 0), of_ranks=any(ranks)),
         _bands(plan, run_of, [(transfers[number], segment) for number, segment in runs], _sums(read, 1)),
-        _blocks(target_of, takers, _sums(written, 1)),
+        _blocks(target_of, takers, _sums(written, 1), of_ranks=any(plan.ranks)),
         read,
         written,
     )
@@ -245,26 +270,41 @@ def _sums(flows: Flows, side: int) -> Counter[int]:
     return sums
 
 
-def _files(
-    box_of: Sequence[int], ranks: Sequence[int | None], paths: Sequence[str], nbytes: Counter[int], nothing: str
-) -> list[Node]:
-    """Return the boxes of files, each with its ranks; a file without a rank is computed."""
+class _DrawnFile(NamedTuple):
+    """A file: its rank, or None if it is not of one rank of several; its name, and its path."""
+
+    rank: int | None
+    name: str
+    path: str
+
+
+def _files(box_of: Sequence[int], files: Sequence[_DrawnFile], nbytes: Counter[int], nothing: str) -> list[Node]:
+    """Return the boxes of files, named by their ranks if they have any, which differ."""
+    boxes = _inside(box_of, files)
+    ranks = [sorted({file.rank for file in inside if file.rank is not None}) for inside in boxes]
+    labels = Counter(map(tuple, ranks))
     nodes = []
-    for n, files in enumerate(_inside(box_of, list(zip(ranks, paths, strict=True)))):
-        distinct = sorted({rank for rank, _ in files if rank is not None})
-        label = ranks_label(distinct) if distinct else "computed"
+    for n, (inside, holders) in enumerate(zip(boxes, ranks, strict=True)):
+        rest = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+        name = ranks_label(holders) if holders and labels[tuple(holders)] == 1 else f"{inside[0].name}{rest}"
         remark = bytes_text(nbytes[n]) if nbytes[n] else nothing
-        nodes.append(Node(label, remark, nbytes[n], ", ".join(p for _, p in files[:3]), distinct[0] if distinct else 0))
+        tip = ", ".join(file.path for file in inside[:3])
+        nodes.append(Node(name, remark, nbytes[n], tip, holders[0] if holders else None))
     return nodes
 
 
-def _blocks(box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbytes: Counter[int]) -> list[Node]:
-    """Return the boxes of blocks, each with the ranks that hold it."""
+def _blocks(
+    box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbytes: Counter[int], *, of_ranks: bool
+) -> list[Node]:
+    """Return the boxes of blocks, each with the ranks that hold it, if the files are of ranks."""
     nodes = []
     for n, inside in enumerate(_inside(box_of, blocks)):
         ranks = sorted(set[int]().union(*(holders for holders, _ in inside)))
-        remark = inside[0][1] if len(inside) == 1 else f"{len(inside)} blocks"
-        nodes.append(Node(ranks_label(ranks), remark, nbytes[n], f"{remark}, {bytes_text(nbytes[n])}", ranks[0]))
+        block, size = inside[0][1] if len(inside) == 1 else f"{len(inside)} blocks", bytes_text(nbytes[n])
+        if of_ranks:
+            nodes.append(Node(ranks_label(ranks), block, nbytes[n], f"{block}, {size}", ranks[0]))
+        else:
+            nodes.append(Node(block, size, nbytes[n]))
     return nodes
 
 
@@ -298,7 +338,7 @@ def draw(flow: Flow, title: str) -> Picture:
     height = max(at + tall for column in columns for at, tall in column or [(0.0, 0.0)])
     columns = [_centred(column, height) for column in columns]
     x = [left, left + _BAR + _RIBBON_PX, left + _BAR + 2 * _RIBBON_PX + middle]
-    fills = [_fills(flow.sources, "source"), _fills(flow.targets, "target")]
+    fills = [_fills(flow.sources), _fills(flow.targets)]
     ribbons = [
         *_ribbons(flow.read, columns[0], columns[1], x[0] + _BAR, x[1], fills[0], by_source=True),
         *_ribbons(flow.written, columns[1], columns[2], x[1] + middle, x[2], fills[1], by_source=False),
@@ -325,9 +365,8 @@ def _wide(nodes: Sequence[Node]) -> float:
     return max((max(text_width(n.name, _NAME), text_width(n.remark, _REMARK)) for n in nodes), default=0.0)
 
 
-def _fills(nodes: Sequence[Node], side: str) -> list[str]:
-    ranks = sorted({node.rank for node in nodes})
-    return [colour(ranks.index(node.rank), len(ranks), side)[0] for node in nodes]
+def _fills(nodes: Sequence[Node]) -> list[str]:
+    return [_NO_RANK if node.rank is None else rank_colour(node.rank)[0] for node in nodes]
 
 
 def _placed(nodes: Sequence[Node]) -> Column:
@@ -402,32 +441,3 @@ def _two_lines(node: Node, x: float, y: float, anchor: str, room: float, opacity
         label(x, y - 2.5, cut(node.name, room, _NAME), size=_NAME, anchor=anchor, opacity=opacity),
         label(x, y + 10, cut(node.remark, room, _REMARK), size=_REMARK, anchor=anchor, opacity=0.66 * opacity),
     ]
-
-
-# --- fused tensors ----------------------------------------------------------------------------------------------
-
-
-def fusion_picture(fusion: Fusion) -> Picture:
-    """Draw the rows of a fused tensor in the colours of their parts."""
-    count = len(fusion.parts)
-    fills = [*(colour(number, count)[0] for number in range(count)), "none"]
-    scale = _FUSION_HEIGHT / max(fusion.rows, 1)
-    bars = [label(0, 12, fusion.name, font_weight=600), label(0, 28, f"{fusion.rows:,} rows along axis {fusion.axis}")]
-    for band in fusion.bands[:_MOST_BANDS]:
-        spans = [band.rows] if band.step == 1 else [range(row, row + 1) for row in band.rows[:_MOST_BANDS]]
-        last = band.first + len(band.rows) - 1
-        part = f"{fusion.parts[band.part]} {band.first}-{last}" if band.part >= 0 else "padding"
-        title = tag("title", f"rows {band.rows[0]}-{band.rows[-1]}: {part}")
-        bars += [
-            tag("rect", title, x=0.0, y=36 + span.start * scale, width=90.0, height=max(len(span) * scale, 0.5),
-                fill=fills[band.part], stroke="#00000040", stroke_width=0.5)
-            for span in spans
-        ]  # fmt: skip
-        if band.step == 1 and len(band.rows) * scale >= 4:
-            bars.append(label(96, 40 + (band.start + band.stop) / 2 * scale, f"{band.start}-{band.stop - 1}", size=10))
-    for number, part in enumerate(fusion.parts):
-        y = 36.0 + 18 * number
-        bars += [tag("rect", x=180.0, y=y, width=12.0, height=12.0, fill=fills[number]), label(198, y + 10, part)]
-    width = 200 + max(map(text_width, (*fusion.parts, fusion.name)))
-    height = 40 + max(_FUSION_HEIGHT, 18 * count)
-    return Picture(f"{fusion.name}: {fusion.verb}", ceil(width), ceil(height), join(bars))

@@ -5,7 +5,7 @@ result is both HTML and XML, has no script and loads no resources. Its styles ap
 inherit the colours of the page, for light and dark themes.
 
 Lines and labels have the colour of the surrounding text (`currentColor`). Fills can be told apart with colour-vision
-deficiencies, and each has a label colour of high contrast.
+deficiencies, and each has a label colour of high contrast. A rank has the same colour in every picture (`rank_colour`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import printable
-from reshard.strategy.names import group_names, ranges_text
+from reshard.strategy.names import group_names
 from reshard.view.text import NUMBERS, count_text, shortened
+from reshard.view.words import ranks_words
 
 if TYPE_CHECKING:
     import os
@@ -164,11 +165,7 @@ def _bullets(title: str, items: Sequence[str], noun: str, more: str) -> Markup:
 _FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
 # Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
 _MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
-# For source and target side by side: cool and warm, from dark to light; rank 0 of one is not rank 0 of the other.
-_SIDES = {
-    "source": ((96, 140, 208), (92, 176, 208), (92, 198, 176), (164, 218, 140)),
-    "target": ((192, 98, 158), (230, 122, 126), (244, 162, 104), (252, 216, 120)),
-}
+_SHADES = (1.0, 0.8, 1.4, 0.65)  # of `_FEW`, for ranks 0-8, 9-17, 18-26, 27-35
 _DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
 
 _ALONE = """\
@@ -204,8 +201,8 @@ class Picture:
         }
         if alone:
             attributes["xmlns"] = "http://www.w3.org/2000/svg"
-        elif self.width > 100:  # shrinks to 75 % of its width, then scrolls
-            attributes["style"] = f"max-width: max(100%, {0.75 * self.width:.0f}px)"
+        elif self.width > 100:  # shrinks to 63 % of its width, then scrolls
+            attributes["style"] = f"max-width: max(100%, {0.63 * self.width:.0f}px)"
         style = [Markup(_ALONE)] if alone else []
         title = [tag("title", self.title)] if self.title else []
         return tag("svg", *title, *style, self.drawing, **attributes)
@@ -225,25 +222,34 @@ class Picture:
         return f"<Picture {self.width:.0f} x {self.height:.0f}: {printable(self.title)}>"
 
 
-def colour(number: int, count: int, side: str = "") -> tuple[str, str]:
-    """Return the fill of one of `count` items, and the colour of a label on it.
-
-    Args:
-        number: the number of the item, from 0.
-        count: the number of items.
-        side: `source` or `target` in a picture of both, for different colours.
+def colour(number: int, count: int) -> str:
+    """Return the fill of one of `count` items, counted from 0.
 
     >>> colour(0, 4), colour(0, 64), colour(63, 64)
-    (('#77aadd', '#1a1a1a'), ('#3b528b', '#ffffff'), ('#fde725', '#1a1a1a'))
-    >>> colour(0, 4, "source"), colour(0, 4, "target")
-    (('#608cd0', '#1a1a1a'), ('#c0629e', '#1a1a1a'))
+    ('#77aadd', '#3b528b', '#fde725')
     """
-    stops = _SIDES.get(side, _MANY)
-    if stops is _MANY and count <= len(_FEW):
-        return _FEW[number], _DARK_INK
-    position = number / max(count - 1, 1) * (len(stops) - 1)
-    low = min(int(position), len(stops) - 2)
-    rgb = [round(a + (b - a) * (position - low)) for a, b in zip(stops[low], stops[low + 1], strict=True)]
+    if count <= len(_FEW):
+        return _FEW[number]
+    position = number / max(count - 1, 1) * (len(_MANY) - 1)
+    low = min(int(position), len(_MANY) - 2)
+    rgb = (round(a + (b - a) * (position - low)) for a, b in zip(_MANY[low], _MANY[low + 1], strict=True))
+    return "#{:02x}{:02x}{:02x}".format(*rgb)
+
+
+@lru_cache(maxsize=1024)
+def rank_colour(rank: int) -> tuple[str, str]:
+    """Return the fill of a rank's blocks in every picture, and the colour of a label on it.
+
+    Nine colours are repeated in four shades. Nine has no factor in common with the sizes of most groups of ranks, so
+    ranks 0, 8, 16 and so on differ, too.
+
+    >>> rank_colour(0), rank_colour(8), rank_colour(9), rank_colour(36) == rank_colour(0)
+    (('#77aadd', '#1a1a1a'), ('#dddddd', '#1a1a1a'), ('#5f88b1', '#1a1a1a'), True)
+    """
+    shade = _SHADES[rank // len(_FEW) % len(_SHADES)]
+    fill = _FEW[rank % len(_FEW)]
+    parts = [int(fill[at : at + 2], 16) for at in (1, 3, 5)]
+    rgb = [round(part * shade if shade <= 1 else 255 - (255 - part) / shade) for part in parts]
     light = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
     return "#{:02x}{:02x}{:02x}".format(*rgb), _DARK_INK if light > 118 else _LIGHT_INK
 
@@ -310,10 +316,19 @@ def wrapped(drawings: Iterable[Drawn], most: float, gap: float) -> Drawn:
     return join(placed), width, height
 
 
+def ranks_range(ranks: Sequence[int]) -> str:
+    """Write ranks for a page.
+
+    >>> ranks_range(range(8)), ranks_range(range(0, 64, 8))
+    ('0–7', '0–56, step 8')
+    """
+    return ranks_words(ranks).replace("-", "–")
+
+
 def ranks_label(ranks: Sequence[int]) -> str:
     """Write ranks for a label.
 
     >>> ranks_label([3]), ranks_label([0, 1, 2])
-    ('rank 3', 'ranks 0-2')
+    ('rank 3', 'ranks 0–2')
     """
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_text(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_range(ranks)}"

@@ -1,4 +1,4 @@
-"""Layouts and strategies in words, as pictures in characters and as plain data.
+"""Layouts, strategies and plans in words and as plain data.
 
 `rows / 4 × 2 copies` means 4 blocks of rows, each on 2 ranks. The words omit the order of the ranks; pictures show it,
 and so do the device matrix and the tensor map of `--raw`.
@@ -21,9 +21,9 @@ from reshard.strategy.names import group_names, ranges_text
 from reshard.view.text import count_text, fields_data, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from reshard.layout.block import Block, Shape
+    from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.run.settings import Report
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Placed, Strategy
 
 _SAVED_BY_TORCH = "torch.save"
-
-_MOST_ROWS, _MOST_COLUMNS = 16, 8
-"""The most rows and columns of blocks in a picture."""
 
 LEGEND = """\
 layout: [extents of the device axes] map [the axis that cuts each dimension:
@@ -166,14 +163,16 @@ def ranks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[int, ...], .
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
-    """Write the layouts of tensors that share a row, with their stages if there are several."""
+    """Write the layouts of tensors that share a row, with their stages; "" if unknown."""
     stages: dict[str, set[int]] = {}
     for tensor in tensors:
         for stage, layout in layouts_of(checkpoint, tensor):
             stages.setdefault(str(layout), set()).add(stage)
     if stages and checkpoint.strategy and len(checkpoint.strategy.stages) > 1:
         return ", ".join(f"stage {ranges_text(sorted(numbers))}: {layout}" for layout, numbers in stages.items())
-    return next(iter(stages), "whole")
+    if stages:
+        return next(iter(stages))
+    return "whole" if all(len(tensor.sharding.blocks) <= 1 for tensor in tensors) else ""
 
 
 def cut_words(checkpoint: Checkpoint, tensor: Tensor) -> str:
@@ -247,100 +246,19 @@ def strategy_data(strategy: Strategy) -> dict[str, object]:
     }
 
 
-# --- pictures in characters -------------------------------------------------------------------------------------
-
-
-def picture_text(checkpoint: Checkpoint, name: str) -> str:
-    """Draw in characters the blocks of a tensor and the ranks that hold them.
-
-    Raises:
-        KeyError: the checkpoint has no such tensor; the error has the nearest names.
-    """
-    checkpoint.require(name)
-    tensor = checkpoint.tensors[name]
-    places = placements_of(checkpoint, tensor)
-    if places and checkpoint.strategy:
-        grids = [checkpoint.strategy.grid(name, tensor.spec.shape, stage=placed.stage) for placed in places]
-        pictures = [block_picture(grid.shape, grid.blocks, grid.ranks) for grid in grids]
-    else:
-        pictures = [block_picture(tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor))]
-    title = f"{printable(name)}  {extents_text(tensor)}  {tensor.spec.dtype}  {cut_words(checkpoint, tensor)}"
-    return "\n\n".join([title, *("\n".join(picture) for picture in pictures)])
-
-
-def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequence[int]]) -> list[str]:
-    r"""Draw blocks and the ranks that hold them, in box-drawing characters.
-
-    The first two axes that are cut are drawn, rows downwards; other axes only at their first block.
-
-    Args:
-        shape: the shape of the whole tensor.
-        blocks: distinct blocks; no picture if they are not a grid.
-        ranks: the ranks that hold each block.
-
-    >>> from reshard.layout.layout import Layout
-    >>> grid = Layout.of([2, 2], [1, 0]).grid((4, 6))
-    >>> for line in block_picture(grid.shape, grid.blocks, grid.ranks):
-    ...     print(line)
-           0-2 3-5
-          ┌───┬───┐
-      0-1 │ 0 │ 1 │
-          ├───┼───┤
-      2-3 │ 2 │ 3 │
-          └───┴───┘
-    """
-    if not blocks or not is_grid(shape, blocks):
-        return [f"{len(blocks):,} blocks, which do not form a grid"]
-    cut = [axis for axis in range(len(shape)) if any(block.start[axis] for block in blocks)]
-    down, right = ([*cut, None, None])[:2]
-    if len(cut) == 1 and (cut[0] or len(shape) == 1):
-        down, right = None, cut[0]
-    cells: dict[tuple[int, int], str] = {}
-    for block, holders in zip(blocks, ranks, strict=True):
-        if not any(start for axis, start in enumerate(block.start) if axis not in {down, right}):
-            corner = (0 if down is None else block.start[down], 0 if right is None else block.start[right])
-            cells[corner] = ranks_words(holders)
-    rows, columns = _spans(blocks, down), _spans(blocks, right)
-    more_rows, more_columns = len(rows) > _MOST_ROWS, " …" if len(columns) > _MOST_COLUMNS else ""
-    rows, columns = rows[:_MOST_ROWS], columns[:_MOST_COLUMNS]
-    widths = [max(len(title), *(len(cells.get((row, n), "no file")) + 2 for row, _ in rows)) for n, title in columns]
-    margin = max(len(title) for _, title in rows) + 3
-
-    def line(left: str, separator: str, right: str, texts: Iterable[str]) -> str:
-        padded = (text.ljust(width, "─" if text == "─" else " ") for text, width in zip(texts, widths, strict=True))
-        return f"{left:>{margin + 1}}{separator.join(padded)}{right}"
-
-    bars = ["─"] * len(columns)
-    titles = line("", " ", "", [title for _, title in columns]).rstrip()
-    lines = [titles] if titles else []
-    lines.append(line("┌", "┬", "┐", bars))
-    for number, (row, title) in enumerate(rows):
-        if number:
-            lines.append(line("├", "┼", "┤", bars))
-        texts = [f" {cells.get((row, column), 'no file')}" for column, _ in columns]
-        lines.append(line(f"{title} │", "│", f"│{more_columns}", texts))
-    lines.append(line("└", "┴", "┘", bars))
-    return [*lines, " " * margin + "…"] if more_rows else lines
-
-
-def _spans(blocks: Sequence[Block], axis: int | None) -> list[tuple[int, str]]:
-    """Return the start of each block along an axis, with the range of its indices as text."""
-    if axis is None:
-        return [(0, "")]
-    spans = sorted({(block.start[axis], block.stop[axis]) for block in blocks})
-    return [(start, f"{start}-{stop - 1}") for start, stop in spans]
+# --- ranks, plans -----------------------------------------------------------------------------------------------
 
 
 def ranks_words(ranks: Sequence[int]) -> str:
     """Write ranks as ranges, with a step if it is regular; `no file` if there are no ranks.
 
     >>> ranks_words([0, 8, 16, 24]), ranks_words([0, 1, 2, 3]), ranks_words([0, 1, 4, 5]), ranks_words([])
-    ('0-24 step 8', '0-3', '0-1,4-5', 'no file')
+    ('0-24, step 8', '0-3', '0-1,4-5', 'no file')
     """
     ordered = sorted(ranks)
     steps = [step for step, _ in groupby(b - a for a, b in pairwise(ordered))]
     if len(ordered) > 2 and len(steps) == 1 and steps[0] > 1:
-        return f"{ordered[0]}-{ordered[-1]} step {steps[0]}"
+        return f"{ordered[0]}-{ordered[-1]}, step {steps[0]}"
     return ranges_text(ordered) if ordered else "no file"
 
 

@@ -18,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard import errors
-from reshard.cli.demo import make
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's files."""
     home = tmp_path_factory.mktemp("demo")
-    make(home)
+    reshard.demo("mindspore", home)
     return home
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from refusals import refused
 
+import reshard
 from reshard.cli import demo
 from reshard.errors import TargetError, VerifyError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
     """A demo folder, transformed."""
-    demo.make(tmp_path)
+    reshard.demo("mindspore", tmp_path)
     demo.convert(tmp_path)
     return tmp_path
 

@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 from test_show import large
 
 import reshard
-from reshard.cli.demo import make
 from reshard.dtypes import BY_NAME
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.layout.block import Block
@@ -33,7 +32,7 @@ from reshard.verify.difference import Difference
 from reshard.verify.verification import Comparison, Counts, Verification
 from reshard.view import flow
 from reshard.view.blocks import DrawnSide, draw
-from reshard.view.svg import Markup, tag, text_width
+from reshard.view.svg import Markup, rank_colour, tag, text_width
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,18 +42,19 @@ if TYPE_CHECKING:
 MOST = 300_000
 HOSTILE = "<script>alert(1)</script>\"'&amp; onload=x \x1b[2J\u202e"
 ELEMENTS = """
-div span b i style details summary table thead tbody tr th td ul li code svg title g rect path text
+div span b i style details summary table thead tbody tr th td ul li code svg symbol use title g rect path text
 """.split()
 ATTRIBUTES = """
-class style title open viewBox width height role x y rx d fill stroke stroke-width stroke-opacity stroke-dasharray
-stroke-linejoin paint-order fill-opacity opacity pointer-events font-size font-weight text-anchor transform
+class id href style title open viewBox width height role x y rx d fill stroke stroke-width stroke-opacity
+stroke-dasharray stroke-linejoin paint-order fill-opacity opacity pointer-events
+font-size font-weight text-anchor transform
 """.split()
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("demo") / "reshard-demo"
-    make(directory)
+    reshard.demo("mindspore", directory)
     return directory
 
 
@@ -120,9 +120,9 @@ def test_everything_of_the_demo_is_shown(
 def test_what_is_shown_of_a_checkpoint(source: reshard.Checkpoint) -> None:
     root = parsed(source)
     leaves = [row for row in root.iter("div") if row.get("class") == "row leaf"]
-    rows = [[text for text in row.itertext() if not text.startswith("rank")] for row in leaves]
-    assert ["layer1.weight", "float32", "[16, 32]", "2.0 kB", "columns / 2 × 4 copies"] in rows
-    assert ["layer{1-2}.bias", "  x 2", "float32", "[32]", "256 B", "whole × 8 copies"] in rows
+    rows = [[*row.itertext()] for row in leaves]
+    assert ["layer1.weight", "float32", "[16, 32]", "2.0 kB", *["columns / 2 × 4 copies"] * 2] in rows
+    assert ["layer{1-2}.bias", "  x 2", "float32", "[32]", "256 B", *["whole × 8 copies"] * 2] in rows
     assert "[2, 2, 2] map [-1, 1]; 2 x 4 blocks x copies in the files" in [row[-1].get("title") for row in leaves]
     branches = [[*next(d.iter("summary")).itertext()] for d in root.iter("details") if d.get("class") == "branch"]
     layer = ["layer3", "  2 tensors", "1.1 kB"]
@@ -309,7 +309,7 @@ def test_thousands_of_ranks_are_drawn_coarser() -> None:
         root = parsed(each)
         assert any("drawn coarser" in text for text in texts(root))
     assert sum(1 for _ in parsed(fine).iter("rect")) <= 576
-    assert next(parsed(rows).iter("rect"))[0].text == "ranks 0-127: 128 blocks, [0:128, 0:1]"
+    assert next(parsed(rows).iter("rect"))[0].text == "ranks 0–127: 128 blocks, [0:128, 0:1]"
 
 
 # --- true -------------------------------------------------------------------------------------------------------
@@ -332,8 +332,9 @@ def rectangles(root: ET.Element) -> list[list[tuple[tuple[float, ...], str]]]:
 
 def numbers(text: str) -> list[int]:
     """The ranks in a tip."""
-    runs = text.removeprefix("rank").removeprefix("s").split(":")[0].strip().split(",")
-    return [n for run in runs for n in range(int(run.split("-")[0]), int(run.split("-")[-1]) + 1)]
+    text, _, step = text.removeprefix("rank").removeprefix("s").split(":")[0].strip().partition(", step ")
+    spans = [[int(end) for end in run.split("–")] for run in text.split(",")]
+    return [n for span in spans for n in range(span[0], span[-1] + 1, int(step or 1))]
 
 
 def box(text: str) -> tuple[tuple[int, int], ...]:
@@ -398,7 +399,7 @@ def test_coarser_rectangles_are_all_blocks_together() -> None:
 def test_source_and_target_stand_side_by_side(source: reshard.Checkpoint, target: Strategy) -> None:
     root = parsed(source.picture("net.layer1.weight", target))
     left, right = rectangles(root)
-    assert [tip for _, tip in left] == ["ranks 0-1,4-5: [0:16, 0:16]", "ranks 2-3,6-7: [0:16, 16:32]"]
+    assert [tip for _, tip in left] == ["ranks 0–1,4–5: [0:16, 0:16]", "ranks 2–3,6–7: [0:16, 16:32]"]
     assert [tip for _, tip in right] == [
         "rank 0: [0:4, 0:32]", "rank 2: [4:8, 0:32]", "rank 1: [8:12, 0:32]", "rank 3: [12:16, 0:32]",
     ]  # fmt: skip
@@ -411,13 +412,41 @@ def test_stages_without_a_target_have_no_dashes() -> None:
     assert "dashed" in strategy.picture("w", (4, 4), strategy).svg()
 
 
-def test_source_and_target_have_colours_of_their_own(
+def fills(shown: Any) -> dict[str, set[str]]:
+    """The fills of the bars and blocks of each rank, or of each file, by the tip."""
+    found: dict[str, set[str]] = {}
+    for part in parsed(shown).iter("rect"):
+        if part.get("fill", "").startswith("#"):
+            found.setdefault((part[0].text or "").split(":")[0], set()).add(part.get("fill", ""))
+    return found
+
+
+def test_a_rank_has_one_colour_in_all_pictures(
     source: reshard.Checkpoint, target: Strategy, plan: reshard.Plan
 ) -> None:
-    for each in (source.picture("net.layer1.weight", target), plan.picture(), plan.picture("net.layer1.weight")):
-        bars = [part for part in parsed(each).iter("rect") if part.get("fill", "").startswith("#")]
-        fills = [part.get("fill") for part in bars]
-        assert len(fills) == len(set(fills)) == 6, "ranks 0 and 2 of the source, 0 to 3 of the target"
+    colours: dict[int, set[str]] = {}
+    shown: list[Any] = [
+        source,
+        target,
+        source.picture("net.layer1.weight", target),
+        target.picture("net.layer3.weight"),
+    ]
+    for each in shown:
+        for tip, found in fills(each).items():
+            if tip.startswith("rank"):
+                colours.setdefault(numbers(tip)[0], set()).update(found)
+    drawn = flow._of_plan(plan._record)
+    for nodes in (drawn.sources, drawn.targets):
+        for node, fill in zip(nodes, flow._fills(nodes), strict=True):
+            colours.setdefault(int(node.name.removeprefix("rank ")), set()).add(fill)
+    assert sorted(colours) == list(range(8))
+    assert all(len(of_rank) == 1 for of_rank in colours.values())
+    assert len(set().union(*colours.values())) == 8
+
+
+def test_neighbours_and_groups_of_ranks_have_colours_of_their_own() -> None:
+    for step in (1, 2, 4, 8, 16, 32):
+        assert len({rank_colour(rank)[0] for rank in range(0, 9 * step, step)}) == 9
 
 
 def test_no_dashes_cross_a_label(source: reshard.Checkpoint, target: Strategy) -> None:
@@ -509,7 +538,7 @@ def test_a_cast_and_a_large_plan_keep_their_bytes() -> None:
     drawn = flow._of_plan(plan._record)
     assert sum(drawn.read.values()) == plan.stats.bytes_read
     assert sum(drawn.written.values()) == plan.stats.bytes_written
-    assert [node.name for node in drawn.sources][:2] == ["ranks 0-3", "ranks 4-7"]
+    assert [node.name for node in drawn.sources][:2] == ["ranks 0–3", "ranks 4–7"]
     assert max(len(drawn.sources), len(drawn.middles), len(drawn.targets)) <= 16
 
 

@@ -24,7 +24,7 @@ from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text, rank_files_data, rank_files_text, rank_parts
 from reshard.view.text import bytes_text, plan_text, table_lines
-from reshard.view.words import block_picture, layout_words, plan_data, ranks_words, strategy_data, strategy_text
+from reshard.view.words import layout_words, plan_data, ranks_words, strategy_data, strategy_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,16 +133,8 @@ def test_words_count_the_blocks_and_the_copies(case: tuple[Layout, tuple[int, ..
     assert int(copies.split()[0] if copies else 1) == len(grid.ranks[0])
 
 
-def test_a_picture_of_many_blocks_is_cut_short() -> None:
-    grid = Layout.of([64, 16], [1, 0]).grid((64, 32))
-    lines = block_picture(grid.shape, grid.blocks, grid.ranks)
-    assert len(lines) == 2 * 16 + 3
-    assert all(len(line) <= 80 for line in lines)
-    assert lines[-1].strip() == "…"
-
-
 def test_ranks_are_counted_in_steps() -> None:
-    assert ranks_words(range(0, 64, 8)) == "0-56 step 8"
+    assert ranks_words(range(0, 64, 8)) == "0-56, step 8"
     assert ranks_words([3]) == "3"
 
 

@@ -1,22 +1,20 @@
 """Run the tutorial's example on real MindSpore files: convert 8 ranks to 4 with optimizer parallel, check every byte.
 
 The check is independent of plans: protobuf parses the target files, and each tensor is compared with a numpy slice of
-the whole tensors that MindSpore put into the network (`README.md` here gives the origin of the files).
+the whole tensors that MindSpore put into the network (`api/demos/README.md` gives the origin of the files).
 """
 
 from __future__ import annotations
 
-import io
 import shlex
-import tarfile
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.api.demos import demo as write_demo
 from reshard.dtypes import BY_NAME
-from reshard.errors import TargetError, VerifyError, bytes_text, names
+from reshard.errors import VerifyError, bytes_text, names
 from reshard.formats.sets import HuggingFaceSet
 from reshard.plan.make import plan
 from reshard.readers.open import open as open_checkpoint
@@ -34,18 +32,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Stored = tuple[str, tuple[int, ...], bytes]  # the type's MindSpore name, the shape, the contents
-
-MARK = "reshard-demo.txt"
-_NOTE = """\
-This folder was made by `reshard demo`, which replaces it when it is run again.
-
-src_checkpoints/   8 ranks as MindSpore 2.10 saved them
-src_strategy.ckpt  which rank of these holds which block
-dst_strategy.ckpt  the same network over 4 ranks, with optimizer parallel
-full.npz           the whole tensors
-dst_checkpoints/   what reshard made: 4 ranks
-hf/                what reshard made: whole tensors in safetensors files
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +55,8 @@ def demo(directory: Path, say: Callable[[str], object] = print, command: str = "
         TargetError: the folder exists and is not a demo's.
         VerifyError: a byte of the result is wrong.
     """
-    nbytes = make(directory)
+    write_demo("mindspore", directory)
+    nbytes = sum(path.stat().st_size for path in directory.glob("src_checkpoints/*/*"))
     say(f"In {directory}:")
     say(f"  src_checkpoints/   a checkpoint of 8 ranks, from MindSpore 2.10: 8 files, {bytes_text(nbytes)}")
     say("  src_strategy.ckpt  which rank of the 8 holds which block of each tensor")
@@ -93,37 +80,6 @@ def demo(directory: Path, say: Callable[[str], object] = print, command: str = "
     )
     say("")
     say(_next(directory, command))
-
-
-def make(directory: Path) -> int:
-    """Unpack the source files, and return the size of the checkpoint in bytes.
-
-    Raises:
-        TargetError: the folder exists and is not a demo's.
-    """
-    try:
-        if directory.exists() and not (directory / MARK).is_file() and any(directory.iterdir()):
-            raise TargetError(
-                f"{directory} already exists, and `reshard demo` did not make it", code="already-exists",
-                hint="name another folder: reshard demo FOLDER",
-            )  # fmt: skip
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / MARK).write_text(_NOTE, encoding="utf-8")
-        packed = files(__name__).joinpath("demo.tar.gz").read_bytes()
-        total = 0
-        with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
-            for member in archive:
-                content = archive.extractfile(member)
-                if content is not None:
-                    path = directory / member.name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    nbytes = path.write_bytes(content.read())
-                    total += nbytes if member.name.startswith("src_checkpoints") else 0
-    except OSError as error:
-        raise TargetError(
-            f"cannot write {error.filename or directory}: {error.strerror}", code="not-writable"
-        ) from error
-    return total
 
 
 def convert(directory: Path) -> Report:

@@ -275,20 +275,17 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
     Layouts that are only written differently, so that every rank holds the same block, are reported, and are not a
     difference.
     """
-    from reshard.strategy.diff import diff
-
-    first, second = reshard.read_strategy(a), reshard.read_strategy(b)
-    result = diff(first, second)
+    result = reshard.read_strategy(a).diff(reshard.read_strategy(b))
     error = None if result.same else VerifyError(f"{a} and {b} are not the same strategy", code="other-strategy")
     if as_json:
-        print_json(_diff_data(first, second, result), error)
+        print_json(_diff_data(result), error)
     else:
-        print_text("\n".join(_diff_lines(first, second, result, (str(a), str(b)))))
+        print_text("\n".join(_diff_lines(result, (str(a), str(b)))))
     if error:
         raise error
 
 
-def _diff_lines(a: Strategy, b: Strategy, diff: Diff, titles: tuple[str, str]) -> Iterable[str]:
+def _diff_lines(diff: Diff, titles: tuple[str, str]) -> Iterable[str]:
     from reshard.strategy.names import group_names
     from reshard.view.text import count_text
     from reshard.view.words import layout_words, raw_text
@@ -297,6 +294,7 @@ def _diff_lines(a: Strategy, b: Strategy, diff: Diff, titles: tuple[str, str]) -
         words = layout_words(layout)  # without the order of the ranks that hold the blocks
         return f"{words}   # {raw_text(layout)}" if words == layout_words(counterpart) else words
 
+    a, b = diff.a, diff.b
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
     for title, path, strategy, only in (("A", titles[0], a, diff.only_a), ("B", titles[1], b, diff.only_b)):
@@ -322,7 +320,7 @@ def _stage(strategy: Strategy, stage: int) -> str:
     return f", stage {stage}" if stage or len(strategy.stages) > 1 else ""
 
 
-def _diff_data(a: Strategy, b: Strategy, diff: Diff) -> dict[str, object]:
+def _diff_data(diff: Diff) -> dict[str, object]:
     from reshard.view.words import layout_data
 
     def changes(group: Iterable[LayoutChange]) -> list[dict[str, object]]:
@@ -330,8 +328,8 @@ def _diff_data(a: Strategy, b: Strategy, diff: Diff) -> dict[str, object]:
 
     return {
         "same": diff.same,
-        "ranks_a": list(a.ranks),
-        "ranks_b": list(b.ranks),
+        "ranks_a": list(diff.a.ranks),
+        "ranks_b": list(diff.b.ranks),
         "only_a": [{"name": name, "stage": stage} for name, stage in diff.only_a],
         "only_b": [{"name": name, "stage": stage} for name, stage in diff.only_b],
         "blocks": changes(diff.blocks),

@@ -1,0 +1,138 @@
+"""Strategies as HTML, and the differences of two: thumbnails, layouts in words, and the tensors of each."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from reshard.errors import LayoutError
+from reshard.layout.grid import grid
+from reshard.layout.layout import least_shape
+from reshard.strategy.names import group_names
+from reshard.view import words
+from reshard.view.blocks import DrawnSide
+from reshard.view.cuts.thumbnails import Thumbnails
+from reshard.view.svg import (
+    MOST_ITEMS,
+    Markup,
+    and_more,
+    details,
+    heading,
+    join,
+    listing,
+    note,
+    page,
+    ranks_range,
+    tag,
+    tiles,
+)
+from reshard.view.text import count_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.layout.layout import Layout
+    from reshard.strategy.diff import Diff, LayoutChange
+    from reshard.strategy.strategy import Strategy
+
+_MOST_GROUPS = 32
+_SIZE = (96.0, 64.0, 20.0)
+
+
+def strategy_html(strategy: Strategy) -> str:
+    """Show a strategy: devices, stages and the tensors of each layout."""
+    groups = words.groups_of(strategy)
+    thumbnails = Thumbnails(_SIZE)
+    parts = [
+        _group([_thumbnail(thumbnails, strategy, stage, layout)], [_rule(layout)], _stage(strategy, stage), members)
+        for (stage, layout), members in islice(groups.items(), _MOST_GROUPS)
+    ]
+    several = len(strategy.stages) > 1
+    stages = f"{strategy.stages.start} to {strategy.stages.stop - 1}" if several else f"stage {strategy.stages.start}"
+    return page(
+        heading("Strategy", "", "merged" if strategy.merged else ""),
+        tiles(
+            ("tensors", f"{len(strategy.tensors):,}", ""),
+            ("ranks", f"{len(strategy.ranks):,}", ranks_range(strategy.ranks)),
+            ("stages", f"{len(strategy.stages)}", stages),
+            ("devices in a stage", f"{strategy.devices:,}", ""),
+            ("layouts", f"{len(groups):,}", "equal ones together"),
+        ),
+        thumbnails.symbols(),
+        details("Layouts", *parts, *and_more(len(groups), _MOST_GROUPS, "layout"), opened=True),
+        note(words.LEGEND.replace("\n", " ")),
+    )
+
+
+def strategy_diff_html(diff: Diff) -> str:
+    """Show the differences of two strategies: both layouts of the tensors that have two."""
+    a, b = diff.a, diff.b
+    thumbnails, to = Thumbnails(_SIZE), tag("span", "→", class_="to")
+    sections = []
+    for title, changes in (("Other blocks", diff.blocks), ("The same blocks, written otherwise", diff.fields)):
+        groups: dict[tuple[int, Layout, Layout], list[LayoutChange]] = {}
+        for change in changes:
+            groups.setdefault((change.stage, change.a, change.b), []).append(change)
+        parts = [
+            _group(
+                [_thumbnail(thumbnails, a, stage, first), to, _thumbnail(thumbnails, b, stage, second)],
+                [_rule(first, "A "), _rule(second, "B ")],
+                _stage(a, stage),
+                [change.name for change in group],
+            )
+            for (stage, first, second), group in islice(groups.items(), _MOST_GROUPS)
+        ]
+        if parts:
+            parts += and_more(len(groups), _MOST_GROUPS, "pair of layouts")
+            sections.append(details(title, *parts, more=count_text(len(changes), "tensor"), opened=True))
+    only = {"Only in A": (diff.only_a, "in A, not in B"), "Only in B": (diff.only_b, "in B, not in A")}
+    verdict = "every rank holds the same blocks" if diff.same else "they differ"
+    return page(
+        heading("Two strategies", "", verdict),
+        tiles(
+            ("A", f"{len(a.tensors):,} tensors", f"ranks {ranks_range(a.ranks)}"),
+            ("B", f"{len(b.tensors):,} tensors", f"ranks {ranks_range(b.ranks)}"),
+            ("other blocks", f"{len(diff.blocks):,}", ""),
+            ("written otherwise", f"{len(diff.fields):,}", "the same blocks"),
+        ),
+        thumbnails.symbols(),
+        *sections,
+        *(listing(title, [name for name, _ in pairs], meaning) for title, (pairs, meaning) in only.items() if pairs),
+    )
+
+
+def _group(pictures: Sequence[Markup], rules: Sequence[Markup], stage: str, members: Sequence[str]) -> Markup:
+    """Return a row: thumbnails, layouts in words, and the names of the tensors, folded."""
+    folded = [name for name, _, _ in group_names((name, None) for name in members)]
+    names = Markup(", ".join(tag("span", name) for name in folded[:MOST_ITEMS]))
+    rest = f" and {len(folded) - MOST_ITEMS:,} more" if len(folded) > MOST_ITEMS else ""
+    facts = tag(
+        "div",
+        *(tag("div", rule) for rule in rules),
+        tag("div", f"{stage}{count_text(len(members), 'tensor')}", class_="more"),
+        tag("div", names, rest, class_="names"),
+    )
+    return tag("div", tag("div", *pictures, class_="thumb"), facts, class_="group")
+
+
+def _rule(layout: Layout, side: str = "") -> Markup:
+    rule = tag("span", words.raw_text(layout), class_="rule more")
+    return join([tag("span", side, class_="more"), tag("b", words.layout_words(layout)), Markup(" "), rule])
+
+
+def _stage(strategy: Strategy, stage: int) -> str:
+    return f"stage {stage} · " if len(strategy.stages) > 1 else ""
+
+
+def _thumbnail(thumbnails: Thumbnails, strategy: Strategy, stage: int, layout: Layout) -> Markup:
+    """Return a drawing of a layout with the ranks of its stage, or "" if the layout is not possible."""
+
+    def side() -> DrawnSide | None:
+        try:
+            shape = least_shape([layout])
+            blocks = grid(shape, ((layout, stage * strategy.devices),))
+        except LayoutError:
+            return None
+        return DrawnSide("", shape, blocks.blocks, blocks.ranks)
+
+    return thumbnails.of((strategy.devices, stage, layout), side, words.layout_words(layout))

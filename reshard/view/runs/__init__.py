@@ -1,0 +1,1 @@
+"""Views of what a run did, from the receipts of its tasks."""
