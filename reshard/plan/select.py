@@ -205,7 +205,7 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
     if selection.weights_only:
         no_weights = {*states, *source.extras.objects}
         chosen = {n for n in chosen if n not in no_weights and not is_training_state(n, source.tensors.get(n))}
-    if source_names and not chosen:
+    if not chosen and (source_names or source.left_out):
         raise UsageError("the selection leaves no tensor of the source", code="no-tensors")
     return chosen
 

@@ -147,7 +147,7 @@ def role_of(state: State) -> str:
      'exp_avg.w': 'moments', 'fp32.w': 'masters'}
     """
     word = state.kind.rpartition(".")[2]
-    if word in STEPS or (f"{word}." == _OPTAX and state.weight.rpartition(".")[2] in STEPS):
+    if word in STEPS or (f"{word}." == _OPTAX and (state.weight.rpartition(".")[2] or _STEP) in STEPS):
         return "steps"
     if word in _MASTERS:
         return "masters"
