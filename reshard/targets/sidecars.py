@@ -98,4 +98,4 @@ def _beside(source: Checkpoint) -> list[Place]:
         return []
     if any(path.suffix not in _WEIGHTS for path in weights):
         return []
-    return [path for name in sorted(root.names()) if _NAMES.fullmatch(name) and (path := root / name).is_file()]
+    return sorted(path for path in root.files(depth=1) if path.parent == root and _NAMES.fullmatch(path.name))
