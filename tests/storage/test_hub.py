@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's client
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # of huggingface_hub's client
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # its connections to a past server
+]
 
 FULL = numbers({"a.w": (64, 48), "b.w": (24, 12), "c": (12,)})
 BESIDE = {"config.json": b'{"model_type": "x"}', "README.md": b"# a model\n", "tokenizer.model": b"\x00\x01"}
