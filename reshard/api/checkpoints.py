@@ -159,7 +159,7 @@ class Checkpoint(Arrays):
         the dtype and kind.
 
         Args:
-            patterns: names of tensors, or globs, of which one must match; each must match a tensor. By default all.
+            patterns: names of tensors, or globs; a tensor must match one, and each must match a tensor. By default all.
             dtype: a dtype, such as `bfloat16` or `bf16`.
             kind: `weights`, `optimizer` (all its states), `moments`, `masters`, `steps`, `other`, or a group of
                 `groups("kind")`.
@@ -171,9 +171,9 @@ class Checkpoint(Arrays):
         return Checkpoint(narrowed(record, dtype=dtype, kind=kind))
 
     def rank(self, rank: int) -> StoredArrays:
-        """Return the contents of a rank's files, as a mapping of names to lazy dask arrays; it shows itself as a table.
+        """Return the blocks in a rank's files as lazy dask arrays by name, shown as a table.
 
-        An array is the block that the rank has. Parts that are no block, as of ZeRO, are one flat array.
+        Parts of a tensor that are not one block, as ZeRO cuts them, are one flat array.
 
         Raises:
             reshard.UsageError: there are no files of this rank.

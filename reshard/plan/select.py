@@ -336,32 +336,36 @@ def narrowed(checkpoint: Checkpoint, *, dtype: str | None, kind: str | None) -> 
         UsageError: there is no such dtype or kind.
     """
     chosen = _of_kind(checkpoint, kind)
-    elsewhere = checkpoint.opening.elsewhere & chosen
+    other_stages = checkpoint.opening.elsewhere & chosen
     if dtype is not None:
-        wanted, elsewhere = by_name(dtype, UsageError), frozenset()
-        chosen &= {name for name, tensor in checkpoint.tensors.items() if tensor.spec.dtype == wanted}
+        of_dtype, other_stages = by_name(dtype, UsageError), frozenset()
+        chosen &= {name for name, tensor in checkpoint.tensors.items() if tensor.spec.dtype == of_dtype}
     return replace(
         checkpoint.without(checkpoint.all_names.keys() - chosen),
-        opening=replace(checkpoint.opening, elsewhere=elsewhere),
+        opening=replace(checkpoint.opening, elsewhere=other_stages),
     )
 
 
 def _of_kind(checkpoint: Checkpoint, kind: str | None) -> set[str]:
     """Return the names of a kind, those of other stages included."""
-    every = {*checkpoint.all_names, *checkpoint.opening.elsewhere}
+    all_names = {*checkpoint.all_names, *checkpoint.opening.elsewhere}
     if kind is None:
-        return every
-    states = all_states(checkpoint, None, {*checkpoint.left_out, *every})
+        return all_names
+    states = all_states(checkpoint, None, {*checkpoint.left_out, *all_names})
     exact = {state.kind for name, state in states.items() if name in checkpoint.tensors}
     if kind not in {*_FAMILIES, *exact}:
         raise UsageError(
             f"unknown kind {kind!r:.60}", code="unknown-kind",
             hint=f"give one of {', '.join((*_FAMILIES, *sorted(exact)))}",
         )  # fmt: skip
-    values = {name for name, tensor in checkpoint.tensors.items() if is_training_state(name, tensor)}
-    others = {*values, *checkpoint.extras.objects}.difference(states)
+    numbers = {name for name, tensor in checkpoint.tensors.items() if is_training_state(name, tensor)}
+    values = {*numbers, *checkpoint.extras.objects}.difference(states)
     if kind in _ROLES:
-        counters = {name for name in others if kind == "steps" and name.rpartition(".")[2] in STEPS}
-        return counters | {name for name in every.intersection(states) if role_of(states[name]) == kind}
-    families = {"weights": every.difference(states, others), "optimizer": every.intersection(states), "other": others}
-    return families.get(kind, {name for name in every if name in states and states[name].kind == kind})
+        counters = {name for name in values if kind == "steps" and name.rpartition(".")[2] in STEPS}
+        return counters | {name for name in all_names.intersection(states) if role_of(states[name]) == kind}
+    families = {
+        "weights": all_names.difference(states, values),
+        "optimizer": all_names.intersection(states),
+        "other": values,
+    }
+    return families.get(kind, {name for name in all_names if name in states and states[name].kind == kind})

@@ -1,4 +1,4 @@
-"""The files beside the weights of a set that a set made from it needs, too: model card, configuration, tokenizer.
+"""Carry the files beside the weights of a set to a set made from it: model card, configuration, tokenizer.
 
 They are carried byte for byte and kept in memory from planning on. Only files in the directory of the set are, with the
 names that models have; not its index, weights, hidden files or directories. Nothing in them is run.

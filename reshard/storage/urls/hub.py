@@ -89,7 +89,8 @@ class HubClient(FileSystemClient):
             return list(self._fs.ls(name, detail=True, refresh=True))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """See `Client.read_into`: one request for the range, since the size is given and nothing is read ahead."""
+        """See `Client.read_into`."""
+        # One request for the range: the size is given, so it is not asked for, and nothing is read ahead.
         end = offset + len(buffer)
         try:
             with self._explained(), self._fs.open(key, "rb", cache_type="none", size=end) as file:
@@ -104,7 +105,7 @@ class HubClient(FileSystemClient):
         return len(content)
 
     def get(self, key: str) -> bytes:
-        """See `Client.get`: as a stream, without asking for the size."""
+        """See `Client.get`."""
         with self._explained(), self._fs.open(key, "rb", block_size=0) as file:
             return bytes(file.read())
 

@@ -1,4 +1,4 @@
-"""What one rank has: the blocks that a plan will write for it, or those in its files."""
+"""The blocks of one rank as lazy arrays: those that a plan will write for it, or those in its files."""
 
 from __future__ import annotations
 
