@@ -139,7 +139,7 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
 
 
 def role_of(state: State) -> str:
-    """Return what an optimizer state is for: `moments`, `masters`, `steps`, or "" for gradients and settings.
+    """Return the role of an optimizer state: `moments`, `masters` or `steps`, else "".
 
     >>> names = ["w", "exp_avg.w", "fp32.w", "optim.state.w.step", "opt_state.0.count", "optim.param_groups.w.lr"]
     >>> {name: role_of(state) for name, state in optimizer_states(names).items()}  # doctest: +NORMALIZE_WHITESPACE
