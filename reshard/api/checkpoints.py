@@ -10,6 +10,7 @@ from reshard.api.choices import progress_of, run_plan
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.make import plan as make_plan
+from reshard.plan.select import narrowed
 from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
+    from reshard.view.ranks import StoredArrays
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
 
@@ -97,8 +99,8 @@ class Checkpoint(Arrays):
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['assign', 'dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'ranks', 'root', 'scale',
-     'sel', 'stats', 'strategy', 'tensors', 'to_zarr', 'unreadable', 'warnings']
+    ['assign', 'dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'rank', 'ranks', 'root',
+     'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_zarr', 'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -150,18 +152,35 @@ class Checkpoint(Arrays):
         """Return the names in the files that cannot be read, with the reasons."""
         return self._record.unreadable
 
-    def sel(self, *patterns: str) -> Checkpoint:
-        """Return the checkpoint with only the matching tensors; nothing is read.
+    def sel(self, *patterns: str, dtype: str | None = None, kind: str | None = None) -> Checkpoint:
+        """Return the checkpoint with only the tensors that match all conditions; nothing is read.
 
-        A plan leaves out the other tensors, and does not report them as missing.
+        A plan leaves out the other tensors, and does not report them as missing. The result is empty if no tensor is of
+        the dtype and kind.
 
         Args:
-            patterns: names of tensors, or globs; every one must match.
+            patterns: names of tensors, or globs; a tensor must match one, and each must match a tensor. By default all.
+            dtype: a dtype, such as `bfloat16` or `bf16`.
+            kind: `weights`, `optimizer` (all its states), `moments`, `masters`, `steps`, `other`, or a group of
+                `groups("kind")`.
 
         Raises:
-            reshard.UsageError: a pattern matches no tensor; the error names the nearest.
+            reshard.UsageError: a pattern matches no tensor; the error names the nearest. An unknown dtype or kind.
         """
-        return Checkpoint(self._record.sel(*patterns))
+        record = self._record.sel(*patterns) if patterns else self._record
+        return Checkpoint(narrowed(record, dtype=dtype, kind=kind))
+
+    def rank(self, rank: int) -> StoredArrays:
+        """Return the blocks in a rank's files as lazy dask arrays by name, shown as a table.
+
+        Parts of a tensor that are not one block, as ZeRO cuts them, are one flat array.
+
+        Raises:
+            reshard.UsageError: there are no files of this rank.
+        """
+        from reshard.view.ranks import stored_arrays  # it brings dask
+
+        return stored_arrays(self._record, rank)
 
     def derive(self, rules: Rules | AnyName) -> Checkpoint:
         """Return the checkpoint with names and shapes of another program, without reading.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.targets.kinds import AnyFiles
-    from reshard.view.arrays import RankArrays
+    from reshard.view.ranks import RankArrays
     from reshard.view.svg import Picture
 
 
@@ -212,7 +212,7 @@ class Plan:
         Raises:
             reshard.UsageError: the plan does not write this rank.
         """
-        from reshard.view.arrays import RankArrays  # it brings dask
+        from reshard.view.ranks import RankArrays  # it brings dask
 
         record = self._record
         if rank not in record.ranks:

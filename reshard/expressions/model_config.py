@@ -46,7 +46,31 @@ def read_config(path: Place) -> Mapping[str, Any]:
 
 def written_config(config: Mapping[str, Any], dtype: DType) -> bytes:
     """Return a configuration as text, without its quantization, and with a dtype."""
-    return json.dumps(_plain(config, dtype), indent=2, ensure_ascii=False).encode() + b"\n"
+    return _as_text(_plain(config, dtype))
+
+
+def _as_text(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def with_dtypes(content: bytes, dtypes: Mapping[str, str]) -> bytes:
+    """Return a configuration with the dtypes that tensors become; as it is if that changes nothing.
+
+    Args:
+        content: the configuration.
+        dtypes: the new name of each dtype of the tensors.
+
+    >>> print(with_dtypes(b'{"torch_dtype": "float32"}', {"float32": "bfloat16"}).decode(), end="")
+    {
+      "torch_dtype": "bfloat16"
+    }
+    """
+    try:
+        config = parse_json(content, [])
+    except ValueError:
+        return content
+    changed = _mapped(config, dtypes) if isinstance(config, dict) else config
+    return content if changed == config else _as_text(changed)
 
 
 def config_of_average(first: Checkpoint, dtype: DType | None) -> bytes:
@@ -79,3 +103,9 @@ def _plain(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
     if isinstance(inner := result.get("text_config"), Mapping):
         result["text_config"] = _plain(inner, dtype)
     return result
+
+
+def _mapped(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    named = {key: dtypes.get(config[key], config[key]) for key in _DTYPES if isinstance(config.get(key), str)}
+    inner = config.get("text_config")
+    return {**config, **named, **({"text_config": _mapped(inner, dtypes)} if isinstance(inner, Mapping) else {})}

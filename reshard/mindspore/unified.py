@@ -53,7 +53,7 @@ from reshard.plan.make import plan
 from reshard.readers.open import open as open_source
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
-from reshard.view.arrays import RankArrays
+from reshard.view.ranks import RankArrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,10 +22,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.inputs import Renaming, Selection, unmatched
 from reshard.strategy.names import (
+    STEPS,
     USUAL_STATES,
     is_step,
     is_training_state,
@@ -33,6 +35,7 @@ from reshard.strategy.names import (
     matching,
     one_stage_advice,
     optimizer_states,
+    role_of,
 )
 from reshard.strategy.strategy import Strategy
 
@@ -202,7 +205,7 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
     if selection.weights_only:
         no_weights = {*states, *source.extras.objects}
         chosen = {n for n in chosen if n not in no_weights and not is_training_state(n, source.tensors.get(n))}
-    if source_names and not chosen:
+    if not chosen and (source_names or source.left_out):
         raise UsageError("the selection leaves no tensor of the source", code="no-tensors")
     return chosen
 
@@ -312,3 +315,57 @@ def kinds(checkpoint: Checkpoint) -> dict[str, str]:
         name: states[name].kind if name in states else "other" if is_training_state(name, tensor) else "weights"
         for name, tensor in checkpoint.tensors.items()
     }
+
+
+_ROLES = ("moments", "masters", "steps")
+_FAMILIES = ("weights", "optimizer", *_ROLES, "other")
+
+
+def narrowed(checkpoint: Checkpoint, *, dtype: str | None, kind: str | None) -> Checkpoint:
+    """Return the checkpoint with only the tensors of a dtype and of a kind; None for any.
+
+    It has no tensors if none is of that dtype and kind, as a filtered table has no rows. Names in the files whose dtype
+    is unknown, since they cannot be read, are of no dtype.
+
+    Args:
+        checkpoint: the checkpoint.
+        dtype: the name of a dtype, such as `bfloat16` or `bf16`.
+        kind: one of `kinds`; `optimizer` for all states of the optimizer; `moments`, `masters` or `steps` for some.
+
+    Raises:
+        UsageError: there is no such dtype or kind.
+    """
+    chosen = _of_kind(checkpoint, kind)
+    other_stages = checkpoint.opening.elsewhere & chosen
+    if dtype is not None:
+        of_dtype, other_stages = by_name(dtype, UsageError), frozenset()
+        chosen &= {name for name, tensor in checkpoint.tensors.items() if tensor.spec.dtype == of_dtype}
+    return replace(
+        checkpoint.without(checkpoint.all_names.keys() - chosen),
+        opening=replace(checkpoint.opening, elsewhere=other_stages),
+    )
+
+
+def _of_kind(checkpoint: Checkpoint, kind: str | None) -> set[str]:
+    """Return the names of a kind, those of other stages included."""
+    all_names = {*checkpoint.all_names, *checkpoint.opening.elsewhere}
+    if kind is None:
+        return all_names
+    states = all_states(checkpoint, None, {*checkpoint.left_out, *all_names})
+    exact = {state.kind for name, state in states.items() if name in checkpoint.tensors}
+    if kind not in {*_FAMILIES, *exact}:
+        raise UsageError(
+            f"unknown kind {kind!r:.60}", code="unknown-kind",
+            hint=f"give one of {', '.join((*_FAMILIES, *sorted(exact)))}",
+        )  # fmt: skip
+    numbers = {name for name, tensor in checkpoint.tensors.items() if is_training_state(name, tensor)}
+    values = {*numbers, *checkpoint.extras.objects}.difference(states)
+    if kind in _ROLES:
+        counters = {name for name in values if kind == "steps" and name.rpartition(".")[2] in STEPS}
+        return counters | {name for name in all_names.intersection(states) if role_of(states[name]) == kind}
+    families = {
+        "weights": all_names.difference(states, values),
+        "optimizer": all_names.intersection(states),
+        "other": values,
+    }
+    return families.get(kind, {name for name in all_names if name in states and states[name].kind == kind})

@@ -44,6 +44,16 @@ _KINDS = {*_ADAPTIVE, "max_exp_avg_sq", "param", "fp32_param", "step"}
 """The kinds of state in PyTorch's optimizers and Megatron's distributed one; no model uses the first names."""
 
 
+_MASTERS = {"fp32", "fp32_param", "main_param", "master", "master_param", "param"}
+STEPS = {
+    "count", "current_iterator_step", "epoch_num", "global_step", "iteration", "last_overflow_iterator_step", "step",
+    "step_num",
+}  # fmt: skip
+"""Last parts of the names of counters of steps."""
+
+_NO_MOMENTS = {_ACCUMULATED, "param_groups", "hyperparams"}
+
+
 USUAL_STATES = frozenset({
     "accum", "accu_grads", "adam_m", "adam_v", "exp_avg", "exp_avg_sq", "fp32", "main_param", "moment1", "moment2",
     "moments", "momentum", "opt_state", "optim", "optimizer", "square_avg", "state", "step",
@@ -126,6 +136,22 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
         for prefix, rest in reversed(splits)  # the longest name counts
         if 2 * before_weight[prefix] >= prefixes[prefix]
     }
+
+
+def role_of(state: State) -> str:
+    """Return the role of an optimizer state: `moments`, `masters` or `steps`, else "".
+
+    >>> names = ["w", "exp_avg.w", "fp32.w", "optim.state.w.step", "opt_state.0.count", "optim.param_groups.w.lr"]
+    >>> {name: role_of(state) for name, state in optimizer_states(names).items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'optim.state.w.step': 'steps', 'opt_state.0.count': 'steps', 'optim.param_groups.w.lr': '',
+     'exp_avg.w': 'moments', 'fp32.w': 'masters'}
+    """
+    word = state.kind.rpartition(".")[2]
+    if word in STEPS or (f"{word}." == _OPTAX and (state.weight.rpartition(".")[2] or _STEP) in STEPS):
+        return "steps"
+    if word in _MASTERS:
+        return "masters"
+    return "" if _NO_MOMENTS.intersection(state.kind.split(".")) else "moments"
 
 
 def _of_optimizer(name: str, names: Collection[str]) -> State | None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats import by_name
 from reshard.formats.entries import Content, FileLayout, ShardFiles, SizedTensor
-from reshard.formats.sets import MODEL_CONFIG, HuggingFaceSet
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
+from reshard.targets.sidecars import Sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,10 +44,8 @@ class Ranks(Destination):
         self._faults = faults
         self._lay_out = written.lay_out
         stored = [self._stored(item) for item in items]
-        is_renamed = source.origin is not None and source.origin.rules is not None
-        self._model_config = (
-            source.extras.model_config if isinstance(request.files, HuggingFaceSet) and not is_renamed else b""
-        )
+        self._sidecars = Sidecars(source, request.files, items)
+        self.memory = (("sidecar files", self._sidecars.nbytes),)
         self._shard_files: ShardFiles = request.files.shard_files(stored, written.EXTENSION)
         self._remove_redundancy = request.remove_redundancy
         self._fitted: dict[str, Grid | None] = {}
@@ -131,11 +129,8 @@ class Ranks(Destination):
             groups.setdefault(files, []).append(len(contents))
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
         result = self._linked(self._laid_out(contents, groups))
-        if self._shard_files.index:
-            path, content_bytes = self._shard_files.index
-            result.append(TargetFile(self.ranks[0], path, literal(content_bytes), last=True))
-        if self._model_config:
-            result.append(TargetFile(self.ranks[0], MODEL_CONFIG, literal(self._model_config), last=True))
+        last_files = {**self._sidecars.contents, **dict(filter(None, [self._shard_files.index]))}
+        result += [TargetFile(self.ranks[0], path, literal(content), last=True) for path, content in last_files.items()]
         if len({file.path for file in result}) < len(result):
             raise UsageError(
                 f"several ranks would write to one file of {names(self._shard_files.paths)}", code="duplicate-name",
@@ -170,8 +165,8 @@ class Ranks(Destination):
         ]
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of tensors that every rank gets whole."""
-        return copied_whole(self._source, self._target, self._items)
+        """Warn of tensors that every rank gets whole, and of sidecar files that are left out."""
+        return (*copied_whole(self._source, self._target, self._items), *self._sidecars.warnings())
 
     def _stored(self, item: TargetTensor) -> SizedTensor:
         tensor = item.tensor

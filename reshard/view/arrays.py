@@ -1,4 +1,4 @@
-"""Lazy dask arrays of a checkpoint's tensors, and of the blocks for the target ranks of a plan.
+"""Lazy dask arrays of a checkpoint's tensors; `view.ranks` has those of one rank.
 
 1. A tensor becomes one dask array; its chunks are its source shards.
 2. A slice reads only its own bytes; dask pushes steps and other indices down to `StoredTensor`, which converts them to
@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from itertools import pairwise
@@ -30,11 +28,11 @@ from reshard.layout.block import Block
 from reshard.source.stored import StoredBlock, StoredTensor, full_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
 
+    from reshard.formats.entries import Extent
     from reshard.layout.block import Shape
-    from reshard.plan.plan import RankBlock
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.checkpoint import Checkpoint, TensorSpec
 
 _KINDS = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
 _EXTENSION_DTYPES = [np.dtype(kind) for kind in _KINDS]
@@ -62,7 +60,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = Non
     """
     tensor = checkpoint.tensors[name]
     if tensor.text is not None:
-        return _text_array(name, tensor.text)
+        return text_array(name, tensor.text)
     if (array := assigned(checkpoint, tensor)) is not None:
         return array
     spec = tensor.spec
@@ -72,21 +70,40 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = Non
         raise SourceError(
             f"no file of {checkpoint.root} has block {names(absent)} of tensor {name!r}", code="missing-blocks"
         )
-    read = [next(e for e in shard.replicas if replica in {None, e.file}) for shard in shards]
-    files = [checkpoint.files[extent.file] for extent in read]
+    read = [(shard.block, next(e for e in shard.replicas if replica in {None, e.file})) for shard in shards]
+    return stored_array(checkpoint, spec, read, tensor.axes)
+
+
+def stored_array(
+    checkpoint: Checkpoint, spec: TensorSpec, located: Sequence[tuple[Block, Extent]], axes: tuple[Shape, ...] = ()
+) -> da.Array:
+    """Return blocks in files as one lazy dask array.
+
+    Args:
+        checkpoint: the checkpoint.
+        spec: name, dtype and shape of the array.
+        located: the blocks, each with its location.
+        axes: as in `StoredTensor`.
+    """
+    files = [checkpoint.files[extent.file] for _, extent in located]
     pieces = tuple(
-        StoredBlock(shard.block, file.path, extent.runs, checkpoint.coding, extent.strides)
-        for shard, extent, file in zip(shards, read, files, strict=True)
+        StoredBlock(block, file.path, extent.runs, checkpoint.coding, extent.strides)
+        for (block, extent), file in zip(located, files, strict=True)
     )
     token = tokenize(
         "reshard",
-        name,
+        spec.name,
         spec.dtype.name,
         spec.shape,
         [(file.path, *file.status) for file in files],
         [(piece.block.start, piece.block.stop, piece.runs, piece.strides) for piece in pieces],
     )
-    return _from_files(StoredTensor(name, spec.dtype, spec.shape, pieces, tensor.axes), f"{name}-{token}")
+    return _from_files(StoredTensor(spec.name, spec.dtype, spec.shape, pieces, axes), f"{spec.name}-{token}")
+
+
+def flat_array(arrays: Sequence[da.Array]) -> da.Array:
+    """Return the elements of arrays, in order, as one flat array."""
+    return guard(da.concatenate([array.reshape(-1) for array in arrays]))
 
 
 def _from_files(stored: StoredTensor, name: str) -> da.Array:
@@ -99,7 +116,8 @@ def _from_files(stored: StoredTensor, name: str) -> da.Array:
     return array
 
 
-def _text_array(name: str, text: str) -> da.Array:
+def text_array(name: str, text: str) -> da.Array:
+    """Return the value of a `str` entry as a 0-d array."""
     return da.from_array(np.array(text), name=f"{name}-{tokenize('reshard', name, text)}")
 
 
@@ -108,41 +126,6 @@ def sub_array(checkpoint: Checkpoint, name: str, block: Block, *, replica: int |
     tensor = checkpoint.tensors[name]
     whole = tensor_array(checkpoint, name, replica=replica)
     return whole if tensor.text is not None else whole[block.within(Block.whole(tensor.spec.shape))]
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class RankArrays(Mapping[str, da.Array]):
-    """The future contents of one target rank: a mapping of target names to lazy dask arrays.
-
-    Attributes:
-        checkpoint: the source.
-        blocks: for each target name, the source tensor and its block.
-        texts: the `str` entries.
-    """
-
-    checkpoint: Checkpoint
-    blocks: Mapping[str, RankBlock]
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> da.Array:
-        if name in self.texts:
-            return _text_array(name, self.texts[name])
-        block = self.blocks[name]
-        array = sub_array(self.checkpoint, block.source_name, block.block, replica=block.source_file)
-        same = block.dtype == self.checkpoint.tensors[block.source_name].spec.dtype
-        return array if same else guard(array.astype(block.dtype.numpy()))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self.blocks, *self.texts])
-
-    def __len__(self) -> int:
-        return len(self.blocks) + len(self.texts)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.blocks or name in self.texts
-
-    def __repr__(self) -> str:
-        return f"<RankArrays of {names([self.checkpoint.title])}: {len(self)} tensor{'s' * (len(self) != 1)}>"
 
 
 def _chunks(stored: StoredTensor) -> tuple[tuple[int, ...], ...]:

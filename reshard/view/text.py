@@ -332,7 +332,11 @@ def _written_text(plan: Plan) -> str:
     kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
     if plan.format != DCP_NAME and any(file.pointer for file in plan.files):
         return f"a Checkpoint 2.0 of {kinds_text(kinds)}"
-    return kinds_text(kinds, index=len(kinds) < len(plan.files))
+    written = kinds_text(kinds, index=len(kinds) < len(plan.files))
+    sidecars = sum(file.last for file in plan.files) - 1
+    return (
+        f"{written}, and {count_text(sidecars, 'file')} beside" if sidecars > 0 and plan.format != DCP_NAME else written
+    )
 
 
 def _written(plan: Plan, directory: str, *, write: str, link: str) -> str:

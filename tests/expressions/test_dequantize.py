@@ -401,7 +401,7 @@ def test_config_of_a_set(tmp_path: Path) -> None:
     assert "config.json" in report.files
     assert len(reshard.open(tmp_path / "out")) == len(full)
     assert reshard.verify(tmp_path / "out").equal
-    for to in ("dcp", "mindspore", "safetensors", "zarr"):
+    for to in ("dcp", "safetensors", "zarr"):
         reshard.convert(plain, tmp_path / to, to=to)
         assert not (tmp_path / to / "config.json").exists()
     (tmp_path / "other").mkdir()

@@ -30,7 +30,8 @@ from reshard.layout.block import Block
 from reshard.plan.plan import RankBlock
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.stored import StoredTensor
-from reshard.view.arrays import RankArrays, TensorArray, guard, sub_array, tensor_array
+from reshard.view.arrays import TensorArray, guard, sub_array, tensor_array
+from reshard.view.ranks import RankArrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -139,6 +139,71 @@ def test_a_pattern_that_matches_nothing_is_told_with_the_nearest(source: Checkpo
         source.sel("§")
 
 
+STATES = {
+    "a.w": (2, 4), "b.w": (2, 4), "exp_avg.a.w": (2, 4), "exp_avg_sq.a.w": (2, 4), "fp32.a.w": (2, 4),
+    "step.a.w": (1,), "exp_avg.b.w": (2, 4), "exp_avg_sq.b.w": (2, 4), "fp32.b.w": (2, 4), "step.b.w": (1,),
+    "global_step": (1,), "learning_rate": (1,),
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Checkpoint:
+    arrays = checkpoints.numbers(STATES)
+    arrays["a.w"] = arrays["a.w"].view(np.uint16)[:, ::2].copy()  # bfloat16
+    return reshard.open(checkpoints.write_file(tmp_path / "trained.safetensors", arrays))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("weights", {"a.w", "b.w"}),
+        ("optimizer", {name for name in STATES if name.count(".") > 1}),
+        ("moments", {"exp_avg.a.w", "exp_avg_sq.a.w", "exp_avg.b.w", "exp_avg_sq.b.w"}),
+        ("masters", {"fp32.a.w", "fp32.b.w"}),
+        ("steps", {"step.a.w", "step.b.w", "global_step"}),
+        ("other", {"global_step", "learning_rate"}),
+        ("exp_avg", {"exp_avg.a.w", "exp_avg.b.w"}),
+    ],
+)
+def test_tensors_are_chosen_by_kind(trained: Checkpoint, kind: str, names: set[str]) -> None:
+    assert set(trained.sel(kind=kind)) == names
+    groups = trained.groups("kind")
+    assert kind not in groups or set(groups[kind]) == names
+
+
+def test_all_conditions_hold(trained: Checkpoint, tmp_path: Path) -> None:
+    assert list(trained.sel(dtype="bf16")) == ["a.w"]
+    assert set(trained.sel("*b.w", "step.*", dtype="float32", kind="optimizer")) == {
+        "exp_avg.b.w", "exp_avg_sq.b.w", "fp32.b.w", "step.a.w", "step.b.w",
+    }  # fmt: skip
+    assert set(trained.sel()) == set(trained), "no condition, as in xarray"
+    moments = trained.sel(kind="moments")
+    assert set(moments.sel(kind="moments")) == set(moments), "weights that are left out are still known"
+    assert set(moments.sel(kind="weights")) == set()
+    reshard.plan(moments, format="safetensors").run(tmp_path / "moments")
+    assert reshard.verify(tmp_path / "moments", against=moments)
+
+
+def test_a_choice_of_nothing_is_empty_and_not_written(trained: Checkpoint) -> None:
+    nothing = trained.sel(dtype="int8")
+    assert len(nothing) == 0
+    assert "0 tensors" in repr(nothing)
+    assert nothing._repr_html_()
+    with refused(UsageError, "no-tensors"):
+        reshard.plan(nothing)
+
+
+@pytest.mark.parametrize(
+    ("condition", "code", "place"),
+    [({"kind": "moment"}, "unknown-kind", "moments"), ({"dtype": "float33"}, "unknown-dtype", "bfloat16")],
+)
+def test_an_unknown_condition_is_told_with_the_choices(
+    trained: Checkpoint, condition: dict[str, str], code: str, place: str
+) -> None:
+    with refused(UsageError, code, place):
+        trained.sel(**condition)
+
+
 def test_ten_thousand_names_are_chosen_by_name() -> None:
     checkpoint = reshard.Checkpoint(large(10_000, 4))
     assert len(checkpoint.sel(*checkpoint)) == 10_000

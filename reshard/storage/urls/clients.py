@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 S3 = {"s3", "s3a"}
 """The schemes of S3 and its compatibles."""
 
+HUB = "hf"
+"""The scheme of the Hugging Face Hub."""
+
 OBSTORE = {"gs", "gcs", "az", "abfs", "abfss", "http", "https"}
 """The schemes that obstore serves."""
 
 # File systems on which a file appears only when it is complete.
-_WHOLE = {*S3, "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
+_WHOLE = {*S3, "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", HUB}
 
 
 class Info(NamedTuple):

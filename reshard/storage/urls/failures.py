@@ -33,16 +33,22 @@ _AWS = (
 )
 _GOOGLE = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, and this machine's service account"
 _AZURE = "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, and `az login`"
+_HUB = "HF_TOKEN, and what `hf auth login` wrote"
 _CREDENTIALS = {
+    "hf": _HUB,
     "s3": _AWS, "s3a": _AWS, "gs": _GOOGLE, "gcs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE,
 }  # fmt: skip
 """The sources of credentials that the clients use, by scheme."""
+
+_NO_REPOSITORY = "log in with `hf auth login` if it is private; `hf repos create OWNER/NAME` makes one"
+_REPOSITORY_KINDS = {"models", "datasets", "spaces", "buckets"}
 
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|(bucket|container) does not exist", re.IGNORECASE)
 _REFUSED = re.compile(r"credential|anonymous|access ?denied|forbidden|unauthori[sz]ed", re.IGNORECASE)
 
 # Temporary errors: classes by library, codes of HTTP and of S3, and error numbers of the system.
 _PASSING_CLASSES = {"http.HTTPException", "aiohttp.ClientError", "fsspec.FSTimeoutError", "obstore.GenericError",
+    "httpx.TransportError", "httpx2.TransportError", "requests.ConnectionError", "requests.Timeout",
     "ssl.SSLEOFError", "ssl.SSLZeroReturnError",
 }  # fmt: skip
 _PASSING_CODES = {
@@ -55,6 +61,10 @@ _LASTING = re.compile(r"dns error|certificate|builder error|status code: 4(?!08|
 
 class StalledError(TimeoutError):
     """A request that made no progress and was ended here."""
+
+
+class NoRepositoryError(OSError):
+    """The Hub has no such repository or revision, or not for this user."""
 
 
 class StoreError(OSError):
@@ -101,7 +111,8 @@ def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -
             kind = GoneError if kind is SourceError else kind
             if lacking:
                 kind = NoBucketError if kind is TargetError else kind
-                raise kind(lacking, code="no-such-bucket") from None
+                hint = _NO_REPOSITORY if isinstance(error, NoRepositoryError) else ""
+                raise kind(lacking, code="no-such-bucket", hint=hint) from None
             raise kind(f"{url} does not exist", code="not-found") from None
         message = f"{url} cannot be {action}: {one_line(error)}"
         if hint := key_hint(url, error):
@@ -112,6 +123,9 @@ def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -
 def lacking_bucket(url: str, error: Exception) -> str:
     """Return a message that a bucket does not exist if a client's error says so, else ""."""
     scheme, _, name = url.partition("://")
+    if isinstance(error, NoRepositoryError):
+        parts = name.split("/")
+        return f"no repository {scheme}://{'/'.join(parts[: 3 if parts[0] in _REPOSITORY_KINDS else 2])}"
     match = _NO_BUCKET.search(f"{error} {error.__cause__}")
     return f"the bucket {scheme}://{name.partition('/')[0]} does not exist" if match else ""
 
@@ -141,7 +155,7 @@ def failed(url: str, action: str, kind: type[ReshardError], error: BaseException
     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its chain of causes."""
     for _ in range(8):
         if error is None:
@@ -151,12 +165,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    return any(isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__ for cause in _causes(error))
+    return any(isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__ for cause in causes(error))
 
 
 def passes(error: BaseException) -> bool:
     """Return whether an error is temporary, so that a retry may succeed."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, TimeoutError | ConnectionError):
             return True
         if {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(cause).__mro__} & _PASSING_CLASSES:

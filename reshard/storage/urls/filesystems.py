@@ -1,4 +1,4 @@
-"""Other URLs, through the file systems of fsspec: `memory://`, `sftp://`, `hf://` and so on."""
+"""Other URLs, through the file systems of fsspec: `memory://`, `sftp://` and so on."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from reshard.storage.base import Sink
 
 # Fields that identify the version of a file, the surest first; file systems differ in the fields they have.
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created",
-             "modificationTime", "modify")  # fmt: skip
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated",
+             "created", "modificationTime", "modify")  # fmt: skip
 
 _PART_BYTES = 8 << 20
 
@@ -30,7 +30,13 @@ def named(url: str) -> str:
 
 
 class FileSystemClient:
-    """A client by a file system of fsspec; see `Client`."""
+    """A client by a file system of fsspec; see `Client`.
+
+    Attributes:
+        lists_versions: a listing gives the same versions as a request for one file, unlike in some file systems.
+    """
+
+    lists_versions = False
 
     def __init__(self, url: str) -> None:
         self._fs, name = url_to_fs(url)
@@ -46,22 +52,23 @@ class FileSystemClient:
         info = self._fs.info(self._name(key))
         if info["type"] != "file":
             raise FileNotFoundError(key)
-        return _info(info)
+        return version_of(info)
 
     def page(self, directory: str, token: str, *, deep: bool) -> ListingPage:  # noqa: ARG002 -- there is one page
         """See `Client.page`."""
         self._fs.invalidate_cache()
         with suppress(FileNotFoundError, NotADirectoryError):
-            if deep:
-                entries = list(self._fs.find(self._name(directory), detail=True).values())
-            else:
-                entries = self._fs.ls(self._name(directory), detail=True)
+            entries = self._entries(self._name(directory), deep=deep)
             found = {str(entry["name"]).strip("/"): entry for entry in entries}
             found.pop(directory, None)
-            # In some file systems, a listing and a request for one file give different versions.
-            files = {key: Info(int(entry["size"] or 0), "") for key, entry in found.items() if entry["type"] == "file"}
+            infos = {key: version_of(entry) for key, entry in found.items() if entry["type"] == "file"}
+            files = infos if self.lists_versions else {key: Info(info.nbytes, "") for key, info in infos.items()}
             return ListingPage(files, tuple(key for key in found if key not in files))
         return ListingPage({})
+
+    def _entries(self, name: str, *, deep: bool) -> list[dict[str, Any]]:
+        """Return what is in a directory; raise `FileNotFoundError` if it does not exist."""
+        return list(self._fs.find(name, detail=True).values()) if deep else list(self._fs.ls(name, detail=True))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """See `Client.read_into`."""
@@ -105,6 +112,7 @@ class FileSystemClient:
             self._fs.makedirs(self._name(key.rpartition("/")[0]), exist_ok=True)
 
 
-def _info(info: Mapping[str, Any]) -> Info:
+def version_of(info: Mapping[str, Any]) -> Info:
+    """Return the size and version of a file, as its file system describes it."""
     version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
-    return Info(int(info["size"]), version)
+    return Info(int(info["size"] or 0), version)

@@ -134,7 +134,7 @@ class Listings:
             ask(url, "listed", partial(client.page, key, "", deep=False), nbytes=None)
         except SourceError as error:  # later reads report other errors
             if error.code == "no-such-bucket":
-                raise SourceError(error.message, code="no-such-bucket") from None
+                raise SourceError(error.message, code="no-such-bucket", hint=error.hint) from None
 
 
 def _listed(url: str, *, deep: bool) -> tuple[dict[str, Info], list[str]]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, UsageError
-from reshard.storage.urls.clients import OBSTORE, S3
+from reshard.storage.urls.clients import HUB, OBSTORE, S3
 from reshard.storage.urls.failures import key_hint, one_line, stall_seconds
 
 if TYPE_CHECKING:
@@ -32,11 +32,16 @@ def client_at(url: str) -> tuple[Client, str]:
     try:
         if scheme in OBSTORE:
             return _object_client(scheme, bucket, stall_seconds()), key
+        if scheme == HUB:
+            from reshard.storage.urls.hub import HubClient
+
+            return HubClient(url), rest.removeprefix("models/").strip("/")
         from reshard.storage.urls.filesystems import FileSystemClient, named
 
         return FileSystemClient(url), named(url)
     except ImportError as error:
         hint = "pip install obstore, or 'reshard[remote]'" if scheme in OBSTORE else ""
+        hint = "pip install huggingface_hub, or 'reshard[hf]'" if scheme == HUB else hint
         raise ReshardError(
             f"the library for {scheme}:// is not installed, to open {url}",
             code="library-missing",

@@ -1,0 +1,219 @@
+"""The blocks of one rank as lazy arrays: those that a plan will write for it, or those in its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.errors import UsageError, bytes_text, names, printable
+from reshard.expressions.assigned import assigned
+from reshard.layout.block import Block, shape_text
+from reshard.source.holdings import with_all_stages
+from reshard.strategy.names import ranks_text
+from reshard.view.arrays import flat_array, guard, stored_array, sub_array, text_array
+from reshard.view.svg import heading, page, section
+from reshard.view.text import count_text, table_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dask.array import Array
+
+    from reshard.dtypes import DType
+    from reshard.formats.entries import Extent, Replica
+    from reshard.layout.block import Shape
+    from reshard.plan.plan import RankBlock
+    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
+
+    Arrays = Mapping[str, Array]
+else:
+    Arrays = Mapping
+
+_TITLES = ("name", "dtype", "shape", "size", "block")
+
+
+class _Table(Arrays):
+    """A mapping of names to lazy arrays that shows itself as a table."""
+
+    __slots__ = ()
+    checkpoint: Checkpoint
+
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Return the name, dtype, shape, size and block of each array."""
+        raise NotImplementedError
+
+    def _title(self) -> str:
+        return f"{type(self).__name__} of {names([self.checkpoint.title])}"
+
+    def __repr__(self) -> str:
+        return f"<{self._title()}: {count_text(len(self), 'tensor')}>"
+
+    def __str__(self) -> str:
+        rows = [(printable(name), *cells) for name, *cells in self._rows()]
+        return "\n".join([*table_lines(_TITLES, rows), "", repr(self).strip("<>")])
+
+    def _repr_html_(self) -> str:
+        table = section("Tensors", _TITLES, self._rows(), tuple, "tensor", opened=True)
+        return str(page(heading(type(self).__name__, self.checkpoint.title), table))
+
+
+def _row(name: str, dtype: DType, shape: Shape, block: str) -> tuple[str, str, str, str, str]:
+    return name, dtype.name, shape_text(shape), bytes_text(prod(shape) * dtype.itemsize), block
+
+
+def _text_row(name: str, text: str) -> tuple[str, str, str, str, str]:
+    return name, "str", "[]", bytes_text(len(text.encode())), "whole"
+
+
+def _block_text(block: Block, whole: Shape) -> str:
+    return "whole" if block == Block.whole(whole) else str(block)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RankArrays(_Table):
+    """The future contents of one target rank: a mapping of target names to lazy dask arrays.
+
+    Attributes:
+        checkpoint: the source.
+        blocks: for each target name, the source tensor and its block.
+        texts: the `str` entries.
+    """
+
+    checkpoint: Checkpoint
+    blocks: Mapping[str, RankBlock]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Array:
+        if name in self.texts:
+            return text_array(name, self.texts[name])
+        block = self.blocks[name]
+        array = sub_array(self.checkpoint, block.source_name, block.block, replica=block.source_file)
+        same = block.dtype == self.checkpoint.tensors[block.source_name].spec.dtype
+        return array if same else guard(array.astype(block.dtype.numpy()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.blocks, *self.texts])
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.texts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.blocks or name in self.texts
+
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        tensors = self.checkpoint.tensors
+        rows = [
+            _row(name, item.dtype, item.block.shape, _block_text(item.block, tensors[item.source_name].spec.shape))
+            for name, item in self.blocks.items()
+        ]
+        return rows + [_text_row(name, text) for name, text in self.texts.items()]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class StoredArrays(_Table):
+    """The contents of one rank's files: a mapping of names to lazy dask arrays.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        rank: the rank.
+        blocks: for each name, the blocks in the rank's files, and the location of each.
+    """
+
+    checkpoint: Checkpoint
+    rank: int
+    blocks: Mapping[str, tuple[tuple[Block, Extent], ...]]
+
+    def __getitem__(self, name: str) -> Array:
+        located = self.blocks[name]
+        tensor = self.checkpoint.tensors[name]
+        if tensor.text is not None:
+            return text_array(name, tensor.text)
+        if (array := assigned(self.checkpoint, tensor)) is not None:
+            return array
+        box = _box([block for block, _ in located])
+        if box is not None:
+            spec = tensor.spec._replace(shape=box.shape)
+            array = stored_array(self.checkpoint, spec, [(_moved(block, box), extent) for block, extent in located])
+            return array if tensor.space is None else array.reshape(_shape(tensor, box))
+        return flat_array(
+            [
+                stored_array(self.checkpoint, tensor.spec._replace(shape=block.shape), [(_moved(block, block), extent)])
+                for block, extent in located
+            ]
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.blocks
+
+    def _title(self) -> str:
+        return f"rank {self.rank} of {names([self.checkpoint.title])}"
+
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        return [self._row(self.checkpoint.tensors[name], located) for name, located in self.blocks.items()]
+
+    def _row(self, tensor: Tensor, located: Sequence[tuple[Block, Extent]]) -> tuple[str, str, str, str, str]:
+        name, dtype, whole = tensor.spec
+        if tensor.text is not None:
+            return _text_row(name, tensor.text)
+        blocks = [block for block, _ in located]
+        if (box := _box(blocks)) is None:
+            return _row(name, dtype, (sum(block.size for block in blocks),), names(blocks, most=3))
+        return _row(name, dtype, _shape(tensor, box), _block_text(box, tensor.space or whole))
+
+
+def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
+    """Return the contents of a rank's files.
+
+    Raises:
+        UsageError: there are no files of this rank.
+    """
+    if rank not in checkpoint.ranks:
+        raise UsageError(
+            f"{checkpoint.title} has no files of rank {rank}", code="no-such-rank",
+            facts=[f"it has {ranks_text(checkpoint.ranks)}"],
+        )  # fmt: skip
+    files = {number for number, of_file in enumerate(checkpoint.ranks) if of_file == rank}
+    shared: dict[Sharding, list[tuple[Block, Replica]]] = {}
+    blocks = {}
+    for name, read in checkpoint.tensors.items():
+        tensor = with_all_stages(checkpoint, read)
+        if tensor.sharding not in shared:
+            of_rank = zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True)
+            first = ((block, next((at for at in replicas if at.file in files), None)) for block, replicas in of_rank)
+            shared[tensor.sharding] = [(block, at) for block, at in first if at is not None]
+        if shared[tensor.sharding]:
+            blocks[name] = tuple((block, at.extent(tensor.runs)) for block, at in shared[tensor.sharding])
+    return StoredArrays(checkpoint, rank, blocks)
+
+
+def _box(blocks: Sequence[Block]) -> Block | None:
+    """Return the block that distinct blocks make up together, or None.
+
+    >>> str(_box([Block((0, 2), (2, 4)), Block((0, 4), (2, 5))])), _box([Block((0, 2), (1, 4)), Block((1, 0), (2, 4))])
+    ('[0:2, 2:5]', None)
+    """
+    box = Block(
+        tuple(map(min, zip(*(block.start for block in blocks), strict=True))),
+        tuple(map(max, zip(*(block.stop for block in blocks), strict=True))),
+    )
+    return box if box.size == sum(block.size for block in blocks) else None
+
+
+def _moved(block: Block, box: Block) -> Block:
+    """Return a block with indices that begin at the corner of a box."""
+    spans = block.within(box)
+    return Block(tuple(span.start for span in spans), tuple(span.stop for span in spans))
+
+
+def _shape(tensor: Tensor, box: Block) -> Shape:
+    """Return the shape of a box in the dimensions of a tensor."""
+    sizes = iter(box.shape)
+    return tuple(prod(next(sizes) for _ in axes) for axes in tensor.axes) if tensor.space else box.shape

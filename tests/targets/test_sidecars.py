@@ -1,0 +1,115 @@
+"""The files beside the weights of a set go along to a set that is made of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import assert_equal, numbers, write_file, write_ranks
+from commands import done
+from refusals import refused
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import TargetError
+from reshard.formats.sets import HuggingFaceSet
+from reshard.targets import sidecars
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = numbers({"a.w": (8, 6), "b.w": (8, 6)})
+CARRIED = {
+    "README.md": b"# card\r\n", "LICENSE": b"mine", "config.json": b'{"model_type": "x",\n "torch_dtype": "float32"}',
+    "generation_config.json": b"{}", "tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "vocab.json": b"{}",
+    "special_tokens_map.json": b"{}", "merges.txt": b"a b", "tokenizer.model": b"\x00\xff", "modeling_x.py": b"raise",
+    "chat_template.jinja": b"{{ x }}", "preprocessor_config.json": b"{}",
+}  # fmt: skip
+LEFT = {
+    "picture.png": b"", ".gitattributes": b"", ".hidden.json": b"{}", "run_manifest.json": b"{}", "optimizer.npz": b"",
+    "flax_model.msgpack.index.json": b"{}",
+}  # fmt: skip
+
+
+def model(directory: Path) -> Path:
+    source = reshard.open(write_file(directory / "one" / "model.safetensors", FULL))
+    reshard.plan(source, files=HuggingFaceSet(max_shard_size=200)).run(directory / "set", ledger=False)
+    for name, content in {**CARRIED, **LEFT}.items():
+        (directory / "set" / name).write_bytes(content)
+    (directory / "set" / ".git").mkdir()
+    (directory / "set" / ".git" / "config.json").write_bytes(b"{}")
+    return directory / "set"
+
+
+def beside(directory: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in sidecar_indexes
+    }
+
+
+sidecar_indexes = {"model.safetensors.index.json", "param_name_map.json"}
+
+
+@pytest.mark.parametrize("to", ["hf", "mindspore"])
+def test_they_go_from_set_to_set(tmp_path: Path, to: str) -> None:
+    report = reshard.convert(model(tmp_path), tmp_path / "out", to=to, max_shard_size=1000)
+    assert beside(tmp_path / "out") == CARRIED
+    assert set(report.files) >= set(CARRIED)
+    assert_equal(reshard.open(tmp_path / "out"), FULL)
+    (tmp_path / "out" / "README.md").write_text("# edited afterwards")
+    assert reshard.verify(tmp_path / "out")
+
+
+def test_one_file_of_weights_is_a_set(tmp_path: Path) -> None:
+    source = write_file(tmp_path / "one" / "model.safetensors", FULL).parent
+    (source / "config.json").write_bytes(b"{}")
+    assert "and 1 file beside" in done("convert", source, tmp_path / "out", "--to", "hf").stdout
+    assert beside(tmp_path / "out") == {"config.json": b"{}"}
+
+
+def test_a_cast_is_told_in_the_configuration(tmp_path: Path) -> None:
+    done("convert", model(tmp_path), tmp_path / "out", "--to", "hf", "--cast", "float32=bf16")
+    assert json.loads((tmp_path / "out" / "config.json").read_bytes()) == {"model_type": "x", "torch_dtype": "bfloat16"}
+    reshard.convert(tmp_path / "set", tmp_path / "half", to="hf", include="a.*")
+    assert beside(tmp_path / "half") == CARRIED
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "zarr"])
+def test_other_targets_get_none(tmp_path: Path, to: str) -> None:
+    reshard.convert(model(tmp_path), tmp_path / "out", to=to)
+    assert not {path.name for path in (tmp_path / "out").rglob("*")} & set(CARRIED)
+
+
+def test_ranks_are_no_set(tmp_path: Path) -> None:
+    strategy = Strategy.of({name: Layout.of([2], [0, -1]) for name in FULL})
+    root = write_ranks(tmp_path / "ranks", FULL, strategy)
+    (root / "config.json").write_bytes(b"{}")
+    reshard.convert(root, tmp_path / "out", to="hf", source_strategy=strategy)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_large_file_is_left_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecars, "LARGEST", 20)
+    root = model(tmp_path)
+    plan = reshard.plan(reshard.open(root), format="hf")
+    assert any("config.json" in warning for warning in plan.warnings)
+    plan.run(tmp_path / "out")
+    assert set(beside(tmp_path / "out")) == set(CARRIED) - {"config.json"}
+
+
+def test_files_that_are_there_are_not_replaced_unasked(tmp_path: Path) -> None:
+    root = model(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("mine")
+    with refused(TargetError, "already-exists", "README.md"):
+        reshard.convert(root, tmp_path / "out", to="hf")
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+
+
+def test_the_index_is_written_last(tmp_path: Path) -> None:
+    plan = reshard.plan(reshard.open(model(tmp_path)), format="hf")
+    assert plan._record.files[-1].path == "model.safetensors.index.json"
+    assert plan._record.files[-1].last
