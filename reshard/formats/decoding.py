@@ -105,7 +105,7 @@ def zstd_begun(head: bytes, most: int) -> bytes:
 
 
 def _declared_bytes(encoded: bytes | bytearray) -> int | None:
-    """Return the size of the contents in a frame's header; None if there is none."""
+    """Return the size of the contents in a frame's header; None without one."""
     try:
         return zstd.get_frame_info(encoded).decompressed_size
     except zstd.ZstdError:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WINDOW_BYTES = 5 << 19  # a window of 2 MiB, as of the levels that Orbax uses, and the decoder
 _LARGEST_WINDOW = 23  # as a power of 2: 8 MiB, which the levels up to 19 have
 _PIECE_BYTES = 1 << 17
-_REMOTE_PIECES = 256 << 10, 8 << 20, 64 << 20  # the shortest, the longest, and those of all streams of a thread
+_REMOTE_PIECES = 256 << 10, 8 << 20, 64 << 20  # the shortest, the longest, the sum of all streams
 _DECODED_BYTES = 1 << 19
 _OPTIONS = {int(zstd.DecompressionParameter.window_log_max): _LARGEST_WINDOW}
 
@@ -42,7 +42,7 @@ class Stream(Protocol):
 
 
 def piece_bytes(path: str, streams: int) -> int:
-    """Return how many bytes of a file a stream reads at once, if there are so many streams side by side."""
+    """Return how many bytes of a file a stream reads at once, for a number of streams side by side."""
     least, most, of_all = _REMOTE_PIECES
     return max(least, min(most, of_all // streams)) if is_url(path) else _PIECE_BYTES
 

@@ -100,7 +100,7 @@ def read_strided(read: Read, begin: int, pitch: Shape, out: np.ndarray[Any, Any]
 
 
 def _contiguous(begin: int, pitch: Shape, out: np.ndarray[Any, Any]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset and the buffer of each contiguous part of an array; `pitch` is that of the other dimensions."""
+    """Yield the offset and the buffer of each contiguous part of an array; `pitch` has the other dimensions."""
     import numpy as np
 
     if not pitch:

@@ -347,7 +347,7 @@ def narrowed(checkpoint: Checkpoint, *, dtype: str | None, kind: str | None) -> 
 
 
 def _of_kind(checkpoint: Checkpoint, kind: str | None) -> set[str]:
-    """Return the names of a kind, those of other stages included."""
+    """Return the names of a kind, including other stages."""
     all_names = {*checkpoint.all_names, *checkpoint.opening.elsewhere}
     if kind is None:
         return all_names

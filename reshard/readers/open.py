@@ -247,7 +247,7 @@ class _Distributed(NamedTuple):
     """A distributed format.
 
     Attributes:
-        finds: returns the names of its files in a directory; none if there are none.
+        finds: returns the names of its files in a directory, if any.
         module, opener: the opener, imported when it is needed.
         takes_rules: as in `_Opener`.
     """

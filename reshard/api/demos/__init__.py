@@ -69,8 +69,8 @@ def demo(name: str = "mindspore", directory: str | os.PathLike[str] | None = Non
     | name | files |
     |---|---|
     | `mindspore` | `src_checkpoints` of 8 ranks, by MindSpore; `src_strategy.ckpt`; `dst_strategy.ckpt` for 4 ranks |
-    | `large` | likewise, 537 MB |
-    | `70b` | likewise, 70 billion parameters on 512 ranks and for 64; 20 MB of disk, with holes for numbers |
+    | `large` | the same, 537 MB |
+    | `70b` | the same, 70 billion parameters on 512 ranks and for 64; 20 MB of disk, with holes for numbers |
     | `torchtitan` | `step-1000`, a distributed checkpoint of 8 ranks with Adam; `model.safetensors`, the same whole |
     | `training` | `step-1000`, `step-2000` and `step-3000`, one model in three formats; the second has a NaN |
 

@@ -129,8 +129,8 @@ def checkpoint_of(
         warnings: warnings of the checkpoint.
         contents: compare samples of weights and masters.
         rules: the user's rules.
-        whole: tensors that are whole, whatever the number of parts. Its weights stand in for those of the parts that
-            are absent, or of another shape.
+        whole: tensors that are whole in all parts. Its weights replace weights of the parts that are absent or of
+            another shape.
 
     Raises:
         SourceError: no tensor can be read, or it is not known how tensors are cut.
@@ -179,7 +179,7 @@ def checkpoint_of(
 
 
 def whole_tensors(located: Mapping[str, Flat | FileTensor]) -> dict[str, Tensor]:
-    """Return tensors whose blocks are all in one tensor-parallel part; those that are cut alike share their blocks."""
+    """Return tensors whose blocks are all in one tensor-parallel part; equal cuts share their blocks."""
     shared = Shared()
     return {
         name: shared.tensor(

@@ -67,7 +67,7 @@ class FileSystemClient:
         return ListingPage({})
 
     def _entries(self, name: str, *, deep: bool) -> list[dict[str, Any]]:
-        """Return what is in a directory; raise `FileNotFoundError` if it does not exist."""
+        """Return the contents of a directory; raise `FileNotFoundError` if it does not exist."""
         return list(self._fs.find(name, detail=True).values()) if deep else list(self._fs.ls(name, detail=True))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:

@@ -2,8 +2,8 @@
 
 1. Tensors that are cut alike share one picture, whatever their shapes; indices are written if the shapes are equal.
 2. The first two axes that are cut are drawn, rows downwards; other axes only at their first block.
-3. A block is a shaded field with its ranks in it. On a terminal with colours it has that of its first rank, as in other
-   pictures; the shades are in it, too, unseen, for whoever copies the text.
+3. A block is a shaded field with its ranks in it. On a terminal with colours it has the colour of its first rank, as in
+   other pictures; the shades are there too, unseen, so that they are copied with the text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEVELS = (0, 95, 135, 175, 215, 255)  # of red, green and blue in the 256 colou
 
 
 class Canvas(NamedTuple):
-    """What a terminal can show.
+    """The abilities of a terminal.
 
     Attributes:
         width: its columns.

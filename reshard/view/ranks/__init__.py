@@ -1,4 +1,4 @@
-"""The blocks of one rank as lazy arrays: those that a plan will write for it, or those in its files."""
+"""The blocks of one rank as lazy arrays: of a plan, or of its files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Views of what a run did, from the receipts of its tasks."""
+"""Views of a finished run, from the receipts of its tasks."""
