@@ -37,7 +37,7 @@ from reshard.view.svg import (
     wrapped,
 )
 from reshard.view.text import count_text
-from reshard.view.words import placements_of, ranks_of
+from reshard.view.words import blocks_of, placements_of
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
@@ -127,7 +127,7 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
     places = placements_of(checkpoint, tensor)
     rule = str(places[0].layout) if places else ""
     title = "" if target is None else "source"
-    sides = [DrawnSide(title, tensor.spec.shape, tensor.sharding.blocks, ranks_of(checkpoint, tensor), rule)]
+    sides = [DrawnSide(title, tensor.spec.shape, *blocks_of(checkpoint, tensor), rule)]
     if target is not None:
         sides += _strategy_sides(target, name, tensor.spec.shape, "target")
     return draw(sides, f"{name} {tensor.spec.dtype} {shape_text(tensor.spec.shape)}")

@@ -23,7 +23,7 @@ from reshard.view.text import count_text, fields_data, plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.layout.block import Block, Shape
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.run.settings import Report
@@ -156,10 +156,17 @@ def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout
     return [] if layout is None else [(0, layout)]
 
 
-def ranks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks whose files have each block of a tensor."""
-    ranks = checkpoint.ranks
-    return tuple(tuple(sorted({ranks[at.file] for at in replicas})) for replicas in tensor.sharding.replicas)
+def blocks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[Block, ...], tuple[tuple[int, ...], ...]]:
+    """Return the blocks of a tensor and the ranks that hold each.
+
+    They are the blocks of the files, or those of the training's mesh if the files are of no rank, as in Orbax.
+    """
+    arrangement, name, ranks = checkpoint.extras.arrangement, tensor.spec.name, checkpoint.ranks
+    if arrangement and {*ranks} == {0} and name in arrangement.tensors and arrangement.tensors[name].meshes:
+        grid = arrangement.grid(name, tensor.spec.shape)
+        return grid.blocks, grid.ranks
+    sharding = tensor.sharding
+    return sharding.blocks, tuple(tuple(sorted({ranks[at.file] for at in every})) for every in sharding.replicas)
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:

@@ -34,6 +34,7 @@ from reshard.plan import budget
 from reshard.readers.open import iterations_at
 from reshard.readers.open import open as open_record
 from reshard.readers.orbax import array_blocks, item_values
+from reshard.view.words import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,7 +138,10 @@ def test_a_step_with_an_unfinished_item_is_not_finished(case: Callable[[str], Pa
 
 def test_layouts_are_those_of_the_mesh(mindspore_data: Path) -> None:
     case = mindspore_data / "orbax" / "mesh2x2x2_ocdbt_zarr2"
-    extras = open_record(case / "checkpoint").extras
+    record = open_record(case / "checkpoint")
+    extras = record.extras
+    blocks, ranks = blocks_of(record, record.tensors["w"])  # those of the devices, although all files are of rank 0
+    assert (len(blocks), sorted(sum(ranks, ()))) == (4, [*range(8)])
     assert [str(extras.layout_of(name)) for name in ("w", "big", "deep.bf16", "step")] == [
         "[2, 2, 2] map [(2, 0), -1]", "[2, 2, 2] map [0, 1, 2]", "[2, 2, 2] map [1, 2]", "[2, 2, 2] map []",
     ]  # fmt: skip

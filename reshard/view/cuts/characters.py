@@ -16,7 +16,7 @@ from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_names
 from reshard.view.svg import rank_colour
 from reshard.view.text import count_text, shortened
-from reshard.view.words import cut_words, extents_text, ranks_of, ranks_words
+from reshard.view.words import blocks_of, cut_words, extents_text, ranks_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -64,8 +64,8 @@ def picture_text(checkpoint: Checkpoint, canvas: Canvas) -> str:
     for tensor in checkpoint.tensors.values():
         words, sharding = cut_words(checkpoint, tensor), tensor.sharding
         if (sharding, words) not in keys:
-            relative = _relative(tensor.spec.shape, sharding.blocks)
-            keys[sharding, words] = words, relative, ranks_of(checkpoint, tensor)
+            blocks, ranks = blocks_of(checkpoint, tensor)
+            keys[sharding, words] = words, _relative(tensor.spec.shape, blocks), ranks
         groups.setdefault(keys[sharding, words], []).append(tensor)
     parts = ["\n".join(_part(checkpoint, group, canvas)) for group in [*groups.values()][:_MOST_PICTURES]]
     if len(groups) > _MOST_PICTURES:
@@ -98,7 +98,7 @@ def _part(checkpoint: Checkpoint, tensors: Sequence[Tensor], canvas: Canvas) -> 
         facts = [folded.pop(), facts[0], first.spec.dtype.name, *facts[1:]]
     if len(names) > _MOST_NAMES:
         folded.append(f"and {len(names) - _MOST_NAMES:,} more")
-    picture = block_picture(first.spec.shape, first.sharding.blocks, ranks_of(checkpoint, first), canvas, indices=alike)
+    picture = block_picture(first.spec.shape, *blocks_of(checkpoint, first), canvas, indices=alike)
     return [*wrap(printable("  ".join(facts)), canvas.width), *(f"  {name}" for name in folded), *picture]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard.view.blocks import DrawnSide, Frame, cells_of, summary
 from reshard.view.svg import Markup, hatch, join, moved, rank_colour, ranks_label, tag
-from reshard.view.words import ranks_of
+from reshard.view.words import blocks_of, cut_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -41,10 +41,8 @@ class Thumbnails:
 
     def of_tensor(self, checkpoint: Checkpoint, tensor: Tensor, title: str) -> Markup:
         """Return the thumbnail of a tensor's blocks in the files of a checkpoint."""
-        sharding = tensor.sharding
-        return self.of(
-            sharding, lambda: DrawnSide("", tensor.spec.shape, sharding.blocks, ranks_of(checkpoint, tensor)), title
-        )
+        key = tensor.sharding, cut_words(checkpoint, tensor)
+        return self.of(key, lambda: DrawnSide("", tensor.spec.shape, *blocks_of(checkpoint, tensor)), title)
 
     def of_target(self, plan: Plan, route: Route) -> Markup:
         """Return the thumbnail of the blocks that a plan writes of a tensor."""
