@@ -24,7 +24,7 @@ from reshard.storage.base import PARTIAL, reading, similar
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.storage.places import Place
 
@@ -35,7 +35,7 @@ EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
 _NUMBER = re.compile(r"(\d+)")
-_RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
 
 class Step(NamedTuple):
@@ -150,13 +150,13 @@ def rank_of(path: Place) -> RankPlace | None:
     RankPlace(rank=3, others=[], above=PosixPath('/run'))
     """
     directory = path.absolute() if path.is_dir() else path.absolute().parent
-    match = _RANK_DIRECTORY.fullmatch(directory.name)
+    match = RANK_DIRECTORY.fullmatch(directory.name)
     if match is None:
         return None
     ranks: set[int] = set()
     with suppress(SourceError, OSError):  # the parent may be unreadable
         for sibling in directory.parent.iterdir():
-            sibling_match = _RANK_DIRECTORY.fullmatch(sibling.name)
+            sibling_match = RANK_DIRECTORY.fullmatch(sibling.name)
             if sibling_match and sibling.name != directory.name and _has_checkpoint(sibling):
                 ranks.add(int(sibling_match[1]))
     return RankPlace(int(match[1]), sorted(ranks), directory.parent)
@@ -272,11 +272,7 @@ def _same_checkpoint(
 
     The steps are sorted, newest first.
     """
-    families: dict[_Family, dict[int, list[Place]]] = {}
-    for rank, paths in by_rank.items():
-        for path in paths:
-            for family in families_of(path, rank):
-                families.setdefault(family, {}).setdefault(rank, []).append(path)
+    families = _families(by_rank)
     complete = [family for family, members in families.items() if len(members) == len(by_rank)]
     # One set of files may have several names (`x_1` of rank 1 is also `x_{rank}`).
     by_files: dict[tuple[Place, ...], set[_Family]] = {}
@@ -319,6 +315,28 @@ def _same_checkpoint(
     family = next(iter(by_files[steps[newest]]))
     older = sorted((step for step in steps if step and step != newest), reverse=True)
     return families[family], tuple(f"{epoch}_{number}" for epoch, number in older)
+
+
+def steps_of(by_rank: Mapping[int, Sequence[Place]]) -> Iterator[tuple[_Family, dict[int, list[Place]]]]:
+    """Yield the files of each checkpoint in rank directories, by rank, with what they have in common.
+
+    A file that fits several checkpoints is of the one that has files of most ranks.
+    """
+    taken: set[Place] = set()
+    for family, files in sorted(_families(by_rank).items(), key=lambda item: -len(item[1])):
+        if taken.isdisjoint(path for paths in files.values() for path in paths):
+            taken.update(path for paths in files.values() for path in paths)
+            yield family, files
+
+
+def _families(by_rank: Mapping[int, Sequence[Place]]) -> dict[_Family, dict[int, list[Place]]]:
+    """Return the files of each rank by what they have in common with files of other ranks."""
+    families: dict[_Family, dict[int, list[Place]]] = {}
+    for rank, paths in by_rank.items():
+        for path in paths:
+            for family in families_of(path, rank):
+                families.setdefault(family, {}).setdefault(rank, []).append(path)
+    return families
 
 
 def _stem(path: Place) -> str:

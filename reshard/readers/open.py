@@ -45,7 +45,7 @@ from reshard.readers.ranks import (
     rules_over_parts,
     with_rules,
 )
-from reshard.readers.runs import checkpoint_of, iteration_at, iteration_of, iterations, newer, run_at
+from reshard.readers.runs import checkpoint_of, iteration_at, iteration_of, newer, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
 from reshard.source.facts import Opening
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from reshard.formats.directories import DirectoryFormat, RunFormat
-    from reshard.readers.runs import Iteration
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
 
@@ -169,17 +168,21 @@ def _explained(path: AnyName | Mapping[int, AnyName], *, knows: bool) -> Iterato
         raise
 
 
-class _Opener(NamedTuple):
+class Opener(NamedTuple):
     """Opens a directory.
 
     Attributes:
         root: the directory, for messages.
         opens: returns its checkpoint.
+        format: the name of the format.
+        is_deep: its files are in subdirectories, too.
         takes_rules: the format does not say how tensor-parallel parts are cut, so that the user may.
     """
 
     root: Place
     opens: Callable[..., Checkpoint]
+    format: str
+    is_deep: bool = False
     takes_rules: bool = False
 
     def __call__(self, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None) -> Checkpoint:
@@ -199,7 +202,7 @@ def _self_described(path: object) -> UsageError:
     )
 
 
-def self_described(root: Place, iteration: int | None = None, listing: Sequence[str] | None = None) -> _Opener | None:
+def self_described(root: Place, iteration: int | None = None, listing: Sequence[str] | None = None) -> Opener | None:
     """Return the opener of a checkpoint that describes its own blocks, else None.
 
     Args:
@@ -211,17 +214,19 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if any(map(is_of_store, listing)) and iteration is None:
         from reshard.readers.zarr import open_store  # not on every start
 
-        return _Opener(root, applied(open_store, root))
+        return Opener(root, applied(open_store, root), ZARR, is_deep=True)
     run = run_at(root, listing)
     if run is not None:
-        return _Opener(root, applied(_open_iteration, root, listing, run, iteration), takes_rules=True)
+        opens = applied(_open_iteration, root, listing, run, iteration)
+        return Opener(root, opens, "run", is_deep=True, takes_rules=True)
     if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
         refuse_one_of_several(root)
         module, name = (
             ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
         )
-        return _Opener(root, applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root))
-    opener = _described(root, listing)
+        opens = applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root)
+        return Opener(root, opens, TORCH_SAVE)
+    opener = described(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
         raise SourceError(
             f"{root} is one checkpoint, not a run with iteration {iteration}",
@@ -243,44 +248,61 @@ def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]
     return listing if "zero" in listing and any(map(MODEL_STATES.fullmatch, listing)) else ()
 
 
+DCP_NAME, ORBAX, TORCH_SAVE, UNIVERSAL, ZARR = "DCP", "Orbax", "torch.save", "DeepSpeed Universal", "zarr"
+"""Names of formats, for users."""
+
+
 class _Distributed(NamedTuple):
     """A distributed format.
 
     Attributes:
         finds: returns the names of its files in a directory; none if there are none.
         module, opener: the opener, imported when it is needed.
-        takes_rules: as in `_Opener`.
+        format, is_deep, takes_rules: as in `Opener`.
     """
 
     finds: Callable[[Place, Sequence[str]], Collection[str]]
     module: str
     opener: str
+    format: str
+    is_deep: bool = False
     takes_rules: bool = False
 
 
 _FORMATS = (
-    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2"),
-    _Distributed(applied(_shown, DCP), "dcp", "open_dcp"),
-    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves"),
-    _Distributed(_shown_universal, "deepspeed.universal", "open_universal"),
-    _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", takes_rules=True),
-    _Distributed(applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
-    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax"),
-    _Distributed(parts_below, "dcp", "open_dcp"),
-    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set"),
-    _Distributed(applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated", takes_rules=True),
-    _Distributed(applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron_ranks", "open_megatron", takes_rules=True),
-    _Distributed(release_below, "torch_save.megatron_ranks", "open_release", takes_rules=True),
+    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2", "Checkpoint 2.0"),
+    _Distributed(applied(_shown, DCP), "dcp", "open_dcp", DCP_NAME),
+    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves", TORCH_SAVE),
+    _Distributed(_shown_universal, "deepspeed.universal", "open_universal", UNIVERSAL, is_deep=True),
+    _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", "DeepSpeed", takes_rules=True),
+    _Distributed(applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks", "DCP in safetensors"),
+    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax", ORBAX, is_deep=True),
+    _Distributed(parts_below, "dcp", "open_dcp", DCP_NAME, is_deep=True),
+    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set", TORCH_SAVE),
+    _Distributed(
+        applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated", TORCH_SAVE, takes_rules=True
+    ),
+    _Distributed(
+        applied(saved_parts, MEGATRON_RANKS),
+        "torch_save.megatron_ranks",
+        "open_megatron",
+        "Megatron",
+        is_deep=True,
+        takes_rules=True,
+    ),
+    _Distributed(
+        release_below, "torch_save.megatron_ranks", "open_release", "Megatron", is_deep=True, takes_rules=True
+    ),
 )
 """The distributed formats; the first that finds files opens them."""
 
 
-def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
+def described(directory: Place, listing: Sequence[str]) -> Opener | None:
     """Return the opener of a distributed checkpoint with these files, else None."""
     for each in _FORMATS:
         if files := each.finds(directory, listing):
             opener = getattr(import_module(f"reshard.readers.{each.module}"), each.opener)
-            return _Opener(directory, applied(opener, directory, files), each.takes_rules)
+            return Opener(directory, applied(opener, directory, files), each.format, each.is_deep, each.takes_rules)
     return None
 
 
@@ -303,19 +325,13 @@ def _open_iteration(
 def _open_distributed(
     directory: Place, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None
 ) -> Checkpoint:
-    opener = _described(directory, directory.names())
+    opener = described(directory, directory.names())
     if opener is None:
         raise SourceError(
             f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint",
             facts=["the checkpoints of a run are DCPs, Checkpoint 2.0 or DeepSpeed's"], hint="open it by its own path",
         )  # fmt: skip
     return opener(contents=contents, rules=rules)
-
-
-def iterations_at(path: AnyName) -> list[Iteration]:
-    """Return the checkpoints of a run, ascending; [] for any other path."""
-    root = as_place(path)
-    return iterations(root, root.names(), applied(_open_distributed, contents=False))
 
 
 def made_at(

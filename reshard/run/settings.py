@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The values of the options of a run, as `reshard.Plan.run` describes them.
+    """The values of the options of a run, as `reshard.Plan.run` describes them; `command` is what was typed, if it was.
 
     Raises:
         UsageError: a value is not valid, or two contradict each other.
@@ -43,6 +43,7 @@ class RunOptions:
     ledger: bool = True
     partition: str | None = None
     server_copy: bool = True
+    command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.client, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from fsspec.core import url_to_fs  # 40 ms
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 # Fields that identify the version of a file, the surest first; file systems differ in the fields they have.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created",
              "modificationTime", "modify")  # fmt: skip
+
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 _PART_BYTES = 8 << 20
 
@@ -59,7 +62,11 @@ class FileSystemClient:
             found = {str(entry["name"]).strip("/"): entry for entry in entries}
             found.pop(directory, None)
             # In some file systems, a listing and a request for one file give different versions.
-            files = {key: Info(int(entry["size"] or 0), "") for key, entry in found.items() if entry["type"] == "file"}
+            files = {
+                key: Info(int(entry["size"] or 0), "", _modified(entry))
+                for key, entry in found.items()
+                if entry["type"] == "file"
+            }
             return ListingPage(files, tuple(key for key in found if key not in files))
         return ListingPage({})
 
@@ -103,6 +110,14 @@ class FileSystemClient:
     def _make_directory(self, key: str) -> None:
         if self._makes_directories:
             self._fs.makedirs(self._name(key.rpartition("/")[0]), exist_ok=True)
+
+
+def _modified(info: Mapping[str, Any]) -> float:
+    """Return the time of the last change in seconds since 1970; 0 if unknown."""
+    value = next((info[key] for key in _TIMES if info.get(key)), 0.0)
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _info(info: Mapping[str, Any]) -> Info:

@@ -1,0 +1,288 @@
+"""List the checkpoints below a directory, and tell which are complete, from names and headers alone.
+
+1. All directories below it are listed (`tree`).
+2. Names show which of them are checkpoints, and of which format: those that open on their own (`readers.open`), rank
+   directories, sets and single files (`ranked`), and targets that reshard has not finished.
+3. Headers show whether one is complete: it is opened, without its contents. What cannot be decided is unknown.
+
+Within a directory, the newest checkpoint is that of the highest step; among several directories, it is the one whose
+files changed last.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reshard.errors import SourceError
+from reshard.formats.directories import is_iteration
+from reshard.formats.rank_dirs import RANK_DIRECTORY
+from reshard.formats.zarr.files import is_of_store
+from reshard.readers.catalog.findings import Candidate, Findings, by_opening
+from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked, with_sidecars
+from reshard.readers.catalog.tree import listed
+from reshard.readers.dcp import BACKEND, COMMON
+from reshard.readers.open import DCP_NAME, ORBAX, UNIVERSAL, ZARR, described
+from reshard.readers.orbax.steps import UNFINISHED, unfinished_reason
+from reshard.readers.runs import checkpoint_of, iteration_of, run_at
+from reshard.readers.zarr import open_store, store_notes
+from reshard.source.made import made_of
+from reshard.source.records import DIRECTORY, unfinished
+from reshard.storage.places import as_place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reshard.readers.catalog.findings import State
+    from reshard.readers.catalog.tree import Directory
+    from reshard.readers.open import Opener
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import AnyName, Place
+
+_TEMPORARY = re.compile(
+    r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
+)
+_STEP = re.compile(
+    r"(?:.*[-_.=])?(?:global_?steps?|steps?|iter(?:ation)?s?|checkpoint|ckpt|epoch)[-_.=]?(\d{1,18})(?:[-_.].*)?",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint below a directory.
+
+    Attributes:
+        path: its directory or file, as `reshard.open` takes it.
+        step: the step of the training in its name, such as 500 or, of MindSpore, 2_100; empty if there is none.
+        format: the name of its format.
+        ranks: the number of ranks whose files it has; None if unknown.
+        files: the number of its files.
+        nbytes: their size in bytes.
+        modified: the time of the last change of a file, in seconds since 1970; 0 if unknown.
+        state: complete, incomplete, or unknown if names and headers do not tell.
+        reason: why it is not complete; empty if it is.
+        newest: whether it is the newest complete one of all.
+        last: whether a run names it as its last.
+    """
+
+    path: str
+    step: str
+    format: str
+    ranks: int | None
+    files: int
+    nbytes: int
+    modified: float
+    state: State
+    reason: str = ""
+    newest: bool = False
+    last: bool = False
+
+
+def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
+    """Return the checkpoints below a directory, by directory and step, with the newest complete one marked.
+
+    Raises:
+        SourceError: it does not exist, or cannot be listed.
+    """
+    forget_strategies()
+    with listed(as_place(path)) as root:
+        last = set(_last(root))
+        found = [(each, _examined(each, last)) for each in _in_order(_candidates(root, ""))]
+    newest = _newest([each for each, record in found if record.state == "complete"])
+    return [replace(record, newest=each is newest) for each, record in found]
+
+
+def newest_complete(path: AnyName) -> StoredCheckpoint:
+    """Return the newest complete checkpoint below a directory; older ones are not looked at.
+
+    Raises:
+        SourceError: there is none, or the directory cannot be listed.
+    """
+    forget_strategies()
+    root = as_place(path)
+    with listed(root) as tree:
+        groups: dict[str, list[Candidate]] = {}
+        for each in reversed(_in_order(_candidates(tree, ""))):
+            groups.setdefault(str(each.path.parent), []).append(each)
+        records: dict[Candidate, StoredCheckpoint] = {}
+        states: list[StoredCheckpoint] = []
+        for group in groups.values():
+            for each in group:
+                states.append(record := _examined(each, set()))
+                if record.state == "complete":
+                    records[each] = record
+                    break
+    if (newest := _newest(records)) is not None:
+        return replace(records[newest], newest=True)
+    facts = [f"{record.path} is {record.state}: {record.reason}" for record in states[:3]]
+    raise SourceError(
+        f"{root} has no complete checkpoint", code="no-checkpoint",
+        facts=[*facts, *([f"and {len(states) - 3} more"] if states[3:] else [])],
+        hint=f"reshard runs {root}" if states else "",
+    )  # fmt: skip
+
+
+def iterations_at(path: AnyName) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a run; [] for any other path."""
+    root = as_place(path)
+    return stored_checkpoints(root) if run_at(root, root.names()) else []
+
+
+def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Sort checkpoints by their directory, then by step."""
+
+    def key(each: Candidate) -> tuple[str, list[int], float, str]:
+        return str(each.path.parent), [*map(int, re.findall(r"\d+", each.step))], each.modified, str(each.path)
+
+    return sorted(candidates, key=key)
+
+
+def _newest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the newest of the last of each directory, given checkpoints in order."""
+    last = {str(each.path.parent): each for each in _in_order(candidates)}
+    return max(last.values(), key=lambda each: each.modified, default=None)
+
+
+def _examined(candidate: Candidate, last: set[str]) -> StoredCheckpoint:
+    findings = candidate.examine()
+    path = str(candidate.path)
+    return StoredCheckpoint(
+        path, candidate.step, candidate.format, findings.ranks, len(candidate.files),
+        sum(file.nbytes for file in candidate.files), candidate.modified, findings.state, findings.reason,
+        last=path in last,
+    )  # fmt: skip
+
+
+def _last(directory: Directory) -> Iterator[str]:
+    """Yield the paths of the checkpoints that runs name as their last."""
+    if run := run_at(directory.place, directory.names):
+        with suppress(SourceError):  # it names none
+            yield str(checkpoint_of(directory.place, directory.names, run, None))
+    for below in directory.below.values():
+        yield from _last(below)
+
+
+def _candidates(directory: Directory, temporary: str) -> Iterator[Candidate]:
+    """Yield the checkpoints in a directory and below it.
+
+    Args:
+        directory: the directory.
+        temporary: the name of a directory above it that is temporary by its name; empty if there is none.
+    """
+    name = directory.place.name
+    if _TEMPORARY.fullmatch(name) and UNFINISHED not in name:
+        temporary = name
+    left = {*directory.below}
+    for candidate, names in _here(directory):
+        left.difference_update(names)
+        examine = candidate.examine
+        if temporary:
+            examine = partial(Findings, "incomplete", f"{temporary} is the name of a temporary directory")
+        yield replace(candidate, step=candidate.step or _step(candidate.path), examine=examine)
+    for name in sorted(left):
+        yield from _candidates(directory.below[name], temporary)
+
+
+def _step(path: Place) -> str:
+    """Return the step in the name of a checkpoint, or of the directory that it is in."""
+    for place in (path, path.parent):
+        name = place.name.partition(UNFINISHED)[0]
+        number = iteration_of(place.parent / name, numbered=True)
+        match = _STEP.fullmatch(name)
+        if number is not None or match:
+            return str(int(match[1]) if number is None and match else number)
+    return ""
+
+
+def _here(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
+    """Yield the checkpoints in a directory itself, and the names of its subdirectories that belong to each."""
+    root, names = directory.place, directory.names
+    if directory.problem:
+        examine = partial(Findings, "unknown", f"it cannot be read: {directory.problem}")
+        yield Candidate(root, "", "", [], examine), directory.below
+        return
+    if DIRECTORY in names and (progress := _unfinished(directory)):
+        yield progress
+        return
+    everything = [*directory.every_file()] if any(map(is_of_store, names)) else []
+    if everything:
+        yield Candidate(root, ZARR, "", everything, partial(_of_store, directory)), directory.below
+        return
+    if run_at(root, names):
+        return
+    if opener := described(root, names):
+        files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
+        examine = partial(_of_described, directory, opener)
+        yield Candidate(root, opener.format, "", files, examine), directory.below if opener.is_deep else ()
+        return
+    if is_ranked(directory):
+        ranks = [name for name in directory.below if RANK_DIRECTORY.fullmatch(name)]
+        yield from ((candidate, ranks) for candidate in ranked(directory))
+        return
+    yield from ((candidate, ()) for candidate in flat(directory))
+
+
+def _unfinished(directory: Directory) -> tuple[Candidate, Sequence[str]] | None:
+    """Return the target in a directory that reshard has not finished, and its subdirectories."""
+    progress = unfinished(str(directory.place.absolute()))
+    if progress is None:
+        return None
+    first = progress.files[0].partition("/")[0]
+    path = directory.place / first if is_iteration(first) else directory.place
+    below = [first] if path != directory.place else [*directory.below]
+    files = [file for name in below if name in directory.below for file in directory.below[name].every_file()]
+    files += directory.files.values() if path == directory.place else ()
+    reason = f"{progress.text}; {progress.hint}"
+    return Candidate(path, "unfinished target", "", files, partial(Findings, "incomplete", reason)), below
+
+
+def _of_described(directory: Directory, opener: Opener) -> Findings:
+    """Return whether a checkpoint that describes its own blocks is complete."""
+    root, names = directory.place, directory.names
+    if opener.format == ORBAX and (reason := unfinished_reason(root, names)):
+        return Findings("incomplete", reason)
+    if opener.format == UNIVERSAL and (reason := _lacks_states(directory.below["zero"])):
+        return Findings("incomplete", reason)
+
+    def doubt(checkpoint: Checkpoint) -> str:
+        if opener.format == DCP_NAME and (COMMON in names) != (BACKEND in names):
+            return f"Megatron-Core writes both {COMMON} and {BACKEND}"
+        return _encoded_files(directory, checkpoint) if opener.format == ORBAX else ""
+
+    return with_sidecars(directory, partial(by_opening, partial(opener.opens, contents=False), root, doubt))
+
+
+def _lacks_states(zero: Directory) -> str:
+    """Return which parameter of a Universal Checkpoint lacks a file, or ""; a frozen one has only its weights."""
+    files = {name: {*parameter.files} for name, parameter in zero.below.items()}
+    every = set[str]().union(*files.values())
+    for name, present in files.items():
+        if present not in (every, {"fp32.pt"}):
+            return f"zero/{name} has no {min(every - present)}"
+    return ""
+
+
+def _of_store(directory: Directory) -> Findings:
+    """Return whether a zarr store is complete: in a store of another program, chunks may be absent."""
+
+    def doubt(checkpoint: Checkpoint) -> str:
+        if not store_notes(directory.place):
+            return "an absent chunk of a zarr store stands for its fill value"
+        recorded = made_of(directory.place)
+        return "" if recorded and recorded.is_as_noted() else _encoded_files(directory, checkpoint)
+
+    return by_opening(partial(open_store, directory.place), directory.place, doubt)
+
+
+def _encoded_files(directory: Directory, checkpoint: Checkpoint) -> str:
+    """Return why truncated chunks would not be noticed, or "": the lengths of encoded files are recorded nowhere."""
+    in_files = any(any(map(is_of_store, each.files)) for each in directory.every_directory())
+    return (
+        "its chunks are compressed, so that their sizes do not show whether they are whole"
+        if (in_files and checkpoint.coding is not None)
+        else ""
+    )
