@@ -248,7 +248,9 @@ def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]
     return listing if "zero" in listing and any(map(MODEL_STATES.fullmatch, listing)) else ()
 
 
-DCP_NAME, ORBAX, TORCH_SAVE, UNIVERSAL, ZARR = "DCP", "Orbax", "torch.save", "DeepSpeed Universal", "zarr"
+CHECKPOINT2_NAME, DCP_NAME, ORBAX, TORCH_SAVE, UNIVERSAL, ZARR = (
+    "Checkpoint 2.0", "DCP", "Orbax", "torch.save", "DeepSpeed Universal", "zarr",
+)  # fmt: skip
 """Names of formats, for users."""
 
 
@@ -270,7 +272,7 @@ class _Distributed(NamedTuple):
 
 
 _FORMATS = (
-    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2", "Checkpoint 2.0"),
+    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2", CHECKPOINT2_NAME),
     _Distributed(applied(_shown, DCP), "dcp", "open_dcp", DCP_NAME),
     _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves", TORCH_SAVE),
     _Distributed(_shown_universal, "deepspeed.universal", "open_universal", UNIVERSAL, is_deep=True),

@@ -21,15 +21,13 @@ from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.zarr.files import is_of_store
-from reshard.readers.catalog.findings import Candidate, Findings, by_opening
-from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked, with_sidecars
+from reshard.readers.catalog.described import described_findings, store_findings
+from reshard.readers.catalog.findings import Candidate, Findings
+from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
 from reshard.readers.catalog.tree import listed
-from reshard.readers.dcp import BACKEND, COMMON
-from reshard.readers.open import DCP_NAME, ORBAX, UNIVERSAL, ZARR, described
-from reshard.readers.orbax.steps import UNFINISHED, unfinished_reason
+from reshard.readers.open import ZARR, described
+from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
-from reshard.readers.zarr import open_store, store_notes
-from reshard.source.made import made_of
 from reshard.source.records import DIRECTORY, unfinished
 from reshard.storage.places import as_place
 
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 
     from reshard.readers.catalog.findings import State
     from reshard.readers.catalog.tree import Directory
-    from reshard.readers.open import Opener
-    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import AnyName, Place
 
 _TEMPORARY = re.compile(
@@ -210,13 +206,13 @@ def _here(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
         return
     everything = [*directory.every_file()] if any(map(is_of_store, names)) else []
     if everything:
-        yield Candidate(root, ZARR, "", everything, partial(_of_store, directory)), directory.below
+        yield Candidate(root, ZARR, "", everything, partial(store_findings, directory)), directory.below
         return
     if run_at(root, names):
         return
     if opener := described(root, names):
         files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
-        examine = partial(_of_described, directory, opener)
+        examine = partial(described_findings, directory, opener)
         yield Candidate(root, opener.format, "", files, examine), directory.below if opener.is_deep else ()
         return
     if is_ranked(directory):
@@ -238,51 +234,3 @@ def _unfinished(directory: Directory) -> tuple[Candidate, Sequence[str]] | None:
     files += directory.files.values() if path == directory.place else ()
     reason = f"{progress.text}; {progress.hint}"
     return Candidate(path, "unfinished target", "", files, partial(Findings, "incomplete", reason)), below
-
-
-def _of_described(directory: Directory, opener: Opener) -> Findings:
-    """Return whether a checkpoint that describes its own blocks is complete."""
-    root, names = directory.place, directory.names
-    if opener.format == ORBAX and (reason := unfinished_reason(root, names)):
-        return Findings("incomplete", reason)
-    if opener.format == UNIVERSAL and (reason := _lacks_states(directory.below["zero"])):
-        return Findings("incomplete", reason)
-
-    def doubt(checkpoint: Checkpoint) -> str:
-        if opener.format == DCP_NAME and (COMMON in names) != (BACKEND in names):
-            return f"Megatron-Core writes both {COMMON} and {BACKEND}"
-        return _encoded_files(directory, checkpoint) if opener.format == ORBAX else ""
-
-    return with_sidecars(directory, partial(by_opening, partial(opener.opens, contents=False), root, doubt))
-
-
-def _lacks_states(zero: Directory) -> str:
-    """Return which parameter of a Universal Checkpoint lacks a file, or ""; a frozen one has only its weights."""
-    files = {name: {*parameter.files} for name, parameter in zero.below.items()}
-    every = set[str]().union(*files.values())
-    for name, present in files.items():
-        if present not in (every, {"fp32.pt"}):
-            return f"zero/{name} has no {min(every - present)}"
-    return ""
-
-
-def _of_store(directory: Directory) -> Findings:
-    """Return whether a zarr store is complete: in a store of another program, chunks may be absent."""
-
-    def doubt(checkpoint: Checkpoint) -> str:
-        if not store_notes(directory.place):
-            return "an absent chunk of a zarr store stands for its fill value"
-        recorded = made_of(directory.place)
-        return "" if recorded and recorded.is_as_noted() else _encoded_files(directory, checkpoint)
-
-    return by_opening(partial(open_store, directory.place), directory.place, doubt)
-
-
-def _encoded_files(directory: Directory, checkpoint: Checkpoint) -> str:
-    """Return why truncated chunks would not be noticed, or "": the lengths of encoded files are recorded nowhere."""
-    in_files = any(any(map(is_of_store, each.files)) for each in directory.every_directory())
-    return (
-        "its chunks are compressed, so that their sizes do not show whether they are whole"
-        if (in_files and checkpoint.coding is not None)
-        else ""
-    )

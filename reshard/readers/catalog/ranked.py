@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, names
 from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, refuse_directory
-from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, RANK_PATTERN, every_file, is_checkpoint_name, steps_of
+from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
 from reshard.formats.sets import SET_INDEXES
 from reshard.readers.beside import strategies_in
 from reshard.readers.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
@@ -48,13 +48,17 @@ def is_ranked(directory: Directory) -> bool:
 def ranked(directory: Directory) -> Iterator[Candidate]:
     """Yield the checkpoints in rank directories: one for each step, or other name that ranks share."""
     root = directory.place
-    try:
-        with reading(SourceError):
-            by_rank = every_file(root, RANK_PATTERN)
-    except SourceError as error:
-        yield Candidate(root, "ranks", "", [*directory.every_file()], partial(of_error, error, root))
-        return
-    every_rank = {int(match[1]) for match in map(RANK_DIRECTORY.fullmatch, directory.below) if match} | {*by_rank}
+    by_rank: dict[int, list[Place]] = {}
+    every_rank: set[int] = set()
+    for match in filter(None, map(RANK_DIRECTORY.fullmatch, directory.below)):
+        below = directory.below[match[0]]
+        if int(match[1]) in every_rank:
+            examine = partial(Findings, "unknown", f"has rank {int(match[1])} twice")
+            yield Candidate(root, "ranks", "", [*directory.every_file()], examine)
+            return
+        every_rank.add(int(match[1]))
+        if paths := [path for name in sorted(below.files) if is_checkpoint_name(path := below.place / name)]:
+            by_rank[int(match[1])] = paths
     for (_, step, extension), files in steps_of(by_rank):
         states = [_state(directory, path) for paths in files.values() for path in paths]
         text = f"{step[0]}_{step[1]}" if step else ""
