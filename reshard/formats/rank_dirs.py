@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import (
     DIRECTORY_FORMATS,
+    FOREIGN,
+    FOREIGN_FILES,
     PARTS,
     RUNS,
     SAVED_PARTS,
@@ -36,6 +39,7 @@ _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
 _NUMBER = re.compile(r"(\d+)")
 RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+_DEEPEST_BELOW, _MOST_BELOW = 4, 1000  # levels, and entries of a level, in which checkpoints are looked for
 
 
 class Step(NamedTuple):
@@ -109,13 +113,23 @@ def rank_files(
                 f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
                 hint="the command that wrote it resumes it",
             )  # fmt: skip
+        below: list[str] = []
+        if rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each directory would take a request
+            if not any(root.iterdir()):
+                raise SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
+            below = checkpoints_below(root)
+        if below:
+            raise SourceError(
+                f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
+                hint=f"open {root / below[0]}; `reshard runs {quote(str(root))}` lists them",
+            )  # fmt: skip
         usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
         raise SourceError(
             f"{root} has no checkpoint",
             code="no-checkpoint",
             facts=[f"expected files at {' or '.join(map(repr, examples))} and so on"],
-            hint=_inside_instead(root, rank_pattern),
+            hint=Text("give ", Option("rank_pattern"), " for other names"),
         )
     if suffix is not None:
         files_by_rank = {
@@ -175,7 +189,8 @@ def _refuse_directory_formats(root: Place, files: Mapping[int, Sequence[Place]],
     if not files or root in inside:
         inside[root] = [path.name for path in root.iterdir()]
     for directory, file_names in inside.items():
-        accepted = ([RUNS, *SAVED_PARTS] if files else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
+        accepted = [RUNS, *SAVED_PARTS, *FOREIGN_FILES] if files else []
+        accepted += [PARTS] if by_rank and len(file_names) == 1 else []
         refuse_directory(directory, file_names, besides=accepted)
 
 
@@ -189,19 +204,21 @@ def leftovers(root: Place) -> list[str]:
     return [f"{root} has {count} ({names(unfinished, most=1)}): a run was interrupted, or is not done"]
 
 
-def _inside_instead(root: Place, rank_pattern: str) -> str:
-    """Return a hint to open a subdirectory with rank directories, or to give a rank pattern."""
-    if rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each subdirectory would take a request
-        below: list[Place] = [path for path in root.iterdir() if path.is_dir()]
-        if inside := sorted(str(path) for path in below if _is_checkpoint(path)):
-            return f"open {names(inside, most=3)} inside it"
-    return Text("give ", Option("rank_pattern"), " for other names")
+def checkpoints_below(root: Place) -> list[str]:
+    """Return the paths of the nearest directories with checkpoints below a local directory, of the first few it has."""
+    level = [root]
+    for _ in range(_DEEPEST_BELOW):
+        entries = [directory / name for directory in level for name in sorted(directory.names()) if name[0] != "."]
+        level = [path for path in entries[:_MOST_BELOW] if path.is_dir()]
+        if checkpoints := [path for path in level if _is_checkpoint(path)]:
+            return [path.relative_to(str(root)).as_posix() for path in checkpoints]
+    return []
 
 
 def _is_checkpoint(directory: Place) -> bool:
     """Return whether a directory has rank directories or files of a checkpoint of any format."""
     entries = directory.names()
-    has_format = any(format_.shown_by(directory, entries) for format_ in DIRECTORY_FORMATS)
+    has_format = any(format_.shown_by(directory, entries) for format_ in DIRECTORY_FORMATS if format_ not in FOREIGN)
     return has_format or "rank_0" in entries or any(is_checkpoint_name(directory / name) for name in entries)
 
 

@@ -21,11 +21,11 @@ from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.zarr.files import is_of_store
-from reshard.readers.catalog.described import described_findings, store_findings
+from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
 from reshard.readers.catalog.tree import listed
-from reshard.readers.open import ZARR, described
+from reshard.readers.openers import ZARR, described
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 from reshard.source.records import DIRECTORY, unfinished

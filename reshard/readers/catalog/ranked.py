@@ -17,8 +17,9 @@ from reshard.formats.sets import SET_INDEXES
 from reshard.readers.beside import strategies_in
 from reshard.readers.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
 from reshard.readers.catalog.tree import FileState
-from reshard.readers.open import TORCH_SAVE, read_headers
 from reshard.readers.open import open as open_checkpoint
+from reshard.readers.open import read_headers
+from reshard.readers.openers import TORCH_SAVE
 from reshard.readers.ranks import index_ranks
 from reshard.readers.torch_save.file import TorchFile
 from reshard.source.made import made_of

@@ -76,14 +76,14 @@ def listed(root: Place) -> Iterator[Directory]:
     """
     if isinstance(root, RemotePath):
         with listings.kept(root.url) as files:
-            if not files:
-                root.require_bucket()
-                raise _missing(root, is_file=root.is_file())
             directory = Directory(root)
             for url, info in files.items():
                 _add(directory, url.removeprefix(f"{root.url}/").split("/"), FileState(info.nbytes, info.modified))
-            yield directory
-        return
+            if files:
+                yield directory
+                return
+        root.require_bucket()
+        raise _missing(root, is_file=root.is_file())
     if not root.is_dir():
         raise _missing(root, is_file=root.exists())
     yield _walked(root)

@@ -405,7 +405,7 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
 
 
 def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, files: _DCPFiles) -> Iterator[str]:
-    if DCP_INDEX in listing:  # it is written last, but may be copied first
+    if DCP_INDEX in listing and not directory.can.has_latency:  # it is written last; at a URL times are unknown
         saved = (directory / DCP_INDEX).status().mtime_ns + MTIME_TOLERANCE_NS
         if newer := [path for path, number in files.numbers.items() if files.files[number].mtime_ns > saved]:
             yield (

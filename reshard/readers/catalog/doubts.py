@@ -15,7 +15,7 @@ from reshard.readers.catalog.findings import Findings, by_opening
 from reshard.readers.catalog.ranked import with_sidecars
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.dcp import BACKEND, COMMON, MTIME_TOLERANCE_NS, rank_of
-from reshard.readers.open import CHECKPOINT2_NAME, DCP_NAME, ORBAX, UNIVERSAL
+from reshard.readers.openers import CHECKPOINT2_NAME, DCP_NAME, ORBAX, UNIVERSAL
 from reshard.readers.orbax.steps import unfinished_reason
 from reshard.readers.pickles import Pairs, PickledObject, numbers, unpickled
 from reshard.readers.zarr import open_store, store_notes
@@ -23,7 +23,7 @@ from reshard.source.made import made_of
 
 if TYPE_CHECKING:
     from reshard.readers.catalog.tree import Directory
-    from reshard.readers.open import Opener
+    from reshard.readers.openers import Opener
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
@@ -50,6 +50,8 @@ def _doubt(directory: Directory, opener: Opener, checkpoint: Checkpoint) -> str:
     """Return why a checkpoint that can be opened may lack something, or ""."""
     if opener.format == DCP_NAME and (COMMON in directory.files) != (BACKEND in directory.files):
         return f"Megatron-Core writes both {COMMON} and {BACKEND}"
+    if opener.format == DCP_NAME and DCP_INDEX in directory.files and _newer(directory):
+        return f"files changed after {DCP_INDEX}, which comes last"
     if opener.format == CHECKPOINT2_NAME and METADATA not in directory.files:
         kinds = {match["kind"] for match in map(CHECKPOINT2.files.fullmatch, directory.files) if match}
         return f"has only {kinds.pop()} files, and nothing says whether there were others" if len(kinds) == 1 else ""
@@ -66,10 +68,16 @@ def _by_metadata(directory: Directory) -> Findings | None:
     ends = _ends(directory.place / DCP_INDEX) if is_plain and DCP_INDEX in files else {}
     if not ends or ends.keys() != set(filter(DCP_FILES[_STORAGE].fullmatch, files)):
         return None
-    latest = files[DCP_INDEX].modified + MTIME_TOLERANCE_NS / 1e9
-    if any(end > files[name].nbytes or files[name].modified > latest for name, end in ends.items()):
+    if any(end > files[name].nbytes for name, end in ends.items()) or _newer(directory):
         return None
     return Findings("complete", "", len(set(map(rank_of, ends))))
+
+
+def _newer(directory: Directory) -> bool:
+    """Return whether data files of a DCP are newer than its metadata."""
+    latest = directory.files[DCP_INDEX].modified + MTIME_TOLERANCE_NS / 1e9
+    data = filter(DCP_FILES[_STORAGE].fullmatch, directory.files)
+    return any(directory.files[name].modified > latest for name in data)
 
 
 def _ends(index: Place) -> dict[str, int]:
