@@ -137,7 +137,7 @@ class Unfinished(NamedTuple):
     """How far the run that writes a target is.
 
     Attributes:
-        files: the files that are not complete.
+        files: its files.
         written: how many bytes are written, those of complete files included.
         total: how many bytes the target will have.
         command: the words of the command; empty if it was another program.
@@ -203,15 +203,14 @@ def unfinished(root: str, *, directory: str = "") -> Unfinished | None:
         SourceError: the storage of the target cannot be reached.
     """
     records = known(root, directory=directory).records
-    open_files = [file for file, record in records.items() if not record.ready]
-    if not open_files:
+    begun = [record for record in records.values() if not record.ready]
+    if not begun:
         return None
-    newest = records[open_files[-1]]
+    newest = begun[-1]
     of_run = {file: record for file, record in records.items() if record.made == newest.made}
     written = sum(min(sum(record.wrote[1::3]), record.size) for record in of_run.values() if not record.ready)
     written += sum(record.ready[0] for record in of_run.values() if record.ready)
-    files = tuple(file for file in open_files if file in of_run)
-    return Unfinished(files, written, sum(record.size for record in of_run.values()), newest.command)
+    return Unfinished(tuple(of_run), written, sum(record.size for record in of_run.values()), newest.command)
 
 
 def parts_of(directory: str) -> dict[str, list[str]]:

@@ -25,14 +25,14 @@ from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
 from reshard.readers.catalog.tree import listed
-from reshard.readers.openers import ZARR, described
+from reshard.readers.openers import UNIVERSAL, ZARR, described
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 from reshard.source.records import DIRECTORY, unfinished
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from reshard.readers.catalog.findings import State
     from reshard.readers.catalog.tree import Directory
@@ -196,41 +196,50 @@ def _step(path: Place) -> str:
 
 def _here(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
     """Yield the checkpoints in a directory itself, and the names of its subdirectories that belong to each."""
-    root, names = directory.place, directory.names
     if directory.problem:
         examine = partial(Findings, "unknown", f"it cannot be read: {directory.problem}")
-        yield Candidate(root, "", "", [], examine), directory.below
+        yield Candidate(directory.place, "", "", [], examine), ()
         return
-    if DIRECTORY in names and (progress := _unfinished(directory)):
-        yield progress
-        return
-    everything = [*directory.every_file()] if any(map(is_of_store, names)) else []
-    if everything:
-        yield Candidate(root, ZARR, "", everything, partial(store_findings, directory)), directory.below
-        return
-    if run_at(root, names):
-        return
-    if opener := described(root, names):
+    target = _unfinished(directory) if DIRECTORY in directory.names else None
+    if target is not None:
+        yield target
+    if target is None or target[0].path != directory.place:
+        yield from _finished(directory)
+
+
+def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
+    """Yield the checkpoints in a directory itself that are not unfinished targets, as `_here` does."""
+    root, names = directory.place, directory.names
+    is_store = any(map(is_of_store, names))
+    opener = None if is_store or run_at(root, names) else described(root, names)
+    zero = directory.below.get("zero")
+    if is_store:
+        examine = partial(store_findings, directory)
+        yield Candidate(root, ZARR, "", [*directory.every_file()], examine), directory.below
+    elif opener:
         files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
         examine = partial(described_findings, directory, opener)
         yield Candidate(root, opener.format, "", files, examine), directory.below if opener.is_deep else ()
-        return
-    if is_ranked(directory):
+    elif zero and any("fp32.pt" in parameter.files for parameter in zero.below.values()):
+        examine = partial(Findings, "incomplete", "has no file of model states")
+        yield Candidate(root, UNIVERSAL, "", [*directory.every_file()], examine), directory.below
+    elif is_ranked(directory):
         ranks = [name for name in directory.below if RANK_DIRECTORY.fullmatch(name)]
         yield from ((candidate, ranks) for candidate in ranked(directory))
-        return
-    yield from ((candidate, ()) for candidate in flat(directory))
+    else:
+        yield from ((candidate, ()) for candidate in flat(directory))
 
 
-def _unfinished(directory: Directory) -> tuple[Candidate, Sequence[str]] | None:
-    """Return the target in a directory that reshard has not finished, and its subdirectories."""
+def _unfinished(directory: Directory) -> tuple[Candidate, Iterable[str]] | None:
+    """Return the target in a directory that reshard has not finished, and the subdirectories that it writes."""
     progress = unfinished(str(directory.place.absolute()))
     if progress is None:
         return None
-    first = progress.files[0].partition("/")[0]
-    path = directory.place / first if is_iteration(first) else directory.place
-    below = [first] if path != directory.place else [*directory.below]
-    files = [file for name in below if name in directory.below for file in directory.below[name].every_file()]
-    files += directory.files.values() if path == directory.place else ()
-    reason = f"{progress.text}; {progress.hint}"
-    return Candidate(path, "unfinished target", "", files, partial(Findings, "incomplete", reason)), below
+    below = {file.partition("/")[0] for file in progress.files}
+    first = min(below)
+    path = directory.place / first if len(below) == 1 and (is_iteration(first) or progress.files == (first,)) else None
+    written = [directory.below[name] for name in below if name in directory.below]
+    files = [state for each in written for state in each.every_file()]
+    files += directory.files.values() if path is None else ()
+    examine = partial(Findings, "incomplete", f"{progress.text}; {progress.hint}")
+    return Candidate(path or directory.place, "unfinished target", "", files, examine), below

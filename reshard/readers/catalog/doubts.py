@@ -81,8 +81,9 @@ def _newer(directory: Directory) -> bool:
 
 
 def _ends(index: Place) -> dict[str, int]:
-    """Return where the items of each file end, by the metadata of a DCP of PyTorch; {} if it is of another program."""
+    """Return where the items of each file end, by the metadata of a DCP; {} if files may have headers of their own."""
     ends: dict[str, int] = {}
+    last: dict[str, int] = {}
     with suppress(SourceError):
         content = unpickled(RangeReader(str(index), window=0), "the metadata of a DCP")
         items = content.field("storage_data") if isinstance(content, PickledObject) else None
@@ -91,8 +92,9 @@ def _ends(index: Place) -> dict[str, int]:
             name, *extent = info.fields("relative_path", "offset", "length") if is_known else (None,)
             if not isinstance(name, str):
                 return {}
-            ends[name] = max(ends.get(name, 0), sum(numbers(extent)))
-        return ends
+            begin, nbytes = numbers(extent)
+            ends[name], last[name] = max(ends.get(name, 0), begin + nbytes), max(last.get(name, 0), begin)
+        return ends if all(last.values()) else {}  # an item behind another one is in a file without a header
     return {}
 
 
