@@ -51,8 +51,9 @@ def test_the_command_that_resumes_it(to: str, tmp_path: Path) -> None:
     log.write_text("\n".join(lines) + "\n")
     if to == "zarr":
         log.parent.rename(target / ".reshard")
-    for path in (*target.glob("model*"), target / ".metadata", target / "zarr.json"):
-        path.unlink(missing_ok=True)
+    for path in target.rglob("*"):
+        if path.is_file() and path.parent.name != ".reshard":
+            path.unlink()
     result = failed(4, "unfinished", "inspect", target)
     command = shlex.join(["reshard", "convert", str(tmp_path / "a.safetensors"), str(target), "--to", to])
     assert command in result.stderr
@@ -65,15 +66,18 @@ def test_the_command_that_resumes_it(to: str, tmp_path: Path) -> None:
     assert call("inspect", target).exit_code == 0
 
 
-def test_a_file_that_is_unfinished_hides_nothing(source: reshard.Checkpoint, tmp_path: Path) -> None:  # noqa: F811
-    write_file(tmp_path / "dst" / "step-5" / "model.safetensors", {"w": np.ones((4,), np.float32)})
-    write_file(tmp_path / "dst" / "old.safetensors", {"w": np.ones((4,), np.float32)})
-    reshard.convert(source, tmp_path / "dst" / "whole.safetensors", to="safetensors")
-    (log,) = (tmp_path / "dst" / ".reshard").glob("*.jsonl")
-    log.write_text("\n".join(line for line in log.read_text().splitlines() if '"ready"' not in line) + "\n")
-    (tmp_path / "dst" / "whole.safetensors").unlink()
-    found = {os.path.relpath(each.path, tmp_path / "dst"): each.state for each in stored_checkpoints(tmp_path / "dst")}
-    assert found == {"whole.safetensors": "incomplete", ".": "complete", "step-5": "complete"}
+def test_a_file_that_is_unfinished_hides_nothing(tmp_path: Path) -> None:
+    """The ledger of a file is in its directory."""
+    for name in ("step-5/model.safetensors", "old.safetensors"):
+        write_file(tmp_path / name, {"w": np.ones((4,), np.float32)})
+    (tmp_path / ".reshard").mkdir()
+    lines = [{"reshard": 1}, {"file": "whole.safetensors", "rank": 0, "digest": "ab", "size": 100}]
+    lines += [{"file": "whole.safetensors", "wrote": [[10, 30, 7]]}]
+    (tmp_path / ".reshard" / "00000001-abcdef12.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = {os.path.relpath(each.path, tmp_path): each for each in stored_checkpoints(tmp_path)}
+    states = {path: each.state for path, each in found.items()}
+    assert states == {"whole.safetensors": "incomplete", ".": "complete", "step-5": "complete"}
+    assert "30 B of 100 B" in found["whole.safetensors"].reason
 
 
 def test_a_log_that_lies_about_its_command(tmp_path: Path) -> None:
