@@ -130,6 +130,13 @@ def test_a_dcp_without_metadata_or_with_older_metadata(mindspore_data: Path, tmp
     assert only(root).state == "incomplete"
 
 
+@pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])
+def test_several_dcps_are_not_parts_of_one(names: tuple[str, str], mindspore_data: Path, tmp_path: Path) -> None:
+    for name in names:
+        shutil.copytree(mindspore_data / "dcp" / "fsdp2_bf16" / "checkpoint", tmp_path / name)
+    assert states(tmp_path) == dict.fromkeys(names, "complete")
+
+
 @pytest.mark.parametrize("name", ["orbax/unmerged", "orbax/run"])
 def test_an_unfinished_orbax_is_incomplete(name: str, mindspore_data: Path) -> None:
     found = states(mindspore_data / name)

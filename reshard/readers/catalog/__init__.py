@@ -25,7 +25,7 @@ from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
 from reshard.readers.catalog.tree import listed
-from reshard.readers.openers import UNIVERSAL, ZARR, described
+from reshard.readers.openers import DCP_NAME, UNIVERSAL, ZARR, described
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 from reshard.source.records import DIRECTORY, unfinished
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from reshard.readers.catalog.findings import State
     from reshard.readers.catalog.tree import Directory
+    from reshard.readers.openers import Opener
     from reshard.storage.places import AnyName, Place
 
 _TEMPORARY = re.compile(
@@ -212,6 +213,8 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
     root, names = directory.place, directory.names
     is_store = any(map(is_of_store, names))
     opener = None if is_store or run_at(root, names) else described(root, names)
+    if opener and opener.format == DCP_NAME and opener.is_deep and _are_several(directory, opener):
+        return
     zero = directory.below.get("zero")
     if is_store:
         examine = partial(store_findings, directory)
@@ -228,6 +231,17 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
         yield from ((candidate, ranks) for candidate in ranked(directory))
     else:
         yield from ((candidate, ()) for candidate in flat(directory))
+
+
+def _are_several(directory: Directory, opener: Opener) -> bool:
+    """Return whether the DCPs below a directory are several checkpoints, not the model and optimizer of one."""
+    if any(map(_STEP.fullmatch, directory.below)):
+        return True
+    try:
+        opener.opens(contents=False)
+    except SourceError as error:
+        return "several-checkpoints" in error.codes
+    return False
 
 
 def _unfinished(directory: Directory) -> tuple[Candidate, Iterable[str]] | None:
