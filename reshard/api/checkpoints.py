@@ -39,7 +39,7 @@ else:
 
 
 def runs(path: AnyName) -> Runs:
-    """List the checkpoints below a directory, in any format, and tell from names and headers which are complete.
+    """List the checkpoints below a directory, of any format, with their states by names and headers.
 
     Args:
         path: a directory, a local path or a URL.

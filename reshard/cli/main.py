@@ -42,7 +42,7 @@ _HOMES = {
     "plan": "reshard.cli.plan:plan",
     "run": "reshard.cli.plan:run",
     "rules": "reshard.cli.groups.rules:rules",
-    "runs": "reshard.cli.groups.listing:runs",
+    "runs": "reshard.cli.groups.lists:runs",
     "stats": "reshard.cli.groups.computing:stats",
     "strategy": "reshard.cli.groups.strategy:strategy",
     "transform": "reshard.cli.write:transform",

@@ -205,7 +205,7 @@ def leftovers(root: Place) -> list[str]:
 
 
 def checkpoints_below(root: Place) -> list[str]:
-    """Return the paths of the nearest directories with checkpoints below a local directory, of the first few it has."""
+    """Return the paths of the nearest checkpoints below a local directory."""
     level = [root]
     for _ in range(_DEEPEST_BELOW):
         entries = [directory / name for directory in level for name in sorted(directory.names()) if name[0] != "."]
@@ -335,19 +335,19 @@ def _same_checkpoint(
 
 
 def steps_of(by_rank: Mapping[int, Sequence[Place]]) -> Iterator[tuple[_Family, dict[int, list[Place]]]]:
-    """Yield the files of each checkpoint in rank directories, by rank, with what they have in common.
+    """Yield each checkpoint in rank directories: its family, and its files by rank.
 
-    A file that fits several checkpoints is of the one that has files of most ranks.
+    A file of several families belongs to the one with the most ranks.
     """
-    taken: set[Place] = set()
+    assigned: set[Place] = set()
     for family, files in sorted(_families(by_rank).items(), key=lambda item: -len(item[1])):
-        if taken.isdisjoint(path for paths in files.values() for path in paths):
-            taken.update(path for paths in files.values() for path in paths)
+        if assigned.isdisjoint(path for paths in files.values() for path in paths):
+            assigned.update(path for paths in files.values() for path in paths)
             yield family, files
 
 
 def _families(by_rank: Mapping[int, Sequence[Place]]) -> dict[_Family, dict[int, list[Place]]]:
-    """Return the files of each rank by what they have in common with files of other ranks."""
+    """Return the files of each rank, by family."""
     families: dict[_Family, dict[int, list[Place]]] = {}
     for rank, paths in by_rank.items():
         for path in paths:

@@ -1,4 +1,4 @@
-"""Find the checkpoints of a training run: the one that it names as its last, or one by its number."""
+"""Find a checkpoint of a training run: its last, or the one with a number."""
 
 from __future__ import annotations
 

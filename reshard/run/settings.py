@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The values of the options of a run, as `reshard.Plan.run` describes them; `command` is what was typed, if it was.
+    """The values of the options of a run, as `reshard.Plan.run` describes them, and the words of the command.
 
     Raises:
         UsageError: a value is not valid, or two contradict each other.

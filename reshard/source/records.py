@@ -134,7 +134,7 @@ def digest(content: object) -> str:
 
 
 class Unfinished(NamedTuple):
-    """How far the run that writes a target is.
+    """The progress of an unfinished target.
 
     Attributes:
         files: its files.
@@ -197,7 +197,11 @@ def known(root: str, files: Collection[str] | None = None, *, directory: str = "
 
 
 def unfinished(root: str, *, directory: str = "") -> Unfinished | None:
-    """Return how far the newest unfinished run of a target is; None if there is none. `directory` is as for `known`.
+    """Return how far the newest unfinished run of a target is; None if there is none.
+
+    Args:
+        root: the target.
+        directory: as for `known`.
 
     Raises:
         SourceError: the storage of the target cannot be reached.

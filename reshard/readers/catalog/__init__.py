@@ -1,9 +1,9 @@
 """List the checkpoints below a directory, and tell which are complete, from names and headers alone.
 
-1. All directories below it are listed (`tree`).
-2. Names show which of them are checkpoints, and of which format: those that open on their own (`readers.open`), rank
+1. All directories below it are listed (`walk`).
+2. Names show the checkpoints and their formats: checkpoints that describe their own blocks (`readers.openers`), rank
    directories, sets and single files (`ranked`), and targets that reshard has not finished.
-3. Headers show whether one is complete: it is opened, without its contents. What cannot be decided is unknown.
+3. Headers show whether a checkpoint is complete: it is opened, without its contents. Otherwise it is unknown.
 
 Within a directory, the newest checkpoint is that of the highest step; among several directories, it is the one whose
 files changed last.
@@ -24,7 +24,7 @@ from reshard.formats.zarr.files import is_of_store
 from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
-from reshard.readers.catalog.tree import listed
+from reshard.readers.catalog.walk import listed
 from reshard.readers.openers import DCP_NAME, UNIVERSAL, ZARR, described
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from reshard.readers.catalog.findings import State
-    from reshard.readers.catalog.tree import Directory
+    from reshard.readers.catalog.walk import Directory
     from reshard.readers.openers import Opener
     from reshard.storage.places import AnyName, Place
 
@@ -80,7 +80,7 @@ class StoredCheckpoint:
 
 
 def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
-    """Return the checkpoints below a directory, by directory and step, with the newest complete one marked.
+    """Return the checkpoints below a directory, by directory and step.
 
     Raises:
         SourceError: it does not exist, or cannot be listed.
@@ -88,13 +88,13 @@ def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
     forget_strategies()
     with listed(as_place(path)) as root:
         last = set(_last(root))
-        found = [(each, _examined(each, last)) for each in _in_order(_candidates(root, ""))]
-    newest = _newest([each for each, record in found if record.state == "complete"])
-    return [replace(record, newest=each is newest) for each, record in found]
+        pairs = [(each, _examined(each, last)) for each in _in_order(_candidates(root, ""))]
+    newest = _newest([each for each, record in pairs if record.state == "complete"])
+    return [replace(record, newest=each is newest) for each, record in pairs]
 
 
 def newest_complete(path: AnyName) -> StoredCheckpoint:
-    """Return the newest complete checkpoint below a directory; older ones are not looked at.
+    """Return the newest complete checkpoint below a directory, without opening older ones.
 
     Raises:
         SourceError: there is none, or the directory cannot be listed.
@@ -168,27 +168,27 @@ def _candidates(directory: Directory, temporary: str) -> Iterator[Candidate]:
 
     Args:
         directory: the directory.
-        temporary: the name of a directory above it that is temporary by its name; empty if there is none.
+        temporary: the name of the temporary directory that it is in; empty if it is in none.
     """
     name = directory.place.name
     if _TEMPORARY.fullmatch(name) and UNFINISHED not in name:
         temporary = name
-    left = {*directory.below}
+    remaining = {*directory.below}
     for candidate, names in _here(directory):
-        left.difference_update(names)
+        remaining.difference_update(names)
         examine = candidate.examine
         if temporary:
             examine = partial(Findings, "incomplete", f"{temporary} is the name of a temporary directory")
         yield replace(candidate, step=candidate.step or _step(candidate.path), examine=examine)
-    for name in sorted(left):
+    for name in sorted(remaining):
         yield from _candidates(directory.below[name], temporary)
 
 
 def _step(path: Place) -> str:
     """Return the step in the name of a checkpoint, or of the directory that it is in."""
-    for place in (path, path.parent):
-        name = place.name.partition(UNFINISHED)[0]
-        number = iteration_of(place.parent / name, numbered=True)
+    for directory in (path, path.parent):
+        name = directory.name.partition(UNFINISHED)[0]
+        number = iteration_of(directory.parent / name, numbered=True)
         match = _STEP.fullmatch(name)
         if number is not None or match:
             return str(int(match[1]) if number is None and match else number)
@@ -196,7 +196,7 @@ def _step(path: Place) -> str:
 
 
 def _here(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
-    """Yield the checkpoints in a directory itself, and the names of its subdirectories that belong to each."""
+    """Yield the checkpoints in a directory itself, each with the subdirectories that belong to it."""
     if directory.problem:
         examine = partial(Findings, "unknown", f"it cannot be read: {directory.problem}")
         yield Candidate(directory.place, "", "", [], examine), ()
@@ -234,7 +234,7 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
 
 
 def _are_several(directory: Directory, opener: Opener) -> bool:
-    """Return whether the DCPs below a directory are several checkpoints, not the model and optimizer of one."""
+    """Return whether the DCPs below a directory are not parts of one checkpoint."""
     if any(map(_STEP.fullmatch, directory.below)):
         return True
     try:
@@ -245,7 +245,7 @@ def _are_several(directory: Directory, opener: Opener) -> bool:
 
 
 def _unfinished(directory: Directory) -> tuple[Candidate, Iterable[str]] | None:
-    """Return the target in a directory that reshard has not finished, and the subdirectories that it writes."""
+    """Return the unfinished target in a directory, and the subdirectories of its files."""
     progress = unfinished(str(directory.place.absolute()))
     if progress is None:
         return None

@@ -22,7 +22,7 @@ from reshard.readers.zarr import open_store, store_notes
 from reshard.source.made import made_of
 
 if TYPE_CHECKING:
-    from reshard.readers.catalog.tree import Directory
+    from reshard.readers.catalog.walk import Directory
     from reshard.readers.openers import Opener
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
@@ -40,8 +40,8 @@ def described_findings(directory: Directory, opener: Opener) -> Findings:
         return Findings("incomplete", reason)
 
     def look() -> Findings:
-        found = _by_metadata(directory) if opener.format == DCP_NAME else None
-        return found or by_opening(partial(opener.opens, contents=False), root, partial(_doubt, directory, opener))
+        result = _by_metadata(directory) if opener.format == DCP_NAME else None
+        return result or by_opening(partial(opener.opens, contents=False), root, partial(_doubt, directory, opener))
 
     return with_sidecars(directory, look)
 
@@ -81,7 +81,7 @@ def _newer(directory: Directory) -> bool:
 
 
 def _ends(index: Place) -> dict[str, int]:
-    """Return where the items of each file end, by the metadata of a DCP; {} if files may have headers of their own."""
+    """Return the end of the items of each file by the metadata of a DCP; {} if files may have headers."""
     ends: dict[str, int] = {}
     last: dict[str, int] = {}
     with suppress(SourceError):
@@ -99,12 +99,15 @@ def _ends(index: Place) -> dict[str, int]:
 
 
 def _lacks_states(zero: Directory) -> str:
-    """Return which parameter of a Universal Checkpoint lacks a file, or ""; a frozen one has only its weights."""
+    """Return which parameter of a Universal Checkpoint lacks a file, or "".
+
+    A frozen parameter has only its weights.
+    """
     files = {name: {*parameter.files} for name, parameter in zero.below.items()}
-    every = set[str]().union(*files.values())
+    union = set[str]().union(*files.values())
     for name, present in files.items():
-        if present not in (every, {"fp32.pt"}):
-            return f"zero/{name} has no {min(every - present)}"
+        if present not in (union, {"fp32.pt"}):
+            return f"zero/{name} has no {min(union - present)}"
     return ""
 
 
@@ -121,7 +124,10 @@ def store_findings(directory: Directory) -> Findings:
 
 
 def _encoded_files(directory: Directory, checkpoint: Checkpoint) -> str:
-    """Return why truncated chunks would not be noticed, or "": the lengths of encoded files are recorded nowhere."""
+    """Return why truncated chunks would not be noticed, or "".
+
+    The lengths of encoded files are recorded nowhere.
+    """
     if checkpoint.coding is None or not any(any(map(is_of_store, each.files)) for each in directory.every_directory()):
         return ""
     return "its chunks are compressed, so that their sizes do not show whether they are whole"

@@ -11,7 +11,7 @@ from reshard.storage.base import reading
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard.readers.catalog.tree import FileState
+    from reshard.readers.catalog.walk import FileStat
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
@@ -22,7 +22,7 @@ _UNDECIDED = ("unsupported-", "unknown-", "several-", "ambiguous-", "too-", "can
 
 
 class Findings(NamedTuple):
-    """What is known about a checkpoint after looking at its headers.
+    """The state of a checkpoint by its headers.
 
     Attributes:
         state: complete, incomplete or unknown.
@@ -37,7 +37,7 @@ class Findings(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A checkpoint by its names, not looked at yet.
+    """A checkpoint by its names, whose headers are not read yet.
 
     Attributes:
         path: its directory or file.
@@ -50,7 +50,7 @@ class Candidate:
     path: Place
     format: str
     step: str
-    files: Sequence[FileState]
+    files: Sequence[FileStat]
     examine: Callable[[], Findings]
 
     @property
@@ -62,7 +62,7 @@ class Candidate:
 def by_opening(
     opens: Callable[[], Checkpoint], root: Place, doubt: Callable[[Checkpoint], str] = lambda _: ""
 ) -> Findings:
-    """Return whether a checkpoint is complete: it can be opened without a doubt, and every tensor can be read.
+    """Return whether a checkpoint is complete: it opens without a warning, and every tensor can be read.
 
     Args:
         opens: opens it, without its contents.
@@ -85,12 +85,12 @@ def by_opening(
 
 
 def doubted(warnings: Sequence[str], root: Place, ranks: int | None = None) -> Findings:
-    """Return that a checkpoint is complete, or the first warning about it, which may mean that something is missing."""
+    """Return that a checkpoint is complete, or unknown because of its first warning."""
     return Findings("unknown", _without(root, warnings[0]), ranks) if warnings else Findings("complete", "", ranks)
 
 
 def of_error(error: SourceError, root: Place) -> Findings:
-    """Return what an error says about completeness, without the root in its text."""
+    """Return the findings for an error; the root is left out of its text."""
     undecided = isinstance(error, EncryptedError) or any(code.startswith(_UNDECIDED) for code in error.codes)
     text = _without(root, "; ".join([error.message, *error.facts]))
     return Findings("unknown" if undecided else "incomplete", text)

@@ -16,7 +16,7 @@ from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_
 from reshard.formats.sets import SET_INDEXES
 from reshard.readers.beside import strategies_in
 from reshard.readers.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
-from reshard.readers.catalog.tree import FileState
+from reshard.readers.catalog.walk import FileStat
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
 from reshard.readers.openers import TORCH_SAVE
@@ -31,7 +31,7 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from reshard.readers.catalog.tree import Directory
+    from reshard.readers.catalog.walk import Directory
     from reshard.storage.places import Place
 
 _BESIDE = re.compile(r"common\.pt|(?:optimizer|scheduler|scaler|training_args|rng_state.*)\.(?:pt|pth|bin)", re.DOTALL)
@@ -67,8 +67,8 @@ def ranked(directory: Directory) -> Iterator[Candidate]:
         yield Candidate(root, f"{extension.removeprefix('.')} ranks", text, states, examine)
 
 
-def _state(directory: Directory, path: Place) -> FileState:
-    return directory.below[path.parent.name].files.get(path.name, FileState(0, 0.0))
+def _state(directory: Directory, path: Place) -> FileStat:
+    return directory.below[path.parent.name].files.get(path.name, FileStat(0, 0.0))
 
 
 def _findings(directory: Directory, files: Mapping[int, Sequence[Place]], every_rank: set[int]) -> Findings:
@@ -79,20 +79,22 @@ def _findings(directory: Directory, files: Mapping[int, Sequence[Place]], every_
             index_ranks(files, None, [])
     except SourceError as error:
         return of_error(error, root)._replace(ranks=len(files))
-    found = Findings("complete", "", len(files))
+    findings = Findings("complete", "", len(files))
     if missing := sorted((every_rank | {*range(max(files))}).difference(files)):
-        return found._replace(state="incomplete", reason=f"has no file of {ranks_text(missing)}")
+        return findings._replace(state="incomplete", reason=f"has no file of {ranks_text(missing)}")
     recorded = made_of(root) if DIRECTORY in directory.names else None
     sources = {DIRECTORY: frozenset(recorded.ranks)} if recorded and recorded.ranks else _ranks_beside(root)
-    more = [path for path, ranks in sources.items() if ranks > {*files}]
+    larger = [path for path, ranks in sources.items() if ranks > {*files}]
     fits = any(ranks == {*files} for ranks in sources.values())
-    if not more and fits:
-        return found
-    if more and not fits:
-        lacking = ranks_text(sorted(sources[more[0]].difference(files)))
-        return found._replace(state="incomplete", reason=f"has no file of {lacking}, which {more[0]} names")
-    reason = f"{names(more)} names more ranks" if more else "no strategy file next to it says how many ranks there are"
-    return found._replace(state="unknown", reason=reason)
+    if not larger and fits:
+        return findings
+    if larger and not fits:
+        lacking = ranks_text(sorted(sources[larger[0]].difference(files)))
+        return findings._replace(state="incomplete", reason=f"has no file of {lacking}, which {larger[0]} names")
+    reason = (
+        f"{names(larger)} names more ranks" if larger else "no strategy file next to it says how many ranks there are"
+    )
+    return findings._replace(state="unknown", reason=reason)
 
 
 def _ranks_beside(root: Place) -> dict[str, frozenset[int]]:
@@ -137,7 +139,7 @@ def flat(directory: Directory) -> Iterator[Candidate]:
 
 
 def with_sidecars(directory: Directory, examine: Callable[[], Findings]) -> Findings:
-    """Return the findings about a checkpoint, and whether the files next to it that a trainer needs are whole."""
+    """Return the findings about a checkpoint and the files of its trainer."""
     findings = examine()
     for name in filter(_BESIDE.fullmatch, sorted(directory.files) if findings.state == "complete" else ()):
         try:

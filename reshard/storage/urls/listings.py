@@ -52,7 +52,7 @@ class Listings:
 
     @contextmanager
     def kept(self, url: str) -> Iterator[Mapping[str, Info]]:
-        """List a directory once, yield its files, and answer from this list until the end, even after `forget`.
+        """List a directory, yield its files, and answer from this list until the end of the block.
 
         Raises:
             SourceError: it cannot be listed.

@@ -83,12 +83,12 @@ def runs_text(runs: Runs, *, width: int | None = None) -> str:
     rows = [tuple(map(printable, _row(runs.root, record))) for record in runs]
     reasons = [printable(record.reason) for record in runs]
     lines = table_lines(_HEADER, rows, width)
-    if width is None or len(lines) != len(rows) + 1:
-        stated = [
+    if width is None or len(lines) != len(rows) + 1 or max(map(len, lines)) > width:
+        rows = [
             (*row[:-1], f"{row[-1]}: {reason}" if reason else row[-1])
             for row, reason in zip(rows, reasons, strict=True)
         ]
-        lines = table_lines(_HEADER, stated, width, below=1)
+        lines = table_lines(_HEADER, rows, width, below=1)
     else:
         below = [wrap(reason, width, initial_indent="    ", subsequent_indent="    ") for reason in ("", *reasons)]
         lines = [text for line, texts in zip(lines, below, strict=True) for text in (line, *texts)]

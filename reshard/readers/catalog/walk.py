@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _DEEPEST = 64
 
 
-class FileState(NamedTuple):
+class FileStat(NamedTuple):
     """The size of a file in bytes, and the time of its last change in seconds since 1970; 0 if unknown."""
 
     nbytes: int
@@ -45,7 +45,7 @@ class Directory:
     """
 
     place: Place
-    files: dict[str, FileState] = field(default_factory=dict)
+    files: dict[str, FileStat] = field(default_factory=dict)
     below: dict[str, Directory] = field(default_factory=dict)
     hidden: list[str] = field(default_factory=list)
     problem: str = ""
@@ -61,7 +61,7 @@ class Directory:
         for directory in self.below.values():
             yield from directory.every_directory()
 
-    def every_file(self) -> Iterator[FileState]:
+    def every_file(self) -> Iterator[FileStat]:
         """Yield its files, and those below it."""
         for directory in self.every_directory():
             yield from directory.files.values()
@@ -78,7 +78,7 @@ def listed(root: Place) -> Iterator[Directory]:
         with listings.kept(root.url) as files:
             directory = Directory(root)
             for url, info in files.items():
-                _add(directory, url.removeprefix(f"{root.url}/").split("/"), FileState(info.nbytes, info.modified))
+                _add(directory, url.removeprefix(f"{root.url}/").split("/"), FileStat(info.nbytes, info.modified))
             if files:
                 yield directory
                 return
@@ -97,8 +97,8 @@ def _missing(root: Place, *, is_file: bool) -> SourceError:
     return SourceError(f"{root} does not exist", code="not-found", hint=similar(root))
 
 
-def _add(directory: Directory, names: list[str], state: FileState) -> None:
-    """Add a file by the names in its path; those that are no names of files are left out."""
+def _add(directory: Directory, names: list[str], state: FileStat) -> None:
+    """Add a file by the names in its path, unless one is invalid."""
     *above, name = names
     if {"", ".", ".."}.intersection(names) or len(names) > _DEEPEST:
         return
@@ -111,7 +111,10 @@ def _add(directory: Directory, names: list[str], state: FileState) -> None:
 
 
 def _walked(root: LocalPath) -> Directory:
-    """Return a local directory with all below it; links are followed last, so that a directory keeps its own path."""
+    """Return a local directory with all below it.
+
+    Links are followed last, so that a directory keeps its own path.
+    """
     top = Directory(root)
     visited = {_identity(above) for above in root.resolve().parents}  # a link to one of them leads out
     waiting, links = [(top, 0)], list[tuple[Directory, int]]()
@@ -136,14 +139,14 @@ def _enter(directory: Directory, depth: int, entry: os.DirEntry[str], waiting: l
     try:
         if not entry.is_dir():
             status = entry.stat()
-            directory.files[entry.name] = FileState(status.st_size, status.st_mtime)
+            directory.files[entry.name] = FileStat(status.st_size, status.st_mtime)
         elif entry.name.startswith("."):
             directory.hidden.append(entry.name)
         elif depth < _DEEPEST:
             directory.below[entry.name] = below = Directory(LocalPath(entry.path))
             waiting.append((below, depth + 1))
     except OSError:  # a broken link, or a circle of links
-        directory.files[entry.name] = FileState(0, 0.0)
+        directory.files[entry.name] = FileStat(0, 0.0)
 
 
 def _identity(path: Place | Path) -> tuple[int, int]:

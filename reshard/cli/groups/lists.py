@@ -56,7 +56,7 @@ not complete), newest, last (whether the run names it as its last). With
 )
 @json_option
 def runs(source: Place, newest: bool, as_json: bool) -> None:
-    """List the checkpoints below the directory DIR, of any format: step, ranks, bytes, age, and whether it is complete.
+    """List the checkpoints below the directory DIR, of any format, with their sizes, ages and states.
 
     Only names, sizes and headers are read, at an object store with one listing. The newest complete one is marked.
     """
@@ -70,9 +70,9 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
         else:
             print_text(path)
         return
-    found = Runs(str(source), stored_checkpoints(source))
+    listed = Runs(str(source), stored_checkpoints(source))
     if as_json:
-        path_or_none = found.newest.path if found.newest else None
-        print_json({"source": found.root, "newest": path_or_none, "checkpoints": runs_data(found)})
+        path_or_none = listed.newest.path if listed.newest else None
+        print_json({"source": listed.root, "newest": path_or_none, "checkpoints": runs_data(listed)})
     else:
-        print_text(runs_text(found, width=width()))
+        print_text(runs_text(listed, width=width()))
