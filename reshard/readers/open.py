@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial as applied
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
@@ -62,14 +62,17 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
     def opening(path: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return opens(path, *args, **kwargs)
-        except SourceError as error:
-            root = None if isinstance(path, Mapping) else as_place(str(path))
-            progress = unfinished(str(root.absolute())) if root is not None and DIRECTORY in root.names() else None
-            if root is None or progress is None:
+        except SourceError:
+            if isinstance(path, Mapping):
+                raise
+            root, progress = as_place(str(path)), None
+            with suppress(SourceError):  # the first error says more
+                progress = unfinished(str(root.absolute())) if DIRECTORY in root.names() else None
+            if progress is None:
                 raise
             raise SourceError(
                 f"{root} is unfinished", code="unfinished", facts=[progress.text, *leftovers(root)], hint=progress.hint
-            ) from error
+            ) from None
 
     return opening
 

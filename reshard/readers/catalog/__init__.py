@@ -32,7 +32,7 @@ from reshard.source.records import DIRECTORY, unfinished
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reshard.readers.catalog.findings import State
     from reshard.readers.catalog.walk import Directory
@@ -87,7 +87,7 @@ def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
     """
     forget_strategies()
     with listed(as_place(path)) as root:
-        last = set(_last(root))
+        last = dict(_last(root))
         pairs = [(each, _examined(each, last)) for each in _in_order(_candidates(root, ""))]
     newest = _newest([each for each, record in pairs if record.state == "complete"])
     return [replace(record, newest=each is newest) for each, record in pairs]
@@ -102,6 +102,7 @@ def newest_complete(path: AnyName) -> StoredCheckpoint:
     forget_strategies()
     root = as_place(path)
     with listed(root) as tree:
+        last = dict(_last(tree))
         groups: dict[str, list[Candidate]] = {}
         for each in reversed(_in_order(_candidates(tree, ""))):
             groups.setdefault(str(each.path.parent), []).append(each)
@@ -109,7 +110,7 @@ def newest_complete(path: AnyName) -> StoredCheckpoint:
         states: list[StoredCheckpoint] = []
         for group in groups.values():
             for each in group:
-                states.append(record := _examined(each, set()))
+                states.append(record := _examined(each, last))
                 if record.state == "complete":
                     records[each] = record
                     break
@@ -144,21 +145,27 @@ def _newest(candidates: Iterable[Candidate]) -> Candidate | None:
     return max(last.values(), key=lambda each: each.modified, default=None)
 
 
-def _examined(candidate: Candidate, last: set[str]) -> StoredCheckpoint:
+def _examined(candidate: Candidate, last: Mapping[str, Place]) -> StoredCheckpoint:
+    """Read the headers of a checkpoint; `last` is the checkpoint that each run names as its last."""
     findings = candidate.examine()
     path = str(candidate.path)
+    named = last.get(str(candidate.path.parent))
+    number, newest = (None if place is None else iteration_of(place) for place in (candidate.path, named))
+    if findings.state == "complete" and number is not None and newest is not None and number > newest:
+        reason = f"is newer than {newest}, which the run names as its last: was saving it interrupted?"
+        findings = findings._replace(state="unknown", reason=reason)
     return StoredCheckpoint(
         path, candidate.step, candidate.format, findings.ranks, len(candidate.files),
         sum(file.nbytes for file in candidate.files), candidate.modified, findings.state, findings.reason,
-        last=path in last,
+        last=path == str(named),
     )  # fmt: skip
 
 
-def _last(directory: Directory) -> Iterator[str]:
-    """Yield the paths of the checkpoints that runs name as their last."""
+def _last(directory: Directory) -> Iterator[tuple[str, Place]]:
+    """Yield the directory of each run, and the checkpoint that it names as its last."""
     if run := run_at(directory.place, directory.names):
         with suppress(SourceError):  # it names none
-            yield str(checkpoint_of(directory.place, directory.names, run, None))
+            yield str(directory.place), checkpoint_of(directory.place, directory.names, run, None)
     for below in directory.below.values():
         yield from _last(below)
 
