@@ -190,7 +190,7 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     (two / "common.json").write_text(json.dumps(json.loads((two / "common.json").read_text()) | {"ckpt_status": 1}))
     shown = done("inspect", root).stdout.split("\n\n")[0]
     assert [line.split()[1] for line in shown.splitlines()[1:]] == ["2", "4", "6"]
-    assert "complete, newest, last" in shown.splitlines()[2]
+    assert "complete, newest" in shown.splitlines()[2]
     assert "unknown: was saved by a training that was not healthy" in shown.splitlines()[1]
     assert f"incomplete: {gone.name} is missing" in shown.splitlines()[3]
     assert "iteration_00000002" not in done("inspect", root, "--iteration", "4").stdout

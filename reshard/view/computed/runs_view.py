@@ -101,9 +101,18 @@ def _row(root: str, record: StoredCheckpoint) -> tuple[str, ...]:
     """Return the cells of a checkpoint."""
     path = record.path.removeprefix(f"{root}/") if is_url(root) else relpath(record.path, root)
     age = age_text(max(time.time() - record.modified, 0)) if record.modified else ""
-    state = ", ".join([record.state, *["newest"] * record.newest, *["last"] * record.last])
+    mark = ", newest" if record.newest else ", last" if record.last else ""
     ranks = "" if record.ranks is None else str(record.ranks)
-    return path, record.step, record.format, ranks, f"{record.files:,}", bytes_text(record.nbytes), age, state
+    return (
+        path,
+        record.step,
+        record.format,
+        ranks,
+        f"{record.files:,}",
+        bytes_text(record.nbytes),
+        age,
+        f"{record.state}{mark}",
+    )
 
 
 def runs_data(runs: Sequence[StoredCheckpoint]) -> list[dict[str, object]]:
