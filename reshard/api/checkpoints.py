@@ -45,8 +45,7 @@ def runs(path: AnyName) -> Runs:
         path: a directory, a local path or a URL.
 
     Returns:
-        their paths, steps, formats, sizes and states (complete, incomplete, unknown), and `newest`: the newest
-        complete one, or None.
+        their paths, steps, formats, sizes and states, and the `newest` complete one, or None.
 
     Raises:
         reshard.SourceError: the directory does not exist, or cannot be listed.
