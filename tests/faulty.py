@@ -129,6 +129,10 @@ class FaultyStore:
 
         def asked(*arguments: Any, **options: Any) -> Any:
             path = arguments[0] if arguments and isinstance(arguments[0], str) else ""
+            if name == "read" and "://" not in arguments[0][0][0]:  # local files are read one after the other
+                for want in arguments[0]:
+                    self.read_into(*want)
+                return None
             if name == "read_into":
                 self._faults.asked(name, path, arguments[1], len(arguments[2]))
             elif name == "read":

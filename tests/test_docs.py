@@ -137,6 +137,7 @@ def prepare_orbax(folder: Path, data: Path) -> None:
     """A run of Orbax, and one as MaxText saves it."""
     for name, case in (("orbax-run", "run"), ("maxtext-run", "maxtext")):
         shutil.copytree(data / "orbax" / case / "checkpoint", folder / name)
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}))
 
 
 def prepare_crashed(folder: Path, _data: Path) -> None:

@@ -73,7 +73,7 @@ def convert(
         target: a directory, or one file if it is called `*.ckpt` or `*.safetensors`; a local path, or a URL.
         to: the format: `safetensors` or `ckpt`, files of ranks, or one file; `hf` or `mindspore`, a set of whole
             tensors; `dcp`, of PyTorch; `checkpoint2`, of MindSpore Transformers; `deepspeed-universal`, of DeepSpeed;
-            `zarr`, a store. By default the one that the target's name implies, else the source's.
+            `orbax`, of JAX; `zarr`, a store. By default the one that the target's name implies, else the source's.
         source_strategy: which rank of the source holds which block: a strategy, or a strategy file.
         target_strategy: which rank of the target holds which block: a strategy, a strategy file, or rules (`.yaml`);
             None for whole tensors.

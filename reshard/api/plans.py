@@ -75,8 +75,8 @@ def plan(
         target: which rank is to hold which block: a strategy, a strategy file, or rules (`.yaml`); None for whole
             tensors. For a Checkpoint 2.0 and a DCP also the result of `reshard.read_layouts`.
         format: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
-            `checkpoint2`, of MindSpore Transformers; `deepspeed-universal`, of DeepSpeed; `zarr`, a store. By default
-            ckpt if all files of the source are .ckpt, else safetensors.
+            `checkpoint2`, of MindSpore Transformers; `deepspeed-universal`, of DeepSpeed; `orbax`, of JAX;
+            `zarr`, a store. By default ckpt if all files of the source are .ckpt, else safetensors.
         prefix: files of ranks are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank if the source
             is one stage of a pipeline; by default `checkpoint_`. For a Checkpoint 2.0 the beginning of file names.
         step: `checkpoint2` and `dcp`: the number of training steps done.

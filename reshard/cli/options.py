@@ -312,7 +312,8 @@ def _format_options(verb: str) -> tuple[GroupedOption, ...]:
     to = _target(
         "--to", in_short_help=not old, hidden=old, type=ToType(), metavar="FORMAT",
         help="ckpt or safetensors (files of ranks, or one file), hf or mindspore (a set of whole tensors), dcp, "
-        "checkpoint2, deepspeed-universal, or zarr. A DCP is of PyTorch, a Checkpoint 2.0 of MindSpore Transformers. "
+        "checkpoint2, deepspeed-universal, orbax, or zarr. A DCP is of PyTorch, a Checkpoint 2.0 of MindSpore "
+        "Transformers, a checkpoint of Orbax of JAX. "
         "A Universal Checkpoint is made of a checkpoint of DeepSpeed, which goes on from it. The files of hf are "
         "model-00001-of-00002.safetensors and so on with model.safetensors.index.json; those of mindspore "
         "part0.safetensors with param_name_map.json, and hyper_param.safetensors for what the strategy does not name. "

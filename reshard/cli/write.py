@@ -93,7 +93,8 @@ def convert(source: Place, target: Place, **arguments: Any) -> None:
       else in TARGET/rank_0.
     - Without, SOURCE has several ranks, nothing says how they were sharded, and --to is given; or with --same-ranks:
       each rank's file in the other format, with the tensors that it has.
-    - `--to hf`, `mindspore`, `deepspeed-universal`, `zarr`: whole tensors; options about ranks are refused.
+    - `--to hf`, `mindspore`, `deepspeed-universal`, `orbax`, `zarr`: whole tensors; options about ranks are
+      refused.
     - `--to dcp`, `checkpoint2`: blocks with --target-strategy or --layouts-of, else whole tensors.
     - No --to: x.zarr, x.ckpt and x.safetensors are what they are called; else the target is what SOURCE is. If that
       holds whole tensors only (a set, a store) and --target-strategy is given, it is safetensors.

@@ -244,7 +244,7 @@ class FileBoxes:
 
 def _flat_reader(piece: StoredBlock, box: Block, flat: Array) -> Any:
     begin = box.start[0] * flat.itemsize
-    return lambda: piece.read(begin, flat.view(np.uint8).data)
+    return lambda: piece.read([(begin, flat.view(np.uint8).data)])
 
 
 def _strided_reader(piece: StoredBlock, order: Sequence[int], box: Block, flat: Array) -> Any:

@@ -153,7 +153,7 @@ class _Located:
             if len(pieces) == 1 and not pieces[0].strides and is_flat(box, pieces[0].block):
                 shape, start = pieces[0].block.shape, pieces[0].block.start
                 begin = position(box.start, start, row_major(shape)) * out.itemsize
-                pieces[0].read(begin, memoryview(out.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]  # numpy's
+                pieces[0].read([(begin, out.reshape(-1).view(np.uint8).data)])
                 return
             tensor = StoredTensor(tensor.name, tensor.kind, tensor.shape, tuple(pieces))
         items = [range(start, stop) for start, stop in zip(box.start, box.stop, strict=True)]

@@ -2,7 +2,7 @@
 
 Transfers handle files and offsets only. So a file of encoded chunks is presented as a virtual file of decoded chunks of
 equal size, one after the other. A chunk is decoded in memory when a thread first reads from it, and cached while the
-thread reads on in the same rows.
+thread reads on in the same rows. Of a long one (`streaming`), the decoder is cached instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import SourceError
-from reshard.formats.streaming import STREAM_BYTES, ChunkStream
+from reshard.formats.streaming import repeat
 from reshard.storage.base import Around
 from reshard.storage.places import any_store
 
@@ -26,7 +26,8 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.storage.base import Want
+    from reshard.formats.streaming import Stream
+    from reshard.storage.base import ReadStore, Want
 
 IMPORTED_BYTES = 24 << 20
 """Additional resident memory of zarr and numcodecs; measured."""
@@ -133,8 +134,8 @@ class Chunks(Protocol):
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The offset and length of each encoded chunk."""
 
-    def streamed_bytes(self, number: int) -> int:
-        """Return the size of a chunk that is decoded piece by piece; 0 for one that is decoded whole."""
+    def stream(self, number: int, store: ReadStore, path: str) -> Stream | None:
+        """Return a chunk that is read piece by piece; None for one that is decoded whole."""
 
     def decoded(self, number: int, encoded: bytearray) -> memoryview:
         """Return a decoded chunk, by its number; raise `ValueError` if it is damaged."""
@@ -146,7 +147,7 @@ class Decoding:
 
     Attributes:
         units: the virtual files, by path.
-        held_bytes: the size of each thread's cache of decoded chunks and of open streams.
+        held_bytes: the size of each thread's cache of decoded chunks and open streams.
         opening_bytes: the additional memory to decode a chunk.
     """
 
@@ -158,12 +159,12 @@ class Decoding:
         """Return the memory of the threads' caches, and of one chunk that each decodes."""
         return threads * (self.held_bytes + self.opening_bytes) + (IMPORTED_BYTES if self.opening_bytes else 0)
 
-    def streams(self, path: str, offset: int) -> bool:
-        """Return whether the chunk at an offset of a virtual file is decoded piece by piece."""
+    def chunk_at(self, path: str, offset: int) -> tuple[str, int] | None:
+        """Return the file and the number of the encoded chunk at an offset; None if there is none."""
         unit = self.units.get(path)
         if unit is None or isinstance(unit, Fill) or offset < unit.plain_bytes:
-            return False
-        return bool(unit.streamed_bytes(offset // unit.chunk_bytes))
+            return None
+        return path, offset // unit.chunk_bytes
 
     def store(self) -> DecodingStore:
         """Return a store that reads the files decoded."""
@@ -194,9 +195,10 @@ class DecodingStore(Around):
                 number = offset // unit.chunk_bytes
                 begin, nbytes = unit.spans[number]
                 key = path, number
-                if unit.streamed_bytes(number):
-                    continue
-                if nbytes <= _LONGEST_FETCHED and key not in self._cache.chunks and key not in encoded:
+                if (
+                    nbytes <= _LONGEST_FETCHED and key not in self._cache.entries and key not in encoded
+                    and unit.stream(number, self.inner, path) is None
+                ):  # fmt: skip
                     encoded[key] = bytearray(nbytes)
                     plain.append((path, begin, memoryview(encoded[key])))
         self.inner.read(plain)
@@ -221,34 +223,27 @@ class DecodingStore(Around):
         fetched: Mapping[tuple[str, int], bytearray],
     ) -> None:  # fmt: skip
         if isinstance(unit, Fill):
-            _repeat(unit.value, buffer)
+            repeat(unit.value, buffer)
             return
         number, begin = divmod(offset, unit.chunk_bytes)
         key = path, number
-        if nbytes := unit.streamed_bytes(number):
-            self._stream(key, unit.spans[number], nbytes, begin, buffer)
-            return
         chunk = self._cache.take(key)
-        if chunk is None:
-            chunk = self._decoded(path, number, unit, fetched.get(key))
-        if begin + len(buffer) > len(chunk):
-            raise _not_decoded(path, number, f"it ends at byte {len(chunk):,}")
-        buffer[:] = chunk[begin : begin + len(buffer)]
+        if chunk is None or (not isinstance(chunk, memoryview) and chunk.position > begin):
+            chunk = unit.stream(number, self.inner, path) or self._decoded(path, number, unit, fetched.get(key))
+        if isinstance(chunk, memoryview):
+            if begin + len(buffer) > len(chunk):
+                raise _not_decoded(path, number, f"it ends at byte {len(chunk):,}")
+            buffer[:] = chunk[begin : begin + len(buffer)]
+        else:
+            try:
+                chunk.read(begin, buffer)
+            except (ValueError, MemoryError) as error:
+                if isinstance(error, SourceError):
+                    raise
+                raise _not_decoded(path, number, error) from None
+            if chunk.position == chunk.nbytes:
+                return
         self._cache.add(key, chunk, self._decoding.held_bytes)
-
-    def _stream(self, key: tuple[str, int], span: tuple[int, int], nbytes: int, begin: int, buffer: memoryview) -> None:
-        """Read from a long chunk, going on where this thread read last, if that is not behind `begin`."""
-        stream = self._cache.streams.pop(key, None)
-        if stream is None or stream.position > begin:
-            stream = ChunkStream(self.inner, key[0], span, nbytes)
-        try:
-            stream.read(begin, buffer)
-        except (ValueError, MemoryError) as error:
-            if isinstance(error, SourceError):
-                raise
-            raise _not_decoded(*key, error) from None
-        if stream.position < nbytes:
-            self._cache.add_stream(key, stream, self._decoding.held_bytes)
 
     def _decoded(self, path: str, number: int, unit: Chunks, encoded: bytearray | None) -> memoryview:
         if encoded is None:
@@ -275,36 +270,25 @@ class _ChunkCache(threading.local):
     """A thread's decoded chunks and open streams, least recently used first."""
 
     def __init__(self) -> None:
-        self.chunks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
-        self.streams: OrderedDict[tuple[str, int], ChunkStream] = OrderedDict()
+        self.entries: OrderedDict[tuple[str, int], memoryview | Stream] = OrderedDict()
         self.nbytes = 0
 
-    def take(self, key: tuple[str, int]) -> memoryview | None:
+    def take(self, key: tuple[str, int]) -> memoryview | Stream | None:
         """Remove and return a chunk; it is added again after a successful read."""
-        chunk = self.chunks.pop(key, None)
-        self.nbytes -= 0 if chunk is None else len(chunk)
+        chunk = self.entries.pop(key, None)
+        self.nbytes -= 0 if chunk is None else _held_bytes(chunk)
         return chunk
 
-    def add(self, key: tuple[str, int], chunk: memoryview, most: int) -> None:
-        while self.chunks and self.nbytes + len(chunk) > most:
-            self.nbytes -= len(self.chunks.popitem(last=False)[1])
-        self.chunks[key] = chunk
-        self.nbytes += len(chunk)
-
-    def add_stream(self, key: tuple[str, int], stream: ChunkStream, most: int) -> None:
-        while self.streams and (len(self.streams) + 1) * STREAM_BYTES > most:
-            self.streams.popitem(last=False)
-        self.streams[key] = stream
+    def add(self, key: tuple[str, int], chunk: memoryview | Stream, most: int) -> None:
+        nbytes = _held_bytes(chunk)
+        while self.entries and self.nbytes + nbytes > most:
+            self.nbytes -= _held_bytes(self.entries.popitem(last=False)[1])
+        self.entries[key] = chunk
+        self.nbytes += nbytes
 
 
-def _repeat(value: bytes, buffer: memoryview) -> None:
-    """Fill a buffer with a repeated value, doubling the filled part."""
-    done = min(len(value), len(buffer))
-    buffer[:done] = value[:done]
-    while done < len(buffer):
-        count = min(done, len(buffer) - done)
-        buffer[done : done + count] = buffer[:count]
-        done += count
+def _held_bytes(chunk: memoryview | Stream) -> int:
+    return len(chunk) if isinstance(chunk, memoryview) else chunk.held_bytes
 
 
 def _not_decoded(path: str, number: int, why: object) -> SourceError:

@@ -107,6 +107,14 @@ def wants(path: str, runs: Runs, begin: int, buffer: memoryview) -> list[Want]:
     return [(path, offset, buffer[start:stop]) for offset, start, stop in ranges(runs, begin, len(buffer))]
 
 
+def wants_of(path: str, runs: Runs, requests: Sequence[tuple[int, memoryview]]) -> list[Want]:
+    """Return the read requests that fill buffers with contents, each from an offset on."""
+    if len(runs) == 1:
+        start = runs[0][0]
+        return [(path, start + begin, buffer) for begin, buffer in requests]
+    return [want for begin, buffer in requests for want in wants(path, runs, begin, buffer)]
+
+
 def covers(spans: Spans, begin: int, end: int) -> bool:
     """Return whether a single span covers a range.
 

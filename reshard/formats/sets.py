@@ -35,7 +35,9 @@ CHECKPOINT2_NAME = "checkpoint2"
 
 UNIVERSAL_NAME = "deepspeed-universal"
 
-TO = ("ckpt", "safetensors", "hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME, UNIVERSAL_NAME, "zarr")
+ORBAX_NAME = "orbax"
+
+TO = ("ckpt", "safetensors", "hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME, UNIVERSAL_NAME, ORBAX_NAME, "zarr")
 """The target formats: values of `--to` on the command line, and of `to` and `format` in Python."""
 
 OTHER_WORDS = {"huggingface": "hf", "distcp": DCP_NAME, "ms": "mindspore"}

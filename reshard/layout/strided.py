@@ -1,6 +1,6 @@
 """Read strided elements: gaps between them are skipped, or read and discarded.
 
-Gaps of up to 64 KiB are read through, because one longer read costs less than two. At most 2 MiB are read at once in
+Gaps of up to 32 KiB are read through, because one longer read costs less than two. At most 2 MiB are read at once in
 addition to the result, and one tile is buffered. If the elements are in another order than in the result, neighbours in
 the file are far apart in the result, and any few rows of it would take all of the file. So `Ahead` also reads the rows
 that come next, if it has memory for them.
@@ -8,8 +8,8 @@ that come next, if it has memory for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from reshard.layout.block import Shape
 
-GAP = 64 << 10
+GAP = 32 << 10
 """The longest gap, in bytes, that is not skipped: reading that much takes about as long as one more call."""
 
 SCRATCH = 2 << 20
@@ -38,6 +38,11 @@ _PADDING = 64
 _ALIGNED = 16
 """The alignment in bytes that suits elements of every dtype."""
 
+_REQUESTS = 1024  # the most that are made at once
+
+Read = Callable[[Sequence[tuple[int, memoryview]]], None]
+"""Fills buffers with contents, each from a byte offset on."""
+
 Take = Callable[[int], "np.ndarray[Any, Any]"]
 """Returns a buffer of a number of bytes, which is valid until the next call."""
 
@@ -48,13 +53,11 @@ def _new(nbytes: int) -> np.ndarray[Any, Any]:
     return np.empty(nbytes, np.uint8)
 
 
-def read_strided(
-    read: Callable[[int, memoryview], None], begin: int, pitch: Shape, out: np.ndarray[Any, Any], take: Take = _new
-) -> None:
+def read_strided(read: Read, begin: int, pitch: Shape, out: np.ndarray[Any, Any], take: Take = _new) -> None:
     """Fill an array with strided elements.
 
     Args:
-        read: fills a buffer with contents from a byte offset on.
+        read: fills buffers with contents.
         begin: the byte offset of the first element.
         pitch: the stride in bytes along each dimension.
         out: the array, in any memory order; not empty.
@@ -80,18 +83,39 @@ def read_strided(
         if gap > GAP or (max(pitch[dim], span[depth]) > SCRATCH and not in_place):
             break
         depth = dim
+    if dense <= depth and out[(0,) * depth].flags.c_contiguous:
+        parts = _contiguous(begin, pitch[:depth], out)
+        while requests := list(islice(parts, _REQUESTS)):
+            read(requests)
+        return
     for outer in np.ndindex(out.shape[:depth]):
-        first = begin + sum(index * pitch[dim] for dim, index in enumerate(outer))
+        first = begin + sum(map(mul, outer, pitch))
         target = out[(*outer, ...)]
-        if dense <= depth and target.flags.c_contiguous:
-            read(first, target.reshape(-1).view(np.uint8).data)
-            continue
         rows = 1 + (SCRATCH - span[depth + 1]) // max(pitch[depth], 1)
         for row in range(0, len(target), rows):
             part = target[row : row + rows]
             scratch = take((len(part) - 1) * pitch[depth] + span[depth + 1])
-            read(first + row * pitch[depth], scratch.data)
+            read([(first + row * pitch[depth], scratch.data)])
             _copy(part, np.ndarray(part.shape, out.dtype, scratch, strides=tuple(pitch[depth:])))
+
+
+def _contiguous(begin: int, pitch: Shape, out: np.ndarray[Any, Any]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the offset and the buffer of each contiguous part of an array; `pitch` is that of the other dimensions."""
+    import numpy as np
+
+    if not pitch:
+        yield begin, out.reshape(-1).view(np.uint8).data
+        return
+    for outer in np.ndindex(out.shape[: len(pitch) - 1]):
+        first = begin + sum(map(mul, outer, pitch))
+        parts = out[(*outer, ...)]
+        if parts.flags.c_contiguous:
+            content, nbytes = parts.reshape(-1).view(np.uint8).data, parts.nbytes // len(parts)
+            for number in range(len(parts)):
+                yield first + number * pitch[-1], content[number * nbytes : (number + 1) * nbytes]
+        else:
+            for number, part in enumerate(parts):
+                yield first + number * pitch[-1], part.reshape(-1).view(np.uint8).data
 
 
 def _order(pitch: Shape) -> list[int]:
@@ -165,7 +189,7 @@ class Ahead:
     def read(
         self,
         number: int,
-        read: Callable[[int, memoryview], None],
+        read: Read,
         shape: Shape,
         strides: Shape,
         first: int,
@@ -175,7 +199,7 @@ class Ahead:
 
         Args:
             number: the index of the block among the blocks that share the memory.
-            read: fills a buffer with the contents that hold the block, from a byte offset on.
+            read: fills buffers with the contents that hold the block.
             shape: the shape of the block.
             strides: the strides of the block in these contents, in elements.
             first: the row-major index of the first element to read.
@@ -186,7 +210,7 @@ class Ahead:
         for box in flat_boxes(shape, first, first + len(out)):
             part = out[done : done + box.size].reshape(box.shape)
             done += box.size
-            if not _is_permuted(shape, pitch) or part.nbytes > self._block_bytes:
+            if not is_permuted(shape, pitch) or part.nbytes > self._block_bytes:
                 read_strided(read, sum(map(mul, box.start, pitch)), pitch, part, self.take)
                 continue
             window = self._windows.get(number)
@@ -198,9 +222,7 @@ class Ahead:
             order = _order(source.strides)
             _copy(target.transpose(order), source.transpose(order))
 
-    def _read(
-        self, number: int, read: Callable[[int, memoryview], None], box: Block, pitch: Shape, dtype: np.dtype[Any]
-    ) -> np.ndarray[Any, Any]:
+    def _read(self, number: int, read: Read, box: Block, pitch: Shape, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Return the elements of a box, in the memory order of the file."""
         import numpy as np
 
@@ -213,10 +235,10 @@ class Ahead:
         return window
 
 
-def _is_permuted(shape: Shape, pitch: Shape) -> bool:
+def is_permuted(shape: Shape, pitch: Shape) -> bool:
     """Return whether elements are in another order than row-major.
 
-    >>> _is_permuted((2, 1, 3), (3, 9, 1)), _is_permuted((2, 3), (1, 2))
+    >>> is_permuted((2, 1, 3), (3, 9, 1)), is_permuted((2, 3), (1, 2))
     (False, True)
     """
     steps = [step for step, count in zip(pitch, shape, strict=True) if count > 1]

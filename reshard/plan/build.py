@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import Faults, SourceError
 from reshard.formats.entries import Replica, part_of
 from reshard.layout.axes import boxes
+from reshard.layout.strided import is_permuted
 from reshard.plan.bands import Recipe, is_grid
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Plan, Route, Stats, Transfer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.plan.budget import Budget
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.storage.base import Coding
     from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Destination, TargetBlocks, TargetFile, TargetTensor
 
@@ -97,7 +99,7 @@ def build(
         for item, reads in planned
     ]
     cuts = _cuts(source, transfers)
-    edges = _edges(source, transfers)
+    edges = chunk_edges(source.coding, [file.path for file in source.files], transfers)
     tasks = share_out(
         transfers, weights, budget.band_bytes, whole_files=destination.coding is not None, cuts=cuts, edges=edges
     )
@@ -117,7 +119,7 @@ def build(
         cipher=destination.cipher,
         exclusive=destination.exclusive,
         memory=memory,
-        warnings=tuple(_decoded_again(transfers, edges)),
+        warnings=tuple(_decoded_again(source, [transfers[number] for number in edges])),
         shared_bytes=budget.shared_bytes,
     )
 
@@ -243,9 +245,8 @@ def _cuts(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[i
     return cuts
 
 
-def _edges(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[int]]:
-    """Return the rows at which chunks begin that are decoded piece by piece, and last the number of rows."""
-    coding = source.coding
+def chunk_edges(coding: Coding | None, paths: Sequence[str], transfers: Sequence[Transfer]) -> dict[int, list[int]]:
+    """Return the rows at which encoded chunks begin, and last the number of rows, for transfers that have any."""
     if coding is None:
         return {}
     from reshard.formats.decoding import Decoding  # rarely needed
@@ -258,19 +259,34 @@ def _edges(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[
         starts = {
             block.start[0] * unit
             for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True)
-            if at.runs and coding.streams(source.files[at.file].path, at.runs[0][0])
+            if at.runs and coding.chunk_at(paths[at.file], at.runs[0][0])
         }
         if starts:
             edges[number] = sorted({0, transfer.rows, *starts})
     return edges
 
 
-def _decoded_again(transfers: Sequence[Transfer], edges: Iterable[int]) -> Iterator[str]:
-    """Yield a warning if chunks are decoded several times; `edges` are the transfers whose chunks are decoded."""
-    if count := sum(transfers[number].route.is_strided for number in edges):
+def _decoded_again(source: Checkpoint, transfers: Sequence[Transfer]) -> Iterator[str]:
+    """Yield a warning if transfers permute the elements of encoded chunks, or share strided ones."""
+    from reshard.formats.decoding import Decoding  # rarely needed
+
+    coding = source.coding
+    if not isinstance(coding, Decoding):
+        return
+    permuted: set[int] = set()
+    users: dict[tuple[str, int], set[int]] = {}
+    for number, transfer in enumerate(transfers):
+        for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
+            chunk = coding.chunk_at(source.files[at.file].path, at.runs[0][0]) if at.strides else None
+            if chunk is not None:
+                users.setdefault(chunk, set()).add(number)
+                if is_permuted(block.shape, at.strides):
+                    permuted.add(number)
+    if count := len(permuted.union(*(numbers for numbers in users.values() if len(numbers) > 1))):
         yield (
-            f"{count} tensors need the elements of compressed chunks in another order, so that chunks are decoded "
-            "several times; converting to safetensors without rules first, and then with rules, is faster"
+            f"{count} tensor{'s need' if count > 1 else ' needs'} the elements of compressed chunks in another order, "
+            "so that chunks are decoded several times; converting to safetensors without rules first, and then with "
+            "rules, is faster"
         )
 
 

@@ -69,7 +69,7 @@ def plan(
             result of `reshard.read_layouts`.
         format: `safetensors` or `ckpt`; by default the source's, or safetensors if that is mixed or zarr. `zarr`
             for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch;
-            `deepspeed-universal` for a Universal Checkpoint of DeepSpeed.
+            `deepspeed-universal` for a Universal Checkpoint of DeepSpeed. A checkpoint of Orbax is a zarr group.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` after the rank if the source is one
             stage of a pipeline.
         files: another way to lay out the target's files (see `targets.kinds.AnyFiles`), such as a unified set or a

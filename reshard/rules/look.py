@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.formats.entries import wants
+from reshard.formats.entries import wants_of
 from reshard.layout.axes import position, row_major
 from reshard.layout.block import flat_boxes
 from reshard.layout.strided import read_strided
 from reshard.storage.cipher import store_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.formats.entries import Runs
     from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.storage.base import ReadStore
@@ -67,5 +69,5 @@ def _elements(source: Checkpoint, tensor: Tensor, first: int, count: int) -> np.
     return np.concatenate(arrays)
 
 
-def _read(store: ReadStore, path: str, runs: Runs, begin: int, buffer: memoryview) -> None:
-    store.read(wants(path, runs, begin, buffer))
+def _read(store: ReadStore, path: str, runs: Runs, requests: Sequence[tuple[int, memoryview]]) -> None:
+    store.read(wants_of(path, runs, requests))

@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.formats.entries import ranges, wants
+from reshard.formats.entries import ranges, wants, wants_of
 from reshard.layout.strided import Ahead
 from reshard.plan.bands import AHEAD, VIEWS, cut, elements_of, is_whole, runs_of_equal_parts, views_of
 from reshard.storage.crc import crc32, crc32c
@@ -248,8 +248,8 @@ def read_block(
         return
     import numpy as np  # rarely needed
 
-    def read(offset: int, buffer: memoryview) -> None:
-        store.read(wants(paths[extent.file], extent.runs, offset, buffer))
+    def read(requests: Sequence[tuple[int, memoryview]]) -> None:
+        store.read(wants_of(paths[extent.file], extent.runs, requests))
 
     out = np.frombuffer(view, dtype.carrier())
     ahead.read(index, read, shape, extent.strides, begin // dtype.itemsize, out)

@@ -173,6 +173,8 @@ def _is_stacked(shape: Shape, other: Shape) -> bool:
 
 _STACKED = re.compile(r"(?:^|\.)(layer|expert)s(?=\.(?!(?:\w+\.)?\d+(?:\.|$)))")
 
+_PARAMS = "params"  # in names of JAX's programs, which stack layers along other axes
+
 
 def stacked_axes(tensor: Tensor) -> tuple[str, ...]:
     """Return the meaning of the first dimensions (`layer`, `expert`), if known.
@@ -186,6 +188,8 @@ def stacked_axes(tensor: Tensor) -> tuple[str, ...]:
     >>> [stacked_axes(Tensor.of(TensorSpec(name, by_name("int8", UsageError), (4, 2)), shards)) for name in names]
     [('layer',), (), ('layer',)]
     """
+    if _PARAMS in tensor.spec.name.split("."):
+        return ()
     words = dict.fromkeys(_STACKED.findall(tensor.spec.name))
     axes = []
     for axis, word in enumerate(words):

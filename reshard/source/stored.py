@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import SourceError
-from reshard.formats.entries import ranges
+from reshard.formats.entries import wants_of
 from reshard.layout.axes import refined, row_major
 from reshard.layout.block import Block
 from reshard.layout.strided import read_strided
@@ -34,17 +34,16 @@ class StoredBlock:
     coding: Coding | None = None
     strides: Shape = ()
 
-    def read(self, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes of the runs from `begin` on, or with zeros if there are no runs."""
+    def read(self, requests: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill buffers with the bytes of the runs, each from an offset on, or with zeros if there are no runs."""
         if not self.runs:
-            buffer[:] = bytes(len(buffer))
+            for _, buffer in requests:
+                buffer[:] = bytes(len(buffer))
             return
-        missing = begin + len(buffer) - sum(nbytes for _, nbytes in self.runs)
+        missing = max(begin + len(buffer) for begin, buffer in requests) - sum(nbytes for _, nbytes in self.runs)
         if missing > 0:
             raise SourceError(f"{self.path} lacks {missing} bytes of block {self.block}", code="truncated")
-        store_of(self.coding).read(
-            [(self.path, offset, buffer[start:stop]) for offset, start, stop in ranges(self.runs, begin, len(buffer))]
-        )
+        store_of(self.coding).read(wants_of(self.path, self.runs, requests))
 
     def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
         """Fill `out` with the block's items at these indices along each dimension; none may be empty."""

@@ -11,6 +11,8 @@ import fcntl
 import os
 from contextlib import suppress
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError, bytes_text
@@ -74,8 +76,10 @@ class LocalStore:
 
     def read(self, wants: Sequence[Want]) -> None:
         """Fill buffers from files, one after the other."""
-        for want in wants:
-            self.read_into(*want)
+        for path, of_file in groupby(wants, itemgetter(0)):
+            with self.files.open(path, os.O_RDONLY) as fd:
+                for _, offset, buffer in of_file:
+                    self._read(path, fd, offset, buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file.
@@ -84,15 +88,18 @@ class LocalStore:
             SourceError: the file ends before the buffer is full, or cannot be read.
         """
         with self.files.open(path, os.O_RDONLY) as fd:
-            done = self._glances.read(path, fd, offset, buffer)
-            while done < len(buffer):
-                try:
-                    count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
-                except OSError as error:
-                    raise read_error(SourceError, path, error, f"at byte {offset + done}") from error
-                if not count:
-                    raise truncated(path, offset + done, len(buffer) - done)
-                done += count
+            self._read(path, fd, offset, buffer)
+
+    def _read(self, path: str, fd: int, offset: int, buffer: memoryview) -> None:
+        done = self._glances.read(path, fd, offset, buffer)
+        while done < len(buffer):
+            try:
+                count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+            except OSError as error:
+                raise read_error(SourceError, path, error, f"at byte {offset + done}") from error
+            if not count:
+                raise truncated(path, offset + done, len(buffer) - done)
+            done += count
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
         """Return whether a file has certain bytes at certain offsets.

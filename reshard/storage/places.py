@@ -383,12 +383,16 @@ class AnyStore(Around):
 
     def read(self, wants: Sequence[Want]) -> None:
         """Fill buffers from files: local ones one by one, remote ones all at once."""
-        remote = []
+        local: list[Want] = []
+        remote: list[Want] = []
+        path, chosen = "", local
         for want in wants:
-            if is_url(want[0]):
-                remote.append(want)
-            else:
-                self.inner.read_into(*want)
+            if want[0] is not path:
+                path = want[0]
+                chosen = remote if is_url(path) else local
+            chosen.append(want)
+        if local:
+            self.inner.read(local)
         if remote:
             remote_store().read(remote)
 

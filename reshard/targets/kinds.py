@@ -13,6 +13,7 @@ from reshard.formats.sets import (
     DCP,
     DCP_ITEMS,
     DCP_NAME,
+    ORBAX_NAME,
     OTHER_WORDS,
     SET_INDEXES,
     TO,
@@ -23,7 +24,7 @@ from reshard.formats.sets import (
     MindSporeSet,
 )
 from reshard.formats.zarr import NAME as ZARR
-from reshard.formats.zarr import ZarrGroup
+from reshard.formats.zarr import OrbaxTree, ZarrGroup
 from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.storage.places import as_place
@@ -43,7 +44,7 @@ RANKS = ("safetensors", "ckpt")
 
 WHOLE = {
     "hf": "a Hugging Face set", "mindspore": "a unified set of MindSpore", ZARR: "a zarr store",
-    UNIVERSAL_NAME: "a Universal Checkpoint of DeepSpeed",
+    UNIVERSAL_NAME: "a Universal Checkpoint of DeepSpeed", ORBAX_NAME: "a checkpoint of Orbax",
 }  # fmt: skip
 """Words for targets of whole tensors only."""
 
@@ -60,9 +61,9 @@ TAKEN_BY: Mapping[str, Sequence[str]] = {
     "target_step": (DCP_NAME, CHECKPOINT2),
     "max_shard_size": ("hf", "mindspore", DCP_NAME, CHECKPOINT2),
     "link": (DCP_NAME,),
-    "chunk_size": (ZARR,),
-    "shard_size": (ZARR,),
-    "compression": (ZARR,),
+    "chunk_size": (ZARR, ORBAX_NAME),
+    "shard_size": (ZARR, ORBAX_NAME),
+    "compression": (ZARR, ORBAX_NAME),
 }
 """The words that accept each option, for options that not all words accept."""
 
@@ -85,6 +86,7 @@ _DESTINATIONS: dict[type, str] = {
     DCP: "dcp.DCPTarget",
     DeepSpeedUniversal: "deepspeed.UniversalTarget",
     LinkedDCP: "dcp.relinked.Relinked",
+    OrbaxTree: "orbax.OrbaxItem",
     ZarrGroup: "zarr.ZarrStore",
 }
 
@@ -95,6 +97,7 @@ _IN_PLAN_FILES: dict[str, tuple[type[Any], Any]] = {
     "hugging_face_set": (HuggingFaceSet, tuple[Count]),
     "checkpoint2": (Checkpoint2, tuple[Count | None, str | None, Count, str | None]),
     "zarr_group": (ZarrGroup, tuple[Count | None, Count | None, str | None, bool]),
+    "orbax_tree": (OrbaxTree, tuple[Count | None, Count | None, str | None, bool]),
     "dcp": (DCP, tuple[Count, Count | None]),
     "linked_dcp": (LinkedDCP, tuple[()]),
     "deepspeed_universal": (DeepSpeedUniversal, tuple[()]),
@@ -257,8 +260,8 @@ def files_of(
         shard_size: as in `ZarrGroup`.
         compression: as in `ZarrGroup`.
     """
-    if word == ZARR:
-        return ZarrGroup(chunk_size, shard_size, compression)
+    if word in {ZARR, ORBAX_NAME}:
+        return (ZarrGroup if word == ZARR else OrbaxTree)(chunk_size, shard_size, compression)
     if word in RANKS:
         return None if name is None else NamedFile(name)
     size_option: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
@@ -279,4 +282,6 @@ def file_format(word: str) -> str | None:
     """
     if word == CHECKPOINT2:
         return None  # a Checkpoint 2.0 has its own format
+    if word == ORBAX_NAME:
+        return ZARR
     return word if word in {*RANKS, *OF_FORMATS} else "safetensors"

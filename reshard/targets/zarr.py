@@ -37,7 +37,11 @@ FILE_BYTES = 1000
 
 
 class ZarrStore(Destination):
-    """The files of one zarr store."""
+    """The files of one zarr store.
+
+    Attributes:
+        arrays: the array of each tensor.
+    """
 
     format = NAME
     ranks: tuple[int, ...] = (0,)
@@ -45,15 +49,15 @@ class ZarrStore(Destination):
 
     def __init__(self, inputs: TargetInputs) -> None:
         self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
-        self._arrays = self._chosen()
-        self._directories = {name: escaped(name) for name in self._arrays}
+        self.arrays = self._chosen()
+        self._directories = {name: escaped(name) for name in self.arrays}
         self._first: dict[str, int] = {}  # the number of the first file of each array
         number = 0
-        for name, array in self._arrays.items():
+        for name, array in self.arrays.items():
             self._first[name] = number
             number += len(array.units) + 1
         self.coding: TargetCoding | None = self._encoding()
-        self.memory: tuple[Share, ...] = (("files of chunks", FILE_BYTES * (number - len(self._arrays))),)
+        self.memory: tuple[Share, ...] = (("files of chunks", FILE_BYTES * (number - len(self.arrays))),)
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
@@ -67,7 +71,7 @@ class ZarrStore(Destination):
 
     def blocks_of(self, item: TargetTensor) -> TargetBlocks:
         """Return the blocks of chunks or shards."""
-        array, first = self._arrays[item.name], self._first[item.name]
+        array, first = self.arrays[item.name], self._first[item.name]
         files = tuple((first + number,) for number, unit in enumerate(array.units) for _ in unit.blocks)
         return TargetBlocks(array.blocks, files, array.unit[0] if array.unit else 0)
 
@@ -75,11 +79,11 @@ class ZarrStore(Destination):
         """Lay out every chunk file, and make the metadata."""
         items = {item.name: item for item in self._items}
         result: list[TargetFile] = []
-        for name, array in self._arrays.items():
+        for name, array in self.arrays.items():
             directory = self._directories[name]
             layouts = _layouts(array, name)
             result += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
-            metadata = array.metadata(self._attributes(items[name], array))
+            metadata = self.metadata_of(array, self._attributes(items[name], array))
             result.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
         from reshard import __version__
 
@@ -94,6 +98,10 @@ class ZarrStore(Destination):
         }
         result.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
         return tuple(result)
+
+    def metadata_of(self, array: Array, attributes: dict[str, Any]) -> bytes:
+        """Return the `zarr.json` of an array."""
+        return array.metadata(attributes)
 
     def _chosen(self) -> dict[str, Array]:
         """Return the array of each tensor; similar tensors share an array."""
@@ -116,10 +124,10 @@ class ZarrStore(Destination):
 
         units = {
             f"{self._directories[name]}/{unit.path}": ToCompress(array.chunk_bytes, unit.valid, array.shard is not None)
-            for name, array in self._arrays.items()
+            for name, array in self.arrays.items()
             for unit in array.units
         }
-        arrays = set(self._arrays.values())
+        arrays = set(self.arrays.values())
         buffered = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in arrays if prod(a.shape)), default=0)
         return Encoding(units, self._group.level, buffered, max((a.chunk_bytes for a in arrays), default=0))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
 from reshard.formats.sets import DCP_NAME, UNIVERSAL_NAME
 from reshard.formats.zarr import NAME as ZARR
+from reshard.formats.zarr import OrbaxTree
 from reshard.layout.block import Block
 from reshard.plan.changes import changes_of, described
 from reshard.plan.uploads.sending import requests_of
@@ -326,6 +327,8 @@ def _written_text(plan: Plan) -> str:
     """Count the target files by format."""
     if plan.format == UNIVERSAL_NAME:
         return f"a Universal Checkpoint of {count_text(len(plan.files), 'file')}"
+    if plan.request and isinstance(plan.request.files, OrbaxTree):
+        return f"a checkpoint of Orbax of {count_text(len(plan.files), 'file')}"
     kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
     if plan.format != DCP_NAME and any(file.pointer for file in plan.files):
         return f"a Checkpoint 2.0 of {kinds_text(kinds)}"

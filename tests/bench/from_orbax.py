@@ -6,9 +6,9 @@
 The checkpoint is synthetic: a Llama as MaxText has it, random numbers in float32, each kernel cut over a mesh of 4 x 2.
 Arms alternate, each in a process of its own, and the first round is thrown away. Medians are reported.
 
-* `plain`: uncompressed chunks, each layer under a name of its own; `cp -r` followed by `sync -f` is its peer.
-* `zstd`: the same, compressed as Orbax does by default; `decode`, its peer, decodes all chunks in two threads, and
-  writes nothing.
+* `plain`: uncompressed chunks, each layer under a name of its own. `cp -r` of these files, followed by `sync -f`, is
+  the peer of all arms.
+* `zstd`: the same, compressed as Orbax does by default; `decode` decodes all chunks in two threads, and writes nothing.
 * `rules`: uncompressed, all layers in one tensor along its second axis, to the names and shapes of Hugging Face.
 """
 
@@ -106,27 +106,29 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(dir=options.directory))
     try:
         target = root / "target"
-        results: dict[str, list[tuple[float, int]]] = {}
+        commands: dict[str, list[str]] = {
+            "cp": ["sh", "-c", f"cp -r {root / 'plain'} {target} && sync -f {target}"],
+        }
+        write(root / "plain", options.size, scanned=False, level=None)
         for arm in options.only.split(","):
             run = root / arm
-            write(run, options.size, scanned=arm.startswith("rules"), level=1 if arm.endswith("zstd") else None)
+            if arm != "plain":
+                write(run, options.size, scanned=arm.startswith("rules"), level=1 if arm.endswith("zstd") else None)
             rules = ["--rules", "maxtext-hf"] if arm.startswith("rules") else []
-            commands = {
-                f"{arm}: cp": ["sh", "-c", f"cp -r {run} {target} && sync -f {target}"],
-                **({f"{arm}: decode": [sys.executable, "-c", DECODE, str(run)]} if arm.endswith("zstd") else {}),
-                arm: [*RESHARD, "convert", str(run), str(target), "--to", "hf", *rules],
-            }
-            for number in range(options.runs + 1):
-                for name, command in commands.items():
-                    os.sync()
-                    result = measured(*command)
-                    if result.code:
-                        raise SystemExit(result.err)
-                    shutil.rmtree(target, ignore_errors=True)
-                    if number:
-                        results.setdefault(name, []).append((result.seconds, result.peak))
-            shutil.rmtree(run)
-        report(results)
+            if arm == "zstd":
+                commands["decode"] = [sys.executable, "-c", DECODE, str(run)]
+            commands[arm] = [*RESHARD, "convert", str(run), str(target), "--to", "hf", *rules]
+        results: dict[str, list[tuple[float, int]]] = {name: [] for name in commands}
+        for number in range(options.runs + 1):
+            for name, command in commands.items():
+                os.sync()
+                result = measured(*command)
+                if result.code:
+                    raise SystemExit(result.err)
+                shutil.rmtree(target, ignore_errors=True)
+                if number:
+                    results[name].append((result.seconds, result.peak))
+        report(results, "cp")
     finally:
         shutil.rmtree(root)
         subprocess.run(["sync"], check=True)

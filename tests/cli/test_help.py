@@ -75,7 +75,7 @@ def test_help_fits_one_screen(command: str, columns: int, monkeypatch: pytest.Mo
 
 def test_help_has_the_first_sentence_and_the_default() -> None:
     text = " ".join(call("convert", "--help").stdout.split())
-    assert "checkpoint2, deepspeed-universal, or zarr. [default: as TARGET is named, else as SOURCE]" in text
+    assert "checkpoint2, deepspeed-universal, orbax, or zarr. [default: as TARGET is named, else as SOURCE]" in text
     assert "those of mindspore part0.safetensors" in " ".join(call("convert", "--help-all").stdout.split())
 
 
@@ -114,7 +114,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         (
             "reshard convert a b --to",
             "",
-            ["ckpt", "safetensors", "hf", "mindspore", "dcp", "checkpoint2", "deepspeed-universal", "zarr"],
+            ["ckpt", "safetensors", "hf", "mindspore", "dcp", "checkpoint2", "deepspeed-universal", "orbax", "zarr"],
         ),
         ("reshard inspect", "src_ch", ["paths"]),  # bash completes both files and directories
         ("reshard verify a --manifest", "m", ["paths"]),

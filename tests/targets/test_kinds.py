@@ -10,7 +10,7 @@ from refusals import refused
 from reshard.errors import UsageError
 from reshard.formats.entries import NamedFile
 from reshard.formats.sets import DCP, TO, DeepSpeedUniversal, HuggingFaceSet, MindSporeSet
-from reshard.formats.zarr import ZarrGroup
+from reshard.formats.zarr import OrbaxTree, ZarrGroup
 from reshard.targets.checkpoint2 import Checkpoint2
 from reshard.targets.kinds import CUT, TAKEN_BY, check_options, file_format, files_of, named_word, word_of
 
@@ -31,7 +31,8 @@ def test_every_word_has_files() -> None:
     kinds = {word: type(files_of(word)) for word in TO}
     assert kinds == {
         "safetensors": type(None), "ckpt": type(None), "hf": HuggingFaceSet, "mindspore": MindSporeSet, "dcp": DCP,
-        "checkpoint2": Checkpoint2, "deepspeed-universal": DeepSpeedUniversal, "zarr": ZarrGroup,
+        "checkpoint2": Checkpoint2, "deepspeed-universal": DeepSpeedUniversal,
+        "orbax": OrbaxTree, "zarr": ZarrGroup,
     }  # fmt: skip
     assert files_of("ckpt", "a.ckpt") == NamedFile("a.ckpt")
     assert file_format("checkpoint2") is None

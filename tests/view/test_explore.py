@@ -21,9 +21,11 @@ from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.base import Want
 
 SHAPES = {
     "layers.0.attn.wq": (16, 8),
@@ -44,6 +46,10 @@ class CountingStore(LocalStore):
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[tuple[str, int, int]] = []
+
+    def read(self, wants: Sequence[Want]) -> None:
+        for want in wants:
+            self.read_into(*want)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         self.reads.append((path, offset, len(buffer)))

@@ -153,6 +153,11 @@ class ZarrGroup:
         return tuple(map(int.__mul__, many, chunk)) if prod(many) > 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class OrbaxTree(ZarrGroup):
+    """A checkpoint of Orbax: a zarr group with dtypes of TensorStore, and with Orbax's metadata."""
+
+
 class Unit(NamedTuple):
     """A file of an array: a chunk, or a shard.
 
@@ -242,9 +247,9 @@ class Array:
         index = shard_index(spans)
         return FileLayout(nbytes + len(index), ((nbytes, index),), contents)
 
-    def metadata(self, attributes: Mapping[str, object]) -> bytes:
-        """Return the array's `zarr.json`, as zarr-python writes it."""
-        stored = zarr_dtype(self.dtype)
+    def metadata(self, attributes: Mapping[str, object], data_type: str | None = None) -> bytes:
+        """Return the array's `zarr.json`, as zarr-python writes it; by default with a dtype that it knows."""
+        stored = data_type or zarr_dtype(self.dtype)
         plain: dict[str, Any] = {"name": "bytes"}
         if self.dtype.itemsize > 1:
             plain["configuration"] = {"endian": "little"}
@@ -265,7 +270,7 @@ class Array:
                 "data_type": stored,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.unit}},
                 "chunk_key_encoding": {"name": "default", "configuration": {"separator": SEPARATOR}},
-                "fill_value": NATIVE[stored],
+                "fill_value": NATIVE.get(stored, 0.0),
                 "codecs": codecs,
                 "attributes": {ATTRIBUTES: attributes},
                 "zarr_format": 3,

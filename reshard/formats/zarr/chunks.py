@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard.layout.block import Shape
-    from reshard.storage.base import Sink
+    from reshard.storage.base import ReadStore, Sink
 
 _MOST_ARRAYS = 64  # per thread
 
@@ -49,9 +49,8 @@ class Encoded:
         """Return 0: the whole file is encoded."""
         return 0
 
-    def streamed_bytes(self, number: int) -> int:  # noqa: ARG002 -- none is
-        """Return 0: chunks are decoded whole."""
-        return 0
+    def stream(self, number: int, store: ReadStore, path: str) -> None:
+        """Return None: chunks are decoded whole."""
 
     def decoded(self, number: int, encoded: bytearray) -> memoryview:  # noqa: ARG002 -- all chunks are alike
         """Return a decoded chunk; raise `ValueError` if it has another size than the metadata says."""

@@ -67,9 +67,8 @@ class Streams:
         """Return 0: the whole file is encoded."""
         return 0
 
-    def streamed_bytes(self, number: int) -> int:  # noqa: ARG002 -- none is
-        """Return 0: chunks are decoded whole."""
-        return 0
+    def stream(self, number: int, store: ReadStore, path: str) -> None:
+        """Return None: chunks are decoded whole."""
 
     def opened_bytes(self, most: int) -> int:
         """Return the memory of a decoded item with at most `most` bytes of a tensor."""

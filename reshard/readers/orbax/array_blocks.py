@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
-from reshard.formats.streaming import STREAM_BYTES
+from reshard.formats.streaming import piece_bytes, stream_bytes
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
@@ -39,7 +39,6 @@ _LARGEST_METADATA = 1 << 20
 _MOST_CHUNKS = 1 << 22  # of all arrays
 _MOST_ABSENT = 1 << 17
 _MOST_HELD = 32 << 20  # bytes of decoded chunks in a thread's cache
-_MOST_STREAMS = 16  # of a thread
 
 
 class _VirtualFile(NamedTuple):
@@ -61,6 +60,7 @@ class ChunkDecoding:
 
     def __init__(self) -> None:
         self._files: dict[str, _VirtualFile] = {}
+        self._pieces: dict[str, int] = {}
         self.held_bytes = self.opening_bytes = self.chunks = self.absent = 0
 
     def add(self, path: str, span: tuple[int, int], nbytes: int, *, content: bytes | None, plain: bool) -> int:
@@ -75,13 +75,14 @@ class ChunkDecoding:
             file.plain.add(number)
         return number * STRIDE
 
-    def note(self, array: ArrayMetadata) -> None:
-        """Note the memory that decoding chunks of an array takes."""
+    def note(self, array: ArrayMetadata, path: str) -> None:
+        """Note the memory that decoding chunks of an array in a file takes."""
         slab = slab_bytes(array.shape, array.chunk, array.dtype.itemsize)
         if array.chunk_bytes > LONGEST_WHOLE:
-            side_by_side = min(slab // array.chunk_bytes, _MOST_STREAMS)
-            self.held_bytes = max(self.held_bytes, side_by_side * STREAM_BYTES)
-            self.opening_bytes = max(self.opening_bytes, STREAM_BYTES)
+            side_by_side = slab // array.chunk_bytes
+            piece = self._pieces[path] = min(piece_bytes(path, side_by_side), self._pieces.get(path, array.chunk_bytes))
+            self.held_bytes = max(self.held_bytes, side_by_side * stream_bytes(piece))
+            self.opening_bytes = max(self.opening_bytes, stream_bytes(piece) + piece)  # as it is read, and copied
         else:
             self.held_bytes = max(self.held_bytes, min(slab, _MOST_HELD), array.chunk_bytes)
             self.opening_bytes = max(self.opening_bytes, 2 * array.chunk_bytes)
@@ -89,7 +90,9 @@ class ChunkDecoding:
     def units(self) -> dict[str, EncodedValues]:
         """Return the virtual files, by path."""
         return {
-            path: EncodedValues(tuple(file.spans), tuple(file.sizes), file.contents, frozenset(file.plain))
+            path: EncodedValues(
+                tuple(file.spans), tuple(file.sizes), file.contents, frozenset(file.plain), self._pieces.get(path, 0)
+            )
             for path, file in self._files.items()
         }
 
@@ -229,7 +232,8 @@ class ArrayBlocks:
         content = None if value.content is None else value.content[begin : begin + nbytes]
         path, place = (value.path, (value.offset + begin, nbytes)) if content is None else (self._kept, (0, 0))
         offset = self._decoding.add(path, place, array.chunk_bytes, content=content, plain=plain)
-        self._decoding.note(array)
+        if not plain:
+            self._decoding.note(array, path)
         return self._extent(array, path, offset, block)
 
     def _filled(self, array: ArrayMetadata, block: Block) -> Extent:
@@ -237,7 +241,6 @@ class ArrayBlocks:
         if not any(array.fill):
             return Extent(self._number_of(self._kept), ())
         offset = self._decoding.add(self._kept, (0, 0), array.chunk_bytes, content=array.fill, plain=True)
-        self._decoding.note(array)
         return self._extent(array, self._kept, offset, block)
 
     def _extent(self, array: ArrayMetadata, path: str, offset: int, block: Block) -> Extent:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, names
 from reshard.formats.decoding import zstd_content
+from reshard.formats.streaming import ChunkStream, RepeatedValue
 from reshard.formats.zarr.files import StoreFiles
 from reshard.readers.orbax.ocdbt import Database, StoredValue
 from reshard.readers.orbax.steps import MANIFEST, PROCESS
@@ -16,6 +17,7 @@ from reshard.storage.places import any_store, in_batches
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from reshard.formats.streaming import Stream
     from reshard.readers.orbax.tree import SavedTree
     from reshard.storage.base import ReadStore, Want
     from reshard.storage.places import Place
@@ -102,12 +104,14 @@ class EncodedValues:
         sizes: the decoded size of each chunk.
         contents: the chunks that are in memory: within a node of a database, or an element of the fill value.
         plain: the numbers of chunks that are not compressed.
+        piece_bytes: how many bytes of long chunks are read at once.
     """
 
     spans: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
     contents: Mapping[int, bytes]
     plain: frozenset[int]
+    piece_bytes: int
 
     @property
     def chunk_bytes(self) -> int:
@@ -119,18 +123,19 @@ class EncodedValues:
         """Return the offset of the first decoded chunk."""
         return STRIDE
 
-    def streamed_bytes(self, number: int) -> int:
-        """Return the size of a long compressed chunk in a file; 0 for others."""
-        size = self.sizes[number]
-        return size if size > LONGEST_WHOLE and number not in self.plain and number not in self.contents else 0
+    def stream(self, number: int, store: ReadStore, path: str) -> Stream | None:
+        """Return a long compressed chunk, or one that is not compressed; None for others."""
+        size, content = self.sizes[number], self.contents.get(number)
+        if number in self.plain and content is not None:
+            return RepeatedValue(content, size)
+        if size <= LONGEST_WHOLE:
+            return None
+        return ChunkStream(store, path, self.spans[number], size, self.piece_bytes, content)
 
     def decoded(self, number: int, encoded: bytearray) -> memoryview:
         """Return a decoded chunk; raise `ValueError` if it is damaged."""
         size = self.sizes[number]
-        content = self.contents.get(number, encoded)
-        if number in self.plain:
-            return memoryview(bytes(content) * (size // len(content)))
-        decoded = zstd_content(content, size)
+        decoded = zstd_content(self.contents.get(number, encoded), size)
         if len(decoded) != size:
             raise ValueError(f"it has {len(decoded):,} bytes; the metadata says {size:,}")
         return decoded

@@ -109,7 +109,7 @@ def unfinished_reason(directory: Place, listing: Collection[str]) -> str:
     A step without any metadata of Orbax, as older versions saved it, is finished once it has its name.
     """
     path = directory.absolute()
-    if named := [place.name for place in (path, path.parent) if UNFINISHED in place.name]:
+    if named := [name for name in (path.name, path.parent.name, *sorted(listing)) if UNFINISHED in name]:
         return f"{named[0]} is the name of an unfinished one"
     if COMMITTED in listing or STEP_METADATA not in listing:
         return ""

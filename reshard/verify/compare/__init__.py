@@ -23,6 +23,7 @@ from reshard.formats.entries import Replica
 from reshard.layout.axes import common
 from reshard.plan import budget
 from reshard.plan.bands import Recipe
+from reshard.plan.build import chunk_edges
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Piece, Route, Transfer
 from reshard.run.executor import map_tasks
@@ -125,7 +126,8 @@ class ComparisonPlan:
         if sample is None:
             # Separate values of ranks are compared as a whole.
             shared_weights = [0 if check.own_values else n for check, n in zip(self.checks, weights, strict=True)]
-            shared = share_out(transfers, shared_weights, self.band_bytes, whole_files=False)
+            edges = chunk_edges(self.codings[0], self.paths, transfers)
+            shared = share_out(transfers, shared_weights, self.band_bytes, whole_files=False, edges=edges)
             separate = (Piece(n, 0, 1) for n, check in enumerate(self.checks) if check.own_values and weights[n])
             return [*(task.pieces for task in shared), *((piece,) for piece in separate)]
         pieces: list[Piece] = []

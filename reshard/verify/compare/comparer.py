@@ -157,7 +157,8 @@ class Comparer:
 
     def _turns(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Turn]:
         """Yield read steps: a band of the references, then every copy of each part of it."""
-        for (number, band), store, requests in reader.bands(pieces):
+        in_order = any(coding is not None for coding in self._comparison.codings)  # decoded from their beginning
+        for (number, band), store, requests in reader.bands(pieces, in_order=in_order):
             yield _References(number, band), store, requests
             transfer = checks[number].transfer
             writes, sides = band.writes, iter(tuple[_SideBySide, ...]())

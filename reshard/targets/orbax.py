@@ -1,0 +1,88 @@
+"""A checkpoint of Orbax, for JAX: a zarr store of whole tensors, with the metadata that Orbax reads.
+
+Orbax calls it an item of zarr 3 without OCDBT: the directory of an array is named by its path in the tree, joined by
+dots. Its arrays have the dtypes of TensorStore, such as bfloat16, which zarr-python does not read.
+
+Source: orbax-checkpoint 0.12.8, which loads it in `tests/readers/test_orbax_itself.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from reshard.dtypes import INT4
+from reshard.errors import UsageError
+from reshard.readers.orbax.steps import COMMITTED, METADATA, STEP_METADATA
+from reshard.targets.destination import TargetFile, literal
+from reshard.targets.zarr import ZarrStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.formats.zarr import Array
+    from reshard.targets.destination import Assigned, TargetTensor
+
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_SEQUENCE, _DICT = 1, 2  # types of keys
+_FINISHED = 1  # a time: files do not depend on when they are written
+
+
+class OrbaxItem(ZarrStore):
+    """The files of one item, which is a step, too."""
+
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
+        """Lay out the store, and make Orbax's metadata, which get their names last.
+
+        Raises:
+            UsageError: names do not make a tree.
+        """
+        *files, group = super().files(assigned, texts)
+        metadata = {
+            "tree_metadata": _tree({name: array.shape for name, array in self.arrays.items()}),
+            "use_ocdbt": False,
+            "use_zarr3": True,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+        step = {
+            "item_handlers": _HANDLER,
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": _FINISHED,
+            "commit_timestamp_nsecs": _FINISHED,
+            "custom_metadata": {},
+        }
+        contents = {METADATA: json.dumps(metadata), STEP_METADATA: json.dumps(step), COMMITTED: "reshard wrote it"}
+        made = (TargetFile(0, name, literal(text.encode()), last=True) for name, text in contents.items())
+        return (*files, *made, group)
+
+    def metadata_of(self, array: Array, attributes: dict[str, Any]) -> bytes:
+        """Return the `zarr.json` of an array, with the name of its dtype in TensorStore."""
+        return array.metadata(attributes, None if array.dtype is INT4 else array.dtype.name)
+
+
+def _tree(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the records of arrays, by the text of their path in the tree."""
+    keys: dict[tuple[str, ...], set[str]] = {}
+    for name in shapes:
+        path = tuple(name.split("."))
+        for depth, key in enumerate(path):
+            keys.setdefault(path[:depth], set()).add(key)
+    both = next((name for name in shapes if tuple(name.split(".")) in keys), None)
+    if both is not None:
+        raise UsageError(
+            f"{both!r} is a tensor, and the first part of other names, which a tree of Orbax cannot have",
+            code="colliding-names", hint="rename it with a name map",
+        )  # fmt: skip
+    sequences = {path for path, names in keys.items() if names == set(map(str, range(len(names))))}
+    return {
+        str(path): {
+            "key_metadata": [
+                {"key": key, "key_type": _SEQUENCE if path[:depth] in sequences else _DICT}
+                for depth, key in enumerate(path)
+            ],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(shape)},
+        }
+        for path, shape in ((tuple(name.split(".")), shape) for name, shape in shapes.items())
+    }
