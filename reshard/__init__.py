@@ -54,6 +54,7 @@ _HOMES = {
     "Report": "run.settings",
     "ReshardError": "errors",
     "Rules": "rules.rules",
+    "runs": "api.checkpoints",
     "Selection": "plan.inputs",
     "SourceError": "errors",
     "Strategy": "strategy.strategy",
@@ -122,6 +123,7 @@ __all__ = [
     "read_object",
     "read_plan",
     "read_strategy",
+    "runs",
     "strategy_of",
     "verify",
     "write",
@@ -131,7 +133,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reshard.api.averages import average
-    from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.checkpoints import Checkpoint, open, read_object, runs, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.demos import demo

@@ -9,6 +9,7 @@ needs besides the demo (`PREPARE`).
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -139,10 +140,20 @@ def prepare_orbax(folder: Path, data: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}))
 
 
+def prepare_crashed(folder: Path, _data: Path) -> None:
+    """Steps of a DCP, of which the last was interrupted, and an older run."""
+    for name in ("old/step-100", "step-200", "step-300", "step-400"):
+        convert(folder, f"crashed/{name}", "--to", "dcp", "--weights-only")
+        shutil.rmtree(folder / "crashed" / name / ".reshard")
+    (folder / "crashed" / "step-400" / ".metadata").unlink()
+    for path in (folder / "crashed" / "old").rglob("*"):
+        os.utime(path, (1, 1))
+
+
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
     "megatron-legacy": prepare_megatron_legacy, "lora": prepare_lora, "quantized": prepare_quantized,
-    "deepspeed": prepare_deepspeed, "orbax": prepare_orbax,
+    "deepspeed": prepare_deepspeed, "orbax": prepare_orbax, "crashed": prepare_crashed,
 }  # fmt: skip
 
 

@@ -24,8 +24,9 @@ from reshard.layout.arrangement import Arrangement
 from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
 from reshard.plan.make import plan_convert
-from reshard.readers.open import has_several_ranks, ledger_layout, read_headers, self_described
+from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
 from reshard.readers.open import open as open_checkpoint
+from reshard.readers.openers import self_described
 from reshard.source.checkpoint import Checkpoint
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reshard.cli.commands import KEY_FILES, refuse_to_write
+from reshard.cli.commands import KEY_FILES, TYPED, refuse_to_write
 from reshard.cli.terminal import (
     OWN_PROCESS,
     called_as,
@@ -126,11 +126,12 @@ def _run(plan: Plan, target: Place, running: Running) -> Report:
     from reshard.run.run import run
 
     checksums = None if running.write_manifest is None else True
+    typed = click.get_current_context().meta[TYPED]
     with (
         cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
         progress(quiet=running.quiet) as callback,
     ):
-        return run(plan, target, replace(running, client=client, checksums=checksums), progress=callback)
+        return run(plan, target, replace(running, client=client, checksums=checksums, command=typed), progress=callback)
 
 
 def _is_known(plan: Plan, location: Place) -> bool:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.outputs"
 """Keys in `meta` of click's context for the paths of a command: inputs, strategies, and files that it writes."""
 
+TYPED = "reshard.typed"
+"""Key for the words of the command, which a later run needs to resume it."""
+
 WARNINGS, KEY_FILES = "reshard.warnings", "reshard.key_files"
 """Keys for warnings about options, which are printed before the command runs, and for the key files that were typed."""
 
@@ -171,6 +174,8 @@ class Command(click.Command):
         arguments = tuple(args)
         if "--json" in arguments and any("--json" in param.opts for param in self.params):
             ctx.meta[JSON] = True  # also if an option before it is refused
+        words = [*ctx.command_path.rpartition("reshard")[2].split(), *arguments]
+        ctx.meta[TYPED] = tuple(word for word in words if word not in _DESTRUCTIVE)
         extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
             raise UsageErrorWithHint(*_too_many(ctx, arguments, extra[0]), ctx)

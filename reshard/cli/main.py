@@ -54,6 +54,7 @@ _HOMES = {
     "plan": "reshard.cli.plan:plan",
     "run": "reshard.cli.plan:run",
     "rules": "reshard.cli.groups.rules:rules",
+    "runs": "reshard.cli.groups.lists:runs",
     "stats": "reshard.cli.groups.computing:stats",
     "strategy": "reshard.cli.groups.strategy:strategy",
     "transform": "reshard.cli.write:transform",
@@ -117,8 +118,8 @@ nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
 of_copies: what was looked at), unreadable, bound (only a checkpoint of the
 same format can have them), objects (the beginning of each), training (what
 Megatron says: iteration, optimizer and others), totals (kind, dtype, tensors,
-parameters, nbytes), iterations (of a run's directory: number, root, nbytes,
-is_last, problem, warnings), and tensors: name, dtype, shape, nbytes, stacked
+parameters, nbytes), iterations (of a run's directory: the checkpoints, as
+`reshard runs` has them), and tensors: name, dtype, shape, nbytes, stacked
 (what the first dimensions count), layouts, shards. For the files of ranks
 without a strategy it has source, step, ranks, files, warnings, and groups of
 ranks that hold the same: ranks, totals, unreadable, tensors.
@@ -186,15 +187,16 @@ def inspect(
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
     from reshard.formats.rank_dirs import rank_of
-    from reshard.readers.open import has_several_ranks, iterations_at, ledger_layout, read_headers
+    from reshard.readers.catalog import iterations_at
+    from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
     from reshard.readers.ranks import changed_text
+    from reshard.view.computed.runs_view import Runs, runs_data, runs_text
     from reshard.view.cuts.characters import picture_text
     from reshard.view.tables import (
         checkpoint_data,
         checkpoint_text,
         chosen,
         in_order,
-        iterations_text,
         rank_files_data,
         rank_files_text,
         rank_parts,
@@ -207,7 +209,7 @@ def inspect(
         raise UsageError("--picture is drawn for a terminal", hint="leave out --json or --csv", code="bad-options")
     iterations = iterations_at(source) if opening.iteration is None else []
     if iterations and not (as_json or as_csv):  # even if no iteration can be opened
-        print_text(f"{iterations_text(iterations, width=width())}\n")
+        print_text(f"{runs_text(Runs(str(source), iterations), width=width())}\n")
     unruled = opening.strategy is None and not opening.layouts and opening.stage is None
     is_known, change = False, ""
     if unruled and not {"rank_pattern", "suffix"} & {*opening.given}:
@@ -233,7 +235,7 @@ def inspect(
     elif as_json:
         parts = [in_order(part, sort) for part in parts]
         print_json(
-            {**checkpoint_data(parts[0]), "iterations": [iteration._asdict() for iteration in iterations]}
+            {**checkpoint_data(parts[0]), "iterations": runs_data(iterations)}
             if whole
             else rank_files_data(parts, warnings)
         )

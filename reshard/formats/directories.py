@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import RangeReader
-from reshard.formats.sets import DCP_INDEX, SAVED_INDEX, SET_FILES, SET_INDEXES, files_beside
+from reshard.formats.sets import DCP_INDEX, MODEL_CONFIG, SAVED_INDEX, SET_FILES, SET_INDEXES, files_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -47,20 +47,20 @@ class DirectoryFormat(NamedTuple):
         problem: a predicate that describes such a file, for messages.
         advice: the hint of the error.
         marks: file names that are not unique, each with a pattern that matches this format's first bytes.
+        code: the code of the error.
     """
 
     files: re.Pattern[str]
     problem: str
     advice: str
     marks: Mapping[str, re.Pattern[bytes]] = MappingProxyType({})
+    code: str = "one-of-several"
 
     def shown_by(self, directory: Place, names: Iterable[str]) -> str | None:
-        """Return the first file name of a directory that belongs to this format, or None."""
-        for name in names:
-            mark = self.marks.get(name)
-            if self.files.fullmatch(name) or (mark and mark.search(_start(directory / name))):
-                return name
-        return None
+        """Return the first file name of a directory that belongs to this format, or None; marks are read last."""
+        names = list(names)
+        marked = (name for name in names if name in self.marks and self.marks[name].search(_start(directory / name)))
+        return next(filter(self.files.fullmatch, names), None) or next(marked, None)
 
 
 _SET = f"get the other files and their index, {' or '.join(SET_INDEXES)}"
@@ -216,7 +216,34 @@ SAVED_PARTS = (
 )
 """Partial files of `torch.save`; next to other readable files they are ignored."""
 
+_ORIGINAL = "convert the Hugging Face model that it was made from"
+FOREIGN_FILES = (
+    DirectoryFormat(
+        re.compile(r".+\.gguf", re.DOTALL), "is a GGUF file of llama.cpp, which is not read", _ORIGINAL,
+        code="unsupported-format",
+    ),
+    DirectoryFormat(
+        re.compile(r".+\.np[yz]", re.DOTALL), "is a file of NumPy, which is not read",
+        'in Python: reshard.write(dict(numpy.load("FILE.npz")), "TARGET.safetensors")', code="unsupported-format",
+    ),
+)  # fmt: skip
+"""Files of other programs that are not read; next to a checkpoint they are ignored."""
+
+FOREIGN = (
+    DirectoryFormat(
+        re.compile(r"model-rank-\d+-part-\d+\.safetensors"), "is of the sharded state of vLLM, which is not read",
+        _ORIGINAL, code="unsupported-format",
+    ),
+    DirectoryFormat(
+        re.compile(r"rank\d+\.engine"), "is of a model for TensorRT-LLM, which is not read", _ORIGINAL,
+        {MODEL_CONFIG: re.compile(rb'"mapping"\s*:\s*\{[^{}]*"world_size"')}, "unsupported-format",
+    ),
+    *FOREIGN_FILES,
+)  # fmt: skip
+"""Formats of other programs that are not read."""
+
 DIRECTORY_FORMATS = (
+    *FOREIGN,
     DCP,
     SAVES,
     DEEPSPEED,
@@ -305,7 +332,7 @@ def refuse_directory(directory: Place, names: Iterable[str], *, besides: Collect
     names = sorted(names)
     for format_ in DIRECTORY_FORMATS:
         if format_ not in besides and (name := format_.shown_by(directory, names)):
-            raise SourceError(f"{directory / name} {format_.problem}", code="one-of-several", hint=format_.advice)
+            raise SourceError(f"{directory / name} {format_.problem}", code=format_.code, hint=format_.advice)
 
 
 def refuse_one_of_several(path: Place) -> None:
@@ -339,7 +366,7 @@ def _refuse_one_of_several(path: Place) -> None:
     for format_ in DIRECTORY_FORMATS:
         if name := format_.shown_by(directory, [path.name, *parts, *set(format_.marks).intersection(siblings)]):
             subject = path if name == path.name else f"{name} next to {path}"
-            raise SourceError(f"{subject} {format_.problem}", code="one-of-several", hint=format_.advice)
+            raise SourceError(f"{subject} {format_.problem}", code=format_.code, hint=format_.advice)
     match = _NUMBERED.fullmatch(path.name)
     above = directory
     is_part = bool(match and (parts or int(match["number"])))

@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import (
     DIRECTORY_FORMATS,
+    FOREIGN,
+    FOREIGN_FILES,
     PARTS,
     RUNS,
     SAVED_PARTS,
@@ -24,7 +27,7 @@ from reshard.storage.base import PARTIAL, reading, similar
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.storage.places import Place
 
@@ -35,7 +38,8 @@ EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
 _NUMBER = re.compile(r"(\d+)")
-_RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+_DEEPEST_BELOW, _MOST_BELOW = 4, 1000  # levels, and entries of a level, in which checkpoints are looked for
 
 
 class Step(NamedTuple):
@@ -109,13 +113,23 @@ def rank_files(
                 f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
                 hint="the command that wrote it resumes it",
             )  # fmt: skip
+        below: list[str] = []
+        if rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each directory would take a request
+            if not any(root.iterdir()):
+                raise SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
+            below = checkpoints_below(root)
+        if below:
+            raise SourceError(
+                f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
+                hint=f"open {root / below[0]}; `reshard runs {quote(str(root))}` lists them",
+            )  # fmt: skip
         usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
         raise SourceError(
             f"{root} has no checkpoint",
             code="no-checkpoint",
             facts=[f"expected files at {' or '.join(map(repr, examples))} and so on"],
-            hint=_inside_instead(root, rank_pattern),
+            hint=Text("give ", Option("rank_pattern"), " for other names"),
         )
     if suffix is not None:
         files_by_rank = {
@@ -150,13 +164,13 @@ def rank_of(path: Place) -> RankPlace | None:
     RankPlace(rank=3, others=[], above=PosixPath('/run'))
     """
     directory = path.absolute() if path.is_dir() else path.absolute().parent
-    match = _RANK_DIRECTORY.fullmatch(directory.name)
+    match = RANK_DIRECTORY.fullmatch(directory.name)
     if match is None:
         return None
     ranks: set[int] = set()
     with suppress(SourceError, OSError):  # the parent may be unreadable
         for sibling in directory.parent.iterdir():
-            sibling_match = _RANK_DIRECTORY.fullmatch(sibling.name)
+            sibling_match = RANK_DIRECTORY.fullmatch(sibling.name)
             if sibling_match and sibling.name != directory.name and _has_checkpoint(sibling):
                 ranks.add(int(sibling_match[1]))
     return RankPlace(int(match[1]), sorted(ranks), directory.parent)
@@ -175,7 +189,8 @@ def _refuse_directory_formats(root: Place, files: Mapping[int, Sequence[Place]],
     if not files or root in inside:
         inside[root] = [path.name for path in root.iterdir()]
     for directory, file_names in inside.items():
-        accepted = ([RUNS, *SAVED_PARTS] if files else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
+        accepted = [RUNS, *SAVED_PARTS, *FOREIGN_FILES] if files else []
+        accepted += [PARTS] if by_rank and len(file_names) == 1 else []
         refuse_directory(directory, file_names, besides=accepted)
 
 
@@ -189,19 +204,21 @@ def leftovers(root: Place) -> list[str]:
     return [f"{root} has {count} ({names(unfinished, most=1)}): a run was interrupted, or is not done"]
 
 
-def _inside_instead(root: Place, rank_pattern: str) -> str:
-    """Return a hint to open a subdirectory with rank directories, or to give a rank pattern."""
-    if rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each subdirectory would take a request
-        below: list[Place] = [path for path in root.iterdir() if path.is_dir()]
-        if inside := sorted(str(path) for path in below if _is_checkpoint(path)):
-            return f"open {names(inside, most=3)} inside it"
-    return Text("give ", Option("rank_pattern"), " for other names")
+def checkpoints_below(root: Place) -> list[str]:
+    """Return the paths of the nearest checkpoints below a local directory."""
+    level = [root]
+    for _ in range(_DEEPEST_BELOW):
+        entries = [directory / name for directory in level for name in sorted(directory.names()) if name[0] != "."]
+        level = [path for path in entries[:_MOST_BELOW] if path.is_dir()]
+        if checkpoints := [path for path in level if _is_checkpoint(path)]:
+            return [path.relative_to(str(root)).as_posix() for path in checkpoints]
+    return []
 
 
 def _is_checkpoint(directory: Place) -> bool:
     """Return whether a directory has rank directories or files of a checkpoint of any format."""
     entries = directory.names()
-    has_format = any(format_.shown_by(directory, entries) for format_ in DIRECTORY_FORMATS)
+    has_format = any(format_.shown_by(directory, entries) for format_ in DIRECTORY_FORMATS if format_ not in FOREIGN)
     return has_format or "rank_0" in entries or any(is_checkpoint_name(directory / name) for name in entries)
 
 
@@ -272,11 +289,7 @@ def _same_checkpoint(
 
     The steps are sorted, newest first.
     """
-    families: dict[_Family, dict[int, list[Place]]] = {}
-    for rank, paths in by_rank.items():
-        for path in paths:
-            for family in families_of(path, rank):
-                families.setdefault(family, {}).setdefault(rank, []).append(path)
+    families = _families(by_rank)
     complete = [family for family, members in families.items() if len(members) == len(by_rank)]
     # One set of files may have several names (`x_1` of rank 1 is also `x_{rank}`).
     by_files: dict[tuple[Place, ...], set[_Family]] = {}
@@ -319,6 +332,28 @@ def _same_checkpoint(
     family = next(iter(by_files[steps[newest]]))
     older = sorted((step for step in steps if step and step != newest), reverse=True)
     return families[family], tuple(f"{epoch}_{number}" for epoch, number in older)
+
+
+def steps_of(by_rank: Mapping[int, Sequence[Place]]) -> Iterator[tuple[_Family, dict[int, list[Place]]]]:
+    """Yield each checkpoint in rank directories: its family, and its files by rank.
+
+    A file of several families belongs to the one with the most ranks.
+    """
+    assigned: set[Place] = set()
+    for family, files in sorted(_families(by_rank).items(), key=lambda item: -len(item[1])):
+        if assigned.isdisjoint(path for paths in files.values() for path in paths):
+            assigned.update(path for paths in files.values() for path in paths)
+            yield family, files
+
+
+def _families(by_rank: Mapping[int, Sequence[Place]]) -> dict[_Family, dict[int, list[Place]]]:
+    """Return the files of each rank, by family."""
+    families: dict[_Family, dict[int, list[Place]]] = {}
+    for rank, paths in by_rank.items():
+        for path in paths:
+            for family in families_of(path, rank):
+                families.setdefault(family, {}).setdefault(rank, []).append(path)
+    return families
 
 
 def _stem(path: Place) -> str:

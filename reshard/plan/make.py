@@ -19,7 +19,8 @@ from reshard.plan.inputs import Selection, derived, globs
 from reshard.plan.plan import Plan, Request, Stats
 from reshard.plan.select import select, select_listed
 from reshard.readers.open import open as open_checkpoint
-from reshard.readers.open import read_headers, self_described
+from reshard.readers.open import read_headers
+from reshard.readers.openers import self_described
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Opening

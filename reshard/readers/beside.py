@@ -62,14 +62,20 @@ def fitting_strategies(root: Place, ranks: Collection[int], fits: Callable[[Stra
     above = root.absolute().parent if root.name in {"", ".."} else root.parent
     fitting: list[Place] = []
     opened = 0
-    for path in islice(chain(_candidates(root), _candidates(above)), _MOST_READ):
+    for path, strategy in islice(chain(strategies_in(root), strategies_in(above)), _MOST_READ):
         with suppress(ReshardError, OSError):
-            strategy = read_strategy(path)
             if set(strategy.ranks) == set(ranks) and opened < _MOST_OPENED:
                 opened += 1
                 fits(strategy)
                 fitting.append(path)
     return fitting
+
+
+def strategies_in(directory: Place) -> Iterator[tuple[Place, Strategy]]:
+    """Yield the strategy files and pipeline directories in a directory, of its first few possible ones."""
+    for path in islice(_candidates(directory), _MOST_READ):
+        with suppress(ReshardError, OSError):
+            yield path, read_strategy(path)
 
 
 def _candidates(directory: Place) -> Iterator[Place]:

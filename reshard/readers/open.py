@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from functools import partial as applied
-from importlib import import_module
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from reshard.errors import Option, SourceError, Text, UsageError
-from reshard.formats import is_known
 from reshard.formats.directories import (
-    BLOCKS,
-    CHECKPOINT2,
-    CONSOLIDATED,
-    DCP,
-    DEEPSPEED,
-    MEGATRON_RANKS,
-    MODEL_STATES,
     PARTS,
     RUN_FORMATS,
-    SAVE_EXTENSIONS,
-    SAVED_SET,
-    SAVES,
-    parts_below,
     refuse_directory,
     refuse_one_of_several,
-    release_below,
-    saved_parts,
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, check_members, read_index
 from reshard.formats.zarr.files import is_of_store
-from reshard.readers.orbax.steps import shown_orbax
+from reshard.readers.openers import options_refused, self_described
 from reshard.readers.ranks import (
     IndexedFiles,
     changed_text,
@@ -45,12 +30,13 @@ from reshard.readers.ranks import (
     rules_over_parts,
     with_rules,
 )
-from reshard.readers.runs import checkpoint_of, iteration_at, iteration_of, iterations, newer, run_at
+from reshard.readers.runs import iteration_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
 from reshard.source.facts import Opening
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
+from reshard.source.records import DIRECTORY, unfinished
 from reshard.storage.base import reading
 from reshard.storage.cipher import required
 from reshard.storage.places import AnyName, Place, as_place
@@ -58,15 +44,40 @@ from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S")
 
-    from reshard.formats.directories import DirectoryFormat, RunFormat
-    from reshard.readers.runs import Iteration
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
 
 
+def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Decorate a function that reads a source: an error about an unfinished target says how to resume it."""
+
+    @wraps(opens)
+    def opening(path: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return opens(path, *args, **kwargs)
+        except SourceError:
+            if isinstance(path, Mapping):
+                raise
+            root, progress = as_place(str(path)), None
+            with suppress(SourceError):  # the first error says more
+                progress = unfinished(str(root.absolute())) if DIRECTORY in root.names() else None
+            if progress is None:
+                raise
+            raise SourceError(
+                f"{root} is unfinished", code="unfinished", facts=[progress.text, *leftovers(root)], hint=progress.hint
+            ) from None
+
+    return opening
+
+
+@_resumable
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     path: AnyName | Mapping[int, AnyName],
     *,
@@ -86,7 +97,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration, listing)
     if opener is not None:
         if not (stage is None and unnamed) or required(cipher):
-            raise _self_described(path)
+            raise options_refused(path)
         return opener(contents=contents, rules=rules_over_parts(strategy, layouts))
     if iteration is not None:
         raise UsageError(
@@ -169,155 +180,6 @@ def _explained(path: AnyName | Mapping[int, AnyName], *, knows: bool) -> Iterato
         raise
 
 
-class _Opener(NamedTuple):
-    """Opens a directory.
-
-    Attributes:
-        root: the directory, for messages.
-        opens: returns its checkpoint.
-        takes_rules: the format does not say how tensor-parallel parts are cut, so that the user may.
-    """
-
-    root: Place
-    opens: Callable[..., Checkpoint]
-    takes_rules: bool = False
-
-    def __call__(self, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None) -> Checkpoint:
-        """Return the checkpoint; `contents` is as for `open`, `rules` as `rules_over_parts` returns them."""
-        if rules is None:
-            return self.opens(contents=contents)
-        if not self.takes_rules:
-            raise _self_described(self.root)
-        return self.opens(contents=contents, rules=rules)
-
-
-def _self_described(path: object) -> UsageError:
-    return UsageError(
-        f"{path} describes its own blocks",
-        code="self-described",
-        hint="leave the strategy, layout, stage, suffix, pattern and key out",
-    )
-
-
-def self_described(root: Place, iteration: int | None = None, listing: Sequence[str] | None = None) -> _Opener | None:
-    """Return the opener of a checkpoint that describes its own blocks, else None.
-
-    Args:
-        root: a zarr store, a distributed checkpoint, the directory of a run of those, or files of `torch.save`.
-        iteration: which checkpoint of a run; by default the one that the run names as the last.
-        listing: the names of its entries, if known.
-    """
-    listing = root.names() if listing is None else listing
-    if any(map(is_of_store, listing)) and iteration is None:
-        from reshard.readers.zarr import open_store  # not on every start
-
-        return _Opener(root, applied(open_store, root))
-    run = run_at(root, listing)
-    if run is not None:
-        return _Opener(root, applied(_open_iteration, root, listing, run, iteration), takes_rules=True)
-    if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
-        refuse_one_of_several(root)
-        module, name = (
-            ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
-        )
-        return _Opener(root, applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root))
-    opener = _described(root, listing)
-    if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
-        raise SourceError(
-            f"{root} is one checkpoint, not a run with iteration {iteration}",
-            code="no-such-iteration",
-            hint="open the directory of the run",
-        )
-    return opener
-
-
-def _shown(
-    kind: DirectoryFormat, directory: Place, listing: Sequence[str], without: Sequence[str] = ()
-) -> Sequence[str]:
-    """Return `listing` if the directory is of a format and lacks the names `without`, else ()."""
-    return listing if kind.shown_by(directory, listing) and not {*without}.intersection(listing) else ()
-
-
-def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]:
-    """Return `listing` if it is of a Universal Checkpoint of DeepSpeed, else ()."""
-    return listing if "zero" in listing and any(map(MODEL_STATES.fullmatch, listing)) else ()
-
-
-class _Distributed(NamedTuple):
-    """A distributed format.
-
-    Attributes:
-        finds: returns the names of its files in a directory, if any.
-        module, opener: the opener, imported when it is needed.
-        takes_rules: as in `_Opener`.
-    """
-
-    finds: Callable[[Place, Sequence[str]], Collection[str]]
-    module: str
-    opener: str
-    takes_rules: bool = False
-
-
-_FORMATS = (
-    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2"),
-    _Distributed(applied(_shown, DCP), "dcp", "open_dcp"),
-    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves"),
-    _Distributed(_shown_universal, "deepspeed.universal", "open_universal"),
-    _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", takes_rules=True),
-    _Distributed(applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
-    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax"),
-    _Distributed(parts_below, "dcp", "open_dcp"),
-    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set"),
-    _Distributed(applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated", takes_rules=True),
-    _Distributed(applied(saved_parts, MEGATRON_RANKS), "torch_save.megatron_ranks", "open_megatron", takes_rules=True),
-    _Distributed(release_below, "torch_save.megatron_ranks", "open_release", takes_rules=True),
-)
-"""The distributed formats; the first that finds files opens them."""
-
-
-def _described(directory: Place, listing: Sequence[str]) -> _Opener | None:
-    """Return the opener of a distributed checkpoint with these files, else None."""
-    for each in _FORMATS:
-        if files := each.finds(directory, listing):
-            opener = getattr(import_module(f"reshard.readers.{each.module}"), each.opener)
-            return _Opener(directory, applied(opener, directory, files), each.takes_rules)
-    return None
-
-
-def _open_iteration(
-    root: Place,
-    listing: Sequence[str],
-    run: RunFormat,
-    iteration: int | None,
-    *,
-    contents: bool | Literal["blocks"],
-    rules: Mapping[str, str] | None = None,
-) -> Checkpoint:
-    """Open a checkpoint of a run, by its iteration."""
-    directory = checkpoint_of(root, listing, run, iteration)
-    checkpoint = _open_distributed(directory, contents=contents, rules=rules)
-    warnings = newer(root, listing, run, directory) if iteration is None else []
-    return replace(checkpoint, warnings=(*warnings, *checkpoint.warnings))
-
-
-def _open_distributed(
-    directory: Place, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None
-) -> Checkpoint:
-    opener = _described(directory, directory.names())
-    if opener is None:
-        raise SourceError(
-            f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint",
-            facts=["the checkpoints of a run are DCPs, Checkpoint 2.0 or DeepSpeed's"], hint="open it by its own path",
-        )  # fmt: skip
-    return opener(contents=contents, rules=rules)
-
-
-def iterations_at(path: AnyName) -> list[Iteration]:
-    """Return the checkpoints of a run, ascending; [] for any other path."""
-    root = as_place(path)
-    return iterations(root, root.names(), applied(_open_distributed, contents=False))
-
-
 def made_at(
     path: AnyName, listing: Sequence[str] | None = None, *, mixed: bool = False, described: bool | None = None
 ) -> Made | None:
@@ -396,6 +258,7 @@ def files_of_sources(checkpoint: Checkpoint) -> list[AnyName]:
     return [path for source in checkpoint.sources for path in files_read(source.root, source.files)]
 
 
+@_resumable
 @reading(SourceError)
 def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
     """Return whether a checkpoint has several ranks, by file names; no header is read.
@@ -409,6 +272,7 @@ def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: s
     return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
 
 
+@_resumable
 @reading(SourceError)
 def read_headers(
     path: AnyName | Mapping[int, AnyName],

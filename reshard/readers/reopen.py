@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import SourceError, names
 from reshard.formats.rank_dirs import Step
 from reshard.readers.open import open as open_checkpoint
-from reshard.readers.open import self_described
+from reshard.readers.openers import self_described
 from reshard.readers.ranks import index_ranks
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, unreadable_in

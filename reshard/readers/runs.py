@@ -1,9 +1,9 @@
-"""List the checkpoints of a training run, find the last complete one, and open one of them."""
+"""Find a checkpoint of a training run: its last, or the one with a number."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import RUN_FORMATS
@@ -12,10 +12,9 @@ from reshard.storage.places import as_place
 from reshard.storage.small import read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.formats.directories import RunFormat
-    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import AnyName, Place
 
 _RUN_NAMES = (
@@ -23,26 +22,6 @@ _RUN_NAMES = (
     "hyper-parallel and DeepSpeed name checkpoints"
 )
 _WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json|.*_model_states\.pt|rank_\d+|.*\.distcp", re.DOTALL)
-
-
-class Iteration(NamedTuple):
-    """A checkpoint of a run.
-
-    Attributes:
-        number: the number of training steps done.
-        root: its directory.
-        nbytes: the size of its files.
-        is_last: whether the run names it as its last.
-        problem: why it cannot be read, such as a missing file; empty if it is complete.
-        warnings: other remarks, such as that the training was not healthy.
-    """
-
-    number: int
-    root: str
-    nbytes: int
-    is_last: bool
-    problem: str
-    warnings: tuple[str, ...]
 
 
 def run_at(root: Place, listing: Iterable[str]) -> RunFormat | None:
@@ -142,39 +121,6 @@ def iteration_of(directory: Place, *, numbered: bool = False) -> int | None:
     runs = (run for run in RUN_FORMATS if numbered or not run.is_numbered)
     matches = (run.directory.fullmatch(directory.absolute().name) for run in runs)
     return next((int(match[1]) for match in matches if match), None)
-
-
-def iterations(root: Place, listing: Sequence[str], open_checkpoint: Callable[[Place], Checkpoint]) -> list[Iteration]:
-    """Return the checkpoints of a run, ascending; [] if the directory is not a run's.
-
-    Args:
-        root: the directory.
-        listing: the names in it.
-        open_checkpoint: opens a checkpoint, reading headers to see whether it is complete.
-    """
-    run = run_at(root, listing)
-    if run is None:
-        return []
-    try:
-        last = iteration_of(checkpoint_of(root, listing, run, None), numbered=run.is_numbered)
-    except SourceError:
-        last = None
-    result = []
-    for number, directory in sorted(_checkpoints(root, listing, run)):
-        problem = ""
-        warnings = ["newer than the last"] if last is not None and number > last else []
-        try:
-            checkpoint = open_checkpoint(directory)
-            warnings += checkpoint.warnings
-            if checkpoint.unreadable:
-                name, reason = next(iter(checkpoint.unreadable.items()))
-                problem = f"{len(checkpoint.unreadable)} tensors cannot be read, such as {name!r}, which {reason}"
-        except SourceError as error:
-            text = "; ".join([error.message, *error.facts])
-            problem = text.removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
-        nbytes = sum(file.status().nbytes for file in directory.files(depth=5 if run.is_numbered else 2))
-        result.append(Iteration(number, str(directory), nbytes, number == last, problem, tuple(warnings)))
-    return result
 
 
 def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -> list[int]:

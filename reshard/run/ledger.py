@@ -48,12 +48,16 @@ class Ledger:
         keeps: write records; otherwise there are only locks, if the file system has any.
         provenance: the provenance of the files, as in `source.made`; empty if it is not recorded.
         sources: a digest of the last change of the source files (`changes_digest`).
+        command: the words of the command that runs, to resume it.
     """
 
-    def __init__(self, root: str, *, keeps: bool = True, provenance: bytes = b"", sources: str = "") -> None:
+    def __init__(
+        self, root: str, *, keeps: bool = True, provenance: bytes = b"", sources: str = "", command: Sequence[str] = ()
+    ) -> None:
         self.root, self.keeps = root, keeps
         self._directory, self._provenance = f"{root}/{DIRECTORY}", provenance
         self._head: Line = {"reshard": VERSION, "made": digest(provenance) if provenance else "", "sources": sources}
+        self._head |= {"command": [*command]} if command else {}
         self._locks = locks_at(root)
         self._log = ""
         self._parts = 0

@@ -119,7 +119,7 @@ class Session:
         sources = changes_digest(plan)
         provenance = provenance_file(ledger_provenance(plan)) if ledger else b""
         self._provenance_digest = digest(provenance)
-        self.ledger = Ledger(root, keeps=ledger, provenance=provenance, sources=sources)
+        self.ledger = Ledger(root, keeps=ledger, provenance=provenance, sources=sources, command=options.command)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:

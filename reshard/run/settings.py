@@ -35,7 +35,7 @@ _HOST = os.uname().nodename
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The values of the options of a run, as `reshard.Plan.run` describes them.
+    """The values of the options of a run, as `reshard.Plan.run` describes them, and the words of the command.
 
     Raises:
         UsageError: a value is not valid, or two contradict each other.
@@ -52,6 +52,7 @@ class RunOptions:
     ledger: bool = True
     partition: str | None = None
     server_copy: bool = True
+    command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.client, str):

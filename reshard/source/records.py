@@ -2,8 +2,9 @@ r"""Records of the files of a target, in one log per run below `.reshard`.
 
 A log consists of JSON lines; at URLs, to which nothing can be appended, of several small objects in sequence:
 
-    {"reshard": 1, "made": "5c…", "sources": "0b…"}      first: digests of the provenance (`source.made`) and of the
-                                                         last change of the source files
+    {"reshard": 1, "made": "5c…", "sources": "0b…", "command": ["convert", …]}
+                                                         first: digests of the provenance (`source.made`) and of the
+                                                         last change of the source files; what was typed, if anything
     {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096, "header": "e1…"}
                                                          a file: the digest of its plan and sources, and of its header
                                                          (`headers.contents_digest`);
@@ -33,9 +34,11 @@ from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from shlex import join
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.errors import bytes_text
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
 from reshard.storage.threads import map_ordered
@@ -91,6 +94,7 @@ class Record:
         header: the digest of the header of the file; empty if unknown.
         link: the file of the same target that it is a link to; else empty.
         upload: at S3, the identifier of the upload that makes it and of its parts (`run.uploads`); else empty.
+        command: the words of the command that wrote it; empty if it was another program.
     """
 
     digest: str = ""
@@ -105,6 +109,7 @@ class Record:
     header: str = ""
     link: str = ""
     upload: str = ""
+    command: tuple[str, ...] = ()
 
     @property
     def ranges(self) -> Iterator[Range]:
@@ -126,6 +131,32 @@ def digest(content: object) -> str:
     if not isinstance(content, bytes):
         content = json.dumps(content, separators=(",", ":")).encode()
     return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+class Unfinished(NamedTuple):
+    """The progress of an unfinished target.
+
+    Attributes:
+        files: its files.
+        written: how many bytes are written, those of complete files included.
+        total: how many bytes the target will have.
+        command: the words of the command; empty if it was another program.
+    """
+
+    files: tuple[str, ...]
+    written: int
+    total: int
+    command: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Return how far it is, as a fact for messages."""
+        return f"{bytes_text(self.written)} of {bytes_text(self.total)} are written"
+
+    @property
+    def hint(self) -> str:
+        """Return how to resume it."""
+        return f"resume it: {join(['reshard', *self.command])}" if self.command else "the call that wrote it resumes it"
 
 
 class Logs(NamedTuple):
@@ -163,6 +194,27 @@ def known(root: str, files: Collection[str] | None = None, *, directory: str = "
     for file in [file for file, record in result.records.items() if not record.digest]:
         del result.records[file]
     return result
+
+
+def unfinished(root: str, *, directory: str = "") -> Unfinished | None:
+    """Return how far the newest unfinished run of a target is; None if there is none.
+
+    Args:
+        root: the target.
+        directory: as for `known`.
+
+    Raises:
+        SourceError: the storage of the target cannot be reached.
+    """
+    records = known(root, directory=directory).records
+    begun = [record for record in records.values() if not record.ready]
+    if not begun:
+        return None
+    newest = begun[-1]
+    of_run = {file: record for file, record in records.items() if record.made == newest.made}
+    written = sum(min(sum(record.wrote[1::3]), record.size) for record in of_run.values() if not record.ready)
+    written += sum(record.ready[0] for record in of_run.values() if record.ready)
+    return Unfinished(tuple(of_run), written, sum(record.size for record in of_run.values()), newest.command)
 
 
 def parts_of(directory: str) -> dict[str, list[str]]:
@@ -239,6 +291,7 @@ def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Rec
             made=_digest(head.get("made", "")),
             header=_digest(line.get("header", "")),
             link=str(line.get("link", "")),
+            command=tuple(map(str, head.get("command", ()))),
         )
     if line.get("forgotten"):
         return Record()

@@ -24,8 +24,9 @@ from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, j
 from reshard.formats.provenance import SourceRecord
 from reshard.plan.inputs import Selection, derived
 from reshard.plan.select import select_listed
-from reshard.readers.open import made_at, read_headers, self_described
+from reshard.readers.open import made_at, read_headers
 from reshard.readers.open import open as open_checkpoint
+from reshard.readers.openers import self_described
 from reshard.readers.reopen import reopen_target
 from reshard.readers.runs import iteration_at
 from reshard.source.checkpoint import Checkpoint, unreadable_in

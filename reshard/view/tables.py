@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Entry
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Shape
-    from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import SourceFile
 
 _SORTED: dict[str, Callable[[str, int], Any]] = {
@@ -267,16 +266,6 @@ def _stored(checkpoint: Checkpoint) -> int:
         for header, index in distinct.items()
     }
     return sum(sizes[file.index.header_id] for file in checkpoint.files)
-
-
-def iterations_text(iterations: Sequence[Iteration], *, width: int | None = None) -> str:
-    """Write a table of the checkpoints of a run, with their sizes and states."""
-    rows = []
-    for iteration in iterations:
-        state = f"not complete: {iteration.problem}" if iteration.problem else "complete"
-        states = [state, *(["the last"] if iteration.is_last else []), *iteration.warnings]
-        rows.append((f"iteration {iteration.number}", bytes_text(iteration.nbytes), printable("; ".join(states))))
-    return "\n".join(table_lines(("checkpoint", "bytes", "state"), rows, width, below=1))
 
 
 def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:

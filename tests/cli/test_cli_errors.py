@@ -339,6 +339,7 @@ def test_what_verify_says_of_a_target_names_options_of_the_target(case: Case, tm
         places=("rank 1", "--target-partial"),
     )  # fmt: skip
     (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "notes.txt").touch()
     failed(4, "no-checkpoint", "verify", tmp_path / "none", places=("--target-rank-pattern",))
 
 

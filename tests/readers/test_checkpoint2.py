@@ -190,18 +190,18 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     (two / "common.json").write_text(json.dumps(json.loads((two / "common.json").read_text()) | {"ckpt_status": 1}))
     shown = done("inspect", root).stdout.split("\n\n")[0]
     assert [line.split()[1] for line in shown.splitlines()[1:]] == ["2", "4", "6"]
-    assert "complete; the last" in shown.splitlines()[2]
-    assert "was not healthy" in shown.splitlines()[1]
-    assert f"not complete: {gone.name} is missing" in shown.splitlines()[3]
-    assert "iteration 2" not in done("inspect", root, "--iteration", "4").stdout
+    assert "complete, newest" in shown.splitlines()[2]
+    assert "unknown: was saved by a training that was not healthy" in shown.splitlines()[1]
+    assert f"incomplete: {gone.name} is missing" in shown.splitlines()[3]
+    assert "iteration_00000002" not in done("inspect", root, "--iteration", "4").stdout
     found = json.loads(done("inspect", root, "--json").stdout)["iterations"]
-    assert [(one["number"], one["is_last"], not one["problem"]) for one in found] == [
-        (2, False, True), (4, True, True), (6, False, False),
+    assert [(one["step"], one["last"], one["state"]) for one in found] == [
+        ("2", False, "unknown"), ("4", True, "complete"), ("6", False, "incomplete"),
     ]  # fmt: skip
     assert all(one["nbytes"] > 0 for one in found)
     (root / "latest_checkpointed_iteration.txt").unlink()
     result = failed(4, "missing-tracker", "inspect", root, places=("--iteration 6",))
-    assert "iteration 6" in result.stdout
+    assert "iteration_00000006" in result.stdout
 
 
 def test_replicas_are_compared_bit_for_bit(case: Callable[[str], Path]) -> None:
@@ -281,7 +281,7 @@ def test_blocks_that_were_lost(case: Callable[[str], Path], tmp_path: Path) -> N
     done("unify", place, tmp_path / "u", "--drop", "*norm.weight")
     assert_equal(reshard.open(tmp_path / "u"), full_of(place), but=norms)
     done("verify", place, "--drop", "*norm.weight")
-    assert f"not complete: 6 tensors cannot be read, such as '{NORM}'" in call("inspect", place.parent).stdout
+    assert f"unknown, last: 6 tensors cannot be read, such as '{NORM}'" in call("inspect", place.parent).stdout
 
 
 def test_a_place_that_the_layout_is_not_about(case: Callable[[str], Path]) -> None:
@@ -456,7 +456,7 @@ def test_iterations_newer_than_the_last(case: Callable[[str], Path]) -> None:
     newer = "has iteration 6, newer than 4, which latest_checkpointed_iteration.txt names"
     assert any(newer in warning for warning in reshard.open(place.parent).warnings)
     assert newer in done("verify", place.parent).stderr
-    assert "complete; newer than the last" in done("inspect", place.parent).stdout
+    assert "unknown: is newer than" in done("inspect", place.parent).stdout
     assert not reshard.open(place.parent, iteration=4).warnings
     assert not reshard.open(place).warnings
 

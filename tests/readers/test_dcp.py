@@ -138,9 +138,9 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     with refused(SourceError, "no-such-iteration", "iteration 12"):
         reshard.open(root / STEP, iteration=12)
     shown = done("inspect", root).stdout.splitlines()
-    assert shown[1].split()[:2] == ["iteration", "4"]
-    assert "complete; the last" in shown[1]
-    assert "not complete: has no .metadata" in shown[2]
+    assert shown[1].split()[:2] == ["global_step_4", "4"]
+    assert "complete, newest" in shown[1]
+    assert "incomplete: has no .metadata" in shown[2]
     (root / TRACKER).unlink()
     with refused(SourceError, "missing-tracker", TRACKER, "iteration=12"):
         reshard.open(root)

@@ -31,7 +31,7 @@ from reshard.errors import SourceError
 from reshard.formats import streaming
 from reshard.formats.decoding import Decoding, Fill
 from reshard.plan import budget
-from reshard.readers.open import iterations_at
+from reshard.readers.catalog import iterations_at
 from reshard.readers.open import open as open_record
 from reshard.readers.orbax import array_blocks, item_values
 from reshard.view.words import blocks_of
@@ -100,8 +100,9 @@ def test_steps_of_a_run(mindspore_data: Path) -> None:
     assert newest.root.endswith("/9")
     assert all(text in str(newest.warnings) for text in ("12.orbax-checkpoint-tmp", "13.orbax-checkpoint-tmp"))
     failed(4, "no-such-iteration", "inspect", run, "--iteration", "12", places=("3, 6, 9", "12.orbax-checkpoint-tmp"))
-    assert [(each.number, each.is_last, each.problem) for each in iterations_at(run)] == [
-        (3, False, ""), (6, False, ""), (9, True, ""),
+    assert [(each.step, each.last, each.state) for each in iterations_at(run)] == [
+        ("3", False, "complete"), ("6", False, "complete"), ("9", True, "complete"),
+        ("12", False, "incomplete"), ("13", False, "incomplete"),
     ]  # fmt: skip
 
 

@@ -224,7 +224,8 @@ def strategy_from_checkpoint(
     parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
     strategy in the ledger there.
     """
-    from reshard.readers.open import files_read, ledger_layout, self_described
+    from reshard.readers.open import files_read, ledger_layout
+    from reshard.readers.openers import self_described
     from reshard.readers.ranks import changed_text
 
     refuse_existing(output, overwrite=overwrite)

@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
-_MTIME_TOLERANCE_NS = 2_000_000_000  # data files may be this much newer than .metadata
+MTIME_TOLERANCE_NS = 2_000_000_000
+"""How much newer than `.metadata` data files may be."""
 
 
 COMMON, BACKEND = "common.pt", "metadata.json"
@@ -404,8 +405,8 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
 
 
 def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, files: _DCPFiles) -> Iterator[str]:
-    if DCP_INDEX in listing:  # it is written last, but may be copied first
-        saved = (directory / DCP_INDEX).status().mtime_ns + _MTIME_TOLERANCE_NS
+    if DCP_INDEX in listing and not directory.can.has_latency:  # it is written last; at a URL times are unknown
+        saved = (directory / DCP_INDEX).status().mtime_ns + MTIME_TOLERANCE_NS
         if newer := [path for path, number in files.numbers.items() if files.files[number].mtime_ns > saved]:
             yield (
                 f"{names(newer, most=3)} changed after {DCP_INDEX}, which comes last: copied in that order, or saving "

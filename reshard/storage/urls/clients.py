@@ -30,10 +30,17 @@ _WHOLE = {*S3, "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", HUB}
 
 
 class Info(NamedTuple):
-    """The state of a file at a URL: its size, and a text that identifies its version; "" if that is unknown."""
+    """The state of a file at a URL.
+
+    Attributes:
+        nbytes: its size.
+        version: a text that identifies its version; "" if unknown.
+        modified: the time of its last change, in seconds since 1970; 0 if unknown.
+    """
 
     nbytes: int
     version: str
+    modified: float = 0.0
 
     @property
     def status(self) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from fsspec.core import url_to_fs  # 40 ms
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 # Fields that identify the version of a file, the surest first; file systems differ in the fields they have.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated",
              "created", "modificationTime", "modify")  # fmt: skip
+
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 _PART_BYTES = 8 << 20
 
@@ -62,7 +65,8 @@ class FileSystemClient:
             found = {str(entry["name"]).strip("/"): entry for entry in entries}
             found.pop(directory, None)
             infos = {key: version_of(entry) for key, entry in found.items() if entry["type"] == "file"}
-            files = infos if self.lists_versions else {key: Info(info.nbytes, "") for key, info in infos.items()}
+            # In most file systems, a listing and a request for one file give different versions.
+            files = infos if self.lists_versions else {key: info._replace(version="") for key, info in infos.items()}
             return ListingPage(files, tuple(key for key in found if key not in files))
         return ListingPage({})
 
@@ -112,7 +116,15 @@ class FileSystemClient:
             self._fs.makedirs(self._name(key.rpartition("/")[0]), exist_ok=True)
 
 
+def _modified(info: Mapping[str, Any]) -> float:
+    """Return the time of the last change in seconds since 1970; 0 if unknown."""
+    value = next((info[key] for key in _TIMES if info.get(key)), 0.0)
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
 def version_of(info: Mapping[str, Any]) -> Info:
-    """Return the size and version of a file, as its file system describes it."""
+    """Return the size, the version and the time of a file, as its file system describes it."""
     version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
-    return Info(int(info["size"] or 0), version)
+    return Info(int(info["size"] or 0), version, _modified(info))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,12 +11,32 @@ from reshard.storage.urls.retries import ask
 from reshard.storage.urls.schemes import client_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from reshard.storage.base import Status
     from reshard.storage.urls.clients import Info, ListingPage
 
 T = TypeVar("T")
+
+
+class _Tree:
+    """The files below a directory, and the names in each directory, by URL."""
+
+    def __init__(self, root: str, files: Mapping[str, Info]) -> None:
+        self.root, self.files = root, dict(files)
+        self.levels: dict[str, dict[str, None]] = {}
+        for url in self.files:
+            above, _, name = url.rpartition("/")
+            while len(above) >= len(root) and name not in (level := self.levels.setdefault(above, {})):
+                level[name] = None
+                above, _, name = above.rpartition("/")
+
+    def below(self, url: str) -> Iterator[str]:
+        """Yield the URLs of the files below a directory."""
+        for name in self.levels.get(url, ()):
+            path = f"{url}/{name}"
+            yield from (path,) if path in self.files else ()
+            yield from self.below(path)
 
 
 class Listings:
@@ -28,6 +48,25 @@ class Listings:
 
     def __init__(self) -> None:
         self._deep: dict[str, dict[str, Info]] = {}
+        self._kept: _Tree | None = None
+
+    @contextmanager
+    def kept(self, url: str) -> Iterator[Mapping[str, Info]]:
+        """List a directory, yield its files, and answer from this list until the end of the block.
+
+        Raises:
+            SourceError: it cannot be listed.
+        """
+        self._kept = _Tree(url, self.now(url))
+        try:
+            yield self._kept.files
+        finally:
+            self._kept = None
+
+    def _tree_of(self, url: str) -> _Tree | None:
+        """Return the list that is kept, if it has all files at or below a URL."""
+        tree = self._kept
+        return tree if tree and f"{url}/".startswith(f"{tree.root}/") else None
 
     def forget(self, url: str) -> None:
         """Forget the listings that may have a file, or files below it."""
@@ -37,6 +76,8 @@ class Listings:
 
     def _listing_of(self, url: str) -> dict[str, Info] | None:
         """Return a listing that has all files at or below a URL."""
+        if tree := self._tree_of(url):
+            return tree.files
         for directory, files in [*self._deep.items()]:
             if url.startswith(f"{directory}/") or url == directory:
                 return files
@@ -48,6 +89,8 @@ class Listings:
         Raises:
             SourceError: it cannot be listed.
         """
+        if self._tree_of(url):
+            return self.now(url)
         files = self._listing_of(url)
         if files is None:
             files = self.now(url)
@@ -61,6 +104,8 @@ class Listings:
         Raises:
             SourceError: it cannot be listed.
         """
+        if tree := self._tree_of(url):
+            return {path: tree.files[path] for path in tree.below(url)}
         with suppress(GoneError):  # there is no bucket; `require_bucket` says so
             return _listed(url, deep=True)[0]
         return {}
@@ -71,6 +116,8 @@ class Listings:
         Raises:
             SourceError: it cannot be listed.
         """
+        if tree := self._tree_of(url):
+            return list(tree.levels.get(url, ()))
         files = self._listing_of(url)
         if files is not None:
             below = (path[len(url) + 1 :] for path in files if path.startswith(f"{url}/"))
@@ -84,6 +131,8 @@ class Listings:
         Raises:
             SourceError: the store cannot be reached.
         """
+        if tree := self._tree_of(url):
+            return "file" if url in tree.files else "directory" if url in tree.levels else ""
         files = self._listing_of(url)
         if files is None:
             with suppress(GoneError):

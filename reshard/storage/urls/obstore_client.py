@@ -95,4 +95,5 @@ class ObjectClient:
 
 
 def _info(meta: ObjectMeta) -> Info:
-    return Info(meta["size"], str(meta["e_tag"] or meta["last_modified"]).strip('"'))
+    version = str(meta["e_tag"] or meta["last_modified"]).strip('"')
+    return Info(meta["size"], version, meta["last_modified"].timestamp())

@@ -1,1 +1,1 @@
-"""The results of `reshard.compute` as text, as plain data, and as HTML."""
+"""The results of `reshard.compute`, and lists of checkpoints, as text, as plain data, and as HTML."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import base64
 import os
 import re
+from contextlib import suppress
+from datetime import datetime
 from html import escape
 from http.client import HTTPException
 from typing import TYPE_CHECKING, NamedTuple
@@ -128,7 +130,8 @@ class S3Client:
         files, directories = {}, []
         for child in root:
             if _tag(child) == "Contents" and not (key := _text(child, "Key")).endswith("/"):
-                files[key] = Info(int(_text(child, "Size")), _text(child, "ETag").strip('"'))
+                modified = _seconds(_text(child, "LastModified"))
+                files[key] = Info(int(_text(child, "Size")), _text(child, "ETag").strip('"'), modified)
             elif _tag(child) == "CommonPrefixes":
                 directories.append(_text(child, "Prefix").rstrip("/"))
         more = _text(root, "NextContinuationToken") if _text(root, "IsTruncated") == "true" else ""
@@ -282,6 +285,13 @@ def _parsed(content: bytes, *, or_empty: bool = False) -> Element:
 
 def _tag(element: Element) -> str:
     return element.tag.rpartition("}")[2]
+
+
+def _seconds(text: str) -> float:
+    """Return a time such as 2026-01-31T12:00:00.000Z in seconds since 1970; 0 if it is not valid."""
+    with suppress(ValueError):
+        return datetime.fromisoformat(text).timestamp()
+    return 0.0
 
 
 def _text(element: Element, name: str) -> str:

@@ -1,0 +1,78 @@
+"""`reshard runs`: list the checkpoints below a directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from reshard.cli.commands import Command, option
+from reshard.cli.options import json_option
+from reshard.cli.terminal import print_json, print_text, width
+from reshard.cli.values import READ_PLACE
+
+if TYPE_CHECKING:
+    from reshard.storage.places import Place
+
+
+@click.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+  reshard runs output
+  reshard runs s3://bucket/run --json
+  reshard convert "$(reshard runs output --newest)" weights --to hf
+""",
+    details="""
+A checkpoint is complete if it can be opened: all files are there, and have the
+sizes that indexes, metadata and headers say. It is incomplete if something is
+missing or cut off. It is unknown if names and headers cannot tell, as of rank
+files without a strategy file next to them, of stores whose chunks may be
+absent, and of formats or options that reshard does not read. Values are not
+read: `reshard stats --nan` and `reshard verify` do that.
+
+Within a directory, the newest is the one of the highest step; among several
+directories, the one whose files changed last. Hidden directories are left out,
+links are followed, and a directory that is temporary by its name (tmp-…) has no
+complete checkpoint. With --newest the exit code is 4 if there is none.
+
+The object of --json has the keys source, newest (the path of the newest
+complete one, or null), and checkpoints: path, step (a text, or empty), format,
+ranks (how many, or null), files (how many), nbytes, modified (seconds since
+1970, 0 if unknown), state (complete, incomplete, unknown), reason (why it is
+not complete), newest, last (whether the run names it as its last). With
+--newest it has source and newest alone.
+""",
+    short_help="List the checkpoints below a directory, and which are complete.",
+)
+@click.argument("source", metavar="DIR", type=READ_PLACE)
+@option(
+    "--newest",
+    under="Output",
+    in_short_help=True,
+    is_flag=True,
+    help="Print only the path of the newest complete checkpoint. Exit with 4 if there is none.",
+)
+@json_option
+def runs(source: Place, newest: bool, as_json: bool) -> None:
+    """List the checkpoints below the directory DIR, of any format, with their sizes, ages and states.
+
+    Only names, sizes and headers are read, at an object store with one listing. The newest complete one is marked.
+    """
+    from reshard.readers.catalog import newest_complete, stored_checkpoints
+    from reshard.view.computed.runs_view import Runs, runs_data, runs_text
+
+    if newest:
+        path = newest_complete(source).path
+        if as_json:
+            print_json({"source": str(source), "newest": path})
+        else:
+            print_text(path)
+        return
+    listed = Runs(str(source), stored_checkpoints(source))
+    if as_json:
+        path_or_none = listed.newest.path if listed.newest else None
+        print_json({"source": listed.root, "newest": path_or_none, "checkpoints": runs_data(listed)})
+    else:
+        print_text(runs_text(listed, width=width()))

@@ -1,0 +1,266 @@
+"""List the checkpoints below a directory, and tell which are complete, from names and headers alone.
+
+1. All directories below it are listed (`walk`).
+2. Names show the checkpoints and their formats: checkpoints that describe their own blocks (`readers.openers`), rank
+   directories, sets and single files (`ranked`), and targets that reshard has not finished.
+3. Headers show whether a checkpoint is complete: it is opened, without its contents. Otherwise it is unknown.
+
+Within a directory, the newest checkpoint is that of the highest step; among several directories, it is the one whose
+files changed last.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reshard.errors import SourceError
+from reshard.formats.directories import is_iteration
+from reshard.formats.rank_dirs import RANK_DIRECTORY
+from reshard.formats.zarr.files import is_of_store
+from reshard.readers.catalog.doubts import described_findings, store_findings
+from reshard.readers.catalog.findings import Candidate, Findings
+from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
+from reshard.readers.catalog.walk import listed
+from reshard.readers.openers import DCP_NAME, UNIVERSAL, ZARR, described
+from reshard.readers.orbax.steps import UNFINISHED
+from reshard.readers.runs import checkpoint_of, iteration_of, run_at
+from reshard.source.records import DIRECTORY, unfinished
+from reshard.storage.places import as_place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from reshard.readers.catalog.findings import State
+    from reshard.readers.catalog.walk import Directory
+    from reshard.readers.openers import Opener
+    from reshard.storage.places import AnyName, Place
+
+_TEMPORARY = re.compile(
+    r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
+)
+_STEP = re.compile(
+    r"(?:.*[-_.=])?(?:global_?steps?|steps?|iter(?:ation)?s?|checkpoint|ckpt|epoch)[-_.=]?(\d{1,18})(?:[-_.].*)?",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint below a directory.
+
+    Attributes:
+        path: its directory or file, as `reshard.open` takes it.
+        step: the step of the training in its name, such as 500 or, of MindSpore, 2_100; empty if there is none.
+        format: the name of its format.
+        ranks: the number of ranks whose files it has; None if unknown.
+        files: the number of its files.
+        nbytes: their size in bytes.
+        modified: the time of the last change of a file, in seconds since 1970; 0 if unknown.
+        state: complete, incomplete, or unknown if names and headers do not tell.
+        reason: why it is not complete; empty if it is.
+        newest: whether it is the newest complete one of all.
+        last: whether a run names it as its last.
+    """
+
+    path: str
+    step: str
+    format: str
+    ranks: int | None
+    files: int
+    nbytes: int
+    modified: float
+    state: State
+    reason: str = ""
+    newest: bool = False
+    last: bool = False
+
+
+def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
+    """Return the checkpoints below a directory, by directory and step.
+
+    Raises:
+        SourceError: it does not exist, or cannot be listed.
+    """
+    forget_strategies()
+    with listed(as_place(path)) as root:
+        last = dict(_last(root))
+        pairs = [(each, _examined(each, last)) for each in _in_order(_candidates(root, ""))]
+    newest = _newest([each for each, record in pairs if record.state == "complete"])
+    return [replace(record, newest=each is newest) for each, record in pairs]
+
+
+def newest_complete(path: AnyName) -> StoredCheckpoint:
+    """Return the newest complete checkpoint below a directory, without opening older ones.
+
+    Raises:
+        SourceError: there is none, or the directory cannot be listed.
+    """
+    forget_strategies()
+    root = as_place(path)
+    with listed(root) as tree:
+        last = dict(_last(tree))
+        groups: dict[str, list[Candidate]] = {}
+        for each in reversed(_in_order(_candidates(tree, ""))):
+            groups.setdefault(str(each.path.parent), []).append(each)
+        records: dict[Candidate, StoredCheckpoint] = {}
+        states: list[StoredCheckpoint] = []
+        for group in groups.values():
+            for each in group:
+                states.append(record := _examined(each, last))
+                if record.state == "complete":
+                    records[each] = record
+                    break
+    if (newest := _newest(records)) is not None:
+        return replace(records[newest], newest=True)
+    facts = [f"{record.path} is {record.state}: {record.reason}" for record in states[:3]]
+    raise SourceError(
+        f"{root} has no complete checkpoint", code="no-checkpoint",
+        facts=[*facts, *([f"and {len(states) - 3} more"] if states[3:] else [])],
+        hint=f"reshard runs {root}" if states else "",
+    )  # fmt: skip
+
+
+def iterations_at(path: AnyName) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a run; [] for any other path."""
+    root = as_place(path)
+    return stored_checkpoints(root) if run_at(root, root.names()) else []
+
+
+def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Sort checkpoints by their directory, then by step."""
+
+    def key(each: Candidate) -> tuple[str, list[int], float, str]:
+        return str(each.path.parent), [*map(int, re.findall(r"\d+", each.step))], each.modified, str(each.path)
+
+    return sorted(candidates, key=key)
+
+
+def _newest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the newest of the last of each directory, given checkpoints in order."""
+    last = {str(each.path.parent): each for each in _in_order(candidates)}
+    return max(last.values(), key=lambda each: each.modified, default=None)
+
+
+def _examined(candidate: Candidate, last: Mapping[str, Place]) -> StoredCheckpoint:
+    """Read the headers of a checkpoint; `last` is the checkpoint that each run names as its last."""
+    findings = candidate.examine()
+    path = str(candidate.path)
+    named = last.get(str(candidate.path.parent))
+    number, newest = (None if place is None else iteration_of(place) for place in (candidate.path, named))
+    if findings.state == "complete" and number is not None and newest is not None and number > newest:
+        reason = f"is newer than {newest}, which the run names as its last: was saving it interrupted?"
+        findings = findings._replace(state="unknown", reason=reason)
+    return StoredCheckpoint(
+        path, candidate.step, candidate.format, findings.ranks, len(candidate.files),
+        sum(file.nbytes for file in candidate.files), candidate.modified, findings.state, findings.reason,
+        last=path == str(named),
+    )  # fmt: skip
+
+
+def _last(directory: Directory) -> Iterator[tuple[str, Place]]:
+    """Yield the directory of each run, and the checkpoint that it names as its last."""
+    if run := run_at(directory.place, directory.names):
+        with suppress(SourceError):  # it names none
+            yield str(directory.place), checkpoint_of(directory.place, directory.names, run, None)
+    for below in directory.below.values():
+        yield from _last(below)
+
+
+def _candidates(directory: Directory, temporary: str) -> Iterator[Candidate]:
+    """Yield the checkpoints in a directory and below it.
+
+    Args:
+        directory: the directory.
+        temporary: the name of the temporary directory that it is in; empty if it is in none.
+    """
+    name = directory.place.name
+    if _TEMPORARY.fullmatch(name) and UNFINISHED not in name:
+        temporary = name
+    remaining = {*directory.below}
+    for candidate, names in _here(directory):
+        remaining.difference_update(names)
+        examine = candidate.examine
+        if temporary:
+            examine = partial(Findings, "incomplete", f"{temporary} is the name of a temporary directory")
+        yield replace(candidate, step=candidate.step or _step(candidate.path), examine=examine)
+    for name in sorted(remaining):
+        yield from _candidates(directory.below[name], temporary)
+
+
+def _step(path: Place) -> str:
+    """Return the step in the name of a checkpoint, or of the directory that it is in."""
+    for directory in (path, path.parent):
+        name = directory.name.partition(UNFINISHED)[0]
+        number = iteration_of(directory.parent / name, numbered=True)
+        match = _STEP.fullmatch(name)
+        if number is not None or match:
+            return str(int(match[1]) if number is None and match else number)
+    return ""
+
+
+def _here(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
+    """Yield the checkpoints in a directory itself, each with the subdirectories that belong to it."""
+    if directory.problem:
+        examine = partial(Findings, "unknown", f"it cannot be read: {directory.problem}")
+        yield Candidate(directory.place, "", "", [], examine), ()
+        return
+    target = _unfinished(directory) if DIRECTORY in directory.names else None
+    if target is not None:
+        yield target
+    if target is None or target[0].path != directory.place:
+        yield from _finished(directory)
+
+
+def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
+    """Yield the checkpoints in a directory itself that are not unfinished targets, as `_here` does."""
+    root, names = directory.place, directory.names
+    is_store = any(map(is_of_store, names))
+    opener = None if is_store or run_at(root, names) else described(root, names)
+    if opener and opener.format == DCP_NAME and opener.is_deep and _are_several(directory, opener):
+        return
+    zero = directory.below.get("zero")
+    if is_store:
+        examine = partial(store_findings, directory)
+        yield Candidate(root, ZARR, "", [*directory.every_file()], examine), directory.below
+    elif opener:
+        files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
+        examine = partial(described_findings, directory, opener)
+        yield Candidate(root, opener.format, "", files, examine), directory.below if opener.is_deep else ()
+    elif zero and any("fp32.pt" in parameter.files for parameter in zero.below.values()):
+        examine = partial(Findings, "incomplete", "has no file of model states")
+        yield Candidate(root, UNIVERSAL, "", [*directory.every_file()], examine), directory.below
+    elif is_ranked(directory):
+        ranks = [name for name in directory.below if RANK_DIRECTORY.fullmatch(name)]
+        yield from ((candidate, ranks) for candidate in ranked(directory))
+    else:
+        yield from ((candidate, ()) for candidate in flat(directory))
+
+
+def _are_several(directory: Directory, opener: Opener) -> bool:
+    """Return whether the DCPs below a directory are not parts of one checkpoint."""
+    if any(map(_STEP.fullmatch, directory.below)):
+        return True
+    try:
+        opener.opens(contents=False)
+    except SourceError as error:
+        return "several-checkpoints" in error.codes
+    return False
+
+
+def _unfinished(directory: Directory) -> tuple[Candidate, Iterable[str]] | None:
+    """Return the unfinished target in a directory, and the subdirectories of its files."""
+    progress = unfinished(str(directory.place.absolute()))
+    if progress is None:
+        return None
+    below = {file.partition("/")[0] for file in progress.files}
+    first = min(below)
+    path = directory.place / first if len(below) == 1 and (is_iteration(first) or progress.files == (first,)) else None
+    written = [directory.below[name] for name in below if name in directory.below]
+    files = [state for each in written for state in each.every_file()]
+    files += directory.files.values() if path is None else ()
+    examine = partial(Findings, "incomplete", f"{progress.text}; {progress.hint}")
+    return Candidate(path or directory.place, "unfinished target", "", files, examine), below

@@ -1,0 +1,103 @@
+"""Whether a checkpoint is complete: what opening it finds, from names and headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from reshard.errors import EncryptedError, SourceError
+from reshard.storage.base import reading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard.readers.catalog.walk import FileStat
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
+
+State = Literal["complete", "incomplete", "unknown"]
+
+_UNDECIDED = ("unsupported-", "unknown-", "several-", "ambiguous-", "too-", "cannot-read", "no-tensors")
+"""The beginnings of codes of errors that say nothing about completeness: there is more in the files than is read."""
+
+
+class Findings(NamedTuple):
+    """The state of a checkpoint by its headers.
+
+    Attributes:
+        state: complete, incomplete or unknown.
+        reason: why it is not complete; empty if it is.
+        ranks: the number of ranks; None if unknown.
+    """
+
+    state: State
+    reason: str = ""
+    ranks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A checkpoint by its names, whose headers are not read yet.
+
+    Attributes:
+        path: its directory or file.
+        format: the name of its format.
+        step: the step in its name; empty if there is none.
+        files: the states of its files.
+        examine: looks at its headers.
+    """
+
+    path: Place
+    format: str
+    step: str
+    files: Sequence[FileStat]
+    examine: Callable[[], Findings]
+
+    @property
+    def modified(self) -> float:
+        """Return the time of the last change of a file."""
+        return max((file.modified for file in self.files), default=0.0)
+
+
+def by_opening(
+    opens: Callable[[], Checkpoint], root: Place, doubt: Callable[[Checkpoint], str] = lambda _: ""
+) -> Findings:
+    """Return whether a checkpoint is complete: it opens without a warning, and every tensor can be read.
+
+    Args:
+        opens: opens it, without its contents.
+        root: its path.
+        doubt: returns why that does not show that it is complete, or "".
+    """
+    try:
+        with reading(SourceError):
+            checkpoint = opens()
+    except SourceError as error:
+        return of_error(error, root)
+    ranks = len(set(checkpoint.ranks))
+    if checkpoint.opening.lone_rank:
+        return Findings("unknown", "looks like one rank of several")
+    if checkpoint.unreadable:
+        name, reason = next(iter(checkpoint.unreadable.items()))
+        text = f"{len(checkpoint.unreadable)} tensors cannot be read, such as {name!r:.200}, which {reason}"
+        return Findings("unknown", text, ranks)
+    return doubted([*checkpoint.warnings, *filter(None, [doubt(checkpoint)])], root, ranks)
+
+
+def doubted(warnings: Sequence[str], root: Place, ranks: int | None = None) -> Findings:
+    """Return that a checkpoint is complete, or unknown because of its first warning."""
+    return Findings("unknown", _without(root, warnings[0]), ranks) if warnings else Findings("complete", "", ranks)
+
+
+def of_error(error: SourceError, root: Place) -> Findings:
+    """Return the findings for an error; the root is left out of its text."""
+    undecided = isinstance(error, EncryptedError) or any(code.startswith(_UNDECIDED) for code in error.codes)
+    text = _without(root, "; ".join([error.message, *error.facts]))
+    return Findings("unknown" if undecided else "incomplete", text)
+
+
+def _without(root: Place, text: str) -> str:
+    """Return a text without the root in front of it."""
+    for prefix in (f"{root}: ", f"{root}/", f"{root} "):
+        text = text.removeprefix(prefix)
+    return text

@@ -1,0 +1,157 @@
+"""Checkpoints whose files do not describe their blocks: rank directories, sets, and single files.
+
+A rank file does not say how many ranks there are. A set of rank files is complete if the ledger of its directory, or
+the strategy files next to it, say that there are no more ranks; if nothing says it, that is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from reshard.errors import SourceError, names
+from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, refuse_directory
+from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
+from reshard.formats.sets import SET_INDEXES
+from reshard.readers.beside import strategies_in
+from reshard.readers.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
+from reshard.readers.catalog.walk import FileStat
+from reshard.readers.open import open as open_checkpoint
+from reshard.readers.open import read_headers
+from reshard.readers.openers import TORCH_SAVE
+from reshard.readers.ranks import index_ranks
+from reshard.readers.torch_save.file import TorchFile
+from reshard.source.made import made_of
+from reshard.source.records import DIRECTORY
+from reshard.storage.base import reading
+from reshard.storage.places import as_place
+from reshard.strategy.names import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from reshard.readers.catalog.walk import Directory
+    from reshard.storage.places import Place
+
+_BESIDE = re.compile(r"common\.pt|(?:optimizer|scheduler|scaler|training_args|rng_state.*)\.(?:pt|pth|bin)", re.DOTALL)
+"""What trainers save next to the weights, with `torch.save`."""
+
+
+def is_ranked(directory: Directory) -> bool:
+    """Return whether a directory has directories of ranks with files of checkpoints."""
+    return any(
+        RANK_DIRECTORY.fullmatch(name) and any(is_checkpoint_name(below.place / file) for file in below.files)
+        for name, below in directory.below.items()
+    )
+
+
+def ranked(directory: Directory) -> Iterator[Candidate]:
+    """Yield the checkpoints in rank directories: one for each step, or other name that ranks share."""
+    root = directory.place
+    by_rank: dict[int, list[Place]] = {}
+    every_rank: set[int] = set()
+    for match in filter(None, map(RANK_DIRECTORY.fullmatch, directory.below)):
+        below = directory.below[match[0]]
+        if int(match[1]) in every_rank:
+            examine = partial(Findings, "unknown", f"has rank {int(match[1])} twice")
+            yield Candidate(root, "ranks", "", [*directory.every_file()], examine)
+            return
+        every_rank.add(int(match[1]))
+        if paths := [path for name in sorted(below.files) if is_checkpoint_name(path := below.place / name)]:
+            by_rank[int(match[1])] = paths
+    for (_, step, extension), files in steps_of(by_rank):
+        states = [_state(directory, path) for paths in files.values() for path in paths]
+        text = f"{step[0]}_{step[1]}" if step else ""
+        examine = partial(_findings, directory, files, every_rank)
+        yield Candidate(root, f"{extension.removeprefix('.')} ranks", text, states, examine)
+
+
+def _state(directory: Directory, path: Place) -> FileStat:
+    return directory.below[path.parent.name].files.get(path.name, FileStat(0, 0.0))
+
+
+def _findings(directory: Directory, files: Mapping[int, Sequence[Place]], every_rank: set[int]) -> Findings:
+    """Return whether every rank has its file, whole by its header, and whether there can be more ranks."""
+    root = directory.place
+    try:
+        with reading(SourceError):
+            index_ranks(files, None, [])
+    except SourceError as error:
+        return of_error(error, root)._replace(ranks=len(files))
+    findings = Findings("complete", "", len(files))
+    if missing := sorted((every_rank | {*range(max(files))}).difference(files)):
+        return findings._replace(state="incomplete", reason=f"has no file of {ranks_text(missing)}")
+    recorded = made_of(root) if DIRECTORY in directory.names else None
+    sources = {DIRECTORY: frozenset(recorded.ranks)} if recorded and recorded.ranks else _ranks_beside(root)
+    larger = [path for path, ranks in sources.items() if ranks > {*files}]
+    fits = any(ranks == {*files} for ranks in sources.values())
+    if not larger and fits:
+        return findings
+    if larger and not fits:
+        lacking = ranks_text(sorted(sources[larger[0]].difference(files)))
+        return findings._replace(state="incomplete", reason=f"has no file of {lacking}, which {larger[0]} names")
+    reason = (
+        f"{names(larger)} names more ranks" if larger else "no strategy file next to it says how many ranks there are"
+    )
+    return findings._replace(state="unknown", reason=reason)
+
+
+def _ranks_beside(root: Place) -> dict[str, frozenset[int]]:
+    """Return the ranks in each strategy in a directory and next to it, by path."""
+    above = root.absolute().parent
+    return {**_ranks_in(str(root)), **_ranks_in(str(above))}
+
+
+@cache
+def _ranks_in(directory: str) -> dict[str, frozenset[int]]:
+    return {str(path): frozenset(strategy.ranks) for path, strategy in strategies_in(as_place(directory))}
+
+
+def forget_strategies() -> None:
+    """Forget the strategies that were read next to checkpoints."""
+    _ranks_in.cache_clear()
+
+
+def flat(directory: Directory) -> Iterator[Candidate]:
+    """Yield the checkpoints in the files of one directory: a set, whole files, or files of `torch.save`."""
+    root = directory.place
+    files = sorted(name for name in directory.files if is_checkpoint_name(root / name))
+    if {*SET_INDEXES}.intersection(directory.files):
+        examine = partial(with_sidecars, directory, partial(_of_set, root))
+        kind = "mindspore set" if SET_INDEXES[0] in directory.files else "hf set"
+        yield Candidate(root, kind, "", [*directory.files.values()], examine)
+        return
+    if not files:
+        saved = [name for name in directory.files if (root / name).suffix in SAVE_EXTENSIONS]
+        files = sorted(name for name in saved if not _BESIDE.fullmatch(name))
+    try:
+        refuse_directory(root, files, besides=[RUNS, *SAVED_PARTS, *([PARTS] if len(files) == 1 else [])])
+    except SourceError as error:
+        yield Candidate(root, "set", "", [*directory.files.values()], partial(of_error, error, root))
+        return
+    for name in files:
+        path = root if len(files) == 1 and (root / name).suffix in EXTENSIONS else root / name
+        states = [*directory.files.values()] if path == root else [directory.files[name]]
+        kind = (root / name).suffix.removeprefix(".") if (root / name).suffix in EXTENSIONS else TORCH_SAVE
+        opens = partial(open_checkpoint, root / name, contents=False)
+        yield Candidate(path, kind, "", states, partial(with_sidecars, directory, partial(by_opening, opens, root)))
+
+
+def with_sidecars(directory: Directory, examine: Callable[[], Findings]) -> Findings:
+    """Return the findings about a checkpoint and the files of its trainer."""
+    findings = examine()
+    for name in filter(_BESIDE.fullmatch, sorted(directory.files) if findings.state == "complete" else ()):
+        try:
+            with reading(SourceError):
+                TorchFile.read(directory.place / name, "the state of a trainer", with_value=False)
+        except SourceError as error:
+            return of_error(error, directory.place)
+    return findings
+
+
+def _of_set(root: Place) -> Findings:
+    try:
+        return doubted(read_headers(root).warnings, root)
+    except SourceError as error:
+        return of_error(error, root)

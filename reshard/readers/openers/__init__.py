@@ -1,0 +1,207 @@
+"""Find what opens a checkpoint that describes its own blocks: a store, a distributed checkpoint, or a run of those."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial as applied
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from reshard.errors import SourceError, UsageError
+from reshard.formats import is_known
+from reshard.formats.directories import (
+    BLOCKS,
+    CHECKPOINT2,
+    CONSOLIDATED,
+    DCP,
+    DEEPSPEED,
+    MEGATRON_RANKS,
+    MODEL_STATES,
+    SAVE_EXTENSIONS,
+    SAVED_SET,
+    SAVES,
+    parts_below,
+    refuse_one_of_several,
+    release_below,
+    saved_parts,
+)
+from reshard.formats.sets import SET_INDEXES
+from reshard.formats.zarr.files import is_of_store
+from reshard.readers.orbax.steps import shown_orbax
+from reshard.readers.runs import checkpoint_of, iteration_of, newer, run_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from reshard.formats.directories import DirectoryFormat, RunFormat
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
+
+
+class Opener(NamedTuple):
+    """Opens a directory.
+
+    Attributes:
+        root: the directory, for messages.
+        opens: returns its checkpoint.
+        format: the name of the format.
+        is_deep: its files are in subdirectories, too.
+        takes_rules: the format does not say how tensor-parallel parts are cut, so that the user may.
+    """
+
+    root: Place
+    opens: Callable[..., Checkpoint]
+    format: str
+    is_deep: bool = False
+    takes_rules: bool = False
+
+    def __call__(self, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None) -> Checkpoint:
+        """Return the checkpoint; `contents` is as for `open`, `rules` as `rules_over_parts` returns them."""
+        if rules is None:
+            return self.opens(contents=contents)
+        if not self.takes_rules:
+            raise options_refused(self.root)
+        return self.opens(contents=contents, rules=rules)
+
+
+def options_refused(path: object) -> UsageError:
+    """Return the error for options that say how a checkpoint is cut, if it says that itself."""
+    return UsageError(
+        f"{path} describes its own blocks",
+        code="self-described",
+        hint="leave the strategy, layout, stage, suffix, pattern and key out",
+    )
+
+
+def self_described(root: Place, iteration: int | None = None, listing: Sequence[str] | None = None) -> Opener | None:
+    """Return the opener of a checkpoint that describes its own blocks, else None.
+
+    Args:
+        root: a zarr store, a distributed checkpoint, the directory of a run of those, or files of `torch.save`.
+        iteration: which checkpoint of a run; by default the one that the run names as the last.
+        listing: the names of its entries, if known.
+    """
+    listing = root.names() if listing is None else listing
+    if any(map(is_of_store, listing)) and iteration is None:
+        from reshard.readers.zarr import open_store  # not on every start
+
+        return Opener(root, applied(open_store, root), ZARR, is_deep=True)
+    run = run_at(root, listing)
+    if run is not None:
+        opens = applied(_open_iteration, root, listing, run, iteration)
+        return Opener(root, opens, "run", is_deep=True, takes_rules=True)
+    if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
+        refuse_one_of_several(root)
+        module, name = (
+            ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
+        )
+        opens = applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root)
+        return Opener(root, opens, TORCH_SAVE)
+    opener = described(root, listing)
+    if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
+        raise SourceError(
+            f"{root} is one checkpoint, not a run with iteration {iteration}",
+            code="no-such-iteration",
+            hint="open the directory of the run",
+        )
+    return opener
+
+
+def _shown(
+    kind: DirectoryFormat, directory: Place, listing: Sequence[str], without: Sequence[str] = ()
+) -> Sequence[str]:
+    """Return `listing` if the directory is of a format and lacks the names `without`, else ()."""
+    return listing if kind.shown_by(directory, listing) and not {*without}.intersection(listing) else ()
+
+
+def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]:
+    """Return `listing` if it is of a Universal Checkpoint of DeepSpeed, else ()."""
+    return listing if "zero" in listing and any(map(MODEL_STATES.fullmatch, listing)) else ()
+
+
+CHECKPOINT2_NAME, DCP_NAME, ORBAX, TORCH_SAVE, UNIVERSAL, ZARR = (
+    "Checkpoint 2.0", "DCP", "Orbax", "torch.save", "DeepSpeed Universal", "zarr",
+)  # fmt: skip
+"""Names of formats, for users."""
+
+
+class _Distributed(NamedTuple):
+    """A distributed format.
+
+    Attributes:
+        finds: returns the names of its files in a directory, if any.
+        module, opener: the opener, imported when it is needed.
+        format, is_deep, takes_rules: as in `Opener`.
+    """
+
+    finds: Callable[[Place, Sequence[str]], Collection[str]]
+    module: str
+    opener: str
+    format: str
+    is_deep: bool = False
+    takes_rules: bool = False
+
+
+_FORMATS = (
+    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2", CHECKPOINT2_NAME),
+    _Distributed(applied(_shown, DCP), "dcp", "open_dcp", DCP_NAME),
+    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves", TORCH_SAVE),
+    _Distributed(_shown_universal, "deepspeed.universal", "open_universal", UNIVERSAL, is_deep=True),
+    _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", "DeepSpeed", takes_rules=True),
+    _Distributed(applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks", "DCP in safetensors"),
+    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax", ORBAX, is_deep=True),
+    _Distributed(parts_below, "dcp", "open_dcp", DCP_NAME, is_deep=True),
+    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set", TORCH_SAVE),
+    _Distributed(
+        applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated", TORCH_SAVE, takes_rules=True
+    ),
+    _Distributed(
+        applied(saved_parts, MEGATRON_RANKS),
+        "torch_save.megatron_ranks",
+        "open_megatron",
+        "Megatron",
+        is_deep=True,
+        takes_rules=True,
+    ),
+    _Distributed(
+        release_below, "torch_save.megatron_ranks", "open_release", "Megatron", is_deep=True, takes_rules=True
+    ),
+)
+"""The distributed formats; the first that finds files opens them."""
+
+
+def described(directory: Place, listing: Sequence[str]) -> Opener | None:
+    """Return the opener of a distributed checkpoint with these files, else None."""
+    for each in _FORMATS:
+        if files := each.finds(directory, listing):
+            opener = getattr(import_module(f"reshard.readers.{each.module}"), each.opener)
+            return Opener(directory, applied(opener, directory, files), each.format, each.is_deep, each.takes_rules)
+    return None
+
+
+def _open_iteration(
+    root: Place,
+    listing: Sequence[str],
+    run: RunFormat,
+    iteration: int | None,
+    *,
+    contents: bool | Literal["blocks"],
+    rules: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of a run, by its iteration."""
+    directory = checkpoint_of(root, listing, run, iteration)
+    checkpoint = _open_distributed(directory, contents=contents, rules=rules)
+    warnings = newer(root, listing, run, directory) if iteration is None else []
+    return replace(checkpoint, warnings=(*warnings, *checkpoint.warnings))
+
+
+def _open_distributed(
+    directory: Place, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None
+) -> Checkpoint:
+    opener = described(directory, directory.names())
+    if opener is None:
+        raise SourceError(
+            f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint",
+            facts=["the checkpoints of a run are DCPs, Checkpoint 2.0 or DeepSpeed's"], hint="open it by its own path",
+        )  # fmt: skip
+    return opener(contents=contents, rules=rules)

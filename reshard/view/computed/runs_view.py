@@ -1,0 +1,129 @@
+"""A list of checkpoints as a table, as plain data, and as HTML."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from os.path import relpath
+from textwrap import wrap
+from typing import TYPE_CHECKING, overload
+
+from reshard.errors import bytes_text, printable
+from reshard.storage.places import is_url
+from reshard.view.svg import Markup, heading, note, page, table
+from reshard.view.text import fields_data, table_lines
+
+if TYPE_CHECKING:
+    from reshard.readers.catalog import StoredCheckpoint
+
+    Checkpoints = Sequence[StoredCheckpoint]
+else:
+    Checkpoints = Sequence
+
+_HEADER = ("checkpoint", "step", "format", "ranks", "files", "bytes", "age", "state")
+_FIELDS = (
+    "path", "step", "format", "ranks", "files", "nbytes", "modified", "state", "reason", "newest", "last",
+)  # fmt: skip
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+class Runs(Checkpoints):
+    """The checkpoints below a directory, by directory and step; a table in a notebook and in `print`.
+
+    >>> Runs("run", [])
+    no checkpoint is below run
+    """
+
+    def __init__(self, root: str, records: Sequence[StoredCheckpoint]) -> None:
+        self.root, self._records = root, tuple(records)
+
+    @property
+    def newest(self) -> StoredCheckpoint | None:
+        """Return the newest complete checkpoint, or None."""
+        return next((record for record in self._records if record.newest), None)
+
+    @overload
+    def __getitem__(self, number: int) -> StoredCheckpoint: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[StoredCheckpoint]: ...
+
+    def __getitem__(self, number: int | slice) -> StoredCheckpoint | Sequence[StoredCheckpoint]:
+        return self._records[number]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return runs_text(self)
+
+    def _repr_html_(self) -> str:
+        return runs_html(self)
+
+
+def age_text(seconds: float) -> str:
+    """Write how long ago something was, in one unit.
+
+    >>> [age_text(seconds) for seconds in (0.5, 59, 60, 7200, 200_000)]
+    ['0 s', '59 s', '1 min', '2 h', '2 d']
+    """
+    name, unit = next((pair for pair in _UNITS if seconds >= pair[1]), _UNITS[-1])
+    return f"{int(seconds // unit)} {name}"
+
+
+def runs_text(runs: Runs, *, width: int | None = None) -> str:
+    """Write a table with a row for each checkpoint, and the newest complete one.
+
+    Args:
+        runs: the checkpoints.
+        width: the longest line; reasons have lines of their own then. None for one line for each checkpoint.
+    """
+    if not runs:
+        return f"no checkpoint is below {runs.root}"
+    rows = [tuple(map(printable, _row(runs.root, record))) for record in runs]
+    reasons = [printable(record.reason) for record in runs]
+    lines = table_lines(_HEADER, rows, width)
+    if width is None or len(lines) != len(rows) + 1 or max(map(len, lines)) > width:
+        rows = [
+            (*row[:-1], f"{row[-1]}: {reason}" if reason else row[-1])
+            for row, reason in zip(rows, reasons, strict=True)
+        ]
+        lines = table_lines(_HEADER, rows, width, below=1)
+    else:
+        below = [wrap(reason, width, initial_indent="    ", subsequent_indent="    ") for reason in ("", *reasons)]
+        lines = [text for line, texts in zip(lines, below, strict=True) for text in (line, *texts)]
+    newest = runs.newest
+    lines += ["", f"newest complete: {printable(newest.path)}" if newest else "no checkpoint is complete"]
+    return "\n".join(lines)
+
+
+def _row(root: str, record: StoredCheckpoint) -> tuple[str, ...]:
+    """Return the cells of a checkpoint."""
+    path = record.path.removeprefix(f"{root}/") if is_url(root) else relpath(record.path, root)
+    age = age_text(max(time.time() - record.modified, 0)) if record.modified else ""
+    mark = ", newest" if record.newest else ", last" if record.last else ""
+    ranks = "" if record.ranks is None else str(record.ranks)
+    return (
+        path,
+        record.step,
+        record.format,
+        ranks,
+        f"{record.files:,}",
+        bytes_text(record.nbytes),
+        age,
+        f"{record.state}{mark}",
+    )
+
+
+def runs_data(runs: Sequence[StoredCheckpoint]) -> list[dict[str, object]]:
+    """Return checkpoints as plain data."""
+    return [fields_data(record, *_FIELDS) for record in runs]
+
+
+def runs_html(runs: Runs) -> str:
+    """Show the checkpoints below a directory as a table."""
+    rows = [(*_row(runs.root, record), record.reason) for record in runs]
+    newest = runs.newest
+    below: list[Markup] = [table([*_HEADER, "why"], rows, wrap="why")] if rows else []
+    found = f"newest complete: {newest.path}" if newest else "no checkpoint is complete"
+    return page(heading("Checkpoints", runs.root), *below, note(found))

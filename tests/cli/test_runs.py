@@ -1,0 +1,68 @@
+"""`reshard runs`: a table, JSON, and the newest complete checkpoint for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import write_file
+from commands import done
+from refusals import failed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose last step is cut off."""
+    root = tmp_path / "run"
+    for step in (100, 200, 300):
+        path = write_file(root / f"checkpoint-{step}" / "model.safetensors", {"w": np.ones((8, 8), np.float32)})
+        os.utime(path, (step, step))
+    path.write_bytes(path.read_bytes()[:-10])
+    return root
+
+
+def test_a_table(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = done("runs", run).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
+    assert "newest" in lines[2]
+    assert "incomplete: " in lines[3]
+    assert lines[-1].endswith(str(run / "checkpoint-200"))
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = done("runs", run).stdout.splitlines()
+        assert all(len(line) <= columns for line in shown[:-2])
+        assert any("incomplete" in line for line in shown)
+
+
+def test_json_and_the_newest(run: Path) -> None:
+    found = json.loads(done("runs", run, "--json").stdout)
+    assert found["source"] == str(run)
+    assert found["newest"] == str(run / "checkpoint-200")
+    assert [(each["step"], each["state"], each["newest"]) for each in found["checkpoints"]] == [
+        ("100", "complete", False), ("200", "complete", True), ("300", "incomplete", False),
+    ]  # fmt: skip
+    assert all(each["nbytes"] > 0 and each["files"] == 1 and each["modified"] for each in found["checkpoints"])
+    assert done("runs", run, "--newest").stdout == f"{run / 'checkpoint-200'}\n"
+    assert json.loads(done("runs", run, "--newest", "--json").stdout)["newest"] == str(run / "checkpoint-200")
+    done("inspect", done("runs", run, "--newest").stdout.strip())
+
+
+def test_there_is_none(run: Path, tmp_path: Path) -> None:
+    for step in (100, 200):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    result = failed(4, "no-checkpoint", "runs", run, "--newest", places=("checkpoint-300",))
+    assert result.stdout == ""
+    result = failed(4, "no-checkpoint", "runs", run, "--newest", "--json")
+    assert json.loads(result.stdout)["error"]["exit_code"] == 4
+    assert json.loads(done("runs", run, "--json").stdout)["newest"] is None
+    (tmp_path / "empty").mkdir()
+    assert str(tmp_path / "empty") in done("runs", tmp_path / "empty").stdout
+    failed(4, "no-checkpoint", "runs", tmp_path / "empty", "--newest")
+    failed(4, "not-found", "runs", tmp_path / "gone")
