@@ -54,7 +54,7 @@ _HOMES = {
     "Report": "run.settings",
     "ReshardError": "errors",
     "Rules": "rules.rules",
-    "runs": "api.checkpoints",
+    "runs": "view.computed.runs_view",
     "Selection": "plan.inputs",
     "SourceError": "errors",
     "Strategy": "strategy.strategy",
@@ -133,7 +133,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reshard.api.averages import average
-    from reshard.api.checkpoints import Checkpoint, open, read_object, runs, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.demos import demo
@@ -175,6 +175,7 @@ if TYPE_CHECKING:
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
     from reshard.verify.manifest_files import make_manifest
     from reshard.verify.verification import Verification
+    from reshard.view.computed.runs_view import runs
 
 
 class _Package(type(sys)):  # type: ignore[misc]  # a module

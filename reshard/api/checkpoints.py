@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-    from reshard.view.computed.runs_view import Runs
     from reshard.view.ranks import StoredArrays
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
@@ -38,24 +37,6 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, Array]
 else:
     Arrays = Mapping
-
-
-def runs(path: AnyName) -> Runs:
-    """List the checkpoints below a directory, of any format, with their states by names and headers.
-
-    Args:
-        path: a directory, a local path or a URL.
-
-    Returns:
-        their paths, steps, formats, sizes and states, and the `newest` complete one, or None.
-
-    Raises:
-        reshard.SourceError: the directory does not exist, or cannot be listed.
-    """
-    from reshard.readers.catalog import stored_checkpoints  # not on every start
-    from reshard.view.computed.runs_view import Runs
-
-    return Runs(str(path), stored_checkpoints(path))
 
 
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset

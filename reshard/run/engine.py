@@ -398,8 +398,7 @@ def move_pieces(
     reader = BandReader(plan.transfers, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
-    in_order = in_order or plan.coding is not None  # whole chunks are compressed
-    in_order = in_order or plan.source.coding is not None  # and decoded from their beginning
+    in_order = in_order or plan.coding is not None or plan.source.coding is not None  # chunks are coded in order
     for number, target, first, elements in reader.read(pieces, in_order=in_order, check=check_cancelled):
         transfer = plan.transfers[number]
         if number != current:

@@ -86,7 +86,7 @@ _DESTINATIONS: dict[type, str] = {
     DCP: "dcp.DCPTarget",
     DeepSpeedUniversal: "deepspeed.UniversalTarget",
     LinkedDCP: "dcp.relinked.Relinked",
-    OrbaxTree: "orbax.OrbaxItem",
+    OrbaxTree: "zarr.orbax.OrbaxItem",
     ZarrGroup: "zarr.ZarrStore",
 }
 

@@ -15,6 +15,7 @@ from reshard.view.text import fields_data, table_lines
 
 if TYPE_CHECKING:
     from reshard.readers.catalog import StoredCheckpoint
+    from reshard.storage.places import AnyName
 
     Checkpoints = Sequence[StoredCheckpoint]
 else:
@@ -59,6 +60,23 @@ class Runs(Checkpoints):
 
     def _repr_html_(self) -> str:
         return runs_html(self)
+
+
+def runs(path: AnyName) -> Runs:
+    """List the checkpoints below a directory, of any format, with their states by names and headers.
+
+    Args:
+        path: a directory, a local path or a URL.
+
+    Returns:
+        their paths, steps, formats, sizes and states, and the `newest` complete one, or None.
+
+    Raises:
+        reshard.SourceError: the directory does not exist, or cannot be listed.
+    """
+    from reshard.readers.catalog import stored_checkpoints  # not on every start
+
+    return Runs(str(path), stored_checkpoints(path))
 
 
 def age_text(seconds: float) -> str:
