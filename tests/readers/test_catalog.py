@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import numbers, write_file, write_ranks
 from refusals import refused
-from remotes import asked, bucket, put, server  # noqa: F401 -- fixtures
+from remotes import put
 from saves_files import tensor, write_rank, write_save
 
 import reshard
@@ -387,7 +387,7 @@ def test_a_directory_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mon
 # --- at a URL ---
 
 
-def test_a_bucket_is_listed_once(bucket: str, asked: Requests, mindspore_data: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_bucket_is_listed_once(bucket: str, asked: Requests, mindspore_data: Path, tmp_path: Path) -> None:
     """One page of a thousand files, for any number of directories."""
     for name in ("dcp/fsdp2_bf16", "orbax/run", "deepspeed/s2_dp2_bf16", "checkpoint2/graph_dp2_tp4"):
         shutil.copytree(mindspore_data / name / "checkpoint", tmp_path / "all" / name)

@@ -115,7 +115,7 @@ def test_a_run_of_megatron(mindspore_data: Path, tmp_path: Path) -> None:
     assert reshard.Checkpoint2().of(found._record).step == 10
     assert_equal(found, full_of(root))
     assert reshard.open(tmp_path, iteration=5).root.endswith("iter_0000005")
-    assert "iteration 10" in done("inspect", tmp_path).stdout
+    assert "iter_0000010" in done("inspect", tmp_path).stdout
 
 
 def test_objects_are_listed(mindspore_data: Path) -> None:

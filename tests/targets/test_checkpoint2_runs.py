@@ -163,8 +163,8 @@ def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> No
     (tmp_path / TRACKER).write_text("4")
     assert reshard.verify(tmp_path).against == source.root
     listed = done("inspect", tmp_path).stdout
-    assert "iteration 4" in listed
-    assert "iteration 7" in listed
+    assert "iteration_00000004" in listed
+    assert "iteration_00000007" in listed
 
 
 def test_verify_finds_what_was_changed(tmp_path: Path) -> None:

@@ -111,18 +111,18 @@ def block_picture(
         shape: the shape of the whole tensor.
         blocks: distinct blocks; no picture if they are not a grid.
         ranks: the ranks that hold each block.
-        canvas: what the terminal can show.
+        canvas: the abilities of the terminal.
         indices: write the indices of the blocks beside them.
 
     >>> from reshard.layout.layout import Layout
     >>> grid = Layout.of([2, 2], [1, 0]).grid((4, 6))
     >>> for line in block_picture(grid.shape, grid.blocks, grid.ranks, Canvas(30)):
     ...     print(line)
-           0-2       3-5
-      0-1  ░░ 0 ░░░░░▓▓ 1 ▓▓▓▓▓
-           ░░░░░░░░░░▓▓▓▓▓▓▓▓▓▓
-      2-3  ▓▓ 2 ▓▓▓▓▓░░ 3 ░░░░░
-           ▓▓▓▓▓▓▓▓▓▓░░░░░░░░░░
+           0-2      3-5
+      0-1  ░░ 0 ░░░░▓▓ 1 ▓▓▓▓
+           ░░░░░░░░░▓▓▓▓▓▓▓▓▓
+      2-3  ▓▓ 2 ▓▓▓▓░░ 3 ░░░░
+           ▓▓▓▓▓▓▓▓▓░░░░░░░░░
     """
     if not blocks or not is_grid(shape, blocks):
         return [f"  {count_text(len(blocks), 'block')}, which do not form a grid"]
