@@ -223,7 +223,11 @@ FOREIGN_FILES = (
         code="unsupported-format",
     ),
     DirectoryFormat(
-        re.compile(r".+\.np[yz]", re.DOTALL), "is a file of NumPy, which is not read",
+        re.compile(r".+\.npy", re.DOTALL), "is a file of NumPy, which is not read",
+        'in Python: reshard.write({"NAME": numpy.load("FILE.npy")}, "TARGET.safetensors")', code="unsupported-format",
+    ),
+    DirectoryFormat(
+        re.compile(r".+\.npz", re.DOTALL), "is a file of NumPy, which is not read",
         'in Python: reshard.write(dict(numpy.load("FILE.npz")), "TARGET.safetensors")', code="unsupported-format",
     ),
 )  # fmt: skip

@@ -121,7 +121,7 @@ def rank_files(
         if below:
             raise SourceError(
                 f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
-                hint=f"open {root / below[0]}; `reshard runs {quote(str(root))}` lists them",
+                hint=f"open {quote(str(root / below[-1]))}; `reshard runs {quote(str(root))}` tells which are complete",
             )  # fmt: skip
         usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]

@@ -407,3 +407,15 @@ def test_a_bucket_is_listed_once(bucket: str, asked: Requests, mindspore_data: P
         stored_checkpoints("s3://no-bucket/run")
     with refused(SourceError, "not-a-directory", "ranks.json"):
         stored_checkpoints(f"{bucket}/all/ranks.json")
+
+
+def test_saves_that_died_at_the_start(tmp_path: Path) -> None:
+    """A directory of a step without a file, and metadata of a DCP alone; a strategy file is no checkpoint."""
+    for name in ("step-500", "checkpoint-800"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-500" / ".metadata").touch()
+    (tmp_path / "notes").mkdir()
+    reshard.demo("mindspore", tmp_path / "demo")
+    assert states(tmp_path) == {
+        "checkpoint-800": "incomplete", "step-500": "incomplete", "demo/src_checkpoints": "complete",
+    }  # fmt: skip

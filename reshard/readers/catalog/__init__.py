@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
+from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
@@ -230,6 +231,11 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
         files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
         examine = partial(described_findings, directory, opener)
         yield Candidate(root, opener.format, "", files, examine), directory.below if opener.is_deep else ()
+    elif DCP_INDEX in directory.files:
+        examine = partial(Findings, "incomplete", f"has only {DCP_INDEX} of a DCP, and no data")
+        yield Candidate(root, DCP_NAME, "", [*directory.files.values()], examine), ()
+    elif not names and _STEP.fullmatch(root.name):
+        yield Candidate(root, "", "", [], partial(Findings, "incomplete", "is an empty directory")), ()
     elif zero and any("fp32.pt" in parameter.files for parameter in zero.below.values()):
         examine = partial(Findings, "incomplete", "has no file of model states")
         yield Candidate(root, UNIVERSAL, "", [*directory.every_file()], examine), directory.below

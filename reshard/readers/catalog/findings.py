@@ -79,7 +79,8 @@ def by_opening(
         return Findings("unknown", "looks like one rank of several")
     if checkpoint.unreadable:
         name, reason = next(iter(checkpoint.unreadable.items()))
-        text = f"{len(checkpoint.unreadable)} tensors cannot be read, such as {name!r:.200}, which {reason}"
+        others = f", and {len(checkpoint.unreadable) - 1:,} more" if len(checkpoint.unreadable) > 1 else ""
+        text = f"{name!r:.200}{others} cannot be read: it {reason}"
         return Findings("unknown", text, ranks)
     return doubted([*checkpoint.warnings, *filter(None, [doubt(checkpoint)])], root, ranks)
 

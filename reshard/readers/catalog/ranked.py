@@ -117,6 +117,9 @@ def flat(directory: Directory) -> Iterator[Candidate]:
     """Yield the checkpoints in the files of one directory: a set, whole files, or files of `torch.save`."""
     root = directory.place
     files = sorted(name for name in directory.files if is_checkpoint_name(root / name))
+    if any(name.endswith(".ckpt") for name in files):  # strategies of MindSpore are, too
+        strategies = _ranks_in(str(root))
+        files = [name for name in files if str(root / name) not in strategies]
     if {*SET_INDEXES}.intersection(directory.files):
         examine = partial(with_sidecars, directory, partial(_of_set, root))
         kind = "mindspore set" if SET_INDEXES[0] in directory.files else "hf set"

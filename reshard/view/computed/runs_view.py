@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, overload
 
 from reshard.errors import bytes_text, printable
 from reshard.storage.places import is_url
-from reshard.view.svg import Markup, heading, note, page, table
+from reshard.view.svg import Markup, details, heading, note, page, table
 from reshard.view.text import fields_data, table_lines
 
 if TYPE_CHECKING:
@@ -140,8 +140,10 @@ def runs_data(runs: Sequence[StoredCheckpoint]) -> list[dict[str, object]]:
 
 def runs_html(runs: Runs) -> str:
     """Show the checkpoints below a directory as a table."""
-    rows = [(*_row(runs.root, record), record.reason) for record in runs]
+    rows = [_row(runs.root, record) for record in runs]
     newest = runs.newest
-    below: list[Markup] = [table([*_HEADER, "why"], rows, wrap="why")] if rows else []
+    below: list[Markup] = [table(_HEADER, rows)] if rows else []
     found = f"newest complete: {newest.path}" if newest else "no checkpoint is complete"
-    return page(heading("Checkpoints", runs.root), *below, note(found))
+    reasons = [f"{row[0]}: {record.reason}" for row, record in zip(rows, runs, strict=True) if record.reason]
+    why = [details("Why", *map(note, reasons), more=f"{len(reasons):,}", opened=True)] if reasons else []
+    return page(heading("Checkpoints", runs.root), *below, note(found), *why)

@@ -56,7 +56,10 @@ class _Table(Arrays):
 
     def _repr_html_(self) -> str:
         table = section("Tensors", _TITLES, self._rows(), tuple, "tensor", opened=True)
-        return str(page(heading(type(self).__name__, self.checkpoint.title), table))
+        return str(page(heading("Blocks", self._heading()), table))
+
+    def _heading(self) -> str:
+        return f"of one rank of {self.checkpoint.title}"
 
 
 def _row(name: str, dtype: DType, shape: Shape, block: str) -> tuple[str, str, str, str, str]:
@@ -155,6 +158,9 @@ class StoredArrays(_Table):
 
     def _title(self) -> str:
         return f"rank {self.rank} of {names([self.checkpoint.title])}"
+
+    def _heading(self) -> str:
+        return f"of rank {self.rank} of {self.checkpoint.title}"
 
     def _rows(self) -> list[tuple[str, str, str, str, str]]:
         return [self._row(self.checkpoint.tensors[name], located) for name, located in self.blocks.items()]
