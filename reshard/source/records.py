@@ -206,9 +206,12 @@ def unfinished(root: str, *, directory: str = "") -> Unfinished | None:
     Raises:
         SourceError: the storage of the target cannot be reached.
     """
+    records = known(root, directory=directory, with_ranges=False).records
+    if all(record.ready for record in records.values()):
+        return None
     records = known(root, directory=directory).records
     begun = [record for record in records.values() if not record.ready]
-    if not begun:
+    if not begun:  # it was finished in between
         return None
     newest = begun[-1]
     of_run = {file: record for file, record in records.items() if record.made == newest.made}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import numbers, write_file, write_ranks
+from dcp_files import item, write_torch
 from refusals import refused
 from remotes import asked, bucket, put, server  # noqa: F401 -- fixtures
 from saves_files import tensor, write_rank, write_save
@@ -128,6 +129,20 @@ def test_a_dcp_without_metadata_or_with_older_metadata(mindspore_data: Path, tmp
     assert only(root).state == "unknown"
     (root / ".metadata").unlink()
     assert only(root).state == "incomplete"
+
+
+@pytest.mark.parametrize("fault", ["", "encoded", "missing box", "gap"])
+def test_a_dcp_whose_metadata_name_too_little_is_not_complete(fault: str, tmp_path: Path) -> None:
+    top, whole = ((0, 0), (4, 6)), ((0, 0), (8, 6))
+    box = top if fault in {"missing box", "gap"} else whole
+    boxes = {"w": [top, ((4, 0), (4, 6))], "b": [((0,), (5,))]} if fault == "missing box" else None
+    contents = item(np.ascontiguousarray(FULL["w"][: box[1][0]])), item(FULL["b"])
+    items = {0: [("w", box, contents[0]), ("b", ((0,), (5,)), contents[1])]}
+    encoding = {"transform_descriptors": ["secret/1"]} if fault == "encoded" else {}
+    write_torch(tmp_path / "dcp", FULL, items, boxes=boxes, **encoding)
+    assert only(tmp_path).state == ("unknown" if fault else "complete")
+    if not fault:
+        assert newest_complete(tmp_path).path == str(tmp_path / "dcp")
 
 
 @pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])
