@@ -199,6 +199,36 @@ def test_a_rank_without_a_file(rank: int, tmp_path: Path) -> None:
     assert only(tmp_path).state == "incomplete"
 
 
+@pytest.mark.parametrize("is_target", [False, True])
+def test_ranks_that_do_not_fit_together_do_not_open(tmp_path: Path, *, is_target: bool) -> None:
+    run = tmp_path / "run"
+    write_ranks(tmp_path / "src" if is_target else run, FULL, CUT)
+    reshard.write_strategy(CUT, tmp_path / "strategy.json")
+    if is_target:
+        reshard.convert(tmp_path / "src", run, source_strategy=CUT, target_strategy=CUT)
+        shutil.rmtree(tmp_path / "src")
+        (tmp_path / "strategy.json").unlink()
+    assert only(tmp_path).state == "complete"
+    (path,) = (run / "rank_2").iterdir()
+    block = np.ones((2, 6), np.float32)
+    for content in ({"b": FULL["b"]}, {"w": block[:1], "b": FULL["b"]}, {"w": block.astype("f2"), "b": FULL["b"]}):
+        write_file(path, content, path.suffix[1:])
+        found = only(tmp_path)
+        assert (found.state, found.ranks) == ("unknown", 4)
+        assert "fit" in found.reason
+
+
+def test_a_target_of_some_ranks_or_of_a_stage(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "src", FULL, CUT)
+    staged = Strategy.of({"w": {0: Layout.of([2], [0, -1])}, "b": {1: Layout.of([2], [-1])}})
+    options = {"source_strategy": CUT, "target_strategy": staged}
+    reshard.convert(tmp_path / "src", tmp_path / "ranks", **options, ranks=[0, 1])
+    reshard.convert(tmp_path / "src", tmp_path / "all", **options)
+    assert {name: state for name, state in states(tmp_path).items() if name != "src"} == {
+        "ranks": "complete", "all": "complete",
+    }  # fmt: skip
+
+
 def test_steps_in_the_same_rank_directories(tmp_path: Path) -> None:
     for step, rank in product((50, 100, 150), range(2)):
         write_file(tmp_path / f"rank_{rank}" / f"net-1_{step}.ckpt", {"w": np.ones((4,), np.float32)}, "ckpt")
