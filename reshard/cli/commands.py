@@ -79,6 +79,7 @@ _ALL = "reshard.all"
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]+")
 _RANK = re.compile(r"rank_[0-9]+")
+_SECRETS = re.compile(r"(://[^/:@]*):[^/]*@|\?[^?/]*=.*", re.DOTALL)  # a password in a URL, or its query
 _UNIT = re.compile(r"[kMGTP]i?B?", re.IGNORECASE)
 _NOT_ONE = re.compile(r"'([^']+)' is not one of")
 
@@ -175,7 +176,7 @@ class Command(click.Command):
         if "--json" in arguments and any("--json" in param.opts for param in self.params):
             ctx.meta[JSON] = True  # also if an option before it is refused
         words = [*ctx.command_path.rpartition("reshard")[2].split(), *arguments]
-        ctx.meta[TYPED] = tuple(word for word in words if word not in _DESTRUCTIVE)
+        ctx.meta[TYPED] = tuple(_without_secrets(word) for word in words if word not in _DESTRUCTIVE)
         extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
             raise UsageErrorWithHint(*_too_many(ctx, arguments, extra[0]), ctx)
@@ -401,6 +402,15 @@ def _meant(word: str, candidates: Sequence[str], ctx: click.Context) -> str:
     near = [bare[name] for name in get_close_matches(word.lstrip("-"), bare, n=2)]
     safe = list(takewhile(lambda name: name not in _DESTRUCTIVE or name.startswith(word), near))
     return f"did you mean {' or '.join(safe)}?" if safe else f"{ctx.command_path} --help"
+
+
+def _without_secrets(word: str) -> str:
+    """Return a word of a command without the password and the query of a URL in it.
+
+    >>> _without_secrets("ftp://me:hush@host/run"), _without_secrets("https://host/run?sig=hush")
+    ('ftp://me:***@host/run', 'https://host/run?***')
+    """
+    return _SECRETS.sub(lambda match: f"{match[1]}:***@" if match[1] else "?***", word) if "://" in word else word
 
 
 def _too_many(ctx: click.Context, arguments: Sequence[str], extra: str) -> tuple[str, str]:

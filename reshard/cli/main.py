@@ -270,8 +270,8 @@ def demo(directory: Path) -> None:
     """Make the example of MindSpore's tutorial in DIRECTORY (default: reshard-demo), convert it and check every byte.
 
     8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is compared
-    with numpy slices of the whole tensors. It then shows what to type next. If an earlier demo made DIRECTORY, all
-    files in it are replaced.
+    with numpy slices of the whole tensors. It then shows what to type next. If an earlier demo made DIRECTORY, its
+    files are replaced; other files stay.
     """
     from reshard.cli.demo import demo as run_demo
 

@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ReshardError, TargetError, names
 from reshard.formats.entries import covers, ranges
 from reshard.run.locks import locks_at, opened
-from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, digest, known, lines_of, listed, parts_of
+from reshard.source.records import (
+    DIRECTORY,
+    RANGES_A_LINE,
+    VERSION,
+    Record,
+    current_directory,
+    digest,
+    known,
+    lines_of,
+    listed,
+    parts_of,
+)
 from reshard.storage.crc import CASTAGNOLI, combine, crc32, crc_of_range
 from reshard.storage.local import local_store, write_error
 from reshard.storage.places import as_place, can, store_at
@@ -38,6 +49,7 @@ Line = dict[str, Any]
 _PROVENANCE_NAME = re.compile(r"made-([0-9a-f]+)\.json")
 _HEAD = b'{"reshard":'
 _LARGEST_PROVENANCE = 1 << 28
+_LONGEST_COMMAND = 1 << 16  # characters; a line of a log is limited
 
 
 class Ledger:
@@ -57,7 +69,8 @@ class Ledger:
         self.root, self.keeps = root, keeps
         self._directory, self._provenance = f"{root}/{DIRECTORY}", provenance
         self._head: Line = {"reshard": VERSION, "made": digest(provenance) if provenance else "", "sources": sources}
-        self._head |= {"command": [*command]} if command else {}
+        if 0 < sum(map(len, command)) < _LONGEST_COMMAND:
+            self._head |= {"command": [*command], "directory": current_directory()}
         self._locks = locks_at(root)
         self._log = ""
         self._parts = 0

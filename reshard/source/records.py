@@ -2,9 +2,10 @@ r"""Records of the files of a target, in one log per run below `.reshard`.
 
 A log consists of JSON lines; at URLs, to which nothing can be appended, of several small objects in sequence:
 
-    {"reshard": 1, "made": "5c…", "sources": "0b…", "command": ["convert", …]}
+    {"reshard": 1, "made": "5c…", "sources": "0b…", "command": ["convert", …], "directory": "/home/me"}
                                                          first: digests of the provenance (`source.made`) and of the
-                                                         last change of the source files; what was typed, if anything
+                                                         last change of the source files; what was typed, and in which
+                                                         directory, if anything was
     {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096, "header": "e1…"}
                                                          a file: the digest of its plan and sources, and of its header
                                                          (`headers.contents_digest`);
@@ -34,6 +35,7 @@ from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from shlex import join
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -94,7 +96,8 @@ class Record:
         header: the digest of the header of the file; empty if unknown.
         link: the file of the same target that it is a link to; else empty.
         upload: at S3, the identifier of the upload that makes it and of its parts (`run.uploads`); else empty.
-        command: the words of the command that wrote it; empty if it was another program.
+        command: the words of the command that wrote it, without passwords; empty if it was another program.
+        directory: the directory in which the command ran.
     """
 
     digest: str = ""
@@ -110,6 +113,7 @@ class Record:
     link: str = ""
     upload: str = ""
     command: tuple[str, ...] = ()
+    directory: str = ""
 
     @property
     def ranges(self) -> Iterator[Range]:
@@ -133,6 +137,13 @@ def digest(content: object) -> str:
     return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
+def current_directory() -> str:
+    """Return the current directory; empty if it was removed."""
+    with suppress(OSError):
+        return str(Path.cwd())
+    return ""
+
+
 class Unfinished(NamedTuple):
     """The progress of an unfinished target.
 
@@ -141,12 +152,14 @@ class Unfinished(NamedTuple):
         written: how many bytes are written, those of complete files included.
         total: how many bytes the target will have.
         command: the words of the command; empty if it was another program.
+        directory: the directory in which it ran.
     """
 
     files: tuple[str, ...]
     written: int
     total: int
     command: tuple[str, ...]
+    directory: str
 
     @property
     def text(self) -> str:
@@ -156,7 +169,10 @@ class Unfinished(NamedTuple):
     @property
     def hint(self) -> str:
         """Return how to resume it."""
-        return f"resume it: {join(['reshard', *self.command])}" if self.command else "the call that wrote it resumes it"
+        if not self.command:
+            return "the call that wrote it resumes it"
+        elsewhere = f" in {self.directory}" if self.directory not in {"", current_directory()} else ""
+        return f"resume it{elsewhere}: {join(['reshard', *self.command])}"
 
 
 class Logs(NamedTuple):
@@ -206,15 +222,19 @@ def unfinished(root: str, *, directory: str = "") -> Unfinished | None:
     Raises:
         SourceError: the storage of the target cannot be reached.
     """
+    records = known(root, directory=directory, with_ranges=False).records
+    if all(record.ready for record in records.values()):
+        return None
     records = known(root, directory=directory).records
     begun = [record for record in records.values() if not record.ready]
-    if not begun:
+    if not begun:  # it was finished in between
         return None
     newest = begun[-1]
     of_run = {file: record for file, record in records.items() if record.made == newest.made}
     written = sum(min(sum(record.wrote[1::3]), record.size) for record in of_run.values() if not record.ready)
     written += sum(record.ready[0] for record in of_run.values() if record.ready)
-    return Unfinished(tuple(of_run), written, sum(record.size for record in of_run.values()), newest.command)
+    total = sum(record.size for record in of_run.values())
+    return Unfinished(tuple(of_run), written, total, newest.command, newest.directory)
 
 
 def parts_of(directory: str) -> dict[str, list[str]]:
@@ -292,6 +312,7 @@ def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Rec
             header=_digest(line.get("header", "")),
             link=str(line.get("link", "")),
             command=tuple(map(str, head.get("command", ()))),
+            directory=str(head.get("directory", "")),
         )
     if line.get("forgotten"):
         return Record()

@@ -1,7 +1,9 @@
 """Carry the files beside the weights of a set to a set made from it: model card, configuration, tokenizer.
 
 They are carried byte for byte and kept in memory from planning on. Only files in the directory of the set are, with the
-names that models have; not its index, weights, hidden files or directories. Nothing in them is run.
+names that models have; not its index, weights, hidden files or directories. Links are followed only to where the
+weights are, as in a cache of the Hugging Face Hub: a link to anywhere else would publish a file that is not of the
+model. Nothing in them is run.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Sidecars:
     Attributes:
         contents: the bytes of each file, by name.
         too_large: names of files that are left out because of their size.
+        outside: names of links to files outside the set, which are left out.
     """
 
     def __init__(self, source: Checkpoint, files: object, items: Sequence[TargetTensor]) -> None:
@@ -56,6 +59,7 @@ class Sidecars:
         """
         self.contents: dict[str, bytes] = {}
         self.too_large: list[str] = []
+        self.outside: list[str] = []
         is_renamed = source.origin is not None and source.origin.rules is not None
         if is_renamed or not isinstance(files, HuggingFaceSet | MindSporeSet):
             return  # with rules the target is of another program
@@ -63,10 +67,13 @@ class Sidecars:
         while computation := first.opening.computation:
             skipped = _NO_NAMES_DEQUANTIZED if computation.kind == "dequantize" else skipped
             first = computation.inputs[0].opened
+        own = {as_place(file.path).real().parent for _, file in first.stored_files}
         for path in _beside(first):
             if skipped.fullmatch(path.name):
                 continue
-            if path.status().nbytes > LARGEST:
+            if path.is_symlink() and path.real().parent not in {*own, path.parent.real()}:
+                self.outside.append(path.name)
+            elif path.status().nbytes > LARGEST:
                 self.too_large.append(path.name)
             else:
                 self.contents[path.name] = read_small(path, "sidecar file", LARGEST, SourceError)
@@ -83,10 +90,9 @@ class Sidecars:
         return sum(map(len, self.contents.values()))
 
     def warnings(self) -> list[str]:
-        """Return a warning about files that are too large."""
-        if not self.too_large:
-            return []
-        return [f"{names(self.too_large)}: more than {bytes_text(LARGEST)}, not copied beside the weights"]
+        """Return warnings about files that are too large, and about links."""
+        reasons = {f"more than {bytes_text(LARGEST)}": self.too_large, "outside the directory": self.outside}
+        return [f"{names(left)}: {why}, not copied beside the weights" for why, left in reasons.items() if left]
 
 
 def _beside(source: Checkpoint) -> list[Place]:

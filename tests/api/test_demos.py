@@ -76,14 +76,35 @@ def test_a_training_has_one_nan(tmp_path: Path) -> None:
     assert [sum(each.nans for each in step.stats().groups("name").values()) for step in steps] == [0, 1, 0]
 
 
-def test_a_second_time_replaces_all_files(tmp_path: Path) -> None:
-    home = reshard.demo("mindspore", tmp_path)
+def test_a_second_time_replaces_its_own_files(tmp_path: Path) -> None:
+    home = reshard.demo("training", tmp_path / "home")
     before = tree(home)
+    source = reshard.open(home / "step-3000")
+    for target, to in (("hf", "hf"), ("mine.zarr", "zarr")):
+        reshard.convert(source, home / target, to=to)
+    (home / "step-1000" / "more").mkdir()
+    (home / "step-2000" / ".metadata").write_bytes(b"")
+    assert tree(reshard.demo("training", home)).keys() == before.keys()
+    assert {path.name for path in home.iterdir()} == {name.partition("/")[0] for name in before}
+    assert not (home / "step-1000" / "more").exists()
+    assert (home / "step-2000" / ".metadata").read_bytes()
+
+
+def test_files_of_somebody_else_in_it_stay(tmp_path: Path) -> None:
+    home = reshard.demo("mindspore", tmp_path / "home")
+    other = reshard.demo("training", tmp_path / "other")
     (home / "mine" / "deep").mkdir(parents=True)
-    (home / "link").symlink_to(tmp_path.parent)
-    (home / "src_strategy.ckpt").write_bytes(b"")
-    assert tree(reshard.demo("mindspore", home)) == before
-    assert tmp_path.parent.is_dir()
+    (home / "thesis.txt").write_text("mine")
+    (home / "link").symlink_to(other)
+    (home / "src_strategy.ckpt").unlink()
+    (home / "src_strategy.ckpt").symlink_to(other / "reshard-demo.txt")
+    reshard.convert(other / "step-3000", home / "result", to="hf")
+    before = tree(other), tree(home / "result")
+    reshard.demo("mindspore", home)
+    assert {"mine", "thesis.txt", "link", "result"} < {path.name for path in home.iterdir()}
+    assert (home / "mine" / "deep").is_dir()
+    assert (tree(other), tree(home / "result")) == before
+    assert not (home / "src_strategy.ckpt").is_symlink()
 
 
 def test_the_folder_is_named_after_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

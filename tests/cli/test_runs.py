@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import write_file
 from commands import done
 from refusals import failed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -52,6 +49,19 @@ def test_json_and_the_newest(run: Path) -> None:
     assert done("runs", run, "--newest").stdout == f"{run / 'checkpoint-200'}\n"
     assert json.loads(done("runs", run, "--newest", "--json").stdout)["newest"] == str(run / "checkpoint-200")
     done("inspect", done("runs", run, "--newest").stdout.strip())
+
+
+@pytest.mark.parametrize("name", ["-run", "a\x1b[31mb", "é\udcff", "$(x) 'y"])
+def test_a_script_can_open_the_newest_whatever_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_file(Path(name) / "model.safetensors", {"w": np.ones((8, 8), np.float32)})
+    path = os.fsdecode(done("runs", ".", "--newest").stdout_bytes).removesuffix("\n")
+    done("inspect", path)
+    assert Path(path) == Path(name)
+    assert json.loads(done("runs", ".", "--newest", "--json").stdout)["newest"] == path
+    assert "\x1b" not in done("runs", ".").stdout
 
 
 def test_there_is_none(run: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import numbers, write_file, write_ranks
+from dcp_files import item, write_torch
 from refusals import refused
 from remotes import put
 from saves_files import tensor, write_rank, write_save
@@ -130,6 +131,20 @@ def test_a_dcp_without_metadata_or_with_older_metadata(mindspore_data: Path, tmp
     assert only(root).state == "incomplete"
 
 
+@pytest.mark.parametrize("fault", ["", "encoded", "missing box", "gap"])
+def test_a_dcp_whose_metadata_name_too_little_is_not_complete(fault: str, tmp_path: Path) -> None:
+    top, whole = ((0, 0), (4, 6)), ((0, 0), (8, 6))
+    box = top if fault in {"missing box", "gap"} else whole
+    boxes = {"w": [top, ((4, 0), (4, 6))], "b": [((0,), (5,))]} if fault == "missing box" else None
+    contents = item(np.ascontiguousarray(FULL["w"][: box[1][0]])), item(FULL["b"])
+    items = {0: [("w", box, contents[0]), ("b", ((0,), (5,)), contents[1])]}
+    encoding = {"transform_descriptors": ["secret/1"]} if fault == "encoded" else {}
+    write_torch(tmp_path / "dcp", FULL, items, boxes=boxes, **encoding)
+    assert only(tmp_path).state == ("unknown" if fault else "complete")
+    if not fault:
+        assert newest_complete(tmp_path).path == str(tmp_path / "dcp")
+
+
 @pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])
 def test_several_dcps_are_not_parts_of_one(names: tuple[str, str], mindspore_data: Path, tmp_path: Path) -> None:
     for name in names:
@@ -182,6 +197,36 @@ def test_a_rank_without_a_file(rank: int, tmp_path: Path) -> None:
         assert only(tmp_path).state == "incomplete"
     file.unlink()
     assert only(tmp_path).state == "incomplete"
+
+
+@pytest.mark.parametrize("is_target", [False, True])
+def test_ranks_that_do_not_fit_together_do_not_open(tmp_path: Path, *, is_target: bool) -> None:
+    run = tmp_path / "run"
+    write_ranks(tmp_path / "src" if is_target else run, FULL, CUT)
+    reshard.write_strategy(CUT, tmp_path / "strategy.json")
+    if is_target:
+        reshard.convert(tmp_path / "src", run, source_strategy=CUT, target_strategy=CUT)
+        shutil.rmtree(tmp_path / "src")
+        (tmp_path / "strategy.json").unlink()
+    assert only(tmp_path).state == "complete"
+    (path,) = (run / "rank_2").iterdir()
+    block = np.ones((2, 6), np.float32)
+    for content in ({"b": FULL["b"]}, {"w": block[:1], "b": FULL["b"]}, {"w": block.astype("f2"), "b": FULL["b"]}):
+        write_file(path, content, path.suffix[1:])
+        found = only(tmp_path)
+        assert (found.state, found.ranks) == ("unknown", 4)
+        assert "fit" in found.reason
+
+
+def test_a_target_of_some_ranks_or_of_a_stage(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "src", FULL, CUT)
+    staged = Strategy.of({"w": {0: Layout.of([2], [0, -1])}, "b": {1: Layout.of([2], [-1])}})
+    options = {"source_strategy": CUT, "target_strategy": staged}
+    reshard.convert(tmp_path / "src", tmp_path / "ranks", **options, ranks=[0, 1])
+    reshard.convert(tmp_path / "src", tmp_path / "all", **options)
+    assert {name: state for name, state in states(tmp_path).items() if name != "src"} == {
+        "ranks": "complete", "all": "complete",
+    }  # fmt: skip
 
 
 def test_steps_in_the_same_rank_directories(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
+import click
 import numpy as np
 import pytest
 from checkpoints import write_file
@@ -16,8 +17,10 @@ from stopped_runs import SOURCE, TARGET, small_tasks, source, stopped  # noqa: F
 
 import reshard
 from reshard import SourceError
+from reshard.cli.commands import TYPED, Command
 from reshard.readers.catalog import stored_checkpoints
-from reshard.source.records import known, unfinished
+from reshard.run.ledger import Ledger
+from reshard.source.records import Record, known, unfinished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +67,35 @@ def test_the_command_that_resumes_it(to: str, tmp_path: Path) -> None:
     assert command in record["reason"]
     done(*shlex.split(command)[1:])
     assert call("inspect", target).exit_code == 0
+
+
+def test_the_command_of_another_directory_without_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "convert",
+        "ftp://me:hush@host/run",
+        "--source-strategy=https://host/s.json?sig=hush",
+        "-- out",
+        "layers.?",
+    )
+    context = click.Context(
+        Command("convert", params=[click.Argument(["words"], nargs=-1)]), info_name="reshard convert"
+    )
+    context.command.parse_args(context, ["--", *words[1:]])
+    shown = context.meta[TYPED]
+    assert shown[2:] == ("ftp://me:***@host/run", "--source-strategy=https://host/s.json?***", "-- out", "layers.?")
+    for command, expected in ((shown, f"resume it in {tmp_path}: reshard convert "), (("x" * 70_000,), "the call")):
+        ledger = Ledger(str(tmp_path / "dst"), command=command)
+        ledger.add({"a": Record(digest="ab", size=100)})
+        monkeypatch.chdir("/")
+        progress = unfinished(str(tmp_path / "dst"))
+        assert progress is not None
+        assert progress.hint.startswith(expected)
+        assert "hush" not in progress.hint
+        monkeypatch.chdir(tmp_path)
+        progress = unfinished(str(tmp_path / "dst"))
+        assert progress is not None
+        assert str(tmp_path) not in progress.hint
 
 
 def test_a_file_that_is_unfinished_hides_nothing(tmp_path: Path) -> None:

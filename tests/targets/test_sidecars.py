@@ -100,6 +100,23 @@ def test_a_large_file_is_left_and_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert set(beside(tmp_path / "out")) == set(CARRIED) - {"config.json"}
 
 
+def test_links_are_followed_to_the_weights_only(tmp_path: Path) -> None:
+    """In a cache of the Hub all files are links to `blobs`."""
+    (tmp_path / "secret").write_text("key")
+    root, blobs = model(tmp_path), tmp_path / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(path for path in root.iterdir() if path.is_file())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../blobs/{number}")
+    (root / "NOTICE").symlink_to("LICENSE")
+    (root / "LICENCE.txt").symlink_to("../secret")
+    report = reshard.convert(root, tmp_path / "out", to="hf")
+    assert report.warnings == ("LICENCE.txt: outside the directory, not copied beside the weights",)
+    assert not (tmp_path / "out" / "LICENCE.txt").exists()
+    assert (tmp_path / "out" / "NOTICE").read_bytes() == CARRIED["LICENSE"]
+    assert (tmp_path / "out" / "README.md").read_bytes() == CARRIED["README.md"]
+
+
 def test_files_that_are_there_are_not_replaced_unasked(tmp_path: Path) -> None:
     root = model(tmp_path)
     (tmp_path / "out").mkdir()

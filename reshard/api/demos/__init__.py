@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.api.demos.examples import seventy_billion, torchtitan, training, unpack_mindspore, write_large
-from reshard.errors import TargetError, UsageError
+from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.source.made import made_of
+from reshard.source.records import DIRECTORY
+from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     import os
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
 MARK = "reshard-demo.txt"
 """The name of the file by which a folder is known as a demo's."""
 
-_NOTE = "This folder was made by `reshard demo`, which replaces it when it is run again.\n\n"
+_NOTE = "`reshard demo` made these files, and replaces them when it is run again:\n\n"
 
 _DEMOS = {
     "mindspore": (
@@ -78,8 +82,8 @@ def demo(name: str = "mindspore", directory: str | os.PathLike[str] | None = Non
 
     Args:
         name: which checkpoint.
-        directory: the folder; by default `reshard-demo-NAME` in the current directory. If a demo is in it, all of its
-            files are replaced.
+        directory: the folder; by default `reshard-demo-NAME` in the current directory. If a demo is in it, the demo's
+            files are replaced, and what reshard made of them is removed; other files stay.
 
     Raises:
         reshard.UsageError: there is no such checkpoint.
@@ -119,8 +123,24 @@ def _empty(folder: Path) -> None:
             f"{folder} already exists, and `reshard demo` did not make it", code="already-exists",
             hint="name another folder",
         )  # fmt: skip
-    for path in paths:
+    for path in [path for path in paths if path.name in _own_names() or _is_made_here(path)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _own_names() -> set[str]:
+    """Return the names of what the demos write."""
+    lines = [line for _, note in _DEMOS.values() for line in note.splitlines()]
+    return {MARK, DIRECTORY, *(line.split()[0].rstrip("/") for line in lines)}
+
+
+def _is_made_here(path: Path) -> bool:
+    """Return whether reshard made a path, or the ledger of one, from a checkpoint in the same folder."""
+    target = path.with_name(path.name.removesuffix(DIRECTORY))
+    made = None
+    if not path.is_symlink():
+        with suppress(ReshardError):
+            made = made_of(as_place(str(target)))
+    return made is not None and path.parent.absolute() in Path(made.provenance.source.root).parents

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -65,10 +67,13 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
 
     if newest:
         path = newest_complete(source).path
+        path = f"./{path}" if path.startswith("-") else path  # no option of the next command
         if as_json:
             print_json({"source": str(source), "newest": path})
-        else:
+        elif sys.stdout.isatty():
             print_text(path)
+        else:
+            click.echo(os.fsencode(path))  # nothing is escaped, so that a script can open it
         return
     listed = Runs(str(source), stored_checkpoints(source))
     if as_json:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
+from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.directories import CHECKPOINT2, DCP_FILES
-from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.catalog.findings import Findings, by_opening
 from reshard.readers.catalog.ranked import with_sidecars
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.dcp import BACKEND, COMMON, MTIME_TOLERANCE_NS, rank_of
+from reshard.readers.dcp.metadata import DCPMetadata
 from reshard.readers.openers import CHECKPOINT2_NAME, DCP_NAME, ORBAX, UNIVERSAL
 from reshard.readers.orbax.steps import unfinished_reason
-from reshard.readers.pickles import Pairs, PickledObject, numbers, unpickled
 from reshard.readers.zarr import open_store, store_notes
 from reshard.source.made import made_of
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from reshard.readers.catalog.walk import Directory
     from reshard.readers.openers import Opener
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
 
 _STORAGE = "_StorageInfo"
 """The class of the records of PyTorch's data files."""
@@ -59,13 +58,19 @@ def _doubt(directory: Directory, opener: Opener, checkpoint: Checkpoint) -> str:
 
 
 def _by_metadata(directory: Directory) -> Findings | None:
-    """Return that a DCP of PyTorch is complete if the sizes and times of its files show it; else None.
+    """Return that a DCP of PyTorch is complete if metadata, sizes and times show it; else None.
 
     To open it takes several times as long, since each block has a header.
     """
     files = directory.files
     is_plain = (COMMON in files) == (BACKEND in files) and not any(name.endswith(".metadata.tmp") for name in files)
-    ends = _ends(directory.place / DCP_INDEX) if is_plain and DCP_INDEX in files else {}
+    if not is_plain or DCP_INDEX not in files:
+        return None
+    try:
+        metadata = DCPMetadata(directory.place, directory.names)
+    except SourceError:
+        return None  # to open it says why
+    ends = _ends(metadata) if _places_all(metadata) else {}
     if not ends or ends.keys() != set(filter(DCP_FILES[_STORAGE].fullmatch, files)):
         return None
     if any(end > files[name].nbytes for name, end in ends.items()) or _newer(directory):
@@ -80,22 +85,27 @@ def _newer(directory: Directory) -> bool:
     return any(directory.files[name].modified > latest for name in data)
 
 
-def _ends(index: Place) -> dict[str, int]:
-    """Return the end of the items of each file by the metadata of a DCP; {} if files may have headers."""
+def _places_all(metadata: DCPMetadata) -> bool:
+    """Return whether metadata name a place in the files for all elements of each tensor, which are not encoded."""
+    for name, tensor in metadata.tensors.items():
+        items = metadata.items.get(name, ())
+        lacking = {offsets for offsets, extents in tensor.boxes if prod(extents)}.difference(
+            item.offsets for item in items
+        )
+        size = sum(prod(extents) for _, extents in tensor.boxes)
+        if lacking or size != prod(tensor.shape) or not tensor.dtype or any(item.encoding for item in items):
+            return False
+    return bool(metadata.tensors)
+
+
+def _ends(metadata: DCPMetadata) -> dict[str, int]:
+    """Return the end of the items of each file of a DCP; {} if files may have headers."""
     ends: dict[str, int] = {}
     last: dict[str, int] = {}
-    with suppress(SourceError):
-        content = unpickled(RangeReader(str(index), window=0), "the metadata of a DCP")
-        items = content.field("storage_data") if isinstance(content, PickledObject) else None
-        for _, info in items.items() if isinstance(items, Pairs) else ():
-            is_known = isinstance(info, PickledObject) and info.name == _STORAGE
-            name, *extent = info.fields("relative_path", "offset", "length") if is_known else (None,)
-            if not isinstance(name, str):
-                return {}
-            begin, nbytes = numbers(extent)
-            ends[name], last[name] = max(ends.get(name, 0), begin + nbytes), max(last.get(name, 0), begin)
-        return ends if all(last.values()) else {}  # an item behind another one is in a file without a header
-    return {}
+    for item in chain.from_iterable(metadata.items.values()):
+        ends[item.file] = max(ends.get(item.file, 0), item.begin + item.nbytes)
+        last[item.file] = max(last.get(item.file, 0), item.begin)
+    return ends if all(last.values()) else {}  # an item behind another one is in a file without a header
 
 
 def _lacks_states(zero: Directory) -> str:

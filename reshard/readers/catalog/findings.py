@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import EncryptedError, SourceError
+from reshard.errors import EncryptedError, ReshardError, SourceError
 from reshard.storage.base import reading
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def doubted(warnings: Sequence[str], root: Place, ranks: int | None = None) -> F
     return Findings("unknown", _without(root, warnings[0]), ranks) if warnings else Findings("complete", "", ranks)
 
 
-def of_error(error: SourceError, root: Place) -> Findings:
+def of_error(error: ReshardError, root: Place) -> Findings:
     """Return the findings for an error; the root is left out of its text."""
     undecided = isinstance(error, EncryptedError) or any(code.startswith(_UNDECIDED) for code in error.codes)
     text = _without(root, "; ".join([error.message, *error.facts]))

@@ -10,7 +10,7 @@ import re
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError, names
+from reshard.errors import ReshardError, SourceError, names
 from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, refuse_directory
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
 from reshard.formats.sets import SET_INDEXES
@@ -22,6 +22,7 @@ from reshard.readers.open import read_headers
 from reshard.readers.openers import TORCH_SAVE
 from reshard.readers.ranks import index_ranks
 from reshard.readers.torch_save.file import TorchFile
+from reshard.source.assemble import assemble
 from reshard.source.made import made_of
 from reshard.source.records import DIRECTORY
 from reshard.storage.base import reading
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.readers.catalog.walk import Directory
+    from reshard.readers.ranks import IndexedFiles
+    from reshard.source.made import Made
     from reshard.storage.places import Place
+    from reshard.strategy.strategy import Strategy
 
 _BESIDE = re.compile(r"common\.pt|(?:optimizer|scheduler|scaler|training_args|rng_state.*)\.(?:pt|pth|bin)", re.DOTALL)
 """What trainers save next to the weights, with `torch.save`."""
@@ -76,19 +80,27 @@ def _findings(directory: Directory, files: Mapping[int, Sequence[Place]], every_
     root = directory.place
     try:
         with reading(SourceError):
-            index_ranks(files, None, [])
+            indexed = index_ranks(files, None, [])
     except SourceError as error:
         return of_error(error, root)._replace(ranks=len(files))
     findings = Findings("complete", "", len(files))
     if missing := sorted((every_rank | {*range(max(files))}).difference(files)):
         return findings._replace(state="incomplete", reason=f"has no file of {ranks_text(missing)}")
     recorded = made_of(root) if DIRECTORY in directory.names else None
-    sources = {DIRECTORY: frozenset(recorded.ranks)} if recorded and recorded.ranks else _ranks_beside(root)
+    if recorded and recorded.ranks:
+        strategies = {DIRECTORY: own} if (own := _own_strategy(recorded)) else {}
+        sources = {DIRECTORY: frozenset(recorded.ranks)}
+    else:
+        strategies = _strategies_beside(root)
+        sources = {path: frozenset(strategy.ranks) for path, strategy in strategies.items()}
     larger = [path for path, ranks in sources.items() if ranks > {*files}]
-    fits = any(ranks == {*files} for ranks in sources.values())
-    if not larger and fits:
+    fitting = [path for path, ranks in sources.items() if ranks == {*files}]
+    if not larger and fitting:
+        misfits = [_misfit(root, indexed, strategies[path]) for path in fitting if path in strategies]
+        if misfits and all(misfits):
+            return findings._replace(state="unknown", reason=f"does not fit {fitting[0]}: {misfits[0]}")
         return findings
-    if larger and not fits:
+    if larger and not fitting:
         lacking = ranks_text(sorted(sources[larger[0]].difference(files)))
         return findings._replace(state="incomplete", reason=f"has no file of {lacking}, which {larger[0]} names")
     reason = (
@@ -97,20 +109,36 @@ def _findings(directory: Directory, files: Mapping[int, Sequence[Place]], every_
     return findings._replace(state="unknown", reason=reason)
 
 
-def _ranks_beside(root: Place) -> dict[str, frozenset[int]]:
-    """Return the ranks in each strategy in a directory and next to it, by path."""
+def _own_strategy(recorded: Made) -> Strategy | None:
+    """Return the strategy of a target, or of the stage that it has."""
+    stage = recorded.provenance.target.stage
+    return recorded.strategy.of_stage(stage) if recorded.strategy and stage is not None else recorded.strategy
+
+
+def _misfit(root: Place, indexed: IndexedFiles, strategy: Strategy) -> str:
+    """Return why the headers of the files do not fit a strategy, or ""."""
+    partial = {*indexed.ranks} < {*strategy.ranks}  # a target may be of some ranks only
+    try:
+        assemble(str(root), indexed.files, indexed.ranks, strategy, partial=partial)
+    except ReshardError as error:
+        return of_error(error, root).reason
+    return ""
+
+
+def _strategies_beside(root: Place) -> dict[str, Strategy]:
+    """Return the strategies in a directory and next to it, by path."""
     above = root.absolute().parent
-    return {**_ranks_in(str(root)), **_ranks_in(str(above))}
+    return {**_strategies_in(str(root)), **_strategies_in(str(above))}
 
 
 @cache
-def _ranks_in(directory: str) -> dict[str, frozenset[int]]:
-    return {str(path): frozenset(strategy.ranks) for path, strategy in strategies_in(as_place(directory))}
+def _strategies_in(directory: str) -> dict[str, Strategy]:
+    return {str(path): strategy for path, strategy in strategies_in(as_place(directory))}
 
 
 def forget_strategies() -> None:
     """Forget the strategies that were read next to checkpoints."""
-    _ranks_in.cache_clear()
+    _strategies_in.cache_clear()
 
 
 def flat(directory: Directory) -> Iterator[Candidate]:
