@@ -142,7 +142,7 @@ def test_a_dcp_whose_metadata_name_too_little_is_not_complete(fault: str, tmp_pa
     write_torch(tmp_path / "dcp", FULL, items, boxes=boxes, **encoding)
     assert only(tmp_path).state == ("unknown" if fault else "complete")
     if not fault:
-        assert newest_complete(tmp_path).path == str(tmp_path / "dcp")
+        assert newest_complete(tmp_path)[0].path == str(tmp_path / "dcp")
 
 
 @pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])
@@ -236,7 +236,7 @@ def test_steps_in_the_same_rank_directories(tmp_path: Path) -> None:
     (tmp_path / "rank_0" / "net-1_200_breakpoint.ckpt").touch()
     reshard.write_strategy(Strategy.of({"w": Layout.of([2], [0])}), tmp_path / "strategy.json")
     assert states(tmp_path) == {"@1_50": "complete", "@1_100": "complete", "@1_150": "incomplete"}
-    newest = newest_complete(tmp_path)
+    newest = newest_complete(tmp_path)[0]
     assert (newest.step, newest.path) == ("1_100", str(tmp_path))
 
 
@@ -335,14 +335,14 @@ def write_steps(root: Path, *steps: int) -> None:
 def test_the_newest_is_of_the_highest_step_or_of_another_directory_that_changed_last(tmp_path: Path) -> None:
     write_steps(tmp_path / "a", 9, 10)  # copied in another order
     write_steps(tmp_path / "b", 1000)
-    assert newest_complete(tmp_path).path == str(tmp_path / "a" / "step-10")
+    assert newest_complete(tmp_path)[0].path == str(tmp_path / "a" / "step-10")
     found = reshard.runs(tmp_path)
     assert found.newest is not None
-    assert found.newest.path == newest_complete(tmp_path).path
+    assert found.newest.path == newest_complete(tmp_path)[0].path
     assert [each.step for each in found] == ["9", "10", "1000"]
     assert len(found[1:]) == 2
     (tmp_path / "a" / "step-10" / "model.safetensors").write_bytes(b"\0" * 7)
-    assert newest_complete(tmp_path).step == "9"
+    assert newest_complete(tmp_path)[0].step == "9"
     assert "step-9" in repr(found)
     assert "<table" in found._repr_html_()
     assert "no checkpoint" in repr(reshard.runs(write_file(tmp_path / "x" / "y" / "no.txt", {}).parent))
@@ -355,7 +355,7 @@ def test_older_ones_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "reshard.readers.catalog._examined", lambda each, last: (looked.append(each.step), examined(each, last))[1]
     )
-    assert newest_complete(tmp_path).step == "8"
+    assert newest_complete(tmp_path)[0].step == "8"
     assert looked == ["8"]
 
 

@@ -64,7 +64,7 @@ def test_the_command_that_resumes_it(to: str, tmp_path: Path) -> None:
     found = json.loads(done("runs", tmp_path, "--json").stdout)["checkpoints"]
     (record,) = (each for each in found if each["path"] == str(target))
     assert record["state"] == "incomplete"
-    assert command in record["reason"]
+    assert command in record["hint"]
     done(*shlex.split(command)[1:])
     assert call("inspect", target).exit_code == 0
 

@@ -10,7 +10,7 @@ import click
 
 from reshard.cli.commands import Command, option
 from reshard.cli.options import json_option
-from reshard.cli.terminal import print_json, print_text, width
+from reshard.cli.terminal import print_json, print_text, say_warnings, width
 from reshard.cli.values import READ_PLACE
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ The object of --json has the keys source, newest (the path of the newest
 complete one, or null), and checkpoints: path, step (a text, or empty), format,
 ranks (how many, or null), files (how many), nbytes, modified (seconds since
 1970, 0 if unknown), state (complete, incomplete, unknown), reason (why it is
-not complete), newest, last (whether the run names it as its last). With
---newest it has source and newest alone.
+not complete), newest, last (whether the run names it as its last), and hint
+(the command that resumes an unfinished target, or empty). With --newest it has
+source and newest alone; newer ones that are unknown are named in a warning.
 """,
     short_help="List the checkpoints below a directory, and which are complete.",
 )
@@ -66,7 +67,9 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
     from reshard.view.computed.runs_view import Runs, runs_data, runs_text
 
     if newest:
-        path = newest_complete(source).path
+        newest_one, doubtful = newest_complete(source)
+        say_warnings([f"{each.path} is newer, and it is unknown whether it is complete" for each in doubtful])
+        path = newest_one.path
         path = f"./{path}" if path.startswith("-") else path  # no option of the next command
         if as_json:
             print_json({"source": str(source), "newest": path})

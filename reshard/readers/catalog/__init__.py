@@ -65,6 +65,7 @@ class StoredCheckpoint:
         reason: why it is not complete; empty if it is.
         newest: whether it is the newest complete one of all.
         last: whether a run names it as its last.
+        hint: how to complete it, such as the command that resumes an unfinished target; empty if that is not known.
     """
 
     path: str
@@ -78,6 +79,7 @@ class StoredCheckpoint:
     reason: str = ""
     newest: bool = False
     last: bool = False
+    hint: str = ""
 
 
 def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
@@ -94,8 +96,10 @@ def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
     return [replace(record, newest=each is newest) for each, record in pairs]
 
 
-def newest_complete(path: AnyName) -> StoredCheckpoint:
-    """Return the newest complete checkpoint below a directory, without opening older ones.
+def newest_complete(path: AnyName) -> tuple[StoredCheckpoint, list[StoredCheckpoint]]:
+    """Return the newest complete checkpoint below a directory, and newer ones that may be complete.
+
+    Older ones are not opened.
 
     Raises:
         SourceError: there is none, or the directory cannot be listed.
@@ -116,7 +120,8 @@ def newest_complete(path: AnyName) -> StoredCheckpoint:
                     records[each] = record
                     break
     if (newest := _newest(records)) is not None:
-        return replace(records[newest], newest=True)
+        doubtful = [each for each in states if each.state == "unknown" and each.modified > newest.modified]
+        return replace(records[newest], newest=True), doubtful
     facts = [f"{record.path} is {record.state}: {record.reason}" for record in states[:3]]
     raise SourceError(
         f"{root} has no complete checkpoint", code="no-checkpoint",
@@ -158,7 +163,7 @@ def _examined(candidate: Candidate, last: Mapping[str, Place]) -> StoredCheckpoi
     return StoredCheckpoint(
         path, candidate.step, candidate.format, findings.ranks, len(candidate.files),
         sum(file.nbytes for file in candidate.files), candidate.modified, findings.state, findings.reason,
-        last=path == str(named),
+        last=path == str(named), hint=findings.hint,
     )  # fmt: skip
 
 
@@ -268,5 +273,5 @@ def _unfinished(directory: Directory) -> tuple[Candidate, Iterable[str]] | None:
     written = [directory.below[name] for name in below if name in directory.below]
     files = [state for each in written for state in each.every_file()]
     files += directory.files.values() if path is None else ()
-    examine = partial(Findings, "incomplete", f"{progress.text}; {progress.hint}")
+    examine = partial(Findings, "incomplete", progress.text, hint=progress.hint)
     return Candidate(path or directory.place, "unfinished target", "", files, examine), below

@@ -28,11 +28,13 @@ class Findings(NamedTuple):
         state: complete, incomplete or unknown.
         reason: why it is not complete; empty if it is.
         ranks: the number of ranks; None if unknown.
+        hint: how to complete it, if that is known.
     """
 
     state: State
     reason: str = ""
     ranks: int | None = None
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

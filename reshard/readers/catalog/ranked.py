@@ -146,7 +146,7 @@ def flat(directory: Directory) -> Iterator[Candidate]:
     root = directory.place
     files = sorted(name for name in directory.files if is_checkpoint_name(root / name))
     if any(name.endswith(".ckpt") for name in files):  # strategies of MindSpore are, too
-        strategies = _ranks_in(str(root))
+        strategies = _strategies_in(str(root))
         files = [name for name in files if str(root / name) not in strategies]
     if {*SET_INDEXES}.intersection(directory.files):
         examine = partial(with_sidecars, directory, partial(_of_set, root))

@@ -23,7 +23,7 @@ else:
 
 _HEADER = ("checkpoint", "step", "format", "ranks", "files", "bytes", "age", "state")
 _FIELDS = (
-    "path", "step", "format", "ranks", "files", "nbytes", "modified", "state", "reason", "newest", "last",
+    "path", "step", "format", "ranks", "files", "nbytes", "modified", "state", "reason", "newest", "last", "hint",
 )  # fmt: skip
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -111,6 +111,7 @@ def runs_text(runs: Runs, *, width: int | None = None) -> str:
         below = [wrap(reason, width, initial_indent="    ", subsequent_indent="    ") for reason in ("", *reasons)]
         lines = [text for line, texts in zip(lines, below, strict=True) for text in (line, *texts)]
     newest = runs.newest
+    lines += [f"{row[0]}: {printable(record.hint)}" for row, record in zip(rows, runs, strict=True) if record.hint]
     lines += ["", f"newest complete: {printable(newest.path)}" if newest else "no checkpoint is complete"]
     return "\n".join(lines)
 
@@ -144,6 +145,10 @@ def runs_html(runs: Runs) -> str:
     newest = runs.newest
     below: list[Markup] = [table(_HEADER, rows)] if rows else []
     found = f"newest complete: {newest.path}" if newest else "no checkpoint is complete"
-    reasons = [f"{row[0]}: {record.reason}" for row, record in zip(rows, runs, strict=True) if record.reason]
+    reasons = [
+        f"{row[0]}: {'; '.join(filter(None, [record.reason, record.hint]))}"
+        for row, record in zip(rows, runs, strict=True)
+        if record.reason
+    ]
     why = [details("Why", *map(note, reasons), more=f"{len(reasons):,}", opened=True)] if reasons else []
     return page(heading("Checkpoints", runs.root), *below, note(found), *why)
