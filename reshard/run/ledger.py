@@ -21,6 +21,7 @@ from reshard.formats.entries import covers, ranges
 from reshard.run.locks import locks_at, opened
 from reshard.source.records import (
     DIRECTORY,
+    LONGEST_COMMAND,
     RANGES_A_LINE,
     VERSION,
     Record,
@@ -49,7 +50,6 @@ Line = dict[str, Any]
 _PROVENANCE_NAME = re.compile(r"made-([0-9a-f]+)\.json")
 _HEAD = b'{"reshard":'
 _LARGEST_PROVENANCE = 1 << 28
-_LONGEST_COMMAND = 1 << 16  # characters; a line of a log is limited
 
 
 class Ledger:
@@ -69,7 +69,7 @@ class Ledger:
         self.root, self.keeps = root, keeps
         self._directory, self._provenance = f"{root}/{DIRECTORY}", provenance
         self._head: Line = {"reshard": VERSION, "made": digest(provenance) if provenance else "", "sources": sources}
-        if 0 < sum(map(len, command)) < _LONGEST_COMMAND:
+        if 0 < sum(map(len, command)) < LONGEST_COMMAND:
             self._head |= {"command": [*command], "directory": current_directory()}
         self._locks = locks_at(root)
         self._log = ""

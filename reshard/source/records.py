@@ -63,6 +63,9 @@ RANGES_A_LINE = 1 << 12
 
 DIGEST_BYTES = 16
 
+LONGEST_COMMAND = 1 << 14
+"""The most characters of a command that is recorded; a line of a log is limited, and a message should be."""
+
 _LONGEST_LINE = 1 << 20
 _MOST_BYTES = 64 << 20  # of a log of few files; records beyond are not read, and their ranges written again
 _BYTES_A_FILE = 64 << 10
@@ -169,7 +172,7 @@ class Unfinished(NamedTuple):
     @property
     def hint(self) -> str:
         """Return how to resume it."""
-        if not self.command:
+        if not 0 < sum(map(len, self.command)) < LONGEST_COMMAND:
             return "the call that wrote it resumes it"
         elsewhere = f" in {self.directory}" if self.directory not in {"", current_directory()} else ""
         return f"resume it{elsewhere}: {join(['reshard', *self.command])}"

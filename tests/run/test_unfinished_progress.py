@@ -85,15 +85,16 @@ def test_the_command_of_another_directory_without_passwords(tmp_path: Path, monk
     shown = context.meta[TYPED]
     assert shown[2:] == ("ftp://me:***@host/run", "--source-strategy=https://host/s.json?***", "-- out", "layers.?")
     for command, expected in ((shown, f"resume it in {tmp_path}: reshard convert "), (("x" * 70_000,), "the call")):
-        ledger = Ledger(str(tmp_path / "dst"), command=command)
+        target = str(tmp_path / command[0][:9])
+        ledger = Ledger(target, command=command)
         ledger.add({"a": Record(digest="ab", size=100)})
         monkeypatch.chdir("/")
-        progress = unfinished(str(tmp_path / "dst"))
+        progress = unfinished(target)
         assert progress is not None
         assert progress.hint.startswith(expected)
         assert "hush" not in progress.hint
         monkeypatch.chdir(tmp_path)
-        progress = unfinished(str(tmp_path / "dst"))
+        progress = unfinished(target)
         assert progress is not None
         assert str(tmp_path) not in progress.hint
 
@@ -117,10 +118,11 @@ def test_a_log_that_lies_about_its_command(tmp_path: Path) -> None:
     done("convert", tmp_path / "a.safetensors", tmp_path / "dst", "--to", "hf")
     (log,) = (tmp_path / "dst" / ".reshard").glob("*.jsonl")
     head, *lines = (json.loads(line) for line in log.read_text().splitlines() if line)
-    for command in (5, {"a": 1}, [["x"]], ["convert", "$(rm x)\n;"]):
+    for command in (5, {"a": 1}, [["x"]], ["convert", "$(rm x)\n;"], ["x" * 900_000]):
         lines = [line for line in lines if "ready" not in line]
         log.write_text("\n".join(json.dumps(line) for line in ({**head, "command": command}, *lines)))
         assert all(isinstance(record.command, tuple) for record in known(str(tmp_path / "dst")).records.values())
         progress = unfinished(str(tmp_path / "dst"))
+        assert progress is None or len(progress.hint) < 1000
         assert progress is None or "\n;" not in progress.hint or "'$(rm x)\n;'" in progress.hint
         assert call("runs", tmp_path).exit_code == 0
