@@ -9,10 +9,10 @@ Hugging Face set, and a DCP. Each format is measured in a process of its own, th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,15 +22,9 @@ from safetensors.numpy import save_file
 
 import reshard
 
-SCRIPT = (
-    "import sys, time\n"
-    "from reshard.readers.catalog import newest_complete, stored_checkpoints\n"
-    "begin = time.perf_counter()\n"
-    "states = {each.state for each in stored_checkpoints(sys.argv[1])}\n"
-    "middle = time.perf_counter()\n"
-    "newest_complete(sys.argv[1])\n"
-    "print(middle - begin, time.perf_counter() - middle, *states)\n"
-)
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from measure import RESHARD, measured
 
 
 def write(folder: Path, files: int, tensors: int) -> None:
@@ -50,10 +44,13 @@ def write(folder: Path, files: int, tensors: int) -> None:
         shutil.rmtree(folder / name / ".reshard")
 
 
-def measure(run: Path) -> list[str]:
-    """Return what the script prints for a directory."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, run], check=True, capture_output=True, text=True)
-    return done.stdout.split()
+def measure(run: Path) -> tuple[float, float, set[str]]:
+    """Return the seconds of the list, and of the newest one alone, and the states."""
+    listed, newest = (measured(*RESHARD, "runs", str(run), *option) for option in (["--json"], ["--newest"]))
+    if listed.code or newest.code:
+        raise SystemExit(listed.err + newest.err)
+    states = {each["state"] for each in json.loads(listed.out)["checkpoints"]}
+    return listed.seconds, newest.seconds, states
 
 
 def main() -> None:
@@ -74,9 +71,9 @@ def main() -> None:
             if name == "ranks":
                 shutil.copy(folder / "strategy.json", run)
             times = [measure(run) for _ in range(3)]
-            whole, newest = (statistics.median(float(each[number]) for each in times) for number in (0, 1))
+            whole, newest = (statistics.median(seconds) for seconds in list(zip(*times, strict=True))[:2])
             files = sum(path.is_file() for path in run.rglob("*"))
-            print(f"{name}: {files:,} files, {whole:.2f} s, newest {newest:.2f} s, {' '.join(times[0][2:])}")
+            print(f"{name}: {files:,} files, {whole:.2f} s, newest {newest:.2f} s, {', '.join(times[0][2])}")
             shutil.rmtree(run)
 
 
