@@ -126,9 +126,8 @@ def _misfit(root: Place, indexed: IndexedFiles, strategy: Strategy) -> str:
 
 
 def _strategies_beside(root: Place) -> dict[str, Strategy]:
-    """Return the strategies in a directory and next to it, by path."""
-    above = root.absolute().parent
-    return {**_strategies_in(str(root)), **_strategies_in(str(above))}
+    """Return the strategies in a directory, or else those next to it, by path."""
+    return _strategies_in(str(root)) or _strategies_in(str(root.absolute().parent))
 
 
 @cache
