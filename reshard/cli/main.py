@@ -273,7 +273,7 @@ def demo(directory: Path) -> None:
     with numpy slices of the whole tensors. It then shows what to type next. If an earlier demo made DIRECTORY, its
     files are replaced; other files stay.
     """
-    from reshard.cli.demo import demo as run_demo
+    from reshard.cli.groups.demo import demo as run_demo
 
     wrote()  # file after file
     run_demo(directory, print_text, command=called_as())

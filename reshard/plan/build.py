@@ -29,6 +29,7 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.formats.decoding import Decoding
     from reshard.formats.entries import FileLayout, Runs
     from reshard.layout.block import Shape
     from reshard.plan.budget import Budget
@@ -245,13 +246,19 @@ def _cuts(source: Checkpoint, transfers: Sequence[Transfer]) -> dict[int, list[i
     return cuts
 
 
-def chunk_edges(coding: Coding | None, paths: Sequence[str], transfers: Sequence[Transfer]) -> dict[int, list[int]]:
-    """Return the rows at which encoded chunks begin, and last the number of rows, for transfers that have any."""
+def _decoding(coding: Coding | None) -> Decoding | None:
+    """Return the coding of a source if it has encoded chunks, else None."""
     if coding is None:
-        return {}
+        return None
     from reshard.formats.decoding import Decoding  # rarely needed
 
-    if not isinstance(coding, Decoding):
+    return coding if isinstance(coding, Decoding) else None
+
+
+def chunk_edges(coding: Coding | None, paths: Sequence[str], transfers: Sequence[Transfer]) -> dict[int, list[int]]:
+    """Return the rows at which encoded chunks begin, and last the number of rows, for transfers that have any."""
+    decoding = _decoding(coding)
+    if decoding is None:
         return {}
     edges = {}
     for number, transfer in enumerate(transfers):
@@ -259,7 +266,7 @@ def chunk_edges(coding: Coding | None, paths: Sequence[str], transfers: Sequence
         starts = {
             block.start[0] * unit
             for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True)
-            if at.runs and coding.chunk_at(paths[at.file], at.runs[0][0])
+            if at.runs and decoding.chunk_at(paths[at.file], at.runs[0][0])
         }
         if starts:
             edges[number] = sorted({0, transfer.rows, *starts})
@@ -268,16 +275,14 @@ def chunk_edges(coding: Coding | None, paths: Sequence[str], transfers: Sequence
 
 def _decoded_again(source: Checkpoint, transfers: Sequence[Transfer]) -> Iterator[str]:
     """Yield a warning if transfers permute the elements of encoded chunks, or share strided ones."""
-    from reshard.formats.decoding import Decoding  # rarely needed
-
-    coding = source.coding
-    if not isinstance(coding, Decoding):
+    decoding = _decoding(source.coding)
+    if decoding is None:
         return
     permuted: set[int] = set()
     users: dict[tuple[str, int], set[int]] = {}
     for number, transfer in enumerate(transfers):
         for block, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
-            chunk = coding.chunk_at(source.files[at.file].path, at.runs[0][0]) if at.strides else None
+            chunk = decoding.chunk_at(source.files[at.file].path, at.runs[0][0]) if at.strides else None
             if chunk is not None:
                 users.setdefault(chunk, set()).add(number)
                 if is_permuted(block.shape, at.strides):

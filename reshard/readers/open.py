@@ -65,7 +65,8 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
         except SourceError:
             if isinstance(path, Mapping):
                 raise
-            root, progress = as_place(str(path)), None
+            root = as_place(str(path))
+            progress = None
             with suppress(SourceError):  # the first error says more
                 progress = unfinished(str(root.absolute())) if DIRECTORY in root.names() else None
             if progress is None:

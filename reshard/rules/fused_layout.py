@@ -222,11 +222,7 @@ def _axes_of_matrix(shape: Shape, cut: AxisCut) -> Shape:
     for word, extent, parts in (("columns", shape[1], cut.columns), ("rows", shape[0], cut.rows)):
         known = [part for part in parts or (extent,) if part is not None]
         if len(known) < len(parts):
-            raise SourceError(
-                "needs the extents of axes",
-                code="missing-size",
-                hint=f"put the model's config.json next to the weights, or give numbers in `{word}`",
-            )
+            raise SourceError("needs the extents of axes", code="missing-size", hint=f"add config.json or `{word}`")
         if prod(known) != extent:
             raise SourceError(f"has {extent} {word}; the rule says {shape_text(known)}", code="row-mismatch")
         axes += known

@@ -4,8 +4,8 @@ A log consists of JSON lines; at URLs, to which nothing can be appended, of seve
 
     {"reshard": 1, "made": "5c…", "sources": "0b…", "command": ["convert", …], "directory": "/home/me"}
                                                          first: digests of the provenance (`source.made`) and of the
-                                                         last change of the source files; what was typed, and in which
-                                                         directory, if anything was
+                                                         last change of the source files; the command, and the
+                                                         directory in which it was typed, if it was
     {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096, "header": "e1…"}
                                                          a file: the digest of its plan and sources, and of its header
                                                          (`headers.contents_digest`);

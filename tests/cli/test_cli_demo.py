@@ -23,7 +23,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_exits_3_when_a_byte_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.cli import demo
+    from reshard.cli.groups import demo
 
     honest = demo.convert
 

@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 
 import reshard
-from reshard.cli import demo
+from reshard.cli.groups import demo
 from reshard.errors import TargetError, VerifyError
 
 if TYPE_CHECKING:

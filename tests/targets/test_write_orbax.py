@@ -106,6 +106,10 @@ def test_names_that_make_no_tree(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         reshard.plan(reshard.open(tmp_path / "in"), format="orbax")
     assert caught.value.code == "colliding-names"
+    reshard.write({"mlp/~/linear.w": np.zeros(2)}, tmp_path / "haiku", format="safetensors")
+    with pytest.raises(UsageError) as caught:
+        reshard.plan(reshard.open(tmp_path / "haiku"), format="orbax")
+    assert caught.value.code == "bad-name"
     failed(2, "option-of-another-format", "convert", tmp_path / "in", tmp_path / "out", "--to", "orbax", "--ranks", "1")
     assert source
 

@@ -131,7 +131,7 @@ def _empty(folder: Path) -> None:
 
 
 def _own_names() -> set[str]:
-    """Return the names of what the demos write."""
+    """Return the names of the files and folders of all demos."""
     lines = [line for _, note in _DEMOS.values() for line in note.splitlines()]
     return {MARK, DIRECTORY, *(line.split()[0].rstrip("/") for line in lines)}
 

@@ -67,10 +67,9 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
     from reshard.view.computed.runs_view import Runs, runs_data, runs_text
 
     if newest:
-        newest_one, doubtful = newest_complete(source)
+        record, doubtful = newest_complete(source)
         say_warnings([f"{each.path} is newer, and it is unknown whether it is complete" for each in doubtful])
-        path = newest_one.path
-        path = f"./{path}" if path.startswith("-") else path  # no option of the next command
+        path = f"./{record.path}" if record.path.startswith("-") else record.path  # no option of the next command
         if as_json:
             print_json({"source": str(source), "newest": path})
         elif sys.stdout.isatty():
@@ -80,7 +79,7 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
         return
     listed = Runs(str(source), stored_checkpoints(source))
     if as_json:
-        path_or_none = listed.newest.path if listed.newest else None
-        print_json({"source": listed.root, "newest": path_or_none, "checkpoints": runs_data(listed)})
+        newest_path = listed.newest.path if listed.newest else None
+        print_json({"source": listed.root, "newest": newest_path, "checkpoints": runs_data(listed)})
     else:
         print_text(runs_text(listed, width=width()))

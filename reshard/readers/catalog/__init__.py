@@ -26,7 +26,7 @@ from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
 from reshard.readers.catalog.walk import listed
-from reshard.readers.openers import DCP_NAME, UNIVERSAL, ZARR, described
+from reshard.readers.openers import DCP_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 from reshard.source.records import DIRECTORY, unfinished
@@ -226,24 +226,24 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
     root, names = directory.place, directory.names
     is_store = any(map(is_of_store, names))
     opener = None if is_store or run_at(root, names) else described(root, names)
-    if opener and opener.format == DCP_NAME and opener.is_deep and _are_several(directory, opener):
+    if opener and opener.format == DCP_LABEL and opener.is_deep and _are_several(directory, opener):
         return
     zero = directory.below.get("zero")
     if is_store:
         examine = partial(store_findings, directory)
-        yield Candidate(root, ZARR, "", [*directory.every_file()], examine), directory.below
+        yield Candidate(root, ZARR_LABEL, "", [*directory.every_file()], examine), directory.below
     elif opener:
         files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
         examine = partial(described_findings, directory, opener)
         yield Candidate(root, opener.format, "", files, examine), directory.below if opener.is_deep else ()
     elif DCP_INDEX in directory.files:
         examine = partial(Findings, "incomplete", f"has only {DCP_INDEX} of a DCP, and no data")
-        yield Candidate(root, DCP_NAME, "", [*directory.files.values()], examine), ()
+        yield Candidate(root, DCP_LABEL, "", [*directory.files.values()], examine), ()
     elif not names and _STEP.fullmatch(root.name):
         yield Candidate(root, "", "", [], partial(Findings, "incomplete", "is an empty directory")), ()
     elif zero and any("fp32.pt" in parameter.files for parameter in zero.below.values()):
         examine = partial(Findings, "incomplete", "has no file of model states")
-        yield Candidate(root, UNIVERSAL, "", [*directory.every_file()], examine), directory.below
+        yield Candidate(root, UNIVERSAL_LABEL, "", [*directory.every_file()], examine), directory.below
     elif is_ranked(directory):
         ranks = [name for name in directory.below if RANK_DIRECTORY.fullmatch(name)]
         yield from ((candidate, ranks) for candidate in ranked(directory))

@@ -1,4 +1,4 @@
-"""Whether a checkpoint that describes its own blocks is complete, and what opening it does not show."""
+"""The state of a checkpoint that describes its own blocks, and faults that opening it does not show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.readers.catalog.ranked import with_sidecars
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.dcp import BACKEND, COMMON, MTIME_TOLERANCE_NS, rank_of
 from reshard.readers.dcp.metadata import DCPMetadata
-from reshard.readers.openers import CHECKPOINT2_NAME, DCP_NAME, ORBAX, UNIVERSAL
+from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
 from reshard.readers.orbax.steps import unfinished_reason
 from reshard.readers.zarr import open_store, store_notes
 from reshard.source.made import made_of
@@ -33,13 +33,13 @@ _STORAGE = "_StorageInfo"
 def described_findings(directory: Directory, opener: Opener) -> Findings:
     """Return whether the checkpoint in a directory is complete, given its opener."""
     root, names = directory.place, directory.names
-    if opener.format == ORBAX and (reason := unfinished_reason(root, names)):
+    if opener.format == ORBAX_LABEL and (reason := unfinished_reason(root, names)):
         return Findings("incomplete", reason)
-    if opener.format == UNIVERSAL and (reason := _lacks_states(directory.below["zero"])):
+    if opener.format == UNIVERSAL_LABEL and (reason := _lacks_states(directory.below["zero"])):
         return Findings("incomplete", reason)
 
     def look() -> Findings:
-        result = _by_metadata(directory) if opener.format == DCP_NAME else None
+        result = _by_metadata(directory) if opener.format == DCP_LABEL else None
         return result or by_opening(partial(opener.opens, contents=False), root, partial(_doubt, directory, opener))
 
     return with_sidecars(directory, look)
@@ -47,14 +47,14 @@ def described_findings(directory: Directory, opener: Opener) -> Findings:
 
 def _doubt(directory: Directory, opener: Opener, checkpoint: Checkpoint) -> str:
     """Return why a checkpoint that can be opened may lack something, or ""."""
-    if opener.format == DCP_NAME and (COMMON in directory.files) != (BACKEND in directory.files):
+    if opener.format == DCP_LABEL and (COMMON in directory.files) != (BACKEND in directory.files):
         return f"Megatron-Core writes both {COMMON} and {BACKEND}"
-    if opener.format == DCP_NAME and DCP_INDEX in directory.files and _newer(directory):
+    if opener.format == DCP_LABEL and DCP_INDEX in directory.files and _newer(directory):
         return f"files changed after {DCP_INDEX}, which comes last"
-    if opener.format == CHECKPOINT2_NAME and METADATA not in directory.files:
+    if opener.format == CHECKPOINT2_LABEL and METADATA not in directory.files:
         kinds = {match["kind"] for match in map(CHECKPOINT2.files.fullmatch, directory.files) if match}
         return f"has only {kinds.pop()} files, and nothing says whether there were others" if len(kinds) == 1 else ""
-    return _encoded_files(directory, checkpoint) if opener.format == ORBAX else ""
+    return _encoded_files(directory, checkpoint) if opener.format == ORBAX_LABEL else ""
 
 
 def _by_metadata(directory: Directory) -> Findings | None:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete: what opening it finds, from names and headers alone."""
+"""The state of a checkpoint by names and headers: complete if it opens without a warning."""
 
 from __future__ import annotations
 

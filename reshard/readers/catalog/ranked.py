@@ -19,7 +19,7 @@ from reshard.readers.catalog.findings import Candidate, Findings, by_opening, do
 from reshard.readers.catalog.walk import FileStat
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
-from reshard.readers.openers import TORCH_SAVE
+from reshard.readers.openers import TORCH_SAVE_LABEL
 from reshard.readers.ranks import index_ranks
 from reshard.readers.torch_save.file import TorchFile
 from reshard.source.assemble import assemble
@@ -163,7 +163,7 @@ def flat(directory: Directory) -> Iterator[Candidate]:
     for name in files:
         path = root if len(files) == 1 and (root / name).suffix in EXTENSIONS else root / name
         states = [*directory.files.values()] if path == root else [directory.files[name]]
-        kind = (root / name).suffix.removeprefix(".") if (root / name).suffix in EXTENSIONS else TORCH_SAVE
+        kind = (root / name).suffix.removeprefix(".") if (root / name).suffix in EXTENSIONS else TORCH_SAVE_LABEL
         opens = partial(open_checkpoint, root / name, contents=False)
         yield Candidate(path, kind, "", states, partial(with_sidecars, directory, partial(by_opening, opens, root)))
 

@@ -1,4 +1,4 @@
-"""Find what opens a checkpoint that describes its own blocks: a store, a distributed checkpoint, or a run of those."""
+"""Find the opener of a checkpoint that describes its own blocks: a store, a distributed checkpoint, or their runs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if any(map(is_of_store, listing)) and iteration is None:
         from reshard.readers.zarr import open_store  # not on every start
 
-        return Opener(root, applied(open_store, root), ZARR, is_deep=True)
+        return Opener(root, applied(open_store, root), ZARR_LABEL, is_deep=True)
     run = run_at(root, listing)
     if run is not None:
         opens = applied(_open_iteration, root, listing, run, iteration)
@@ -96,7 +96,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
             ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
         )
         opens = applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root)
-        return Opener(root, opens, TORCH_SAVE)
+        return Opener(root, opens, TORCH_SAVE_LABEL)
     opener = described(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
         raise SourceError(
@@ -119,10 +119,9 @@ def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]
     return listing if "zero" in listing and any(map(MODEL_STATES.fullmatch, listing)) else ()
 
 
-CHECKPOINT2_NAME, DCP_NAME, ORBAX, TORCH_SAVE, UNIVERSAL, ZARR = (
-    "Checkpoint 2.0", "DCP", "Orbax", "torch.save", "DeepSpeed Universal", "zarr",
-)  # fmt: skip
-"""Names of formats, for users."""
+CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL = "Checkpoint 2.0", "DCP", "Orbax"
+TORCH_SAVE_LABEL, UNIVERSAL_LABEL, ZARR_LABEL = "torch.save", "DeepSpeed Universal", "zarr"
+"""The formats in tables, for users."""
 
 
 class _Distributed(NamedTuple):
@@ -143,17 +142,21 @@ class _Distributed(NamedTuple):
 
 
 _FORMATS = (
-    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2", CHECKPOINT2_NAME),
-    _Distributed(applied(_shown, DCP), "dcp", "open_dcp", DCP_NAME),
-    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves", TORCH_SAVE),
-    _Distributed(_shown_universal, "deepspeed.universal", "open_universal", UNIVERSAL, is_deep=True),
+    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2", CHECKPOINT2_LABEL),
+    _Distributed(applied(_shown, DCP), "dcp", "open_dcp", DCP_LABEL),
+    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
+    _Distributed(_shown_universal, "deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True),
     _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", "DeepSpeed", takes_rules=True),
     _Distributed(applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks", "DCP in safetensors"),
-    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax", ORBAX, is_deep=True),
-    _Distributed(parts_below, "dcp", "open_dcp", DCP_NAME, is_deep=True),
-    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set", TORCH_SAVE),
+    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax", ORBAX_LABEL, is_deep=True),
+    _Distributed(parts_below, "dcp", "open_dcp", DCP_LABEL, is_deep=True),
+    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set", TORCH_SAVE_LABEL),
     _Distributed(
-        applied(saved_parts, CONSOLIDATED), "torch_save.consolidated", "open_consolidated", TORCH_SAVE, takes_rules=True
+        applied(saved_parts, CONSOLIDATED),
+        "torch_save.consolidated",
+        "open_consolidated",
+        TORCH_SAVE_LABEL,
+        takes_rules=True,
     ),
     _Distributed(
         applied(saved_parts, MEGATRON_RANKS),

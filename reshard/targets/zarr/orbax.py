@@ -3,7 +3,7 @@
 Orbax calls it an item of zarr 3 without OCDBT: the directory of an array is named by its path in the tree, joined by
 dots. Its arrays have the dtypes of TensorStore, such as bfloat16, which zarr-python does not read.
 
-Source: orbax-checkpoint 0.12.8, which loads it in `tests/readers/test_orbax_itself.py`.
+Source: orbax-checkpoint 0.12.8, which loads it in `tests/targets/test_write_orbax.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import INT4
 from reshard.errors import UsageError
+from reshard.formats.zarr import escaped
 from reshard.readers.orbax.steps import COMMITTED, METADATA, STEP_METADATA
 from reshard.targets.destination import TargetFile, literal
 from reshard.targets.zarr import ZarrStore
@@ -64,12 +65,17 @@ class OrbaxItem(ZarrStore):
 
 def _tree(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the records of arrays, by the text of their path in the tree."""
+    paths = {name: tuple(name.split(".")) for name in shapes}
     keys: dict[tuple[str, ...], set[str]] = {}
-    for name in shapes:
-        path = tuple(name.split("."))
+    for name, path in paths.items():
+        if escaped(name) != name:
+            raise UsageError(
+                f"{name!r} is not the name of a directory, as Orbax needs it", code="bad-name",
+                hint="rename it with a name map",
+            )  # fmt: skip
         for depth, key in enumerate(path):
             keys.setdefault(path[:depth], set()).add(key)
-    both = next((name for name in shapes if tuple(name.split(".")) in keys), None)
+    both = next((name for name, path in paths.items() if path in keys), None)
     if both is not None:
         raise UsageError(
             f"{both!r} is a tensor, and the first part of other names, which a tree of Orbax cannot have",
@@ -82,7 +88,11 @@ def _tree(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
                 {"key": key, "key_type": _SEQUENCE if path[:depth] in sequences else _DICT}
                 for depth, key in enumerate(path)
             ],
-            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(shape)},
+            "value_metadata": {
+                "value_type": "np.ndarray",
+                "skip_deserialize": False,
+                "write_shape": list(shapes[name]),
+            },
         }
-        for path, shape in ((tuple(name.split(".")), shape) for name, shape in shapes.items())
+        for name, path in paths.items()
     }

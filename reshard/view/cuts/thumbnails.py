@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard.view.blocks import DrawnSide, Frame, cells_of, summary
 from reshard.view.svg import Markup, hatch, join, moved, rank_colour, ranks_label, tag
-from reshard.view.words import blocks_of, cut_words
+from reshard.view.words import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -40,8 +40,8 @@ class Thumbnails:
         self._drawn: dict[Hashable, tuple[str, float, str]] = {}
 
     def of_tensor(self, checkpoint: Checkpoint, tensor: Tensor, title: str) -> Markup:
-        """Return the thumbnail of a tensor's blocks in the files of a checkpoint."""
-        key = tensor.sharding, cut_words(checkpoint, tensor)
+        """Return the thumbnail of a tensor's blocks; `title` says how it is cut (`cut_words`)."""
+        key = tensor.sharding, title
         return self.of(key, lambda: DrawnSide("", tensor.spec.shape, *blocks_of(checkpoint, tensor)), title)
 
     def of_target(self, plan: Plan, route: Route) -> Markup:
