@@ -10,6 +10,7 @@ from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
 
 import pytest
+from helpers import extract_all
 from packaging.requirements import Requirement
 
 import reshard
@@ -27,7 +28,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
     subprocess.run(command, check=True, capture_output=True)
     with tarfile.open(folder / f"{NAME}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+        extract_all(archive, folder)
     return folder
 
 
