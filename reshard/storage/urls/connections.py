@@ -178,10 +178,10 @@ def _connect(scheme: str, address: str, proxy: str) -> http.client.HTTPConnectio
             connection.set_tunnel(address, headers=_login(proxy))
     try:
         connection.connect()
-    except (ConnectionError, gaierror) as error:  # which do not name the address
-        raise OSError(error.errno, f"{host}: {error.strerror}") from error
-    except BaseException:
+    except BaseException as error:
         connection.close()
+        if isinstance(error, ConnectionError | gaierror):  # which do not name the address
+            raise OSError(error.errno, f"{host}: {error.strerror}") from error
         raise
     return connection
 
