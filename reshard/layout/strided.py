@@ -114,7 +114,8 @@ def _contiguous(begin: int, pitch: Shape, out: np.ndarray[Any, Any]) -> Iterator
             for number in range(len(parts)):
                 yield first + number * pitch[-1], content[number * nbytes : (number + 1) * nbytes]
         else:
-            for number, part in enumerate(parts):
+            for number in range(len(parts)):
+                part = parts[number : number + 1]  # never a scalar, which would be a copy
                 yield first + number * pitch[-1], part.reshape(-1).view(np.uint8).data
 
 

@@ -1,0 +1,95 @@
+"""Strided reads, element by element: into arrays of any memory order, with gaps that are skipped or read."""
+
+from __future__ import annotations
+
+from operator import mul
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.layout import strided
+from reshard.layout.strided import Ahead, read_strided
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.layout.block import Shape
+
+CONTENT = np.random.default_rng(0).bytes(1 << 16)
+
+
+def read(requests: Sequence[tuple[int, memoryview]]) -> None:
+    for begin, buffer in requests:
+        buffer[:] = CONTENT[begin : begin + len(buffer)]
+
+
+def elements(
+    begin: int, pitch: Shape, shape: Shape, dtype: np.dtype[np.void]
+) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    expected = np.empty(shape, dtype)
+    for index in np.ndindex(shape):
+        first = begin + sum(map(mul, index, pitch))
+        expected[index] = np.frombuffer(CONTENT, dtype, 1, first)[0]
+    return expected
+
+
+@pytest.fixture(params=[(0, 16), (4, 16), (4, 64), (40, 200), (strided.GAP, strided.SCRATCH)], ids=str)
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that these small arrays reach, and those of the package."""
+    monkeypatch.setattr(strided, "GAP", request.param[0])
+    monkeypatch.setattr(strided, "SCRATCH", request.param[1])
+
+
+@pytest.mark.usefixtures("limits")
+@given(st.data())
+def test_elements_are_those_at_their_strides(data: st.DataObject) -> None:
+    """Strides may have gaps, overlap or be in any order; the array may be a part of another, with its axes permuted."""
+    dtype = np.dtype(f"V{data.draw(st.sampled_from([1, 2, 4, 8]), 'itemsize')}")
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4), "shape"))
+    pitch = tuple(data.draw(st.lists(st.integers(0, 60), min_size=len(shape), max_size=len(shape)), "pitch"))
+    begin = data.draw(st.integers(0, 20), "begin")
+    order = data.draw(st.permutations(range(len(shape))), "order")
+    margins = data.draw(st.lists(st.integers(0, 2), min_size=len(shape), max_size=len(shape)), "margins")
+    whole = np.zeros([shape[dim] + margins[dim] for dim in order], dtype)
+    out = whole.transpose(np.argsort(order)) if shape else whole
+    kept = [slice(margin // 2, margin // 2 + count) for margin, count in zip(margins, shape, strict=True)]
+    out = out[(..., *kept)]
+    assert out.shape == shape
+    read_strided(read, begin, pitch, out)
+    assert out.tobytes() == elements(begin, pitch, shape, dtype).tobytes()
+
+
+def test_single_elements_far_apart_into_a_column() -> None:
+    """Each is a read of its own, into an array that is not contiguous."""
+    content = np.arange(5 * 20_000, dtype=np.int16).reshape(5, 20_000)
+    out = np.zeros((5, 3), np.int16)
+
+    def of_rows(requests: Sequence[tuple[int, memoryview]]) -> None:
+        for begin, buffer in requests:
+            buffer[:] = content.tobytes()[begin : begin + len(buffer)]
+
+    read_strided(of_rows, 14, (40_000,), out[:, 1])
+    assert out[:, 1].tolist() == content[:, 7].tolist()
+
+
+@pytest.mark.usefixtures("limits")
+@given(st.data())
+def test_boxes_read_one_after_another(data: st.DataObject) -> None:
+    """Read with read-ahead, in memory that is shared with another block."""
+    itemsize = data.draw(st.sampled_from([1, 2, 4]), "itemsize")
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3), "shape"))
+    strides = tuple(data.draw(st.lists(st.integers(0, 40), min_size=len(shape), max_size=len(shape)), "strides"))
+    size = int(np.prod(shape))
+    step = data.draw(st.integers(1, size), "step")
+    dtype = np.dtype(f"V{itemsize}")
+    expected = elements(0, tuple(each * itemsize for each in strides), shape, dtype).reshape(-1)
+    ahead = Ahead(lambda nbytes: memoryview(bytearray(nbytes)))
+    ahead.share("blocks", 2, data.draw(st.sampled_from([0, 64, 256, 4096]), "memory"))
+    for first in range(0, size, step):
+        for number in range(2):
+            out = np.empty(min(step, size - first), dtype)
+            ahead.read(number, read, shape, strides, first, out)
+            assert out.tobytes() == expected[first : first + len(out)].tobytes()
