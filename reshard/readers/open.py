@@ -8,7 +8,7 @@ from functools import partial as applied
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
-from reshard.errors import Option, SourceError, Text, UsageError
+from reshard.errors import Option, SourceError, Text, UnansweredError, UsageError
 from reshard.formats.directories import (
     PARTS,
     RUN_FORMATS,
@@ -62,8 +62,8 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
     def opening(path: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return opens(path, *args, **kwargs)
-        except SourceError:
-            if isinstance(path, Mapping):
+        except SourceError as error:
+            if isinstance(path, Mapping) or isinstance(error, UnansweredError):
                 raise
             root = as_place(str(path))
             progress = None
