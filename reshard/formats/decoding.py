@@ -213,6 +213,15 @@ class DecodingStore(Around):
         else:
             self.inner.read_into(path, offset, buffer)
 
+    def will_read(self, path: str, offset: int, nbytes: int) -> None:
+        """Start to read the chunks of a range into the page cache; do not wait."""
+        unit = self._unit(path, offset)
+        if unit is None:
+            self.inner.will_read(path, offset, nbytes)
+        elif not isinstance(unit, Fill):
+            for number in range(offset // unit.chunk_bytes, -(-(offset + nbytes) // unit.chunk_bytes)):
+                self.inner.will_read(path, *unit.spans[number])
+
     def _unit(self, path: str, offset: int) -> Fill | Chunks | None:
         """Return the virtual file that has an offset; None if it is an offset of the file itself."""
         unit = self._decoding.units.get(path)

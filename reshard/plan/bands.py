@@ -172,6 +172,15 @@ class Recipe:
                         tuple(_offset(self.targets[i], prefix, a) for i in columns.targets),
                     )
 
+    def parts_read(self, axis: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the source block, its first element and the number of elements read for rows `start` to `stop`."""
+        for segment in self.segments(axis, start, stop):
+            columns, rows = segment.columns, segment.stop - segment.start
+            for source, offset, shape in zip(
+                columns.sources, segment.source_offsets, columns.source_shapes, strict=True
+            ):
+                yield source, offset, rows * prod(shape)
+
     def elements_read(self, axis: int) -> int:
         """Return the number of elements read; rows of source blocks are read whole."""
         if is_grid(self.shape, self.targets):

@@ -39,7 +39,7 @@ from reshard.storage.places import can
 from reshard.storage.urls.pool import shared_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import FileLayout, Spans
     from reshard.layout.block import Block
@@ -433,3 +433,14 @@ def bytes_left(plan: Plan) -> int:
                 )
                 total += (next(rows) - next(rows)) * transfer.target_dtype.itemsize * len(written)
     return total
+
+
+def ranges_read(plan: Plan, task: Task) -> Iterator[tuple[str, int, int]]:
+    """Yield path, offset and size in bytes of the source ranges that a task reads, except those of strided blocks."""
+    for number, start, stop in task.pieces:
+        transfer = plan.transfers[number]
+        reads, itemsize = transfer.reads, transfer.dtype.itemsize
+        for source, first, count in transfer.recipe.parts_read(transfer.axis, start, stop):
+            at = reads[source]
+            for offset, begin, end in () if at.is_indirect else ranges(at.runs, first * itemsize, count * itemsize):
+                yield plan.source.files[at.file].path, offset, end - begin

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, TargetError
 from reshard.formats.entries import merged
-from reshard.plan.partition import whole_files
+from reshard.plan.partition import ranges_read, whole_files
 from reshard.plan.uploads.copies import needed_pieces
 from reshard.plan.uploads.sending import reserve
 from reshard.run.engine import Moved, move_pieces
@@ -125,6 +125,9 @@ def move_task(
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
     spans = ReadSpans(store) if drops_spans else None
     with _working(options, directory, _paths(plan, sinks, directory)):
+        if options.ahead and plan.source.coding and number + options.ahead < len(plan.tasks):
+            for encoded in ranges_read(plan, plan.tasks[number + options.ahead]):
+                store.will_read(*encoded)  # decoding does not wait for the disk then
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,

@@ -150,6 +150,9 @@ class ReadStore(RangeStore, Protocol):
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
         """Return whether a file has certain bytes at certain offsets."""
 
+    def will_read(self, path: str, offset: int, nbytes: int) -> None:
+        """Start to read a byte range into the page cache, if there is one; do not wait."""
+
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a file (default: all of it) from the page cache."""
 
@@ -184,6 +187,10 @@ class Around:
             if content != piece:
                 return False
         return True
+
+    def will_read(self, path: str, offset: int, nbytes: int) -> None:
+        """Start to read a byte range into the page cache; do not wait."""
+        self.inner.will_read(path, offset, nbytes)
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a file (default: all of it) from the page cache."""

@@ -175,6 +175,11 @@ class LocalStore:
         """
         return _LocalSink(self, path, sized=sized)
 
+    def will_read(self, path: str, offset: int, nbytes: int) -> None:
+        """Start to read a byte range into the page cache, if the system can; do not wait."""
+        with self.files.open(path, os.O_RDONLY) as fd, suppress(OSError, AttributeError):
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def drop_cache(
         self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True
     ) -> None:

@@ -4,7 +4,9 @@
     python tests/bench/from_orbax.py --only zstd,rules --size 2e9
 
 The checkpoint is synthetic: a Llama as MaxText has it, random numbers in float32, each kernel cut over a mesh of 4 x 2.
-Arms alternate, each in a process of its own, and the first round is thrown away. Medians are reported.
+Arms alternate, each in a process of its own, and the first round is thrown away. Medians are reported. Before each arm
+the sources are evicted from the page cache, and the cache is filled with pages of another file: a virtual machine may
+have to get free memory from its host, which takes longer than copying into it.
 
 * `plain`: uncompressed chunks, each layer under a name of its own. `cp -r` of these files, followed by `sync -f`, is
   the peer of all arms.
@@ -95,6 +97,18 @@ def write(root: Path, nbytes: float, *, scanned: bool, level: int | None) -> Non
     (root / "config.json").write_text(CONFIG)
 
 
+def fill_cache(sources: list[Path], filler: Path) -> None:
+    """Evict sources from the page cache, and fill it with pages of a file without contents."""
+    for path in [path for source in sources for path in source.rglob("*") if path.is_file()]:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with filler.open("wb") as file:
+        file.truncate(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with filler.open("rb", buffering=0) as file:
+        while file.read(1 << 24):
+            pass
+
+
 def main() -> None:
     """Run the arms and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -122,6 +136,7 @@ def main() -> None:
         for number in range(options.runs + 1):
             for name, command in commands.items():
                 os.sync()
+                fill_cache([root / arm for arm in ("plain", *options.only.split(","))], root / "filler")
                 result = measured(*command)
                 if result.code:
                     raise SystemExit(result.err)

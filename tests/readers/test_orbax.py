@@ -6,6 +6,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import dask
 import helpers
 import ml_dtypes
 import numpy as np
@@ -34,6 +35,7 @@ from reshard.plan import budget
 from reshard.readers.catalog import iterations_at
 from reshard.readers.open import open as open_record
 from reshard.readers.orbax import array_blocks, item_values
+from reshard.storage.local import LocalStore
 from reshard.view.words import blocks_of
 
 if TYPE_CHECKING:
@@ -480,6 +482,33 @@ def test_each_long_chunk_is_decoded_once(
     opened.clear()
     assert reshard.verify(tmp_path / "out", against=tmp_path / "in", threads=2).equal
     assert len(opened) == len(set(opened)) == count
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_chunks_of_later_tasks_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Once a task begins, those of the next task of the same thread; decoded bytes have other offsets."""
+    monkeypatch.setattr(budget, "TASK_BYTES", 1500)
+    full = write_orbax(
+        tmp_path / "in", {"w": np.arange(1200, dtype=np.float32).reshape(40, 30)}, chunk=(5, 15), inline=0
+    )
+    coding = open_record(tmp_path / "in").coding
+    assert isinstance(coding, Decoding)
+    ((path, unit),) = coding.units.items()
+    assert not isinstance(unit, Fill)
+    frames = [(path, *span) for span in unit.spans if span[1]]
+    hints: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(LocalStore, "will_read", lambda _store, *hint: hints.append(hint))
+    plan = reshard.plan(reshard.open(tmp_path / "in"), format="safetensors")
+    assert plan.stats.tasks == 4
+    plan.run(tmp_path / "out", threads=threads, fsync=False)
+    assert sorted(hints) == sorted(frames)[threads * len(frames) // 4 :]
+    assert_equal(reshard.open(tmp_path / "out"), full)
+    hints.clear()
+    plan.run(tmp_path / "cluster", scheduler=dask.get, fsync=False)  # other processes may do the next task
+    assert not hints
 
 
 @pytest.mark.usefixtures("streamed")
