@@ -490,9 +490,9 @@ def test_the_chunks_of_later_tasks_are_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """Once a task begins, those of the next task of the same thread; decoded bytes have other offsets."""
-    monkeypatch.setattr(budget, "TASK_BYTES", 1500)
+    monkeypatch.setattr(budget, "TASK_BYTES", 1199)
     full = write_orbax(
-        tmp_path / "in", {"w": np.arange(1200, dtype=np.float32).reshape(40, 30)}, chunk=(5, 15), inline=0
+        tmp_path / "in", {"w": np.arange(1200, dtype=np.float32).reshape(40, 30)}, chunk=(10, 15), inline=0
     )
     coding = open_record(tmp_path / "in").coding
     assert isinstance(coding, Decoding)
