@@ -32,7 +32,7 @@ from reshard.storage.small import is_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_LARGEST = 1 << 28  # bytes of a file; the metadata of a model of 10^12 parameters have 10^8
+MOST_BYTES = 1 << 28  # of a file; the metadata of a model of 10^12 parameters have 10^8
 _MOST_OBJECTS = 10 << 20  # of some 100 bytes; also 64 bytes of a text, or 4 places on the stack and in the memo
 _FREE_OBJECTS, _OBJECTS_PER_INSTANCE = 1 << 18, 64
 _FREE_INSTANCES, _BYTES_PER_INSTANCE = 1 << 17, 24
@@ -211,8 +211,8 @@ def unpickled(reader: Readable, expected: str, *, outside: bool = False) -> Any:
     Raises:
         SourceError: it is not a pickle, has an instruction that Python's pickler does not write, or exceeds a limit.
     """
-    if reader.size > _LARGEST:
-        _refuse(reader, expected, f"has {bytes_text(reader.size)}; at most {bytes_text(_LARGEST)} are taken", 0)
+    if reader.size > MOST_BYTES:
+        _refuse(reader, expected, f"has {bytes_text(reader.size)}; at most {bytes_text(MOST_BYTES)} are taken", 0)
     first = first_unpickled(reader, expected, outside=outside)
     if first.nbytes != reader.size:
         _refuse(reader, expected, "goes on behind its end", first.nbytes)
@@ -334,8 +334,8 @@ class _Scan:
                 self.refuse("ends early, or has a name that is too long; was saving it interrupted?")
             buffer = buffer[self._at - begin :]
             self._compare()
-            if self._at > _LARGEST:
-                self.refuse(f"has more than {bytes_text(_LARGEST)}, which are taken at most")
+            if self._at > MOST_BYTES:
+                self.refuse(f"has more than {bytes_text(MOST_BYTES)}, which are taken at most")
             yield b"\x95%b%b" % (len(piece).to_bytes(8, "little"), piece)
         yield b"t\x86."
 

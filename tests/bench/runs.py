@@ -3,7 +3,8 @@
     python tests/bench/runs.py [--checkpoints 1000] [--files 64] [--tensors 8] [--directory DIR]
 
 Each checkpoint is a copy, by hard links, of one that reshard writes: files of ranks with a strategy next to them, a
-Hugging Face set, and a DCP. Each format is measured in a process of its own, three times; medians are printed.
+Hugging Face set, and a DCP, whose metadata name the path and an identifier of the save. Each format is measured in a
+process of its own, three times; medians are printed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -44,6 +46,19 @@ def write(folder: Path, files: int, tensors: int) -> None:
         shutil.rmtree(folder / name / ".reshard")
 
 
+def write_save(metadata: Path, step: int) -> None:
+    """Give the metadata of a DCP a path and an identifier of their own, as PyTorch does."""
+    texts = f"/runs/7b/step-{step}".encode(), str(uuid4()).encode()
+    path, save = (b"\x8c%c%b\x94" % (len(text), text) for text in texts)
+    record = b"\x8c\x25torch.distributed.checkpoint.metadata\x94\x8c\x0bStorageMeta\x94\x93\x94)\x81\x94}\x94("
+    record += b"\x8c\rcheckpoint_id\x94" + path + b"\x8c\x07save_id\x94" + save
+    record += b"\x8c\x07load_id\x94N\x8c\x07modules\x94]\x94ub"
+    content = metadata.read_bytes()
+    before, name, after = content.rpartition(b"\x8c\x0cstorage_meta\x94")
+    metadata.unlink()  # of all steps
+    metadata.write_bytes(before + name + record + after.removeprefix(b"N"))
+
+
 def measure(run: Path) -> tuple[float, float, set[str]]:
     """Return the seconds of the list, and of the newest one alone, and the states."""
     listed, newest = (measured(*RESHARD, "runs", str(run), *option) for option in (["--json"], ["--newest"]))
@@ -68,6 +83,8 @@ def main() -> None:
             run = folder / f"run-{name}"
             for step in range(options.checkpoints):
                 shutil.copytree(folder / name, run / f"step-{step}", copy_function=os.link)
+                if name == "dcp":
+                    write_save(run / f"step-{step}" / ".metadata", step)
             if name == "ranks":
                 shutil.copy(folder / "strategy.json", run)
             times = [measure(run) for _ in range(3)]

@@ -18,14 +18,15 @@ from saves_files import tensor, write_rank, write_save
 
 import reshard
 from reshard import Layout, SourceError, Strategy
-from reshard.readers.catalog import newest_complete, stored_checkpoints
+from reshard.readers.catalog import doubts, newest_complete, stored_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from remotes import Requests
 
     from reshard.readers.catalog import StoredCheckpoint
+    from reshard.storage.places import Place
 
 CUT = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
 FULL = numbers({"w": (8, 6), "b": (5,)})
@@ -143,6 +144,35 @@ def test_a_dcp_whose_metadata_name_too_little_is_not_complete(fault: str, tmp_pa
     assert only(tmp_path).state == ("unknown" if fault else "complete")
     if not fault:
         assert newest_complete(tmp_path)[0].path == str(tmp_path / "dcp")
+
+
+def test_metadata_of_one_run_are_read_once(
+    mindspore_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that differ only in the path and the identifier of the save; files are judged for each checkpoint."""
+    read = []
+
+    class Counted(doubts.DCPMetadata):
+        def __init__(self, directory: Place, listing: Sequence[str]) -> None:
+            read.append(directory.name)
+            super().__init__(directory, listing)
+
+    monkeypatch.setattr(doubts, "DCPMetadata", Counted)
+    doubts._ends_of.cache_clear()
+    for step, save in enumerate(["0" * 36, "1" * 36, "2" * 36, "3" * 36]):
+        root = shutil.copytree(mindspore_data / "dcp" / "fsdp2_bf16" / "checkpoint", tmp_path / f"step{step}")
+        content = (root / ".metadata").read_bytes()
+        begin = content.index(b"save_id\x94\x8c$") + 10
+        content = content[:begin] + save.encode() + content[begin + 36 :]
+        content = content.replace(b"\x8c\nfsdp2_bf16\x94", b"\x8c\n%010d\x94" % step)
+        if step == 3:
+            content = content.replace(b"\x8c\x06length", b"\x8c\x06lengtH")
+        (root / ".metadata").write_bytes(content)
+    cut = next((tmp_path / "step1").glob("*.distcp"))
+    cut.write_bytes(cut.read_bytes()[:-2000])
+    assert states(tmp_path) == {"step0": "complete", "step1": "incomplete", "step2": "complete", "step3": "incomplete"}
+    assert [name for name in read if name in {"step0", "step1", "step2"}] == ["step0"]
+    assert "step3" in read
 
 
 @pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from functools import partial
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from hashlib import sha256
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.directories import CHECKPOINT2, DCP_FILES
+from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.catalog.findings import Findings, by_opening
 from reshard.readers.catalog.ranked import with_sidecars
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.dcp import BACKEND, COMMON, MTIME_TOLERANCE_NS, rank_of
-from reshard.readers.dcp.metadata import DCPMetadata
+from reshard.readers.dcp.metadata import DCPMetadata, metadata_files
 from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
 from reshard.readers.orbax.steps import unfinished_reason
+from reshard.readers.pickles import MOST_BYTES
 from reshard.readers.zarr import open_store, store_notes
 from reshard.source.made import made_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.readers.catalog.walk import Directory
     from reshard.readers.openers import Opener
     from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
 
 _STORAGE = "_StorageInfo"
 """The class of the records of PyTorch's data files."""
+
+_OF_THIS_SAVE = re.compile(rb"\x8c\rcheckpoint_id\x94.{0,10000}?\x8c\x07save_id\x94\x8c\$.{36}", re.DOTALL)
+"""The path and the identifier in the `StorageMeta` of PyTorch, as pickled."""
 
 
 def described_findings(directory: Directory, opener: Opener) -> Findings:
@@ -67,15 +78,42 @@ def _by_metadata(directory: Directory) -> Findings | None:
     if not is_plain or DCP_INDEX not in files:
         return None
     try:
-        metadata = DCPMetadata(directory.place, directory.names)
+        ends = _ends_of(_Described.by_files(directory))
     except SourceError:
         return None  # to open it says why
-    ends = _ends(metadata) if _places_all(metadata) else {}
     if not ends or ends.keys() != set(filter(DCP_FILES[_STORAGE].fullmatch, files)):
         return None
     if any(end > files[name].nbytes for name, end in ends.items()) or _newer(directory):
         return None
     return Findings("complete", "", len(set(map(rank_of, ends))))
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Metadata of a DCP, equal to others with the same contents, apart from the path and the identifier of the save.
+
+    A run saves the same tensors each time, and to read their metadata takes 17 us a block.
+    """
+
+    digest: bytes
+    place: Place = field(compare=False)
+    names: Sequence[str] = field(compare=False)
+
+    @classmethod
+    def by_files(cls, directory: Directory) -> _Described:
+        contents = sha256()
+        for name in metadata_files(directory.place, directory.names):
+            reader = RangeReader(str(directory.place / name), window=0)
+            contents.update(f"{name}\0{reader.size}\0".encode())
+            contents.update(_OF_THIS_SAVE.sub(b"", reader.upto(0, min(reader.size, MOST_BYTES))))
+        return cls(contents.digest(), directory.place, directory.names)
+
+
+@lru_cache(maxsize=64)
+def _ends_of(described: _Described) -> dict[str, int]:
+    """Return the end of the items of each file of a DCP; {} if its metadata do not place all elements."""
+    metadata = DCPMetadata(described.place, described.names)
+    return _ends(metadata) if _places_all(metadata) else {}
 
 
 def _newer(directory: Directory) -> bool:

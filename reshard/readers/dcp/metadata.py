@@ -88,7 +88,7 @@ class DCPMetadata:
     """
 
     def __init__(self, directory: Place, listing: Sequence[str]) -> None:
-        files = _files(directory, listing)
+        files = metadata_files(directory, listing)
         self.described_by = files[0] + (f" (and {len(files) - 1} more)" if len(files) > 1 else "")
         self._directories: dict[str, str] = {}
         self.tensors: dict[str, DeclaredTensor] = {}
@@ -227,8 +227,12 @@ def _is_of_rank(kind: str, file: str) -> bool:
     return DCP_FILES[kind].fullmatch(file) is not None and file.isprintable()
 
 
-def _files(root: Place, listing: Sequence[str]) -> list[str]:
-    """Return the paths of the metadata in all directories."""
+def metadata_files(root: Place, listing: Sequence[str]) -> list[str]:
+    """Return the paths of the metadata in all directories.
+
+    Raises:
+        SourceError: there is none, metadata of a rank are absent, or there are metadata of two checkpoints.
+    """
     by_directory: dict[str, list[str]] = {}
     for path in listing:
         directory, slash, name = path.rpartition("/")
