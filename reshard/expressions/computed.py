@@ -161,11 +161,6 @@ class ComputingStore(Around):
         """Fill one buffer."""
         self.read([(path, offset, buffer)])
 
-    def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Start to read a byte range of a stored file into the page cache; do not wait."""
-        if path != self._computing.path:
-            self.inner.will_read(path, offset, nbytes)
-
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a stored file from the page cache."""
         if path != self._computing.path:

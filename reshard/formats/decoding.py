@@ -214,7 +214,7 @@ class DecodingStore(Around):
             self.inner.read_into(path, offset, buffer)
 
     def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Start to read the chunks of a range into the page cache; do not wait."""
+        """Start to read the encoded chunks of a range into the page cache, if the system can; do not wait."""
         unit = self._unit(path, offset)
         if unit is None:
             self.inner.will_read(path, offset, nbytes)

@@ -436,11 +436,12 @@ def bytes_left(plan: Plan) -> int:
 
 
 def ranges_read(plan: Plan, task: Task) -> Iterator[tuple[str, int, int]]:
-    """Yield path, offset and size in bytes of the source ranges that a task reads, except those of strided blocks."""
+    """Yield path, offset and size of the source ranges that a task reads, but of strided blocks and zeros none."""
     for number, start, stop in task.pieces:
         transfer = plan.transfers[number]
         reads, itemsize = transfer.reads, transfer.dtype.itemsize
         for source, first, count in transfer.recipe.parts_read(transfer.axis, start, stop):
             at = reads[source]
-            for offset, begin, end in () if at.is_indirect else ranges(at.runs, first * itemsize, count * itemsize):
-                yield plan.source.files[at.file].path, offset, end - begin
+            if not at.is_indirect:
+                for offset, begin, end in ranges(at.runs, first * itemsize, count * itemsize):
+                    yield plan.source.files[at.file].path, offset, end - begin

@@ -62,8 +62,10 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
     def opening(path: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return opens(path, *args, **kwargs)
-        except SourceError as error:
-            if isinstance(path, Mapping) or isinstance(error, UnansweredError):
+        except UnansweredError:
+            raise
+        except SourceError:
+            if isinstance(path, Mapping):
                 raise
             root = as_place(str(path))
             progress = None

@@ -66,7 +66,7 @@ def run(
         options.fsync,
         drop_cache,
         multi_process=client is not None or get is not None,
-        ahead=threads if client is None and get is None else 0,
+        ahead=0 if drop_cache or client is not None or get is not None else threads,  # else it would be dropped unused
         checksums=checksums,
         cached=cached,
         sentinel=_lock_of(root) if client else "",

@@ -84,7 +84,8 @@ class TaskOptions(NamedTuple):
         fsync: sync every file to the disk before it gets its name.
         drop_cache: evict source and target files from the page cache.
         multi_process: the tasks may run in several processes.
-        ahead: while a task works, the encoded source of this many tasks later is read into the page cache; 0 for none.
+        ahead: how many tasks later the encoded chunks are that are read into the page cache while a task works; 0 for
+            none.
         checksums: compute CRC-32C sums of the written bytes.
         crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
         cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is

@@ -151,7 +151,7 @@ class ReadStore(RangeStore, Protocol):
         """Return whether a file has certain bytes at certain offsets."""
 
     def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Start to read a byte range into the page cache, if there is one; do not wait."""
+        """Start to read a byte range into the page cache, if the store can; do not wait."""
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a file (default: all of it) from the page cache."""
@@ -189,8 +189,7 @@ class Around:
         return True
 
     def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Start to read a byte range into the page cache; do not wait."""
-        self.inner.will_read(path, offset, nbytes)
+        """Do nothing: whether offsets are those of the file, only the class knows."""
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a file (default: all of it) from the page cache."""

@@ -39,7 +39,7 @@ LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, req
 """The capabilities of local files."""
 
 _FICLONE = 0x40049409  # linux/fs.h
-
+_ADVISED = 256 << 10  # bytes that the kernel is asked to read ahead at once; of more it may read a part
 
 WRITE_BYTES = 512 << 10
 """The largest single write; longer ones are split at multiples of this offset.
@@ -178,7 +178,8 @@ class LocalStore:
     def will_read(self, path: str, offset: int, nbytes: int) -> None:
         """Start to read a byte range into the page cache, if the system can; do not wait."""
         with self.files.open(path, os.O_RDONLY) as fd, suppress(OSError, AttributeError):
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            for begin in range(offset, offset + nbytes, _ADVISED):
+                os.posix_fadvise(fd, begin, min(_ADVISED, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
 
     def drop_cache(
         self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True

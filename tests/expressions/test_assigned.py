@@ -185,6 +185,7 @@ def slowly(block: Any) -> Any:
     return block * 2
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_while_it_computes_chunks(tmp_path: Path) -> None:
     pytest.importorskip("distributed")
     values = np.arange(240 * 64, dtype=np.float32).reshape(240, 64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import time
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,12 +155,12 @@ def test_metadata_of_one_run_are_read_once(
     read = []
 
     class Counted(doubts.DCPMetadata):
-        def __init__(self, directory: Place, listing: Sequence[str]) -> None:
+        def __init__(self, directory: Place, listing: Sequence[str], **more: bytes) -> None:
             read.append(directory.name)
-            super().__init__(directory, listing)
+            super().__init__(directory, listing, **more)
 
     monkeypatch.setattr(doubts, "DCPMetadata", Counted)
-    doubts._ends_of.cache_clear()
+    doubts._KNOWN_ENDS.clear()
     for step, save in enumerate(["0" * 36, "1" * 36, "2" * 36, "3" * 36]):
         root = shutil.copytree(mindspore_data / "dcp" / "fsdp2_bf16" / "checkpoint", tmp_path / f"step{step}")
         content = (root / ".metadata").read_bytes()
@@ -173,6 +175,32 @@ def test_metadata_of_one_run_are_read_once(
     assert states(tmp_path) == {"step0": "complete", "step1": "incomplete", "step2": "complete", "step3": "incomplete"}
     assert [name for name in read if name in {"step0", "step1", "step2"}] == ["step0"]
     assert "step3" in read
+
+
+class StorageMeta:
+    """As PyTorch has it; a path and an identifier of the save come first."""
+
+    def __init__(self, save: int) -> None:
+        self.__dict__ |= {"checkpoint_id": f"step{save}", "save_id": f"{save:036d}", "load_id": None, "modules": []}
+
+
+def test_a_state_with_the_name_of_a_field(tmp_path: Path) -> None:
+    """Pickle writes a text once, and refers to it then: the field has no text of its own in the record of the save."""
+    items = [("w", ((0, 0), (8, 6)), item(FULL["w"])), ("b", ((0,), (5,)), item(FULL["b"]))]
+    for save, nbytes in ((1, 300), (2, 400)):
+        objects = {sys.intern("checkpoint_id"): b"x" * 700, "z": b"y" * nbytes}
+        write_torch(tmp_path / f"step{save}", FULL, {0: items}, objects=objects, storage_meta=StorageMeta(save))
+    cut = tmp_path / "step2" / "__0_0.distcp"
+    cut.write_bytes(cut.read_bytes()[:-50])
+    assert states(tmp_path) == {"step1": "complete", "step2": "incomplete"}
+
+
+def test_metadata_of_many_marks_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(b"x")
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + b"\x8c\rcheckpoint_id\x94" * (4 << 16))
+    began = time.process_time()
+    assert only(tmp_path).state == "incomplete"
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])

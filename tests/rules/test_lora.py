@@ -261,11 +261,21 @@ def test_layers_that_were_left_out_before(base: reshard.Checkpoint, lora: LoRA) 
     assert_arrays(base.merge_lora(lora).sel(name), {name: EXPECTED[name]})
 
 
-def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+def test_zarr_encrypted_and_dcp_sources(
+    tmp_path: Path, base: reshard.Checkpoint, lora: LoRA, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store is around that which decodes or decrypts; and what comes may be a zarr store."""
     files = ZarrGroup(chunk_size=512, compression="zstd")
     reshard.plan(base, files=files).run(tmp_path / "base.zarr", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "base.zarr").merge_lora(lora), EXPECTED)
+    encoded = reshard.open(tmp_path / "base.zarr")
+    assert_arrays(encoded.merge_lora(lora), EXPECTED)
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "TASK_BYTES", 2000)
+        patch.setattr(budget, "BAND_BYTES", 500)
+        plan = reshard.plan(encoded, format="safetensors", selection=Selection(lora=lora))
+        assert plan.stats.tasks > 5  # and the source of later ones is read ahead
+        plan.run(tmp_path / "tasks", threads=1, fsync=False)
+    assert_arrays(reshard.open(tmp_path / "tasks"), EXPECTED)
     cipher = Cipher("AES-GCM", bytes(16))
     reshard.plan(base, format="ckpt", target_cipher=cipher).run(tmp_path / "sealed", fsync=False)
     sealed = reshard.open(tmp_path / "sealed", cipher=cipher)

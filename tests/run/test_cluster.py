@@ -23,7 +23,7 @@ from clusters import Wire, client_of, cluster, count_plans, plans_counted
 from commands import heed_signals, interruptible
 from refusals import refused
 from remotes import get
-from samples import one_in
+from samples import one_in, slow
 
 import reshard
 from reshard import Layout, Strategy
@@ -218,7 +218,7 @@ def test_a_failure_on_a_worker_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("partition", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", slow("file")])
 def test_a_worker_is_killed_in_the_middle(
     made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, partition: str
 ) -> None:

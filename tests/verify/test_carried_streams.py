@@ -156,6 +156,7 @@ def test_large_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: i
     assert "is not one frame of zstd" in of(good[:-1]).faults[0]
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_stream(tmp_path: Path) -> None:
     """An item is decoded once at a time by `verify`, and as predicted otherwise; here one of 126 MB."""
     large = np.tile(np.random.default_rng(1).integers(0, 255, 1 << 17).astype(np.float32), 240)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from math import prod
@@ -27,18 +26,20 @@ from reshard.readers.zarr import open_store, store_notes
 from reshard.source.made import made_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from reshard.readers.catalog.walk import Directory
     from reshard.readers.openers import Opener
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
 
 _STORAGE = "_StorageInfo"
 """The class of the records of PyTorch's data files."""
 
-_OF_THIS_SAVE = re.compile(rb"\x8c\rcheckpoint_id\x94.{0,10000}?\x8c\x07save_id\x94\x8c\$.{36}", re.DOTALL)
-"""The path and the identifier in the `StorageMeta` of PyTorch, as pickled."""
+_SAVE_RECORD = b"\x8c\x0bStorageMeta\x94\x93\x94)\x81\x94}\x94("
+_OF_SAVE = re.compile(rb"\x8c\rcheckpoint_id\x94.{0,10000}?\x8c\x07save_id\x94\x8c\$.{36}", re.DOTALL)
+"""The path and the identifier of the save, which begin the `StorageMeta` of PyTorch, as pickled."""
+
+_MOST_KNOWN = 8
+_KNOWN_ENDS: dict[bytes, dict[str, int]] = {}
+"""By the digest of metadata, the end of the items of each file."""
 
 
 def described_findings(directory: Directory, opener: Opener) -> Findings:
@@ -78,7 +79,7 @@ def _by_metadata(directory: Directory) -> Findings | None:
     if not is_plain or DCP_INDEX not in files:
         return None
     try:
-        ends = _ends_of(_Described.by_files(directory))
+        ends = _ends_by_metadata(directory)
     except SourceError:
         return None  # to open it says why
     if not ends or ends.keys() != set(filter(DCP_FILES[_STORAGE].fullmatch, files)):
@@ -88,32 +89,28 @@ def _by_metadata(directory: Directory) -> Findings | None:
     return Findings("complete", "", len(set(map(rank_of, ends))))
 
 
-@dataclass(frozen=True)
-class _Described:
-    """Metadata of a DCP, equal to others with the same contents, apart from the path and the identifier of the save.
+def _ends_by_metadata(directory: Directory) -> dict[str, int]:
+    """Return the end of the items of each file of a DCP; {} if its metadata do not place all elements.
 
-    A run saves the same tensors each time, and to read their metadata takes 17 us a block.
+    A run saves the same tensors each time, and reading their metadata takes 17 us a block. So the last results are kept
+    by a digest of the metadata, without the path and the identifier of the save.
     """
-
-    digest: bytes
-    place: Place = field(compare=False)
-    names: Sequence[str] = field(compare=False)
-
-    @classmethod
-    def by_files(cls, directory: Directory) -> _Described:
-        contents = sha256()
-        for name in metadata_files(directory.place, directory.names):
-            reader = RangeReader(str(directory.place / name), window=0)
-            contents.update(f"{name}\0{reader.size}\0".encode())
-            contents.update(_OF_THIS_SAVE.sub(b"", reader.upto(0, min(reader.size, MOST_BYTES))))
-        return cls(contents.digest(), directory.place, directory.names)
-
-
-@lru_cache(maxsize=64)
-def _ends_of(described: _Described) -> dict[str, int]:
-    """Return the end of the items of each file of a DCP; {} if its metadata do not place all elements."""
-    metadata = DCPMetadata(described.place, described.names)
-    return _ends(metadata) if _places_all(metadata) else {}
+    reader = RangeReader(str(directory.place / DCP_INDEX), window=0)
+    if reader.size > MOST_BYTES or metadata_files(directory.place, directory.names) != [DCP_INDEX]:
+        return {}
+    content = reader.upto(0, reader.size)
+    record = content.rfind(_SAVE_RECORD)
+    of_save = _OF_SAVE.match(content, record + len(_SAVE_RECORD)) if record >= 0 else None
+    common = sha256(content[: of_save.start()] if of_save else content)
+    common.update(content[of_save.end() :] if of_save else b"")
+    ends = _KNOWN_ENDS.get(common.digest())
+    if ends is None:
+        metadata = DCPMetadata(directory.place, directory.names, content=content)
+        ends = _ends(metadata) if _places_all(metadata) else {}
+        if len(_KNOWN_ENDS) >= _MOST_KNOWN:
+            _KNOWN_ENDS.clear()
+        _KNOWN_ENDS[common.digest()] = ends
+    return ends
 
 
 def _newer(directory: Directory) -> bool:

@@ -78,6 +78,11 @@ class Item(NamedTuple):
 class DCPMetadata:
     """The checked metadata of all ranks, and of all directories if there are several, joined.
 
+    Args:
+        directory: the directory.
+        listing: the names of its files.
+        content: the first metadata file, if it has been read; there are no more then.
+
     Attributes:
         described_by: the first metadata file, and how many more, for messages.
         tensors: the tensors, by name.
@@ -87,7 +92,7 @@ class DCPMetadata:
         flat: the whole shapes of tensors that are stored flattened.
     """
 
-    def __init__(self, directory: Place, listing: Sequence[str]) -> None:
+    def __init__(self, directory: Place, listing: Sequence[str], *, content: bytes = b"") -> None:
         files = metadata_files(directory, listing)
         self.described_by = files[0] + (f" (and {len(files) - 1} more)" if len(files) > 1 else "")
         self._directories: dict[str, str] = {}
@@ -99,9 +104,9 @@ class DCPMetadata:
         self._boxes_by_chunk: dict[PickledObject, tuple[Shape, Shape]] = {}
         self._count = 0
         for name in files:
-            content = unpickled(RangeReader(str(directory / name), window=0), _EXPECTED)
+            value = unpickled(RangeReader(str(directory / name), window=0, head=content), _EXPECTED)
             try:
-                self._add(content, name[: name.rfind("/") + 1])
+                self._add(value, name[: name.rfind("/") + 1])
             except SourceError as error:
                 raise error.about(f"{directory / name}") from None
 
