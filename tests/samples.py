@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-SHARE = 4  # of the examples of a property, one in so many by default
+SHARE = 5  # of the examples of a property, one in so many by default
 
 
 def slow(*values: Any) -> Any:

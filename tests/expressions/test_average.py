@@ -306,6 +306,7 @@ def large_integers(tmp_path: Path, wrong: int) -> list[reshard.Checkpoint]:
     return [reshard.open(tmp_path / f"{number}.safetensors") for number in range(2)]
 
 
+@pytest.mark.slow
 def test_an_integer_that_no_sample_shows(tmp_path: Path) -> None:
     """It is found when it is read: no file of the target is complete."""
     average = reshard.average(large_integers(tmp_path, 777_777))

@@ -125,7 +125,7 @@ def random_strategy(rng: np.random.Generator, names: list[str]) -> Strategy:
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, 1, *map(samples.slow, range(2, 8))])
+@pytest.mark.parametrize("seed", [0, *map(samples.slow, range(1, 8))])
 def test_random_layouts_are_copied_right(
     bucket: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

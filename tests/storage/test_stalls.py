@@ -18,6 +18,7 @@ from checkpoints import tree, write_file, write_ranks
 from fsspec.asyn import AsyncFileSystem
 from refusals import refused
 from remotes import get, put
+from samples import slow
 
 import reshard
 from reshard import Layout, Strategy
@@ -44,9 +45,9 @@ READS = [
 ]  # fmt: skip
 WRITES = [
     ("stall", "UploadPart"), ("wait", "UploadPart"), ("flip", "UploadPart"), ("lose", "UploadPart"),
-    ("503", "UploadPart"), ("wait", "CreateMultipartUpload"), ("wait", "CompleteMultipartUpload"),
-    ("lose", "CompleteMultipartUpload"), ("503", "CompleteMultipartUpload"), ("lose", "PutObject"),
-    ("flip", "PutObject"), ("wait", "PutObject"),
+    ("503", "UploadPart"), slow("wait", "CreateMultipartUpload"), slow("wait", "CompleteMultipartUpload"),
+    ("lose", "CompleteMultipartUpload"), slow("503", "CompleteMultipartUpload"), ("lose", "PutObject"),
+    ("flip", "PutObject"), slow("wait", "PutObject"),
 ]  # fmt: skip
 
 
