@@ -213,14 +213,14 @@ class DecodingStore(Around):
         else:
             self.inner.read_into(path, offset, buffer)
 
-    def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Start to read the encoded chunks of a range into the page cache, if the system can; do not wait."""
+    def prefetch(self, path: str, offset: int, nbytes: int) -> None:
+        """Start to read the encoded chunks of a range into the page cache, if supported; do not wait."""
         unit = self._unit(path, offset)
         if unit is None:
-            self.inner.will_read(path, offset, nbytes)
+            self.inner.prefetch(path, offset, nbytes)
         elif not isinstance(unit, Fill):
             for number in range(offset // unit.chunk_bytes, -(-(offset + nbytes) // unit.chunk_bytes)):
-                self.inner.will_read(path, *unit.spans[number])
+                self.inner.prefetch(path, *unit.spans[number])
 
     def _unit(self, path: str, offset: int) -> Fill | Chunks | None:
         """Return the virtual file that has an offset; None if it is an offset of the file itself."""

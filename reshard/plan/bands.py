@@ -93,6 +93,13 @@ class Segment(NamedTuple):
     source_offsets: tuple[int, ...]
     target_offsets: tuple[int, ...]
 
+    def parts_read(self, start: int, rows: int) -> Iterator[tuple[int, int, int]]:
+        """Yield source block, first element and number of elements of each part that rows from `start` on read."""
+        columns = self.columns
+        for source, offset, shape in zip(columns.sources, self.source_offsets, columns.source_shapes, strict=True):
+            row = prod(shape)
+            yield source, offset + (start - self.start) * row, rows * row
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
@@ -171,15 +178,6 @@ class Recipe:
                         tuple(_offset(self.sources[i], prefix, a) for i in columns.sources),
                         tuple(_offset(self.targets[i], prefix, a) for i in columns.targets),
                     )
-
-    def parts_read(self, axis: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the source block, its first element and the number of elements read for rows `start` to `stop`."""
-        for segment in self.segments(axis, start, stop):
-            columns, rows = segment.columns, segment.stop - segment.start
-            for source, offset, shape in zip(
-                columns.sources, segment.source_offsets, columns.source_shapes, strict=True
-            ):
-                yield source, offset, rows * prod(shape)
 
     def elements_read(self, axis: int) -> int:
         """Return the number of elements read; rows of source blocks are read whole."""

@@ -436,12 +436,13 @@ def bytes_left(plan: Plan) -> int:
 
 
 def ranges_read(plan: Plan, task: Task) -> Iterator[tuple[str, int, int]]:
-    """Yield path, offset and size of the source ranges that a task reads, but of strided blocks and zeros none."""
-    for number, start, stop in task.pieces:
-        transfer = plan.transfers[number]
+    """Yield path, offset and size of the source ranges that a task reads, without those of strided blocks."""
+    for piece in task.pieces:
+        transfer = plan.transfers[piece.transfer]
         reads, itemsize = transfer.reads, transfer.dtype.itemsize
-        for source, first, count in transfer.recipe.parts_read(transfer.axis, start, stop):
-            at = reads[source]
-            if not at.is_indirect:
-                for offset, begin, end in ranges(at.runs, first * itemsize, count * itemsize):
-                    yield plan.source.files[at.file].path, offset, end - begin
+        for segment in transfer.recipe.segments(transfer.axis, piece.start, piece.stop):
+            for source, first, count in segment.parts_read(segment.start, segment.stop - segment.start):
+                extent = reads[source]
+                if not extent.is_indirect:
+                    for offset, start, stop in ranges(extent.runs, first * itemsize, count * itemsize):
+                        yield plan.source.files[extent.file].path, offset, stop - start

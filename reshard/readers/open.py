@@ -63,7 +63,7 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
         try:
             return opens(path, *args, **kwargs)
         except UnansweredError:
-            raise
+            raise  # the store would not answer another request either
         except SourceError:
             if isinstance(path, Mapping):
                 raise

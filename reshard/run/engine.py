@@ -296,12 +296,10 @@ def _band(parts: Sequence[Rows], transfer: Transfer, *, in_order: bool) -> Band:
     reads = []
     position = 0
     for segment, start, rows in parts:
-        columns = segment.columns
-        for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
-            row = prod(shape) * itemsize
-            begin = offset * itemsize + (start - segment.start) * row
-            reads.append(BandRead(source, begin, _buffers.read[position : position + rows * row]))
-            position += rows * row
+        for source, first, count in segment.parts_read(start, rows):
+            end = position + count * itemsize
+            reads.append(BandRead(source, first * itemsize, _buffers.read[position:end]))
+            position = end
     return Band(reads, _writes(parts, transfer, reads, _buffers.read[:position], in_order=in_order))
 
 

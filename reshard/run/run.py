@@ -66,7 +66,8 @@ def run(
         options.fsync,
         drop_cache,
         multi_process=client is not None or get is not None,
-        ahead=0 if drop_cache or client is not None or get is not None else threads,  # else it would be dropped unused
+        # With `drop_cache`, tasks evict whole files; on a cluster, another machine may do the later task.
+        prefetch=0 if drop_cache or client is not None or get is not None else threads,
         checksums=checksums,
         cached=cached,
         sentinel=_lock_of(root) if client else "",

@@ -84,8 +84,7 @@ class TaskOptions(NamedTuple):
         fsync: sync every file to the disk before it gets its name.
         drop_cache: evict source and target files from the page cache.
         multi_process: the tasks may run in several processes.
-        ahead: how many tasks later the encoded chunks are that are read into the page cache while a task works; 0 for
-            none.
+        prefetch: each task prefetches the encoded chunks of the task so many places after it; 0 for none.
         checksums: compute CRC-32C sums of the written bytes.
         crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
         cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is
@@ -97,7 +96,7 @@ class TaskOptions(NamedTuple):
     fsync: bool = True
     drop_cache: bool = False
     multi_process: bool = False
-    ahead: int = 0
+    prefetch: int = 0
     checksums: bool = False
     crcs: bool = False
     cached: str = ""

@@ -125,9 +125,9 @@ def move_task(
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
     spans = ReadSpans(store) if drops_spans else None
     with _working(options, directory, _paths(plan, sinks, directory)):
-        if options.ahead and plan.source.coding and number + options.ahead < len(plan.tasks):
-            for encoded in ranges_read(plan, plan.tasks[number + options.ahead]):
-                store.will_read(*encoded)  # decoding does not wait for the disk then
+        if options.prefetch and plan.source.coding and number + options.prefetch < len(plan.tasks):
+            for part in ranges_read(plan, plan.tasks[number + options.prefetch]):
+                store.prefetch(*part)  # so that decoding does not wait for the disk
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,

@@ -150,8 +150,8 @@ class ReadStore(RangeStore, Protocol):
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
         """Return whether a file has certain bytes at certain offsets."""
 
-    def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Start to read a byte range into the page cache, if the store can; do not wait."""
+    def prefetch(self, path: str, offset: int, nbytes: int) -> None:
+        """Start to read a byte range into the page cache, if supported; do not wait."""
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a file (default: all of it) from the page cache."""
@@ -188,8 +188,8 @@ class Around:
                 return False
         return True
 
-    def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Do nothing: whether offsets are those of the file, only the class knows."""
+    def prefetch(self, path: str, offset: int, nbytes: int) -> None:
+        """Do nothing, since the inner store may have other offsets."""
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
         """Evict a byte range of a file (default: all of it) from the page cache."""

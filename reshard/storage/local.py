@@ -28,7 +28,7 @@ from reshard.storage.base import (
     unfinished_stem,
 )
 from reshard.storage.handles import OpenFiles
-from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
+from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, prefetch_pages, start_writeback
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -39,7 +39,6 @@ LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, req
 """The capabilities of local files."""
 
 _FICLONE = 0x40049409  # linux/fs.h
-_ADVISED = 256 << 10  # bytes that the kernel is asked to read ahead at once; of more it may read a part
 
 WRITE_BYTES = 512 << 10
 """The largest single write; longer ones are split at multiples of this offset.
@@ -175,11 +174,10 @@ class LocalStore:
         """
         return _LocalSink(self, path, sized=sized)
 
-    def will_read(self, path: str, offset: int, nbytes: int) -> None:
-        """Start to read a byte range into the page cache, if the system can; do not wait."""
-        with self.files.open(path, os.O_RDONLY) as fd, suppress(OSError, AttributeError):
-            for begin in range(offset, offset + nbytes, _ADVISED):
-                os.posix_fadvise(fd, begin, min(_ADVISED, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
+    def prefetch(self, path: str, offset: int, nbytes: int) -> None:
+        """Start to read a byte range into the page cache, if supported; do not wait."""
+        with self.files.open(path, os.O_RDONLY) as fd:
+            prefetch_pages(fd, offset, nbytes)
 
     def drop_cache(
         self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True

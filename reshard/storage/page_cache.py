@@ -1,4 +1,4 @@
-"""The kernel's page cache: read from it without I/O, evict pages, start writeback.
+"""The kernel's page cache: read from it without I/O, prefetch and evict pages, start writeback.
 
 If the system cannot tell which pages are cached, or cannot start writeback, files are read and written without this.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ GLANCE_BYTES = 64 << 10
 
 _MOST_MISSES = 1 << 14  # of about 150 bytes each; then all are forgotten
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # reads cached pages only; 0, an ordinary read, if not supported
+_PREFETCHED = 256 << 10  # bytes of one request; of longer ones Linux may read only the first part
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
@@ -96,6 +98,13 @@ def drop_pages(fd: int, first: int = 0, last: int | None = None) -> None:
     first = first // page * page
     count = 0 if last is None else max(-(-last // page) * page - first, 1)  # 0 is all
     os.posix_fadvise(fd, first, count, os.POSIX_FADV_DONTNEED)
+
+
+def prefetch_pages(fd: int, offset: int, nbytes: int) -> None:
+    """Start to read a byte range into the page cache, if supported; do not wait."""
+    with suppress(OSError, AttributeError):
+        for begin in range(offset, offset + nbytes, _PREFETCHED):
+            os.posix_fadvise(fd, begin, min(_PREFETCHED, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
 
 
 def start_writeback(fd: int) -> None:

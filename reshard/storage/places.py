@@ -405,10 +405,10 @@ class AnyStore(Around):
         # There may be half a million pieces, and a call for each costs more than reading it.
         return super().holds(path, pieces) if is_url(path) else self.inner.holds(path, pieces)
 
-    def will_read(self, path: str, offset: int, nbytes: int) -> None:
+    def prefetch(self, path: str, offset: int, nbytes: int) -> None:
         """Start to read a byte range of a local file into the page cache; do not wait."""
         if not is_url(path):
-            self.inner.will_read(path, offset, nbytes)
+            self.inner.prefetch(path, offset, nbytes)
 
     def drop_cache(self, path: str, first: int = 0, last: int | None = None, *, written: bool = False) -> None:
         """Evict a byte range of a local file from the page cache; see `LocalStore.drop_cache`."""

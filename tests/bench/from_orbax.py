@@ -97,11 +97,12 @@ def write(root: Path, nbytes: float, *, scanned: bool, level: int | None) -> Non
     (root / "config.json").write_text(CONFIG)
 
 
-def fill_cache(sources: list[Path], filler: Path) -> None:
-    """Evict sources from the page cache, and fill it with pages of a file without contents."""
-    for path in [path for source in sources for path in source.rglob("*") if path.is_file()]:
+def fill_cache(root: Path) -> None:
+    """Evict all files below a directory from the page cache, and fill it with pages of a file without contents."""
+    for path in filter(Path.is_file, root.rglob("*")):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    filler = root / "filler"
     with filler.open("wb") as file:
         file.truncate(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with filler.open("rb", buffering=0) as file:
@@ -136,7 +137,7 @@ def main() -> None:
         for number in range(options.runs + 1):
             for name, command in commands.items():
                 os.sync()
-                fill_cache([root / arm for arm in ("plain", *options.only.split(","))], root / "filler")
+                fill_cache(root)
                 result = measured(*command)
                 if result.code:
                     raise SystemExit(result.err)

@@ -273,7 +273,7 @@ def test_zarr_encrypted_and_dcp_sources(
         patch.setattr(budget, "TASK_BYTES", 2000)
         patch.setattr(budget, "BAND_BYTES", 500)
         plan = reshard.plan(encoded, format="safetensors", selection=Selection(lora=lora))
-        assert plan.stats.tasks > 5  # and the source of later ones is read ahead
+        assert plan.stats.tasks > 5  # and the source of later ones is prefetched
         plan.run(tmp_path / "tasks", threads=1, fsync=False)
     assert_arrays(reshard.open(tmp_path / "tasks"), EXPECTED)
     cipher = Cipher("AES-GCM", bytes(16))

@@ -34,12 +34,14 @@ _STORAGE = "_StorageInfo"
 """The class of the records of PyTorch's data files."""
 
 _SAVE_RECORD = b"\x8c\x0bStorageMeta\x94\x93\x94)\x81\x94}\x94("
-_OF_SAVE = re.compile(rb"\x8c\rcheckpoint_id\x94.{0,10000}?\x8c\x07save_id\x94\x8c\$.{36}", re.DOTALL)
-"""The path and the identifier of the save, which begin the `StorageMeta` of PyTorch, as pickled."""
+_SAVE = re.compile(
+    re.escape(_SAVE_RECORD) + rb"\x8c\rcheckpoint_id\x94.{0,10000}?\x8c\x07save_id\x94\x8c\$.{36}", re.DOTALL
+)
+"""The beginning of a pickled `StorageMeta` of PyTorch: the path and the identifier of the save."""
 
 _MOST_KNOWN = 8
 _KNOWN_ENDS: dict[bytes, dict[str, int]] = {}
-"""By the digest of metadata, the end of the items of each file."""
+"""The end of the items of each file, by the digest of the metadata."""
 
 
 def described_findings(directory: Directory, opener: Opener) -> Findings:
@@ -92,24 +94,23 @@ def _by_metadata(directory: Directory) -> Findings | None:
 def _ends_by_metadata(directory: Directory) -> dict[str, int]:
     """Return the end of the items of each file of a DCP; {} if its metadata do not place all elements.
 
-    A run saves the same tensors each time, and reading their metadata takes 17 us a block. So the last results are kept
-    by a digest of the metadata, without the path and the identifier of the save.
+    The steps of a run have equal metadata, apart from the path and the identifier of the save, and reading them takes
+    17 us a block. So the results are cached by a digest of the rest.
     """
     reader = RangeReader(str(directory.place / DCP_INDEX), window=0)
     if reader.size > MOST_BYTES or metadata_files(directory.place, directory.names) != [DCP_INDEX]:
         return {}
     content = reader.upto(0, reader.size)
-    record = content.rfind(_SAVE_RECORD)
-    of_save = _OF_SAVE.match(content, record + len(_SAVE_RECORD)) if record >= 0 else None
-    common = sha256(content[: of_save.start()] if of_save else content)
-    common.update(content[of_save.end() :] if of_save else b"")
-    ends = _KNOWN_ENDS.get(common.digest())
+    save = _SAVE.match(content, content.rfind(_SAVE_RECORD))
+    start, stop = save.span() if save else (0, 0)
+    digest = sha256(content[:start] + content[stop:]).digest()
+    ends = _KNOWN_ENDS.get(digest)
     if ends is None:
         metadata = DCPMetadata(directory.place, directory.names, content=content)
         ends = _ends(metadata) if _places_all(metadata) else {}
         if len(_KNOWN_ENDS) >= _MOST_KNOWN:
             _KNOWN_ENDS.clear()
-        _KNOWN_ENDS[common.digest()] = ends
+        _KNOWN_ENDS[digest] = ends
     return ends
 
 

@@ -81,7 +81,7 @@ class DCPMetadata:
     Args:
         directory: the directory.
         listing: the names of its files.
-        content: the first metadata file, if it has been read; there are no more then.
+        content: the content of the metadata file, if it is the only one and was read before.
 
     Attributes:
         described_by: the first metadata file, and how many more, for messages.
