@@ -36,7 +36,10 @@ class Cluster:
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "dask", *arguments],
-                stdout=log, stderr=log, cwd=cwd, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdout=log, stderr=log, cwd=cwd,
+                # Workers look for a worker that was killed as long as this, half a minute by default.
+                env={"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "10s", **os.environ,
+                     "PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip
 
     def _address(self) -> str:

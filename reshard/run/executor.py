@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -216,7 +217,8 @@ def _gather(
         client.cancel(futures)
 
     try:
-        uninterrupted(work, add, cancel)
+        with _waking(client):
+            uninterrupted(work, add, cancel)
     except BaseException as error:
         with suppress(Exception):  # the cluster may be gone
             client.cancel(futures)
@@ -226,6 +228,34 @@ def _gather(
         reason = str(error) or type(error).__name__
         raise ReshardError("the cluster failed", code="cluster-failed", facts=[reason]) from error
 
+
+@contextmanager
+def _waking(client: Any) -> Iterator[None]:
+    """Let the scheduler look at its queue every few seconds, by a task that does nothing.
+
+    It looks when a task is done or a worker is added, but not when a worker is lost (distributed 2026.7.1). If that
+    takes inputs from all tasks of the others, nothing is executed again and the run would wait forever.
+    """
+    ended = threading.Event()
+
+    def wake() -> None:
+        future = None
+        while not ended.wait(WOKEN_AFTER):
+            with suppress(Exception):  # without a scheduler, whoever waits for results is told
+                if future is None or future.done():
+                    future = client.submit(int, key=f"reshard-wake-{uuid.uuid4().hex}")
+
+    thread = threading.Thread(target=wake, name="reshard-wake", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+WOKEN_AFTER = 5.0
+"""Seconds between two tasks that wake the scheduler."""
 
 REACHED_WITHIN = 10
 """Seconds within which a scheduler must answer, and have a worker."""

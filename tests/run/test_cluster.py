@@ -248,6 +248,31 @@ def test_a_worker_is_killed_in_the_middle(
     assert len({receipt.task for receipt in report.receipts}) == len(report.receipts)
 
 
+def lose_wakes(dask_scheduler: Any) -> None:
+    """On the scheduler: leave tasks in the queue until no worker has any, as happens when a worker is lost."""
+    real = dask_scheduler.stimulus_queue_slots_maybe_opened
+
+    def lost(*, stimulus_id: str) -> None:
+        if not dask_scheduler.queued:
+            return
+        if any(worker.processing for worker in dask_scheduler.workers.values()):
+            return
+        dask_scheduler.stimulus_queue_slots_maybe_opened = real
+
+    dask_scheduler.stimulus_queue_slots_maybe_opened = lost
+
+
+def test_a_scheduler_that_forgot_its_queue_is_woken(
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reshard_cluster, "WOKEN_AFTER", 0.2)
+    monkeypatch.setattr(graph, "ENOUGH_TASKS", 1 << 20)
+    with cluster(tmp_path, 1) as one, client_of(one.address, 1) as client:
+        client.run_on_scheduler(lose_wakes)
+        made.run(tmp_path / "out", client=client)
+    assert tree(tmp_path / "out") == expected
+
+
 def test_what_progress_raises_stops_a_run_as_it_is(made: reshard.Plan, tmp_path: Path, wired: tuple[Wire, Any]) -> None:
     """As on threads; nothing is left."""
 
