@@ -129,22 +129,36 @@ def _order(pitch: Shape) -> list[int]:
 
 
 def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-    """Copy an array, tile by tile if it is transposed."""
+    """Copy an array whose dimensions are in the order of `source`, tile by tile if it is transposed.
+
+    A tile has rows along the dimension in which neighbours are neighbours in `target`, and columns along the last
+    ones, in which they are neighbours in `source`.
+    """
     import numpy as np
 
-    if target.ndim < 2 or source.strides[-1] != target.itemsize or target.strides[-1] <= target.strides[-2]:
+    fast = min(range(target.ndim), key=lambda dim: target.strides[dim], default=0)
+    if fast >= target.ndim - 1 or source.strides[-1] != target.itemsize:
         target[...] = source
         return
-    columns = min(_TILE, target.shape[-1])
-    padded = columns + _PADDING // target.itemsize
-    rows = min(_TILE, target.shape[-2], TILE_BYTES // (padded * target.itemsize))
-    tile = np.empty((rows, padded), target.dtype)
-    for outer in np.ndindex(target.shape[:-2]):
-        for row in range(0, target.shape[-2], rows):
-            for column in range(0, target.shape[-1], columns):
-                index = (*outer, slice(row, row + rows), slice(column, column + columns))
+    target, source = np.moveaxis(target, fast, 0), np.moveaxis(source, fast, 0)
+    first, columns = source.ndim - 1, 1  # a tile has all columns of the dimensions after `first`
+    while first > 1 and columns * source.shape[first] <= _TILE:
+        columns *= source.shape[first]
+        first -= 1
+    step = _TILE // columns
+    columns *= min(step, source.shape[first])
+    padded = columns * target.itemsize + _PADDING
+    rows = min(_TILE, len(target), TILE_BYTES // padded)
+    tile = np.empty(rows * padded, np.uint8)
+    for row in range(0, len(target), rows):
+        for outer in np.ndindex(source.shape[1:first]):
+            for start in range(0, source.shape[first], step):
+                index = (slice(row, row + rows), *outer, slice(start, start + step))
                 piece = source[index]
-                buffer = tile[: piece.shape[0], : piece.shape[1]]
+                strides = [target.itemsize]
+                for extent in reversed(piece.shape[2:]):
+                    strides.append(strides[-1] * extent)
+                buffer = np.ndarray(piece.shape, target.dtype, tile, strides=(padded, *reversed(strides)))
                 buffer[...] = piece
                 target[index] = buffer
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 VIEWS = 0.25
 """Memory of a thread's cached bands, with views of its buffers, as a fraction of the bytes of a band."""
 
-AHEAD = 12
+AHEAD = 16
 """How many bands a thread may read ahead if elements are needed in another order than they are stored."""
 
 _ROWS = slice(None)  # all rows of a band

@@ -39,7 +39,7 @@ from reshard.storage.places import can
 from reshard.storage.urls.pool import shared_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.formats.entries import FileLayout, Spans
     from reshard.layout.block import Block
@@ -433,16 +433,3 @@ def bytes_left(plan: Plan) -> int:
                 )
                 total += (next(rows) - next(rows)) * transfer.target_dtype.itemsize * len(written)
     return total
-
-
-def ranges_read(plan: Plan, task: Task) -> Iterator[tuple[str, int, int]]:
-    """Yield path, offset and size of the source ranges that a task reads, without those of strided blocks."""
-    for piece in task.pieces:
-        transfer = plan.transfers[piece.transfer]
-        reads, itemsize = transfer.reads, transfer.dtype.itemsize
-        for segment in transfer.recipe.segments(transfer.axis, piece.start, piece.stop):
-            for source, first, count in segment.parts_read(segment.start, segment.stop - segment.start):
-                extent = reads[source]
-                if not extent.is_indirect:
-                    for offset, start, stop in ranges(extent.runs, first * itemsize, count * itemsize):
-                        yield plan.source.files[extent.file].path, offset, stop - start

@@ -15,6 +15,7 @@ from reshard.run.beside import older_files, refuse_other_ranks
 from reshard.run.executor import check_workers, execute
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
+from reshard.run.prefetch import Prefetch
 from reshard.run.preflight import changed_sources, check_sources, check_target
 from reshard.run.session import Session
 from reshard.run.settings import Progress, Receipt, Report, TaskOptions, peak_memory, report_of, uncounted_memory
@@ -67,7 +68,7 @@ def run(
         drop_cache,
         multi_process=client is not None or get is not None,
         # With `drop_cache`, tasks evict whole files; on a cluster, another machine may do the later task.
-        prefetch=0 if drop_cache or client is not None or get is not None else threads,
+        prefetch=None if drop_cache or client is not None or get is not None else Prefetch(session.plan, threads),
         checksums=checksums,
         cached=cached,
         sentinel=_lock_of(root) if client else "",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.plan.plan import Plan
+    from reshard.run.prefetch import Prefetch
     from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
     from reshard.view.svg import Picture
@@ -84,7 +85,7 @@ class TaskOptions(NamedTuple):
         fsync: sync every file to the disk before it gets its name.
         drop_cache: evict source and target files from the page cache.
         multi_process: the tasks may run in several processes.
-        prefetch: each task prefetches the encoded chunks of the task so many places after it; 0 for none.
+        prefetch: the source ranges that each task prefetches for a later one.
         checksums: compute CRC-32C sums of the written bytes.
         crcs: compute CRC-32 sums as well, because target files contain such sums; set by the graph.
         cached: `page_cache.cache_of` of the target, if all processes share it: files are then synced once when all is
@@ -96,7 +97,7 @@ class TaskOptions(NamedTuple):
     fsync: bool = True
     drop_cache: bool = False
     multi_process: bool = False
-    prefetch: int = 0
+    prefetch: Prefetch | None = None
     checksums: bool = False
     crcs: bool = False
     cached: str = ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, TargetError
 from reshard.formats.entries import merged
-from reshard.plan.partition import ranges_read, whole_files
+from reshard.plan.partition import whole_files
 from reshard.plan.uploads.copies import needed_pieces
 from reshard.plan.uploads.sending import reserve
 from reshard.run.engine import Moved, move_pieces
@@ -125,9 +125,8 @@ def move_task(
     drops_spans = options.drop_cache and not (options.multi_process or plan.source.coding)
     spans = ReadSpans(store) if drops_spans else None
     with _working(options, directory, _paths(plan, sinks, directory)):
-        if options.prefetch and plan.source.coding and number + options.prefetch < len(plan.tasks):
-            for part in ranges_read(plan, plan.tasks[number + options.prefetch]):
-                store.prefetch(*part)  # so that decoding does not wait for the disk
+        for part in options.prefetch.ranges(number) if options.prefetch else ():
+            store.prefetch(*part)
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,

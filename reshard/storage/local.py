@@ -39,6 +39,7 @@ LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, req
 """The capabilities of local files."""
 
 _FICLONE = 0x40049409  # linux/fs.h
+_SCATTERED = 16  # requests for one file at once, from which on they are prefetched
 
 WRITE_BYTES = 512 << 10
 """The largest single write; longer ones are split at multiples of this offset.
@@ -76,9 +77,17 @@ class LocalStore:
     def read(self, wants: Sequence[Want]) -> None:
         """Fill buffers from files, one after the other."""
         for path, of_file in groupby(wants, itemgetter(0)):
+            requests = [(offset, buffer) for _, offset, buffer in of_file]
+            prefetched = len(requests) < _SCATTERED
             with self.files.open(path, os.O_RDONLY) as fd:
-                for _, offset, buffer in of_file:
-                    self._read(path, fd, offset, buffer)
+                for number, (offset, buffer) in enumerate(requests):
+                    done = self._glances.read(path, fd, offset, buffer)
+                    if done == len(buffer):
+                        continue
+                    if not prefetched:
+                        self._glances.prefetch(path, fd, requests[number:])
+                        prefetched = True
+                    self._read(path, fd, offset, buffer, done)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file.
@@ -87,10 +96,11 @@ class LocalStore:
             SourceError: the file ends before the buffer is full, or cannot be read.
         """
         with self.files.open(path, os.O_RDONLY) as fd:
-            self._read(path, fd, offset, buffer)
+            self._read(path, fd, offset, buffer, self._glances.read(path, fd, offset, buffer))
 
-    def _read(self, path: str, fd: int, offset: int, buffer: memoryview) -> None:
-        done = self._glances.read(path, fd, offset, buffer)
+    @staticmethod
+    def _read(path: str, fd: int, offset: int, buffer: memoryview, done: int) -> None:
+        """Fill a buffer of which `done` bytes are read."""
         while done < len(buffer):
             try:
                 count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)

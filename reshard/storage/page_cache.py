@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from reshard.storage.base import Around
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from reshard.storage.base import ReadStore
 
@@ -76,10 +76,20 @@ class Glances:
             self._asks = False
             return 0
         if done < len(buffer):
-            if len(self.misses) >= _MOST_MISSES:
-                self.misses.clear()
-            self.misses.add((path, offset // GLANCE_BYTES))
+            self._record(path, offset)
         return done
+
+    def _record(self, path: str, offset: int) -> None:
+        if len(self.misses) >= _MOST_MISSES:
+            self.misses.clear()
+        self.misses.add((path, offset // GLANCE_BYTES))
+
+    def prefetch(self, path: str, fd: int, requests: Sequence[tuple[int, memoryview]]) -> None:
+        """Start to read the requests of at most `GLANCE_BYTES`: a disk serves many at once sooner than one by one."""
+        for offset, buffer in requests:
+            if len(buffer) <= GLANCE_BYTES:
+                prefetch_pages(fd, offset, len(buffer))
+                self._record(path, offset)
 
     def take_misses(self, paths: Collection[str]) -> Iterator[tuple[str, int, int]]:
         """Yield path, begin and end of each recorded miss in these files, and forget it.

@@ -36,11 +36,14 @@ def elements(
     return expected
 
 
-@pytest.fixture(params=[(0, 16), (4, 16), (4, 64), (40, 200), (strided.GAP, strided.SCRATCH)], ids=str)
+OWN_LIMITS = strided.GAP, strided.SCRATCH, strided._TILE
+
+
+@pytest.fixture(params=[(0, 16, 1), (4, 16, 2), (4, 64, 3), (40, 200, 7), OWN_LIMITS], ids=str)
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that these small arrays reach, and those of the package."""
-    monkeypatch.setattr(strided, "GAP", request.param[0])
-    monkeypatch.setattr(strided, "SCRATCH", request.param[1])
+    for name, limit in zip(("GAP", "SCRATCH", "_TILE"), request.param, strict=True):
+        monkeypatch.setattr(strided, name, limit)
 
 
 @pytest.mark.usefixtures("limits")
@@ -60,6 +63,20 @@ def test_elements_are_those_at_their_strides(data: st.DataObject) -> None:
     assert out.shape == shape
     read_strided(read, begin, pitch, out)
     assert out.tobytes() == elements(begin, pitch, shape, dtype).tobytes()
+
+
+@pytest.mark.parametrize("tile", [1, 2, 3, 6, 7, 512])
+@given(st.data())
+def test_transposed_arrays_are_copied_by_tiles(tile: int, data: st.DataObject) -> None:
+    """Whatever dimension is the fastest of the target, and however many columns are in a tile."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), "shape"))
+    source = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    order = data.draw(st.permutations(range(len(shape))), "order")
+    target = np.zeros([shape[dim] for dim in order], np.int32).transpose(np.argsort(order))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strided, "_TILE", tile)
+        strided._copy(target, source)
+    assert (target == source).all()
 
 
 def test_single_elements_far_apart_into_a_column() -> None:

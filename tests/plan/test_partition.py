@@ -17,6 +17,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.formats import ckpt
 from reshard.plan import budget, partition
+from reshard.plan.bands import AHEAD
 from reshard.plan.partition import partitioned
 
 if TYPE_CHECKING:
@@ -175,6 +176,6 @@ def test_what_is_transposed_is_cut_where_reading_ahead_ends(tmp_path: Path, monk
     assert {name: starts for name, starts in pieces.items() if name != "large.t"} == {
         f"w{number}.t": [0] for number in range(5)
     }
-    room = 12_000 // (60 * 4)  # rows that are read ahead
-    assert all(start % (500 // -(-500 // room)) == 0 for start in pieces["large.t"]), pieces["large.t"]
+    room = AHEAD * 1000 // (60 * 4)  # rows that are read ahead
+    assert all(start % -(-500 // -(-500 // room)) == 0 for start in pieces["large.t"]), pieces["large.t"]
     assert len(pieces["large.t"]) > 3

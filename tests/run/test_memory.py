@@ -130,7 +130,7 @@ def test_the_peak_is_what_was_predicted_or_less(sources: Sources, run: str) -> N
         assert ran.took.peak < 90e6
 
 
-@pytest.mark.parametrize(("options", "most"), [([], 126e6), (["--threads", "1"], 92e6), (["--memory", "64MB"], 64e6)])
+@pytest.mark.parametrize(("options", "most"), [([], 142e6), (["--threads", "1"], 100e6), (["--memory", "64MB"], 64e6)])
 def test_tensors_that_are_transposed_are_no_more_than_said(sources: Sources, options: list[str], most: float) -> None:
     rules = sources.root / "transposed.yaml"
     matrices = [name for name, shape in MODEL.items() if len(shape) == 2]

@@ -1,0 +1,117 @@
+"""The source ranges that tasks ask the page cache for before a later task reads them.
+
+A task of encoded chunks reads a few megabytes and decodes them, which is over before Linux reads far ahead: each task
+prefetches the chunks of the one that its thread is likely to do next. Strided elements, such as one layer of a stack of
+layers, are small reads with gaps between, which take a disk several times as long as one long read. If a run reads most
+of a file with such gaps, because other tasks read the other layers, all of it is prefetched, once. For that the cache
+must hold the sources, which a run without `drop_cache` expects.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from reshard.formats.entries import ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from reshard.formats.entries import Spans
+    from reshard.plan.plan import Plan
+
+
+Range = tuple[str, int, int]
+"""Path, offset and size of a part of a file."""
+
+PART_BYTES = 32 << 20
+"""The most bytes of one range of strided blocks, so that they can be shared out among tasks."""
+
+
+class Prefetch:
+    """The ranges that each task of a run prefetches for a later task.
+
+    Args:
+        plan: the plan of the run.
+        threads: the number of threads: a thread that ends a task is likely to do the one so many places after it.
+    """
+
+    def __init__(self, plan: Plan, threads: int) -> None:
+        self._plan, self._threads = plan, threads
+        self._strided = {} if plan.source.coding else strided_ranges(plan, threads)
+
+    def ranges(self, number: int) -> Iterator[Range]:
+        """Yield the ranges that a task prefetches."""
+        yield from self._strided.get(number, ())
+        later = number + self._threads
+        if self._plan.source.coding and later < len(self._plan.tasks):
+            yield from ranges_read(self._plan, later)
+
+
+def ranges_read(plan: Plan, number: int) -> Iterator[Range]:
+    """Yield the source ranges that a task reads, without those of strided blocks."""
+    for piece in plan.tasks[number].pieces:
+        transfer = plan.transfers[piece.transfer]
+        reads, itemsize = transfer.reads, transfer.dtype.itemsize
+        for segment in transfer.recipe.segments(transfer.axis, piece.start, piece.stop):
+            for source, first, count in segment.parts_read(segment.start, segment.stop - segment.start):
+                extent = reads[source]
+                if not extent.is_indirect:
+                    for offset, start, stop in ranges(extent.runs, first * itemsize, count * itemsize):
+                        yield plan.source.files[extent.file].path, offset, stop - start
+
+
+def strided_ranges(plan: Plan, threads: int) -> dict[int, list[Range]]:
+    """Return the ranges that hold strided blocks, by the number of the task that prefetches them.
+
+    Ranges that overlap, such as those of the layers of a stack, are one. Only files are included of whose ranges at
+    least half is read, by all tasks together. The ranges that a task is the first to read are shared out among the
+    tasks before it, back to the last one of which this was true: the disk reads a stack while the one before is
+    worked on.
+    """
+    nbytes: Counter[int] = Counter()
+    runs: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+    for transfer in plan.transfers:
+        for source, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
+            if at.strides:
+                nbytes[at.file] += source.size * transfer.dtype.itemsize
+                runs[at.file].update(at.runs)
+    unread = {
+        file: spans
+        for file, spans in ((file, _overlapping(found)) for file, found in runs.items())
+        if 2 * nbytes[file] >= sum(end - begin for begin, end in spans)
+    }
+    result: defaultdict[int, list[Range]] = defaultdict(list)
+    before = 0
+    for number, task in enumerate(plan.tasks):
+        parts: list[Range] = []
+        for at in (at for piece in task.pieces for at in plan.transfers[piece.transfer].reads if at.file in unread):
+            for offset, _ in at.runs if at.strides else ():
+                spans = unread[at.file]
+                index = bisect_right(spans, offset, key=itemgetter(0)) - 1
+                if index >= 0 and offset < spans[index][1]:
+                    path, (begin, end) = plan.source.files[at.file].path, spans.pop(index)
+                    parts += ((path, part, min(PART_BYTES, end - part)) for part in range(begin, end, PART_BYTES))
+        first = max(0, min(before, number - threads))
+        for index, part in enumerate(parts):
+            result[first + index * max(number - threads - first, 1) // len(parts)].append(part)
+        if parts:
+            before = number
+    return dict(result)
+
+
+def _overlapping(runs: Iterable[tuple[int, int]]) -> Spans:
+    """Return begin and end of runs, with overlapping ones joined.
+
+    >>> _overlapping([(0, 4), (3, 4), (7, 2)])
+    [(0, 7), (7, 9)]
+    """
+    result: Spans = []
+    for offset, length in sorted(runs):
+        if result and offset < result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], offset + length)
+        else:
+            result.append((offset, offset + length))
+    return result
