@@ -93,6 +93,12 @@ def client_of(address: str, workers: int) -> Iterator[Any]:
         yield client
 
 
+def nap(seconds: float, result: int) -> int:
+    """A task that takes its time."""
+    time.sleep(seconds)
+    return result
+
+
 _plans: list[int] = []
 
 

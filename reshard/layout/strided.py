@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
+from math import prod
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ _TILE = 512
 
 TILE_BYTES = 1 << 20
 """The most bytes of a tile."""
+
+_NEAR = 64
+"""Elements at shorter distances, in elements, are copied without tiles."""
 
 _PADDING = 64
 """Bytes between the rows of a tile: rows at steps of 4 KiB would share the same lines of a cache."""
@@ -131,36 +135,64 @@ def _order(pitch: Shape) -> list[int]:
 def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
     """Copy an array whose dimensions are in the order of `source`, tile by tile if it is transposed.
 
-    A tile has rows along the dimension in which neighbours are neighbours in `target`, and columns along the last
-    ones, in which they are neighbours in `source`.
+    The rows of a tile are of the dimensions whose elements are nearest to each other in `target`, the columns of those
+    in `source`.
     """
     import numpy as np
 
-    fast = min(range(target.ndim), key=lambda dim: target.strides[dim], default=0)
-    if fast >= target.ndim - 1 or source.strides[-1] != target.itemsize:
+    nearest = sorted(range(target.ndim), key=lambda dim: target.strides[dim])
+    nearest = nearest[: nearest.index(target.ndim - 1)] if nearest else []
+    between = prod(target.shape[dim] for dim in nearest)  # two neighbours in `source` are so far apart in `target`
+    if between < _NEAR or source.strides[-1] != target.itemsize or not target.size:
         target[...] = source
         return
-    target, source = np.moveaxis(target, fast, 0), np.moveaxis(source, fast, 0)
-    first, columns = source.ndim - 1, 1  # a tile has all columns of the dimensions after `first`
-    while first > 1 and columns * source.shape[first] <= _TILE:
-        columns *= source.shape[first]
-        first -= 1
-    step = _TILE // columns
-    columns *= min(step, source.shape[first])
+    most_rows = min(_TILE, TILE_BYTES // (_TILE * target.itemsize + _PADDING))
+    row_dims, rows, row_step = _fitting(nearest, target.shape, most_rows)
+    others = [dim for dim in reversed(range(target.ndim)) if dim not in row_dims]
+    column_dims, columns, column_step = _fitting(others, target.shape, _TILE)
+    outer_dims = [dim for dim in range(target.ndim) if dim not in {*row_dims, *column_dims}]
+    order = (*outer_dims, *row_dims[::-1], *column_dims[::-1])
+    target, source = target.transpose(order), source.transpose(order)
     padded = columns * target.itemsize + _PADDING
-    rows = min(_TILE, len(target), TILE_BYTES // padded)
     tile = np.empty(rows * padded, np.uint8)
-    for row in range(0, len(target), rows):
-        for outer in np.ndindex(source.shape[1:first]):
-            for start in range(0, source.shape[first], step):
-                index = (slice(row, row + rows), *outer, slice(start, start + step))
+    outer, at = len(outer_dims), len(outer_dims) + len(row_dims)
+    for first in np.ndindex(target.shape[:outer]):
+        for row in range(0, target.shape[outer], row_step):
+            for column in range(0, target.shape[at], column_step):
+                whole = (slice(None),) * (len(row_dims) - 1)
+                index = (*first, slice(row, row + row_step), *whole, slice(column, column + column_step))
                 piece = source[index]
-                strides = [target.itemsize]
-                for extent in reversed(piece.shape[2:]):
-                    strides.append(strides[-1] * extent)
-                buffer = np.ndarray(piece.shape, target.dtype, tile, strides=(padded, *reversed(strides)))
+                shape = piece.shape
+                strides = (*_steps(shape[: len(row_dims)], padded), *_steps(shape[len(row_dims) :], target.itemsize))
+                buffer = np.ndarray(shape, target.dtype, tile, strides=strides)
                 buffer[...] = piece
                 target[index] = buffer
+
+
+def _fitting(dims: Sequence[int], shape: Shape, most: int) -> tuple[list[int], int, int]:
+    """Return the first dimensions that have `most` elements or more, or all; how many fit, and of the last dimension.
+
+    >>> _fitting([2, 0, 1], (3, 5, 4), 20), _fitting([2, 0], (9, 5, 4), 20)
+    (([2, 0, 1], 12, 1), ([2, 0], 20, 5))
+    """
+    chosen: list[int] = []
+    before = count = 1
+    for dim in dims:
+        chosen.append(dim)
+        before, count = count, count * shape[dim]
+        if count >= most:
+            break
+    step = min(max(1, most // before), shape[chosen[-1]])
+    return chosen, before * step, step
+
+
+def _steps(shape: Shape, width: int) -> list[int]:
+    """Return the strides of contiguous elements of a size in bytes.
+
+    >>> _steps((2, 3, 4), 8)
+    [96, 32, 8]
+    """
+    return [width * prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 class Ahead:

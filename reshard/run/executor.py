@@ -242,12 +242,12 @@ def _waking(client: Any) -> Iterator[None]:
         future = None
         while not ended.wait(WOKEN_AFTER):
             with suppress(Exception):  # without a scheduler, whoever waits for results is told
-                if future is None or future.done():
-                    future = client.submit(int, key=f"reshard-wake-{uuid.uuid4().hex}")
+                del future  # dask queues tasks of a kind of which it knows many
+                future = client.submit(int, key=f"reshard-wake-{uuid.uuid4().hex}")
 
     thread = threading.Thread(target=wake, name="reshard-wake", daemon=True)
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
         ended.set()

@@ -67,8 +67,6 @@ def run(
         options.fsync,
         drop_cache,
         multi_process=client is not None or get is not None,
-        # With `drop_cache`, tasks evict whole files; on a cluster, another machine may do the later task.
-        prefetch=None if drop_cache or client is not None or get is not None else Prefetch(session.plan, threads),
         checksums=checksums,
         cached=cached,
         sentinel=_lock_of(root) if client else "",
@@ -76,7 +74,7 @@ def run(
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
         reporter.begin()
-        graph = Graph(session.plan, root, task_options)
+        graph = Graph(session.plan, root, _with_prefetch(task_options, session.plan, threads))
         made = None
         if graph.has_arrays:  # chunks that are computed while files are created would fill the memory
             made = execute(graph.creating(), graph.created, graph.run, threads, reporter.add, client=client, get=get)
@@ -110,6 +108,13 @@ def run(
         warnings=plan.warnings,
         bytes_copied=sum(receipt.bytes_copied for receipt in receipts),
     )
+
+
+def _with_prefetch(options: TaskOptions, plan: Plan, threads: int) -> TaskOptions:
+    """Let tasks prefetch, unless they evict whole files, or another machine may do the later task."""
+    if options.drop_cache or options.multi_process:
+        return options
+    return options._replace(prefetch=Prefetch(plan, threads))
 
 
 def _threads(options: RunOptions, most: int) -> int:

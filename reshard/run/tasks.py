@@ -126,6 +126,7 @@ def move_task(
     spans = ReadSpans(store) if drops_spans else None
     with _working(options, directory, _paths(plan, sinks, directory)):
         for part in options.prefetch.ranges(number) if options.prefetch else ():
+            live_runs.check_cancelled(options.run)
             store.prefetch(*part)
         moved = move_pieces(
             plan,

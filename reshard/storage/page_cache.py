@@ -17,7 +17,7 @@ from reshard.storage.base import Around
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from reshard.storage.base import ReadStore
+    from reshard.storage.base import ReadStore, Want
 
 GLANCE_BYTES = 64 << 10
 """The largest read that tries the page cache first."""
@@ -35,11 +35,16 @@ class ReadSpans(Around):
         super().__init__(store)
         self._spans: dict[str, tuple[int, int]] = {}
 
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers from files, all of them by one call of the store."""
+        for path, offset, buffer in wants:
+            first, last = self._spans.get(path, (offset, 0))
+            self._spans[path] = min(first, offset), max(last, offset + len(buffer))
+        self.inner.read(wants)
+
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
-        self.inner.read_into(path, offset, buffer)
-        first, last = self._spans.get(path, (offset, 0))
-        self._spans[path] = min(first, offset), max(last, offset + len(buffer))
+        self.read([(path, offset, buffer)])
 
     def drop(self) -> None:
         """Evict each file from the page cache, from the first byte read to the last."""

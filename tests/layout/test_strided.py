@@ -36,13 +36,13 @@ def elements(
     return expected
 
 
-OWN_LIMITS = strided.GAP, strided.SCRATCH, strided._TILE
+OWN_LIMITS = strided.GAP, strided.SCRATCH, strided._TILE, strided._NEAR
 
 
-@pytest.fixture(params=[(0, 16, 1), (4, 16, 2), (4, 64, 3), (40, 200, 7), OWN_LIMITS], ids=str)
+@pytest.fixture(params=[(0, 16, 1, 2), (4, 16, 2, 2), (4, 64, 3, 4), (40, 200, 7, 2), OWN_LIMITS], ids=str)
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that these small arrays reach, and those of the package."""
-    for name, limit in zip(("GAP", "SCRATCH", "_TILE"), request.param, strict=True):
+    for name, limit in zip(("GAP", "SCRATCH", "_TILE", "_NEAR"), request.param, strict=True):
         monkeypatch.setattr(strided, name, limit)
 
 
@@ -75,6 +75,7 @@ def test_transposed_arrays_are_copied_by_tiles(tile: int, data: st.DataObject) -
     target = np.zeros([shape[dim] for dim in order], np.int32).transpose(np.argsort(order))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strided, "_TILE", tile)
+        patch.setattr(strided, "_NEAR", 2)
         strided._copy(target, source)
     assert (target == source).all()
 

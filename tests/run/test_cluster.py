@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import by_file
 import pytest
 from checkpoints import numbers, tree, write_ranks
-from clusters import Wire, client_of, cluster, count_plans, plans_counted
+from clusters import Wire, client_of, cluster, count_plans, nap, plans_counted
 from commands import heed_signals, interruptible
 from refusals import refused
 from remotes import get
@@ -253,24 +253,26 @@ def lose_wakes(dask_scheduler: Any) -> None:
     real = dask_scheduler.stimulus_queue_slots_maybe_opened
 
     def lost(*, stimulus_id: str) -> None:
-        if not dask_scheduler.queued:
-            return
-        if any(worker.processing for worker in dask_scheduler.workers.values()):
-            return
-        dask_scheduler.stimulus_queue_slots_maybe_opened = real
+        if dask_scheduler.queued and not any(worker.processing for worker in dask_scheduler.workers.values()):
+            dask_scheduler.stimulus_queue_slots_maybe_opened = real
 
     dask_scheduler.stimulus_queue_slots_maybe_opened = lost
 
 
-def test_a_scheduler_that_forgot_its_queue_is_woken(
-    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reshard_cluster, "WOKEN_AFTER", 0.2)
-    monkeypatch.setattr(graph, "ENOUGH_TASKS", 1 << 20)
+@pytest.mark.parametrize("done", [1, 20])
+def test_a_scheduler_that_forgot_its_queue_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+    """At the beginning, and after it was woken many times while its worker was busy."""
+    monkeypatch.setattr(reshard_cluster, "WOKEN_AFTER", 0.02)
     with cluster(tmp_path, 1) as one, client_of(one.address, 1) as client:
-        client.run_on_scheduler(lose_wakes)
-        made.run(tmp_path / "out", client=client)
-    assert tree(tmp_path / "out") == expected
+        results: list[int] = []
+
+        def add(result: int) -> None:
+            results.append(result)
+            if len(results) == done:
+                client.run_on_scheduler(lose_wakes)
+
+        reshard_cluster.map_tasks(nap, 0.06, range(done + 6), threads=1, client=client, on_result=add)
+    assert sorted(results) == list(range(done + 6))
 
 
 def test_what_progress_raises_stops_a_run_as_it_is(made: reshard.Plan, tmp_path: Path, wired: tuple[Wire, Any]) -> None:

@@ -10,7 +10,7 @@ must hold the sources, which a run without `drop_cache` expects.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -71,30 +71,40 @@ def strided_ranges(plan: Plan, threads: int) -> dict[int, list[Range]]:
     tasks before it, back to the last one of which this was true: the disk reads a stack while the one before is
     worked on.
     """
-    nbytes: Counter[int] = Counter()
-    runs: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-    for transfer in plan.transfers:
-        for source, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
-            if at.strides:
-                nbytes[at.file] += source.size * transfer.dtype.itemsize
-                runs[at.file].update(at.runs)
-    unread = {
-        file: spans
-        for file, spans in ((file, _overlapping(found)) for file, found in runs.items())
-        if 2 * nbytes[file] >= sum(end - begin for begin, end in spans)
+    runs: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)  # by file: the bytes of the blocks in them
+    reads: list[list[tuple[int, int]]] = []  # by task: file and offset of each run of transfers that no task had before
+    known: set[int] = set()
+    for task in plan.tasks:
+        found = []
+        for number in {piece.transfer: None for piece in task.pieces}:
+            if number in known:
+                continue
+            known.add(number)
+            transfer = plan.transfers[number]
+            for source, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
+                for run in at.runs if at.strides else ():
+                    runs[at.file][run] = source.size * transfer.dtype.itemsize // len(at.runs)
+                    found.append((at.file, run[0]))
+        reads.append(found)
+    spans = {
+        file: joined
+        for file, joined in ((file, _overlapping(of_file)) for file, of_file in runs.items())
+        if 2 * sum(runs[file].values()) >= sum(end - begin for begin, end in joined)
     }
+    asked: set[tuple[int, int]] = set()
     result: defaultdict[int, list[Range]] = defaultdict(list)
     before = 0
-    for number, task in enumerate(plan.tasks):
+    for number, found in enumerate(reads):
         parts: list[Range] = []
-        for at in (at for piece in task.pieces for at in plan.transfers[piece.transfer].reads if at.file in unread):
-            for offset, _ in at.runs if at.strides else ():
-                spans = unread[at.file]
-                index = bisect_right(spans, offset, key=itemgetter(0)) - 1
-                if index >= 0 and offset < spans[index][1]:
-                    path, (begin, end) = plan.source.files[at.file].path, spans.pop(index)
-                    parts += ((path, part, min(PART_BYTES, end - part)) for part in range(begin, end, PART_BYTES))
-        first = max(0, min(before, number - threads))
+        for file, offset in found:
+            if file not in spans:
+                continue
+            begin, end = spans[file][bisect_right(spans[file], offset, key=itemgetter(0)) - 1]
+            if (file, begin) not in asked:
+                asked.add((file, begin))
+                path = plan.source.files[file].path
+                parts += ((path, part, min(PART_BYTES, end - part)) for part in range(begin, end, PART_BYTES))
+        first = max(0, min(number - threads, max(before, number - threads - len(parts))))
         for index, part in enumerate(parts):
             result[first + index * max(number - threads - first, 1) // len(parts)].append(part)
         if parts:
