@@ -34,7 +34,7 @@ TILE_BYTES = 1 << 20
 """The most bytes of a tile."""
 
 _NEAR = 64
-"""Elements at shorter distances, in elements, are copied without tiles."""
+"""Neighbours in the source that are fewer elements apart in the target are copied without tiles."""
 
 _PADDING = 64
 """Bytes between the rows of a tile: rows at steps of 4 KiB would share the same lines of a cache."""
@@ -133,17 +133,16 @@ def _order(pitch: Shape) -> list[int]:
 
 
 def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-    """Copy an array whose dimensions are in the order of `source`, tile by tile if it is transposed.
+    """Copy an array that is not empty, tile by tile if it is transposed and contiguous along the last dimension.
 
-    The rows of a tile are of the dimensions whose elements are nearest to each other in `target`, the columns of those
-    in `source`.
+    A tile has rows along the dimensions with the shortest strides in `target`, and columns along the last dimensions.
     """
     import numpy as np
 
     nearest = sorted(range(target.ndim), key=lambda dim: target.strides[dim])
     nearest = nearest[: nearest.index(target.ndim - 1)] if nearest else []
-    between = prod(target.shape[dim] for dim in nearest)  # two neighbours in `source` are so far apart in `target`
-    if between < _NEAR or source.strides[-1] != target.itemsize or not target.size:
+    between = prod(target.shape[dim] for dim in nearest)  # the distance in `target` of neighbours in `source`
+    if between < _NEAR or source.strides[-1] != target.itemsize:
         target[...] = source
         return
     most_rows = min(_TILE, TILE_BYTES // (_TILE * target.itemsize + _PADDING))
@@ -153,24 +152,25 @@ def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
     outer_dims = [dim for dim in range(target.ndim) if dim not in {*row_dims, *column_dims}]
     order = (*outer_dims, *row_dims[::-1], *column_dims[::-1])
     target, source = target.transpose(order), source.transpose(order)
-    padded = columns * target.itemsize + _PADDING
-    tile = np.empty(rows * padded, np.uint8)
-    outer, at = len(outer_dims), len(outer_dims) + len(row_dims)
-    for first in np.ndindex(target.shape[:outer]):
-        for row in range(0, target.shape[outer], row_step):
-            for column in range(0, target.shape[at], column_step):
-                whole = (slice(None),) * (len(row_dims) - 1)
-                index = (*first, slice(row, row + row_step), *whole, slice(column, column + column_step))
+    row_dim, column_dim = len(outer_dims), len(outer_dims) + len(row_dims)  # the first ones
+    inner_rows, inner_columns = target.shape[row_dim + 1 : column_dim], target.shape[column_dim + 1 :]
+    padded = np.empty((rows, columns + _PADDING // target.itemsize), target.dtype)[:, :columns]
+    tile = padded.reshape(row_step, *inner_rows, column_step, *inner_columns)
+    every = (slice(None),) * len(inner_rows)
+    for outer in np.ndindex(target.shape[:row_dim]):
+        for row in range(0, target.shape[row_dim], row_step):
+            for column in range(0, target.shape[column_dim], column_step):
+                index = (*outer, slice(row, row + row_step), *every, slice(column, column + column_step))
                 piece = source[index]
-                shape = piece.shape
-                strides = (*_steps(shape[: len(row_dims)], padded), *_steps(shape[len(row_dims) :], target.itemsize))
-                buffer = np.ndarray(shape, target.dtype, tile, strides=strides)
+                buffer = tile[tuple(map(slice, piece.shape))]
                 buffer[...] = piece
                 target[index] = buffer
 
 
 def _fitting(dims: Sequence[int], shape: Shape, most: int) -> tuple[list[int], int, int]:
-    """Return the first dimensions that have `most` elements or more, or all; how many fit, and of the last dimension.
+    """Return the dimensions of a tile, how many of `most` elements it has, and its extent along the last of them.
+
+    These are the first of `dims` that have so many elements together, or all.
 
     >>> _fitting([2, 0, 1], (3, 5, 4), 20), _fitting([2, 0], (9, 5, 4), 20)
     (([2, 0, 1], 12, 1), ([2, 0], 20, 5))
@@ -184,15 +184,6 @@ def _fitting(dims: Sequence[int], shape: Shape, most: int) -> tuple[list[int], i
             break
     step = min(max(1, most // before), shape[chosen[-1]])
     return chosen, before * step, step
-
-
-def _steps(shape: Shape, width: int) -> list[int]:
-    """Return the strides of contiguous elements of a size in bytes.
-
-    >>> _steps((2, 3, 4), 8)
-    [96, 32, 8]
-    """
-    return [width * prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 class Ahead:

@@ -239,11 +239,11 @@ def _waking(client: Any) -> Iterator[None]:
     ended = threading.Event()
 
     def wake() -> None:
-        future = None
+        futures: list[Any] = []
         while not ended.wait(WOKEN_AFTER):
-            with suppress(Exception):  # without a scheduler, whoever waits for results is told
-                del future  # dask queues tasks of a kind of which it knows many
-                future = client.submit(int, key=f"reshard-wake-{uuid.uuid4().hex}")
+            with suppress(Exception):  # without a scheduler, the thread that waits for results is told
+                futures.clear()  # dask queues tasks of a kind of which it knows many
+                futures.append(client.submit(int, key=f"reshard-wake-{uuid.uuid4().hex}"))
 
     thread = threading.Thread(target=wake, name="reshard-wake", daemon=True)
     try:

@@ -39,7 +39,7 @@ LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, req
 """The capabilities of local files."""
 
 _FICLONE = 0x40049409  # linux/fs.h
-_SCATTERED = 16  # requests for one file at once, from which on they are prefetched
+_SCATTERED = 16  # the fewest requests for one file that are prefetched once one is not cached
 
 WRITE_BYTES = 512 << 10
 """The largest single write; longer ones are split at multiples of this offset.
@@ -78,15 +78,13 @@ class LocalStore:
         """Fill buffers from files, one after the other."""
         for path, of_file in groupby(wants, itemgetter(0)):
             requests = [(offset, buffer) for _, offset, buffer in of_file]
-            prefetched = len(requests) < _SCATTERED
+            prefetches = len(requests) >= _SCATTERED
             with self.files.open(path, os.O_RDONLY) as fd:
                 for number, (offset, buffer) in enumerate(requests):
                     done = self._glances.read(path, fd, offset, buffer)
-                    if done == len(buffer):
-                        continue
-                    if not prefetched:
+                    if done < len(buffer) and prefetches:
                         self._glances.prefetch(path, fd, requests[number:])
-                        prefetched = True
+                        prefetches = False
                     self._read(path, fd, offset, buffer, done)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:

@@ -41,7 +41,7 @@ def hints(monkeypatch: pytest.MonkeyPatch) -> list[Hint]:
     return found
 
 
-def run(folder: Path, threads: int | None = 1, **options: Any) -> tuple[str, reshard.Checkpoint]:
+def run(folder: Path, threads: int = 1, **options: Any) -> tuple[str, reshard.Checkpoint]:
     path = write_file(folder / "in.safetensors", STACKS)
     plan = reshard.plan(reshard.open(path), rules=RULES, format="safetensors", threads=threads or None)
     plan.run(folder / "out", fsync=False, scheduler=None if threads else "synchronous", **options)

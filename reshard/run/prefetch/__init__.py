@@ -1,10 +1,10 @@
-"""The source ranges that tasks ask the page cache for before a later task reads them.
+"""Prefetch the source ranges of later tasks into the page cache.
 
-A task of encoded chunks reads a few megabytes and decodes them, which is over before Linux reads far ahead: each task
-prefetches the chunks of the one that its thread is likely to do next. Strided elements, such as one layer of a stack of
-layers, are small reads with gaps between, which take a disk several times as long as one long read. If a run reads most
-of a file with such gaps, because other tasks read the other layers, all of it is prefetched, once. For that the cache
-must hold the sources, which a run without `drop_cache` expects.
+A task of encoded chunks reads a few megabytes at a time, too little for Linux to read far ahead: each task prefetches
+the chunks of the task that its thread is likely to do next. Strided elements, such as one layer of a stack of layers,
+are small reads with gaps between them, which take a disk several times as long as one long read. If the tasks of a run
+together read most of a file, the ranges with such gaps are prefetched whole, each once. A run without `drop_cache`
+expects that the page cache holds its sources.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reshard.formats.entries import ranges
+from reshard.plan.budget import TASK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -26,16 +27,13 @@ if TYPE_CHECKING:
 Range = tuple[str, int, int]
 """Path, offset and size of a part of a file."""
 
-PART_BYTES = 32 << 20
-"""The most bytes of one range of strided blocks, so that they can be shared out among tasks."""
-
 
 class Prefetch:
     """The ranges that each task of a run prefetches for a later task.
 
     Args:
         plan: the plan of the run.
-        threads: the number of threads: a thread that ends a task is likely to do the one so many places after it.
+        threads: the number of threads; a thread is likely to do the task so many places later next.
     """
 
     def __init__(self, plan: Plan, threads: int) -> None:
@@ -66,21 +64,21 @@ def ranges_read(plan: Plan, number: int) -> Iterator[Range]:
 def strided_ranges(plan: Plan, threads: int) -> dict[int, list[Range]]:
     """Return the ranges that hold strided blocks, by the number of the task that prefetches them.
 
-    Ranges that overlap, such as those of the layers of a stack, are one. Only files are included of whose ranges at
-    least half is read, by all tasks together. The ranges that a task is the first to read are shared out among the
-    tasks before it, back to the last one of which this was true: the disk reads a stack while the one before is
-    worked on.
+    Ranges that overlap, such as those of the layers of a stack, are one. A file is left out if the tasks together read
+    less than half of its ranges. The ranges that a task is the first to read are prefetched by the tasks before it, one
+    part each of as many bytes as a task moves: the disk reads a stack while the one before is worked on.
     """
+    strided = {route for route in {transfer.route for transfer in plan.transfers} if route.is_strided}
     runs: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)  # by file: the bytes of the blocks in them
     reads: list[list[tuple[int, int]]] = []  # by task: file and offset of each run of transfers that no task had before
     known: set[int] = set()
     for task in plan.tasks:
         found = []
         for number in {piece.transfer: None for piece in task.pieces}:
-            if number in known:
+            transfer = plan.transfers[number]
+            if number in known or transfer.route not in strided:
                 continue
             known.add(number)
-            transfer = plan.transfers[number]
             for source, at in zip(transfer.recipe.sources, transfer.reads, strict=True):
                 for run in at.runs if at.strides else ():
                     runs[at.file][run] = source.size * transfer.dtype.itemsize // len(at.runs)
@@ -93,7 +91,6 @@ def strided_ranges(plan: Plan, threads: int) -> dict[int, list[Range]]:
     }
     asked: set[tuple[int, int]] = set()
     result: defaultdict[int, list[Range]] = defaultdict(list)
-    before = 0
     for number, found in enumerate(reads):
         parts: list[Range] = []
         for file, offset in found:
@@ -103,17 +100,14 @@ def strided_ranges(plan: Plan, threads: int) -> dict[int, list[Range]]:
             if (file, begin) not in asked:
                 asked.add((file, begin))
                 path = plan.source.files[file].path
-                parts += ((path, part, min(PART_BYTES, end - part)) for part in range(begin, end, PART_BYTES))
-        first = max(0, min(number - threads, max(before, number - threads - len(parts))))
-        for index, part in enumerate(parts):
-            result[first + index * max(number - threads - first, 1) // len(parts)].append(part)
-        if parts:
-            before = number
+                parts += ((path, at, min(TASK_BYTES, end - at)) for at in range(begin, end, TASK_BYTES))
+        for index, part in enumerate(parts, number - threads - len(parts)):
+            result[max(0, index)].append(part)
     return dict(result)
 
 
 def _overlapping(runs: Iterable[tuple[int, int]]) -> Spans:
-    """Return begin and end of runs, with overlapping ones joined.
+    """Return the begins and ends of runs, with overlapping ones joined; see `merged`, which joins touching ones, too.
 
     >>> _overlapping([(0, 4), (3, 4), (7, 2)])
     [(0, 7), (7, 9)]
