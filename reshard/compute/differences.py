@@ -256,7 +256,8 @@ def diff(
         if value is not None and not value >= 0:
             raise UsageError(f"{word} is {value}; expected 0 or more", code="out-of-range")
     names_a, names_b = a.all_names.keys() - a.extras.objects, b.all_names.keys() - b.extras.objects
-    both = [name for name in a.all_names if name in names_a & names_b]
+    only_a, only_b = names_a - names_b, names_b - names_a
+    both = [name for name in a.all_names if name in names_a and name not in only_a]
     reasons = [{**dict(incomplete(side)), **side.unreadable} for side in (a, b)]
     not_compared = {
         name: "; ".join(f"{title} {why[name]}" for title, why in zip("AB", reasons, strict=True) if name in why)
@@ -297,8 +298,8 @@ def diff(
     diffs.sort(key=lambda each: (not each.not_finite, -each.relative, -each.differing))
     return CheckpointDiff(
         a.title, b.title, {each.name: each for each in diffs},
-        tuple(name for name in a.all_names if name in names_a - names_b),
-        tuple(name for name in b.all_names if name in names_b - names_a),
+        tuple(name for name in a.all_names if name in only_a),
+        tuple(name for name in b.all_names if name in only_b),
         unlike, not_compared, tolerance, relative, read, time.perf_counter() - began, (*a.warnings, *b.warnings),
     )  # fmt: skip
 
