@@ -13,6 +13,7 @@ from commands import call, done
 from computed import FLOATS, KINDS, WHOLE_NUMBERS, model, values, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import failed
 
 import reshard
 from reshard import Layout, Strategy
@@ -165,6 +166,19 @@ def test_a_nan_is_named_with_its_tensor_rank_and_index(tmp_path: Path, format: s
         assert text in result.stdout
     assert call("stats", source, "--source-strategy", strategy).exit_code == 0
     assert call("stats", source, "--source-strategy", strategy, "--nan", "--match", "b.*").exit_code == 0
+
+
+def test_what_cannot_be_read_may_have_a_nan(tmp_path: Path) -> None:
+    """`--nan` answers for all tensors: one whose block no file has is neither finite nor not. A text has no NaN."""
+    weights = {"l.w": values("float32", (4, 6)), "b": np.zeros(3, np.float32)}
+    strategy = Strategy.of({"l.w": Layout.of([2], [0, -1]), "b": Layout.of([2], [-1])})
+    write_ranks(tmp_path / "src", weights, strategy)
+    (tmp_path / "src" / "rank_1" / "checkpoint_1.safetensors").unlink()
+    reshard.write_strategy(strategy, tmp_path / "src.json")
+    command = ("stats", tmp_path / "src", "--source-strategy", tmp_path / "src.json", "--partial", "--nan")
+    assert json.loads(call(*command, "--json").stdout)["error"]["code"] == "not-computed"
+    failed(4, "not-computed", *command, places=("l.w", "--match"))
+    done(*command, "--match", "b")
 
 
 def test_data_and_the_exit_code(tmp_path: Path) -> None:

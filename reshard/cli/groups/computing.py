@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -33,6 +34,8 @@ from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions
+    from reshard.compute.stats import CheckpointStats
+    from reshard.errors import ReshardError
     from reshard.rules.rules import Rules
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
@@ -60,7 +63,8 @@ values of a tensor, computed in float64; NaNs and infinities are counted. Of
 complex numbers, magnitudes are measured. Replicas are not read, and texts and
 what cannot be read are listed as not computed.
 
-Exits with 0, and with --nan with 3 if any tensor has a NaN or an infinity.
+Exits with 0; with --nan with 3 if any tensor has a NaN or an infinity, else with
+4 if a tensor could not be read.
 
 The object of --json has the keys source, finite, bytes_read, seconds, warnings,
 not_computed (reasons by name), total, by, groups, and tensors: name, dtype,
@@ -86,7 +90,10 @@ and groups have the same numbers, and groups their number of tensors.
     help="What tensors share a row: name (repeated layers), prefix (the part before the first dot), dtype, kind "
     "(weights, each state of the optimizer), or tensor, each by itself.",
 )
-@option("--nan", under="Output", in_short_help=True, is_flag=True, help="Exit with 3 if any tensor has a NaN or Inf.")
+@option(
+    "--nan", under="Output", in_short_help=True, is_flag=True,
+    help="Exit with 3 if any tensor has a NaN or Inf, with 4 if one could not be read.",
+)  # fmt: skip
 @memory_option
 @threads_option
 @cluster_option
@@ -111,7 +118,7 @@ def stats(
     named, with its index in the whole tensor and the rank that has it.
     """
     from reshard.compute.stats import stats as compute_stats
-    from reshard.view.computed.stats_view import stats_data, stats_text, summary
+    from reshard.view.computed.stats_view import stats_data, stats_text
 
     checkpoint = open_checkpoint(source, **vars(opening))
     checkpoint = rules.derived(checkpoint).checkpoint if rules else checkpoint
@@ -123,14 +130,33 @@ def stats(
         progress(quiet=quiet, words=_WORDS) as callback,
     ):
         result = compute_stats(checkpoint, memory=memory, threads=threads, client=client, progress=callback)
-    error = VerifyError(summary(result), code="not-finite") if nan and result.not_finite else None
+    error = _not_finite(checkpoint, result) if nan else None
     if as_json:
         print_json(stats_data(result, by=by), error)
     elif not quiet:
         print_text(stats_text(result, by=by, width=width()))
-        click.get_current_context().meta[REPORTED] = error is not None  # the text says it
+        click.get_current_context().meta[REPORTED] = isinstance(error, VerifyError)  # the text says it
     if error:
         raise error
+
+
+def _not_finite(checkpoint: Checkpoint, result: CheckpointStats) -> ReshardError | None:
+    """Return the error of `stats --nan`; None if every tensor was read and is finite."""
+    from reshard.view.computed.stats_view import summary
+    from reshard.view.text import count_text
+
+    if result.not_finite:
+        return VerifyError(summary(result), code="not-finite")
+    texts = {name for name, tensor in checkpoint.tensors.items() if tensor.text is not None}
+    unread = {name: reason for name, reason in result.not_computed.items() if name not in texts}
+    if not unread:
+        return None
+    return SourceError(
+        f"{count_text(len(unread), 'tensor')} could not be read, so whether all are finite is not known",
+        code="not-computed",
+        facts=[f"{name}: {reason}" for name, reason in islice(unread.items(), 3)],
+        hint="choose the others with --match",
+    )
 
 
 @click.command(
