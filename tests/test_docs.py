@@ -9,7 +9,6 @@ needs besides the demo (`PREPARE`).
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -32,6 +31,7 @@ from samples import slow
 from saves_files import tensor, write_save
 from transcript import Typed, check, typed
 
+import reshard
 from reshard.cli.main import cli
 
 if TYPE_CHECKING:
@@ -86,9 +86,13 @@ def prepare_dcp(folder: Path, _data: Path) -> None:
     convert(folder, "step-1000", "--to", "dcp")
 
 
+def prepare_training(folder: Path, _data: Path) -> None:
+    """What `reshard demo training` makes."""
+    shutil.copytree(reshard.demo("training", folder.parent / "training"), folder, dirs_exist_ok=True)
+
+
 def prepare_steps(folder: Path, _data: Path) -> None:
     for number in (100, 200, 300):
-        convert(folder, f"step-{number}", "--to", "dcp", "--weights-only")
         convert(folder, "run", "--to", "dcp", "--weights-only", "--target-step", f"{number}")
 
 
@@ -140,20 +144,10 @@ def prepare_orbax(folder: Path, data: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}))
 
 
-def prepare_crashed(folder: Path, _data: Path) -> None:
-    """Steps of a DCP, of which the last was interrupted, and an older run."""
-    for name in ("old/step-100", "step-200", "step-300", "step-400"):
-        convert(folder, f"crashed/{name}", "--to", "dcp", "--weights-only")
-        shutil.rmtree(folder / "crashed" / name / ".reshard")
-    (folder / "crashed" / "step-400" / ".metadata").unlink()
-    for path in (folder / "crashed" / "old").rglob("*"):
-        os.utime(path, (1, 1))
-
-
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
     "megatron-legacy": prepare_megatron_legacy, "lora": prepare_lora, "quantized": prepare_quantized,
-    "deepspeed": prepare_deepspeed, "orbax": prepare_orbax, "crashed": prepare_crashed,
+    "deepspeed": prepare_deepspeed, "orbax": prepare_orbax, "training": prepare_training,
 }  # fmt: skip
 
 

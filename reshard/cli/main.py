@@ -259,24 +259,27 @@ def _pictured(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 @cli.command(
     epilog="""
-Example:
+Examples:
 
   reshard demo
+  reshard demo training
 """,
     short_help="Make, convert and check a small example.",
 )
-@click.argument("directory", type=TARGET, default="reshard-demo", required=False)
-def demo(directory: Path) -> None:
-    """Make the example of MindSpore's tutorial in DIRECTORY (default: reshard-demo), convert it and check every byte.
+@click.argument("name", default="mindspore", required=False)
+@click.argument("directory", type=TARGET, required=False)
+def demo(name: str, directory: Path | None) -> None:
+    """Make the checkpoint NAME (default: mindspore) in DIRECTORY (default: reshard-demo, or reshard-demo-NAME).
 
-    8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is compared
-    with numpy slices of the whole tensors. It then shows what to type next. If an earlier demo made DIRECTORY, its
-    files are replaced; other files stay.
+    mindspore is the example of MindSpore's tutorial. It is also converted and checked: 8 ranks that MindSpore saved
+    become 4 ranks with optimizer parallel, and each byte of the result is compared with numpy slices of the whole
+    tensors. training has the steps and the crashed run that the guides use; torchtitan, large and 70b are what
+    the notebooks use. If an earlier demo made DIRECTORY, its files are replaced; other files stay.
     """
     from reshard.cli.groups.demo import demo as run_demo
 
     wrote()  # file after file
-    run_demo(directory, print_text, command=called_as())
+    run_demo(name, directory, print_text, command=called_as())
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

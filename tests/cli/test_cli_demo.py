@@ -37,9 +37,19 @@ def test_demo_exits_3_when_a_byte_is_wrong(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(demo, "convert", tampered)
     path = tmp_path / "d" / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
-    failed(3, "not-equal", "demo", tmp_path / "d", places=("'net.layer2.weight'", path))
+    failed(3, "not-equal", "demo", "mindspore", tmp_path / "d", places=("'net.layer2.weight'", path))
 
 
 def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    assert call("demo", tmp_path).exit_code == 6
+    assert call("demo", "mindspore", tmp_path).exit_code == 6
+
+
+def test_the_folders_that_guides_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done("demo", "training")
+    monkeypatch.chdir(tmp_path / "reshard-demo-training")
+    for step in ("step-100", "step-200", "step-300", "crashed/old/step-100", "crashed/step-300"):
+        assert (tmp_path / "reshard-demo-training" / step / ".metadata").is_file()
+    assert done("runs", "crashed", "--newest").stdout == "crashed/step-300\n"
+    failed(2, "unknown-demo", "demo", "trainings", places=("training",))

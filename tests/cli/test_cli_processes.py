@@ -80,7 +80,11 @@ def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -
             continue
         environment = {**os.environ, "PATH": path}
         shown = subprocess.run(
-            [called, "demo", tmp_path / "demo"], check=True, capture_output=True, text=True, env=environment
+            [called, "demo", "mindspore", tmp_path / "demo"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=environment,
         )
         assert f"\n  {expected} inspect " in shown.stdout
     module = subprocess.run(

@@ -62,6 +62,10 @@ model.safetensors  the same tensors, whole
 step-1000/         a model over 8 ranks, in safetensors files
 step-2000/         the same model later, as a distributed checkpoint of PyTorch, with a NaN
 step-3000/         the same model at the end, as a set for Hugging Face
+step-100/          a smaller model over 4 ranks, as a distributed checkpoint of PyTorch
+step-200/          the same model later
+step-300/          the same model at the end
+crashed/           a run whose last step was interrupted, and an older run
 """,
     ),
 }
@@ -76,7 +80,7 @@ def demo(name: str = "mindspore", directory: str | os.PathLike[str] | None = Non
     | `large` | the same, 537 MB |
     | `70b` | the same, 70 billion parameters on 512 ranks and for 64; 20 MB of disk, with holes for numbers |
     | `torchtitan` | `step-1000`, a distributed checkpoint of 8 ranks with Adam; `model.safetensors`, the same whole |
-    | `training` | `step-1000`, `step-2000` and `step-3000`, one model in three formats; the second has a NaN |
+    | `training` | `step-1000` to `step-3000` in three formats, one with a NaN; `step-100` to `step-300`; `crashed` |
 
     The tensors of a name are always the same.
 

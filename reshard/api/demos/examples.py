@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import tarfile
+import time
 from importlib.resources import files
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,6 +176,31 @@ def torchtitan(folder: Path) -> None:
 
 
 def training(folder: Path) -> None:
+    """Write the folders that the guides' commands name: steps in three formats, a run, and a run that crashed."""
+    _write_steps(folder)
+    _write_runs(folder)
+
+
+def _write_runs(folder: Path) -> None:
+    """Write steps of a distributed checkpoint, and a run whose last step was interrupted."""
+    shapes = {f"layers.{layer}.{part}.weight": (64, 32) for layer in range(2) for part in ("up", "down")}
+    shapes |= {"embedding.weight": (96, 32), "norm.weight": (32, 1)}
+    rows = Strategy.of(dict.fromkeys(shapes, Layout.of([4], _ROWS)))
+    random = np.random.default_rng(8)
+    for name in ("step-100", "step-200", "step-300", *(f"crashed/{step}" for step in _CRASHED)):
+        step = {weight: random.standard_normal(shape, np.float32) for weight, shape in shapes.items()}
+        write(step, folder / name, format="dcp", strategy=rows)
+        shutil.rmtree(folder / name / ".reshard")  # PyTorch leaves none
+    (folder / "crashed" / "step-400" / ".metadata").unlink()  # it is written last
+    yesterday = time.time() - 86_400
+    for path in (folder / "crashed" / "old").rglob("*"):
+        os.utime(path, (yesterday, yesterday))
+
+
+_CRASHED = ("old/step-100", "step-200", "step-300", "step-400")
+
+
+def _write_steps(folder: Path) -> None:
     """Write three steps of a training in three formats; the second has a NaN."""
     shapes: dict[str, tuple[int, ...]]
     shapes = {f"layers.{layer}.{part}.weight": (512, 256) for layer in range(4) for part in ("up", "down")}

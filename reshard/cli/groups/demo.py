@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.api.demos import MARK
 from reshard.api.demos import demo as write_demo
 from reshard.dtypes import BY_NAME
 from reshard.errors import VerifyError, bytes_text, names
@@ -26,7 +28,6 @@ from reshard.view.text import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from reshard.run.settings import Report
 
@@ -43,18 +44,31 @@ class Checked:
     nbytes: int
 
 
-def demo(directory: Path, say: Callable[[str], object] = print, command: str = "reshard") -> None:
-    """Make the demo in a folder, check it, and print a report and next commands.
+def demo(name: str, directory: Path | None, say: Callable[[str], object] = print, command: str = "reshard") -> None:
+    """Make a demo in a folder, and print what is in it; convert and check that of MindSpore.
 
     Args:
-        directory: the folder; it may be a demo's already.
+        name: the name of the demo.
+        directory: the folder; it may be a demo's already. None: `reshard-demo`, or `reshard-demo-NAME` of others.
         say: called with each line.
         command: how the user runs `reshard`.
 
     Raises:
+        UsageError: there is no such demo.
         TargetError: the folder exists and is not a demo's.
         VerifyError: a byte of the result is wrong.
     """
+    if name == "mindspore":
+        _convert_and_check(directory or Path("reshard-demo"), say, command)
+        return
+    folder = write_demo(name, directory)
+    say(f"In {folder}:")
+    for line in (folder / MARK).read_text(encoding="utf-8").splitlines()[2:]:
+        say(f"  {line}")
+
+
+def _convert_and_check(directory: Path, say: Callable[[str], object], command: str) -> None:
+    """Make the demo of MindSpore, convert it, check every byte, and print next commands."""
     write_demo("mindspore", directory)
     nbytes = sum(path.stat().st_size for path in directory.glob("src_checkpoints/*/*"))
     say(f"In {directory}:")
