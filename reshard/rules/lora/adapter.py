@@ -2,7 +2,7 @@
 
 A weight of `out` rows and `in` columns becomes the sum of itself and `scale * B @ A`, with A of r rows and `in` columns
 and B of `out` rows and r columns; `scale` is alpha / r, or alpha / sqrt(r) (rslora). For an embedding, and for layers
-with `fan_in_fan_out`, the product is transposed.
+of Conv1D (`conv1d`), the product is transposed.
 
 With an adapter of an embedding or a head, PEFT also saves the weight that it was trained on (`save_embedding_layers`).
 

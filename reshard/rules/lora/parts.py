@@ -24,7 +24,8 @@ class Pair(NamedTuple):
         shape: the shape of their product: rows of B, columns of A.
         rank: the columns of B, and rows of A.
         scale: the factor of the product.
-        transposed: the product is added transposed.
+        transposed: the product is added transposed: to an embedding, or to a layer of Conv1D. An adapter says that of
+            all layers at once, until `conv1d.oriented` looks at each.
     """
 
     weight: str
@@ -34,6 +35,11 @@ class Pair(NamedTuple):
     rank: int
     scale: float
     transposed: bool
+
+    @property
+    def embedding(self) -> bool:
+        """Return whether the weight is an embedding for PEFT."""
+        return ".lora_embedding_" in self.a
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import Option, SourceError, Text, UsageError, names
 from reshard.layout.axes import row_major
+from reshard.rules.lora.conv1d import oriented
 from reshard.rules.numbers import read_config
 from reshard.storage.places import as_place
 from reshard.strategy.names import optimizer_states
@@ -76,12 +77,14 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
 
     Raises:
         UsageError: the adapter changes tied weights differently, and there is no choice.
+        SourceError: it is not known which way a product is added to a square weight.
     """
     pairs = {pair.weight: pair for pair in adapter.pairs}
     tensors, head, embedding = dict(source.tensors), *_head_and_embedding(source, pairs)
     absent = bool(head) and not (head in source.all_names or head in source.left_out)
     if absent and embedding in tensors:
         tensors[head] = tensors[embedding]._replace(spec=tensors[embedding].spec._replace(name=head))
+    pairs = {pair.weight: pair for pair in oriented(source, tensors, adapter.pairs, adapter.file.path)}
     groups = [_TiedWeights(tied, one_storage=True) for tied in _sharing(source, pairs)]
     if head in tensors and embedding in tensors and not any(head in group.names for group in groups):
         groups.append(_TiedWeights((embedding, head), one_storage=absent))
