@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.api.choices import progress_of, run_plan
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.plan.changes import refuse_unused
 from reshard.plan.make import plan as make_plan
 from reshard.plan.select import narrowed
 from reshard.readers.open import open as open_checkpoint
@@ -193,25 +194,23 @@ class Checkpoint(Arrays):
                 at once.
             reshard.UsageError: its names match neither side of the rules.
         """
-        loaded = rules if isinstance(rules, Rules) else Rules.read(rules)
-        return Checkpoint(loaded.derived(self._record).checkpoint)
+        return Checkpoint((rules if isinstance(rules, Rules) else Rules.read(rules)).derived(self._record).checkpoint)
 
     def merge_lora(self, lora: LoRA | AnyName) -> Checkpoint:
         """Return the checkpoint with a LoRA adapter, merged into weights when they are read.
 
-        A weight becomes `weight + scale * (B @ A)`, computed in float32 and rounded once, to its own dtype.
+        Weights, and their masters, become `weight + scale * (B @ A)`, computed in float32 and rounded once.
 
         Args:
             lora: the adapter, or its directory; see `reshard.LoRA`.
 
         Raises:
             reshard.SourceError: the adapter cannot be read, or does not fit the weights; all faults at once.
-            reshard.UsageError: rules were applied before.
+            reshard.UsageError: rules were applied before, or the adapter changes no tensor.
         """
         from reshard.rules.lora.merge import merged  # not on every start
 
-        adapter = lora if isinstance(lora, LoRA) else LoRA(str(lora))
-        return Checkpoint(merged(self._record, adapter))
+        return Checkpoint(merged(self._record, lora if isinstance(lora, LoRA) else LoRA(str(lora))))
 
     def assign(self, arrays: Mapping[str, Any] | None = None, /, **named: Any) -> Checkpoint:
         """Return the checkpoint with arrays as tensors, in place of those of the same names, or in addition.
@@ -366,6 +365,7 @@ class Checkpoint(Arrays):
 
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
+        refuse_unused(plan, selection)
         options = RunOptions(overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client)
         return run_plan(plan, store, options, progress)
 

@@ -8,6 +8,7 @@ from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import carried_out, selection_of
 from reshard.api.jobs import job
+from reshard.plan.changes import refuse_unused
 from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
@@ -137,5 +138,6 @@ def convert(
         path, OpenOptions(strategy=source_strategy, cipher=cipher), options, selection or Selection(), threads=threads,
         dequantize=dequantize,
     )  # fmt: skip
+    refuse_unused(conversion.plan, selection, dequantize)
     running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
     return carried_out(conversion, path, running, progress)

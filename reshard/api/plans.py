@@ -11,6 +11,7 @@ from reshard.api.checkpoints import record_of
 from reshard.api.choices import run_plan, selection_of
 from reshard.api.jobs import planned
 from reshard.errors import UsageError, names
+from reshard.plan.changes import refuse_unused
 from reshard.plan.inputs import Selection, globs
 from reshard.plan.planfile import read as read_record
 from reshard.plan.planfile import save as save_record
@@ -135,7 +136,9 @@ def plan(
             f"files= does not go with {listed}", code="option-of-another-format",
             hint=f"give {listed} to {type(files).__name__}",
         )  # fmt: skip
-    return Plan(planned(record, options, format, selection or Selection(), threads, files=files))
+    result = planned(record, options, format, selection or Selection(), threads, files=files)
+    refuse_unused(result, selection)
+    return Plan(result)
 
 
 def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as above

@@ -47,6 +47,8 @@ def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     """
     if not isinstance(arrays, Mapping):
         raise UsageError(f"arrays is a {type(arrays).__name__}; expected arrays by name", code="wrong-type")
+    if not arrays:
+        raise UsageError("there are no arrays to assign", code="no-tensors")
     faults = Faults("arrays")
     expressions = {}
     for name, value in arrays.items():

@@ -26,6 +26,7 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import called_as, say, say_warnings, wrote
 from reshard.cli.values import READ, TARGET, WRITE
 from reshard.errors import UsageError
+from reshard.plan.changes import refuse_unused
 from reshard.storage.small import refuse_existing
 from reshard.view.progress import READING, phase
 
@@ -99,6 +100,7 @@ def plan(
             plan_file.check_directory(str(target))
     with phase(READING, quiet=quiet):
         planned, directory, _, notes = job(source, target, opening, options, selection, dequantize=dequantize)
+        refuse_unused(planned, selection, dequantize)
     if output is not None:
         saved = None if directory is None else str(directory)
         plan_file.save(planned, output, directory=saved, overwrite=overwrite)

@@ -129,6 +129,8 @@ def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | Non
             f"name map {path} is a JSON {type(content).__name__}, not an object", code="bad-name-map",
             hint='write {"old name": "new name"}',
         )  # fmt: skip
+    if not content:
+        raise UsageError(f"name map {path} has no names", code="no-effect", hint='write {"old name": "new name"}')
     for old in repeated:
         faults.add(f"name {old!r}", "is there twice")
     for old, new in content.items():

@@ -23,6 +23,7 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_weight
 from reshard.errors import TargetError, UsageError
+from reshard.plan.changes import refuse_unused
 from reshard.plan.inputs import Selection
 from reshard.plan.make import plan as make_plan
 from reshard.readers.open import open as open_checkpoint
@@ -252,6 +253,7 @@ def average(
         plan, directory, result, notes = job(
             checkpoint, target, OpenOptions(), options, selection, threads=running.threads
         )
+        refuse_unused(plan, selection)
     if not running.quiet:
         for note in notes:
             say(note)
@@ -350,6 +352,9 @@ def _write(
         plan, directory, result, notes = job(
             source, target, opening, options, selection, verb=verb, threads=running.threads, dequantize=dequantize
         )
+        # What is dropped may be dropped on the way into the store.
+        chosen = selection if via_zarr is None else replace(selection, drop=(), allow_missing=())
+        refuse_unused(plan, chosen, dequantize)
     if not running.quiet:
         for note in notes:
             say(note)

@@ -29,10 +29,14 @@ def scale(source: Checkpoint, patterns: Sequence[str], factor: float, shift: flo
         shift: the number that is added to the product.
 
     Raises:
-        UsageError: a pattern matches no tensor, or a number is not finite.
+        UsageError: a pattern matches no tensor, a number is not finite, or nothing is changed.
         SourceError: a tensor is not of floats, or has blocks in no file; all at once.
     """
     factor, shift = (_number(word, number) for word, number in (("factor", factor), ("shift", shift)))
+    if not patterns or (factor, shift) == (1, 0):
+        missing = "factor is 1 and shift is 0" if patterns else "no tensor is named"
+        hint = "give names, and a factor or a shift"
+        raise UsageError(f"scale changes nothing: {missing}", code="no-effect", hint=hint)
     faults = Faults(source.root)
     expressions = {}
     for name in sorted(matched(source.root, source.all_names, patterns)):

@@ -134,10 +134,6 @@ def plan(
     tensors = source.tensors
     items = [TargetTensor(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
-    dtypes = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.extras.bound}
-    unused_casts = [
-        f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in dtypes
-    ]
     shapes = {item.name: item.tensor.spec.shape for item in items if item.tensor.text is None}
     arrangement = strategy.arrangement(shapes, faults) if isinstance(strategy, Strategy) else strategy
     of_stage = replace(request, ranks=stage_ranks)
@@ -160,7 +156,6 @@ def plan(
             *selected.warnings,
             *restacked,
             *destination.warnings(),
-            *unused_casts,
             *result.warnings,
         ),
         request=request,

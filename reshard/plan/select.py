@@ -237,7 +237,7 @@ def _matched(
 ) -> set[str]:
     matched: set[str] = set()
     for pattern in patterns:
-        counted = None if pattern in source_names else _COUNTED.match(pattern)  # a name may end with @ and digits
+        counted = _counted(pattern, source_names)
         glob = counted["glob"] if counted else pattern
         of_pattern = matching(glob, source_names)
         option_text = Text(option._replace(value=pattern))
@@ -249,6 +249,17 @@ def _matched(
             )
         matched.update(of_pattern)
     return matched
+
+
+def _counted(pattern: str, source_names: Collection[str]) -> re.Match[str] | None:
+    """Split a pattern such as `layers.*@32`; return None for others, as a name may end with @ and digits."""
+    return None if pattern in source_names else _COUNTED.match(pattern)
+
+
+def matching_counted(pattern: str, source_names: Collection[str]) -> list[str]:
+    """Return the names that match a pattern, which may have a count."""
+    counted = _counted(pattern, source_names)
+    return matching(counted["glob"] if counted else pattern, source_names)
 
 
 def _would_be_chosen(name: str, selection: Selection, states: Collection[str]) -> bool:

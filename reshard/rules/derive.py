@@ -128,6 +128,7 @@ class _Deriving:
         self.padding: dict[str, list[str]] = {}
         self.ties: dict[str, tuple[Tensor, ...]] = {}
         self.warnings: list[str] = []
+        self.merged: set[str] = set()
         self.ranges = Ranges()
         self.scale_rows = self._scale_rows()
 
@@ -157,10 +158,9 @@ class _Deriving:
         left_out = frozenset({*matches.dropped, *self.source.extras.objects})
         if lost := [*matches.dropped, *self.source.extras.objects, *self.source.extras.beside]:
             self.warnings.append(f"left out by {self.rules.root} (mapped to null, or not a tensor): {names(lost)}")
-        before = self.opened.origin
         origin = Origin(
             self.opened.opened.without(self.opened.left_out), self.rules, left_out, self.opened.lora,
-            tuple(self.ties.items()), before.merged if before else frozenset(), sides[1],
+            tuple(self.ties.items()), frozenset(self.merged), sides[1],
         )  # fmt: skip
         checkpoint = replace(
             self.source, tensors=self.tensors, strategy=None, warnings=(*self.source.warnings, *self.warnings),
@@ -202,6 +202,7 @@ class _Deriving:
                 raise SourceError(f"needs {name!r}, which is text; expected a tensor", code="not-a-tensor")
             if tensor.varies and len(tensor.sharding.replicas[0]) > 1:
                 self.warnings.append(f"{name} is taken from one rank; those of others may be different")
+        before = len(use.targets)
         if rule.is_name_only or is_number:
             self._rename(use, bound, members)
         elif self.side == rule.fused_side:
@@ -209,6 +210,8 @@ class _Deriving:
                 self._split(use, bound, name)
         else:
             self._join(use, bound, members)
+        if self.opened.origin and not self.opened.origin.merged.isdisjoint(members):
+            self.merged.update(use.targets[before:])
 
     def _rename(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
         """Rename tensors; if several become one, they must be equal."""

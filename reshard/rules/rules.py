@@ -133,6 +133,7 @@ class Rules:
             config_content = read_config(as_place(config))
         data = {**top, "config": numbers_in(config_content)} if isinstance(top, Mapping) else top
         if let and isinstance(data, dict) and isinstance(data.get("let") or {}, Mapping):
+            _refuse_unused(let, data, str(path))
             data["let"] = {**(data.get("let") or {}), **let}
         return cls.of(data, root=str(path), source=source)
 
@@ -264,6 +265,17 @@ def example(name: str) -> Path | None:
     ('llama-hf-mcore.yaml', None)
     """
     return next((path for path in _example_files() if path.stem == name), None)
+
+
+def _refuse_unused(let: Mapping[str, Number], data: Mapping[str, Any], root: str) -> None:
+    """Refuse values of words that rules do not use."""
+    own = data.get("let") or {}
+    words = {*own, *re.findall(r"[A-Za-z_]\w*", repr((data.get("rules"), own))), "scale_block"}
+    if unused := [word for word in let if word not in words]:
+        raise UsageError(
+            f"{root} uses no word {names(map(repr, unused))}", code="no-effect",
+            hint=f"its words are {names(own, most=9)}" if own else "it has no words with values",
+        )  # fmt: skip
 
 
 def _example_files() -> Iterable[Path]:

@@ -58,7 +58,7 @@ class Origin(NamedTuple):
         left_out: names of original tensors that the rules leave out.
         lora: the adapter that was merged into the weights first.
         ties: tensors that the rules join into one, by its name; samples of them were compared, and the first is read.
-        merged: the original names of the weights with a merged adapter.
+        merged: the names of the tensors with a merged adapter: of weights, and of their masters in the optimizer.
         side: the name in the rules of the derived side; empty without rules.
     """
 

@@ -20,8 +20,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import GoneError, Option, ReshardError, SourceError, Text, joined, names
+from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
 from reshard.formats.provenance import SourceRecord
+from reshard.plan.changes import refuse_unused_changes
 from reshard.plan.inputs import Selection, derived
 from reshard.plan.select import select_listed
 from reshard.readers.open import made_at, read_headers
@@ -33,6 +34,7 @@ from reshard.source.checkpoint import Checkpoint, unreadable_in
 from reshard.source.facts import Opening
 from reshard.source.records import digest
 from reshard.storage.places import as_place
+from reshard.strategy.names import matching, no_match
 from reshard.strategy.schema import to_json
 from reshard.verify.recorded import noted_source, selection_in
 
@@ -153,13 +155,17 @@ def sides_of(
     second = _open(
         against, "source", source_lineage, target_conversions if related and not source_steps else [], against_cipher
     )
+    given_selection = selection or Selection()
     if first.tensors and not second.tensors:
         second = _open_copy(against, target_lineage, against_cipher) or second
+    _require_known(given_selection, first, second)
     once = deduplicated or (not isinstance(target, Checkpoint) and _is_deduplicated(target_lineage))
-    given_selection = selection or Selection()
     is_said = selection is not None and (selection == Selection() or _changed_by(selection) != Selection())
     if is_said or first.origin is not None or second.origin is not None:
-        return Sides(first, derived(second, given_selection), given_selection, once)
+        source = derived(second, given_selection)
+        if is_said and source.tensors:
+            refuse_unused_changes(source, given_selection, [*select_listed(source, given_selection)[0]])
+        return Sides(first, source, given_selection, once)
     plain = Sides(first, second, replace(given_selection, drop=_drops(target_conversions) + given_selection.drop), once)
     target_changes, source_changes = _unshared(target_conversions, source_conversions)
     way = _way(target_changes, source_changes, target_steps if related else 1, source_steps if related else 1)
@@ -191,6 +197,27 @@ def sides_of(
         notes.append(Text("changes are those of its ledger; ", Option("as_is"), " compares without them"))
     once = once if is_forward else not isinstance(against, Checkpoint) and _is_deduplicated(source_lineage)
     return Sides(derived_side, derived(source, combined), combined, once, joined("; ", notes))
+
+
+def _require_known(selection: Selection, *sides: Checkpoint) -> None:
+    """Refuse patterns of tensors that may be absent, if neither side ever had such a tensor; not with rules."""
+    if selection.rules is not None:
+        return
+    known = dict.fromkeys(
+        name
+        for side in sides
+        for names_of_side in (
+            side.all_names, side.left_out, side.opening.elsewhere, side.strategy.tensors if side.strategy else (),
+            *(file.index.entries for file in side.files), side.opened.all_names,
+        )
+        for name in names_of_side
+    )  # fmt: skip
+    faults = Faults("selection")
+    for option, patterns in (("drop", selection.drop), ("allow_missing", selection.allow_missing)):
+        for pattern in patterns:
+            if pattern != "*" and not matching(pattern, known):
+                faults.add(Text(Option(option, pattern)), no_match(pattern, known), code="no-match", alike=pattern)
+    faults.raise_if_any(UsageError)
 
 
 def _way(

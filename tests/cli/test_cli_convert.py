@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import helpers
 import numpy as np
@@ -12,6 +12,8 @@ import pytest
 from checkpoints import tree, write_file
 from commands import Case, call, done, names_in, next_command, proposed
 from refusals import failed
+
+from reshard.strategy.proto import message_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,8 +162,12 @@ def test_one_converted_file_among_others_is_verified(case: Case, tmp_path: Path)
 
 
 def test_what_a_conversion_dropped_is_not_missed(tmp_path: Path) -> None:
-    tensors = {"a[0]": np.ones(2, np.float32), "b": np.ones(2, np.float64)}
-    write_file(tmp_path / "src" / "rank_0" / "a.ckpt", tensors, "ckpt")
-    write_file(tmp_path / "src" / "rank_1" / "a.ckpt", tensors, "ckpt")
-    done("convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--drop", "[[]")
+    table: Any = message_class("Checkpoint")()
+    table.value.add(tag="a[0]").maptensor.tensor.add(tensor_type="Int32", tensor_content=b"keys")
+    for rank in range(2):
+        path = tmp_path / "src" / f"rank_{rank}" / "a.ckpt"
+        write_file(path, {"b": np.ones(2, np.float64)}, "ckpt")
+        path.write_bytes(table.SerializeToString() + path.read_bytes())
+    done("convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--drop", "a[[]0]")
+    assert set(helpers.read_rank_file(tmp_path / "dst" / "rank_1" / "a.safetensors")) == {"b"}
     assert done("verify", tmp_path / "dst").exit_code == 0

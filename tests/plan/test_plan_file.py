@@ -61,7 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "target": RENAMED,
         "selection": Selection(include=["layers.*@2"], name_map={"layers.*.w": "model.*.w"}, drop=["b"]),
     },
-    "weights": {"selection": Selection(weights_only=True, exclude=["*.1.w"], allow_missing=["x"])},
+    "weights": {"selection": Selection(weights_only=True, exclude=["*.1.w"], allow_missing=["*"])},
     "missing": {"target": SOURCE.with_layout("new", ROWS), "allow_missing": ["ne*"]},
     "little memory": {"target": TARGET, "memory": 60_000_000},
 }

@@ -327,7 +327,6 @@ def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoin
     reshard.plan(source, files=HuggingFaceSet(), format="safetensors", selection=selection).run(tmp_path / "out")
     expected = {name: one.astype(BF16) for name, one in merged(model, pairs).items()}
     assert_arrays(reshard.open(tmp_path / "out"), expected)
-    reshard.plan(base, selection=Selection(cast={"int8": "float32", "bf16": "bf16"}, lora=lora))
     for cast in ({"bf16": "f16"}, {"bf16": "f32"}):
         with refused(UsageError, "rounds-twice", "bfloat16=float"):
             reshard.plan(base, selection=Selection(cast=cast, lora=lora))

@@ -51,7 +51,7 @@ PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "a share of that": (SOURCE, {"remove_redundancy": True, "ranks": [1], "format": "ckpt"}),
     "one stage": (STAGES, {"stage": 1}),
     "a set": (None, {"files": reshard.MindSporeSet(3000), "format": "safetensors"}),
-    "a zarr store": (None, {"files": reshard.ZarrGroup(), "drop": ["note"]}),
+    "a zarr store": (None, {"files": reshard.ZarrGroup()}),
 }
 
 
@@ -159,7 +159,7 @@ def test_a_range_that_was_noted_twice_is_compared_once(plan: Plan, tmp_path: Pat
 def test_a_store_has_its_ledger_beside_it(source: reshard.Checkpoint, tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     for overwrite in (False, True):
-        source.to_zarr(tmp_path / "z", selection=Selection(drop=("note",)), overwrite=overwrite)
+        source.to_zarr(tmp_path / "z", overwrite=overwrite)
         assert not (tmp_path / "z" / ".reshard").exists()
         assert len(list((tmp_path / "z.reshard").iterdir())) == 2
     assert set(dict(zarr.open_group(tmp_path / "z", mode="r").members())) >= set(FULL)
@@ -310,9 +310,3 @@ def test_less_than_the_ledger_allows_is_said(plan: Plan, tmp_path: Path) -> None
     plan.run(tmp_path / "out")
     found = reshard.verify(tmp_path / "out", TARGET)
     assert "run `verify` with the path alone to compare every bit" in found.unchecked[0]
-
-
-def test_a_cast_of_what_is_not_there_is_said(source: reshard.Checkpoint) -> None:
-    made = reshard.plan(source, TARGET, selection=Selection(cast={"float16": "bfloat16", "float32": "bfloat16"}))
-    assert "no tensor is float16, so that none becomes bfloat16" in made.warnings
-    assert not any("no tensor is float32" in warning for warning in made.warnings)

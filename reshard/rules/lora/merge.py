@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, SourceError, UsageError
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
 from reshard.expressions.in_place import InPlace
 from reshard.expressions.operand import Operand
@@ -45,11 +45,14 @@ def merged(source: Checkpoint, lora: LoRA) -> Checkpoint:
 def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
     """Return a checkpoint with an adapter merged into its weights.
 
+    The masters of a weight, as optimizers keep them in float32, become what the weight becomes.
+
     Raises:
         SourceError: a weight is missing, has another shape, or has no float dtype; all faults at once.
-        UsageError: the checkpoint is one stage of a pipeline, or was already derived from another.
+        UsageError: the checkpoint is one stage of a pipeline, or was already derived from another; nothing is changed.
     """
     source.require_whole()
+    _require_effect(adapter)
     if source.origin is not None:
         raise UsageError(
             f"{source.root} already has other names or an adapter", code="already-derived",
@@ -61,6 +64,38 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
             hint="open all stages",
         )  # fmt: skip
     resolved = resolve(source, adapter, lora.tied)
+    tensors = resolved.source.tensors
+    products, copies = _of_weights(source, resolved, adapter)
+    left_out = {pair.weight: pair for pair in resolved.pairs if pair.weight in source.left_out}
+    products, unmerged = _with_masters(products, resolved, left_out)
+    if not products:
+        raise _no_effect(source, adapter)
+    matrices = Matrices(adapter)
+    expressions = {
+        name: InPlace(
+            Operand(resolved.source, name),
+            LowRank(name, matrices, tuple(products.get(name, ())), tuple(copies.get(name, ()))),
+        )
+        for name in tensors
+        if name in products or name in copies
+    }
+    origin = Origin(source, None, frozenset(), lora, (), frozenset(products))
+    result = replace(computed(resolved.source, expressions), origin=origin)
+    if unmerged:
+        warning = f"the adapter is merged into weights, and not into {names(unmerged, most=3)}: no matrix of its shape"
+        result = replace(result, warnings=(*result.warnings, warning))
+    _compare_samples(result, copies)
+    return result
+
+
+def _of_weights(
+    source: Checkpoint, resolved: Resolved, adapter: Adapter
+) -> tuple[dict[str, list[Added]], dict[str, list[Copy]]]:
+    """Return the products that are added to each weight, and the copies that it is compared with.
+
+    Raises:
+        SourceError: a weight is missing, has another shape, or has no float dtype; all faults at once.
+    """
     faults = Faults(adapter.file.path)
     tensors = resolved.source.tensors
     products: dict[str, list[Added]] = {}
@@ -85,20 +120,54 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
     faults.raise_if_any(SourceError)
     for name in {name for group in resolved.shared for name in group} & products.keys():
         products[name].sort(key=lambda added: _extent(tensors[added.pair.weight]))
-    matrices = Matrices(adapter)
-    expressions = {
-        name: InPlace(
-            Operand(resolved.source, name),
-            LowRank(name, matrices, tuple(products.get(name, ())), tuple(copies.get(name, ()))),
-        )
-        for name in tensors
-        if name in products or name in copies
-    }
-    merged = frozenset(pair.weight for pair in resolved.pairs if pair.weight in tensors)
-    origin = Origin(source, None, frozenset(), lora, (), merged)
-    result = replace(computed(resolved.source, expressions), origin=origin)
-    _compare_samples(result, copies)
-    return result
+    return products, copies
+
+
+def _require_effect(adapter: Adapter) -> None:
+    """Refuse an adapter that adds nothing, as its alpha is 0."""
+    if not any(pair.scale for pair in adapter.pairs):
+        raise UsageError(
+            f"the adapter in {adapter.file.path} has an alpha of 0, and changes nothing", code="no-effect",
+            hint=Text("give another ", Option("lora_alpha"), ", or leave the adapter out"),
+        )  # fmt: skip
+
+
+def _no_effect(source: Checkpoint, adapter: Adapter) -> UsageError:
+    """Return the error for an adapter whose weights were all left out."""
+    return UsageError(
+        f"the adapter changes no tensor that is left of {source.root}", code="no-effect",
+        facts=[f"it changes {names(sorted(pair.weight for pair in adapter.pairs), most=3)}"],
+        hint="merge it first, and choose tensors afterwards",
+    )  # fmt: skip
+
+
+def _with_masters(
+    products: Mapping[str, list[Added]], resolved: Resolved, left_out: Mapping[str, Pair]
+) -> tuple[dict[str, list[Added]], list[str]]:
+    """Return products of weights and of their masters, and the masters that have another shape or no float dtype.
+
+    Args:
+        products: the products of each weight.
+        resolved: the checkpoint.
+        left_out: the pairs of weights that were left out, by name; their masters may be there.
+    """
+    tensors, result, odd = resolved.source.tensors, dict(products), []
+    for weight, masters in resolved.masters.items():
+        if weight not in products and weight not in left_out:
+            continue
+        added = products.get(weight) or [Added(left_out[weight], (0, 0), left_out[weight].transposed)]
+        first = added[0]
+        shape = first.pair.shape[::-1] if first.transposed else first.pair.shape
+        for name in masters:
+            spec = tensors[name].spec
+            if (
+                spec.shape == (tensors[weight].spec.shape if weight in tensors else shape)
+                and spec.dtype.name in _DTYPES
+            ):
+                result[name] = added
+            else:
+                odd.append(name)
+    return result, odd
 
 
 def _added(pair: Pair, resolved: Resolved, tensors: Mapping[str, Tensor]) -> list[tuple[str, Added]]:

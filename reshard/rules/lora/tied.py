@@ -22,7 +22,7 @@ from reshard.layout.axes import row_major
 from reshard.rules.lora.conv1d import oriented
 from reshard.rules.numbers import read_config
 from reshard.storage.places import as_place
-from reshard.strategy.names import optimizer_states
+from reshard.strategy.names import optimizer_states, role_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -52,12 +52,14 @@ class Resolved(NamedTuple):
         pairs: the products that are added to weights.
         copies: the copies that are compared with tensors.
         shared: groups of tensors with the same bytes, which get each other's products.
+        masters: the masters of weights in the optimizer, by the name of the weight.
     """
 
     source: Checkpoint
     pairs: tuple[Pair, ...]
     copies: tuple[Copy, ...]
     shared: tuple[tuple[str, ...], ...]
+    masters: Mapping[str, list[str]]
 
 
 class _TiedWeights(NamedTuple):
@@ -76,7 +78,8 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
         choice: see `LoRA.tied`.
 
     Raises:
-        UsageError: the adapter changes tied weights differently, and there is no choice.
+        UsageError: the adapter changes tied weights differently, and there is no choice; or no weights are tied, and
+            there is one.
         SourceError: it is not known which way a product is added to a square weight.
     """
     pairs = {pair.weight: pair for pair in adapter.pairs}
@@ -84,10 +87,18 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     absent = bool(head) and not (head in source.all_names or head in source.left_out)
     if absent and embedding in tensors:
         tensors[head] = tensors[embedding]._replace(spec=tensors[embedding].spec._replace(name=head))
-    pairs = {pair.weight: pair for pair in oriented(source, tensors, adapter.pairs, adapter.file.path)}
-    groups = [_TiedWeights(tied, one_storage=True) for tied in _sharing(source, pairs)]
+    masters = _masters(source)
+    known = {weight: tensors[of_weight[0]] for weight, of_weight in masters.items()} | tensors
+    pairs = {pair.weight: pair for pair in oriented(source, known, adapter.pairs, adapter.file.path)}
+    no_weights = {name for of_weight in masters.values() for name in of_weight}
+    groups = [_TiedWeights(tied, one_storage=True) for tied in _sharing(source, pairs, no_weights)]
     if head in tensors and embedding in tensors and not any(head in group.names for group in groups):
         groups.append(_TiedWeights((embedding, head), one_storage=absent))
+    if choice and not groups:
+        raise UsageError(
+            f"the adapter changes no tied weights of {source.root}", code="no-effect",
+            hint=Text("leave ", Option("lora_tied", choice), " out"),
+        )  # fmt: skip
     merged, warnings, untied, shared = list(pairs.values()), list[str](), list[str](), list[tuple[str, ...]]()
     for group in groups:
         changed = [name for name in group.names if name in pairs]
@@ -130,7 +141,17 @@ def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
     merged.sort(key=lambda pair: pair.a in of_heads)  # PEFT adds them last, which matters if both get both
     warnings = [*source.warnings, *warnings]
     source = replace(source, tensors=tensors, extras=extras, warnings=tuple(warnings))
-    return Resolved(source, tuple(merged), copies, tuple(group for group in shared if tensors.keys() >= {*group}))
+    shared = [group for group in shared if tensors.keys() >= {*group}]
+    return Resolved(source, tuple(merged), copies, tuple(shared), masters)
+
+
+def _masters(source: Checkpoint) -> dict[str, list[str]]:
+    """Return the masters of weights, which an optimizer keeps in float32, by the name of the weight."""
+    masters: dict[str, list[str]] = {}
+    for name, state in optimizer_states({*source.all_names, *source.left_out}).items():
+        if name in source.tensors and role_of(state) == "masters":
+            masters.setdefault(state.weight, []).append(name)
+    return masters
 
 
 class PlaceInTensor(NamedTuple):
@@ -277,8 +298,8 @@ def _config_ties(source: Checkpoint, *, absent: bool) -> bool:
     return ties is True
 
 
-def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield groups of tensors that share bytes, if one of them is among `weights`."""
+def _sharing(source: Checkpoint, weights: Collection[str], no_weights: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Yield groups of tensors that share bytes, without `no_weights`, if one of them is among `weights`."""
     if not any(file.index.format == _SHARING for file in source.files):
         return
     parent: dict[str, str] = {}
@@ -303,7 +324,8 @@ def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str
             reached, last = (file, begin + nbytes), name
     groups: dict[str, list[str]] = {}
     for name in source.tensors:
-        groups.setdefault(first(name), []).append(name)
+        if name not in no_weights:
+            groups.setdefault(first(name), []).append(name)
     yield from (tuple(group) for group in groups.values() if len(group) > 1 and any(name in weights for name in group))
 
 
