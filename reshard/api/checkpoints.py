@@ -174,7 +174,7 @@ class Checkpoint(Arrays):
     def rank(self, rank: int) -> StoredArrays:
         """Return the blocks in a rank's files as lazy dask arrays by name, shown as a table.
 
-        Parts of a tensor that are not one block, as ZeRO cuts them, are one flat array.
+        Parts that are not one block, as ZeRO cuts them, are one flat array; assigned arrays are those of every rank.
 
         Raises:
             reshard.UsageError: there are no files of this rank.

@@ -52,20 +52,10 @@ def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     faults = Faults("arrays")
     expressions = {}
     for name, value in arrays.items():
-        fault = None
-        array = value if isinstance(value, da.Array) else da.from_array(np.asarray(value, order="C"))
-        array = array.astype(array.dtype.newbyteorder("="))  # a copy only if it is big-endian
-        dtype = BY_NAME.get(array.dtype.name)
-        if not isinstance(name, str) or not name:
-            fault = f"has the name {name!r}; expected a text"
-        elif dtype is None or dtype.name in _OTHER:
-            fault = f"is {array.dtype}; expected {', '.join(each for each in BY_NAME if each not in _OTHER)}"
-        elif any(isnan(extent) for extent in array.shape):
-            fault = "has chunks of unknown sizes; call compute_chunk_sizes() first"
-        else:
-            expressions[name] = FromArray.of(name, array, dtype)
-        if fault:
-            faults.add(f"array {name!r}", fault, code="bad-array")
+        try:
+            expressions[name] = _from_array(name, value)
+        except UsageError as error:
+            faults.add(f"array {name!r}", error)
     faults.raise_if_any(UsageError)
     result = computed(source, expressions)
     unreadable = {name: why for name, why in source.unreadable.items() if name not in expressions}
@@ -73,6 +63,33 @@ def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     opening = replace(source.opening, computation=computation, elsewhere=source.opening.elsewhere - expressions.keys())
     extras = source.extras.without(expressions.keys())
     return replace(result, unreadable=unreadable, opening=opening, extras=extras, origin=None)
+
+
+def _from_array(name: Any, value: Any) -> FromArray:
+    """Return an array as an expression.
+
+    Raises:
+        UsageError: it is masked, has a dtype that no checkpoint has, or chunks of unknown sizes; its name is no text.
+    """
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"has the name {name!r}; expected a text", code="bad-array")
+    try:
+        array = value if isinstance(value, da.Array) else np.asanyarray(value, order="C")
+    except ValueError as error:  # rows of different lengths
+        raise UsageError(f"is no array: {error}", code="bad-array") from None
+    if isinstance(getattr(array, "_meta", array), np.ma.MaskedArray):
+        hint = "fill it with a value, by its filled() or by dask.array.ma.filled"
+        raise UsageError("is masked, and a checkpoint has no masks", code="bad-array", hint=hint)
+    dtype = BY_NAME.get(array.dtype.name)
+    if dtype is None or dtype.name in _OTHER:
+        known = ", ".join(each for each in BY_NAME if each not in _OTHER)
+        raise UsageError(f"is {array.dtype}", code="bad-array", facts=[f"expected {known}"])
+    if any(isnan(extent) for extent in array.shape):
+        raise UsageError("has chunks of unknown sizes", code="bad-array", hint="call compute_chunk_sizes() first")
+    if not isinstance(array, da.Array):
+        array = da.from_array(np.asarray(array), chunks="auto" if array.size else -1)
+    array = array.astype(array.dtype.newbyteorder("="))  # a copy only if it is big-endian
+    return FromArray.of(name, array, dtype)
 
 
 def write(

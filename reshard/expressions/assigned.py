@@ -153,6 +153,11 @@ class FromArray:
                 array = self.array.blocks[at] if at else self.array
                 _chunks.last = key, array.compute(scheduler="synchronous")
             chunk = _chunks.last[1]
+        if isinstance(chunk, np.ma.MaskedArray):
+            raise SourceError(
+                f"a chunk of array {self.name!r} is masked, and a checkpoint has no masks", code="wrong-chunk",
+                hint="fill it with a value: array.map_blocks(numpy.ma.filled, 0)",
+            )  # fmt: skip
         chunk = np.asarray(chunk)
         if chunk.shape != block.shape or chunk.dtype != self.dtype.numpy():
             raise SourceError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import write_file, write_ranks
 from clusters import client_of, cluster
+from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
@@ -130,6 +132,41 @@ def test_a_tensor_is_replaced_cast_renamed_and_left_out(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path / "out"), {"x.a": (full["a"] * 2 + 1).astype(bf16), "b": full["b"].astype(bf16)})
     reshard.convert(changed, tmp_path / "ranks", target_strategy=strategy, drop="c")
     assert_equal(reshard.open(tmp_path / "ranks"), {"a": full["a"] * 2 + 1, "b": full["b"]})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ma.masked_array([1.0, 2.0], [False, True]),
+        da.ma.masked_array(da.ones(3), mask=[True, False, False]),
+        np.array([object()]),
+        da.from_array(np.array([object()]), chunks=1),
+        [[1.0], [1.0, 2.0]],
+        None,
+    ],
+)
+def test_masks_and_objects_are_refused(array: Any) -> None:
+    with refused(UsageError, "bad-array", "'x'"):
+        _empty().assign(x=array)
+
+
+def test_a_mask_that_dask_does_not_know(tmp_path: Path) -> None:
+    """The array says that it has no masks, and its chunks have."""
+    plain = np.zeros(0)
+    array = da.ones(4, chunks=2).map_blocks(lambda chunk: np.ma.masked_array(chunk, mask=True), meta=plain)
+    with refused(SourceError, "wrong-chunk", "'x'"):
+        reshard.write({"x": array}, tmp_path / "out")
+    with refused(SourceError, "wrong-chunk", "'x'"):
+        reshard.plan(_empty().assign(x=array), format="hf").run(tmp_path / "tasks", partition="file")
+
+
+@pytest.mark.parametrize("shape", [(2**40, 0), (0, 3), (2**33, 0, 2**9)])
+def test_arrays_without_elements(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    for number, array in enumerate((np.zeros(shape, "f4"), da.zeros(shape, dtype="f4", chunks=-1))):
+        reshard.write({"x": array}, tmp_path / f"{number}.safetensors")
+        content = (tmp_path / f"{number}.safetensors").read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        assert header["x"] == {"dtype": "F32", "shape": [*shape], "data_offsets": [0, 0]}
 
 
 def test_arrays_that_cannot_be_tensors_are_refused_at_once() -> None:

@@ -89,3 +89,23 @@ def test_parts_that_are_no_block_are_one_flat_array(source: reshard.Checkpoint) 
     ).tobytes()  # fmt: skip
     assert "[8]" in str(arrays)
     assert "[0:1, 1:3], [1:3, 0:3]" in str(arrays)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_computed_tensors_are_those_of_their_ranks(source: reshard.Checkpoint, rank: int) -> None:
+    """A scaled tensor has the blocks that it had; an assigned array is in no file, and every rank lists it."""
+    expected = blocks(FULL, STRATEGY, rank)
+    scaled = source.scale("b.w", factor=2).rank(rank)
+    assert set(scaled) == set(FULL)
+    assert np.array_equal(scaled["b.w"].compute(), 2 * expected["b.w"])
+    arrays = {"b.w": np.zeros((2, 3), "f4"), "new": np.arange(5), "n": np.ones(6, "f4"), "a.w": np.ones((8, 6), "f4")}
+    assigned = source.assign(arrays).rank(rank)
+    assert set(assigned) == set(arrays)
+    for name, value in arrays.items():
+        assert np.array_equal(assigned[name].compute(), value), name
+
+
+def test_chunks_that_are_the_blocks_before(source: reshard.Checkpoint) -> None:
+    twice = source.assign({"b.w": source["b.w"] * 2})
+    for rank in range(4):
+        assert np.array_equal(twice.rank(rank)["b.w"].compute(), 2 * blocks(FULL, STRATEGY, rank)["b.w"])

@@ -133,7 +133,8 @@ class StoredArrays(_Table):
         tensor = self.checkpoint.tensors[name]
         if tensor.text is not None:
             return text_array(name, tensor.text)
-        if (array := assigned(self.checkpoint, tensor)) is not None:
+        is_whole = len(located) == len(tensor.sharding.blocks)
+        if is_whole and (array := assigned(self.checkpoint, tensor)) is not None:
             return array
         box = _box([block for block, _ in located])
         if box is not None:
@@ -191,6 +192,10 @@ def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
     blocks = {}
     for name, read in checkpoint.tensors.items():
         tensor = with_all_stages(checkpoint, read)
+        if _is_computed(checkpoint, tensor):
+            if of_computed := _computed_blocks(checkpoint, tensor, rank):
+                blocks[name] = of_computed
+            continue
         if tensor.sharding not in shared:
             of_rank = zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True)
             first = ((block, next((at for at in replicas if at.file in files), None)) for block, replicas in of_rank)
@@ -198,6 +203,34 @@ def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
         if shared[tensor.sharding]:
             blocks[name] = tuple((block, at.extent(tensor.runs)) for block, at in shared[tensor.sharding])
     return StoredArrays(checkpoint, rank, blocks)
+
+
+def _is_computed(checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Return whether a tensor is in no file, as it is computed from others or from an array."""
+    read = (replicas[0].file for replicas in tensor.sharding.replicas if replicas)
+    return any(checkpoint.files[number].inputs is not None for number in read)
+
+
+def _computed_blocks(checkpoint: Checkpoint, tensor: Tensor, rank: int) -> tuple[tuple[Block, Extent], ...]:
+    """Return the blocks of a computed tensor that a rank has of the tensor before, or all of them if it had others."""
+    ranks = _ranks_before(checkpoint, tensor)
+    return tuple(
+        (block, replicas[0])
+        for number, (block, replicas) in enumerate(tensor.shards)
+        if replicas and (ranks is None or rank in ranks[number])
+    )
+
+
+def _ranks_before(checkpoint: Checkpoint, tensor: Tensor) -> list[set[int]] | None:
+    """Return the ranks with each block of a tensor before it was computed; None if it did not have these blocks."""
+    if not _is_computed(checkpoint, tensor):
+        return [{checkpoint.ranks[at.file] for at in replicas} for replicas in tensor.sharding.replicas]
+    computation = checkpoint.opening.computation
+    first = computation.inputs[0] if computation else None
+    before = first.tensors.get(tensor.spec.name) if first else None
+    if first is None or before is None or before.sharding.blocks != tensor.sharding.blocks:
+        return None
+    return _ranks_before(first, before)
 
 
 def _box(blocks: Sequence[Block]) -> Block | None:
