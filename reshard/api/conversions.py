@@ -50,7 +50,7 @@ def convert(
     exclude: Globs = (),
     weights_only: bool = False,
     name_map: Mapping[str, str] | None = None,
-    cast: Mapping[str, str] | None = None,
+    cast: Mapping[str, str] | Globs | None = None,
     dequantize: str | None = None,
     drop: Globs = (),
     allow_missing: Globs = (),

@@ -13,6 +13,7 @@ from reshard.api.jobs import planned
 from reshard.errors import UsageError, names
 from reshard.plan.changes import refuse_unused
 from reshard.plan.inputs import Selection, globs
+from reshard.plan.make import with_memory
 from reshard.plan.planfile import read as read_record
 from reshard.plan.planfile import save as save_record
 from reshard.run.settings import RunOptions
@@ -58,7 +59,7 @@ def plan(
     exclude: Globs = (),
     weights_only: bool = False,
     name_map: Mapping[str, str] | None = None,
-    cast: Mapping[str, str] | None = None,
+    cast: Mapping[str, str] | Globs | None = None,
     drop: Globs = (),
     allow_missing: Globs = (),
     rules: Rules | Mapping[str, Any] | AnyName | None = None,
@@ -278,6 +279,7 @@ class Plan:
         ledger: bool = True,
         partition: str | None = None,
         server_copy: bool = True,
+        memory: int | str | None = None,
         progress: Callable[[Progress], None] | bool | None = None,
     ) -> Report:
         """Write the target files.
@@ -309,6 +311,7 @@ class Plan:
                 last. By default `file` if the target is at a URL or encrypted, else `tensor`.
             server_copy: from S3 to S3, let the store copy the parts of files that are parts of source files; their
                 bytes are neither read nor checksummed here.
+            memory: the most resident memory to use, in bytes or as `"1GB"`, in place of that of `reshard.plan`.
             progress: called with a `reshard.Progress` after each task, and at the beginning of a run that is resumed;
                 True shows a bar, in a notebook or on a terminal.
 
@@ -319,7 +322,7 @@ class Plan:
             reshard.TargetError: a target file exists, is one of the sources, or is being written by another run; the
                 target was begun from other sources or by another plan.
             reshard.ChangedError: a source file changed while it was read.
-            reshard.BudgetError: the disk is full, or has no room for the target.
+            reshard.BudgetError: the disk is full, or has no room for the target; or `memory` is too little.
             reshard.SourceError: a source file changed or cannot be read.
             reshard.UsageError: options that contradict each other.
         """
@@ -328,7 +331,10 @@ class Plan:
             overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
             server_copy=server_copy,
         )  # fmt: skip
-        return run_plan(self._record, directory, options, progress)
+        record = self._record
+        if (limit := size_of(memory, "memory")) is not None:
+            record = with_memory(record, limit, threads)
+        return run_plan(record, directory, options, progress)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a plan file, which `reshard.read_plan` and `reshard run` read.

@@ -40,7 +40,7 @@ def verify(
     exclude: Globs = (),
     weights_only: bool = False,
     name_map: Mapping[str, str] | None = None,
-    cast: Mapping[str, str] | None = None,
+    cast: Mapping[str, str] | Globs | None = None,
     drop: Globs = (),
     allow_missing: Globs = (),
     rules: Rules | Mapping[str, Any] | AnyName | None = None,

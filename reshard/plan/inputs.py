@@ -53,7 +53,7 @@ class Selection:
             stars appear in the new name too, in order; the first match counts, exact names before globs.
             Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
         cast: source dtype to target dtype, as names (`bfloat16` or `bf16`). Rounds like numpy's and ml_dtypes'
-            `astype`: to nearest, ties to even.
+            `astype`: to nearest, ties to even. Also texts such as `float32=bfloat16`.
         drop: globs of weights that the target strategy may lack.
         allow_missing: globs of weights that the source may lack.
         rules: map the source's names and shapes to another program's; applied first, so that the names above are the
@@ -86,7 +86,7 @@ class Selection:
         exclude: str | Iterable[str] = (),
         weights_only: bool = False,
         name_map: Mapping[str, str] = MappingProxyType({}),
-        cast: Mapping[str, str] = MappingProxyType({}),
+        cast: Mapping[str, str] | str | Iterable[str] = MappingProxyType({}),
         drop: str | Iterable[str] = (),
         allow_missing: str | Iterable[str] = (),
         rules: Rules | Mapping[str, Any] | None = None,
@@ -100,6 +100,8 @@ class Selection:
             from reshard.rules.lora import LoRA  # rarely needed
 
             lora = LoRA(**lora)
+        if not isinstance(name_map, Mapping):
+            raise UsageError(f"name_map is {name_map!r:.60}; expected a dict of old to new names", code="wrong-type")
         values = {
             "include": globs(include), "exclude": globs(exclude), "weights_only": weights_only,
             "name_map": dict(name_map), "drop": globs(drop), "allow_missing": globs(allow_missing), "rules": rules,
@@ -109,7 +111,7 @@ class Selection:
             object.__setattr__(self, name, value)
         faults = Faults("selection")
         casts: dict[str, str] = {}
-        for old, new in cast.items():
+        for old, new in _pairs_of(cast):
             before, after = by_name(old, UsageError), by_name(new, UsageError)
             if fault := cast_fault(before, after):
                 faults.add(f"cast {old}={new}", fault, code="unsupported-cast")
@@ -180,6 +182,23 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
             facts=["merged weights are rounded to their own dtype"], hint="cast in a run of its own, before or after",
         )  # fmt: skip
     return source
+
+
+def _pairs_of(cast: Mapping[str, str] | str | Iterable[str]) -> list[tuple[str, str]]:
+    """Return casts as pairs of dtypes; a text is one cast, such as `float32=bfloat16`.
+
+    Raises:
+        UsageError: a text is not of that form.
+    """
+    if isinstance(cast, Mapping):
+        return [*cast.items()]
+    pairs = []
+    for text in globs(cast):
+        old, _, new = str(text).partition("=")
+        if not (old and new):
+            raise UsageError(f"cast {text!r:.60} is not OLD=NEW, such as float32=bfloat16", code="bad-value")
+        pairs.append((old, new))
+    return pairs
 
 
 def globs(patterns: str | Iterable[str]) -> tuple[str, ...]:

@@ -163,6 +163,23 @@ def plan(
     )
 
 
+def with_memory(made: Plan, memory: int, threads: int | None = None) -> Plan:
+    """Plan the same conversion again, for another peak of memory.
+
+    Raises:
+        BudgetError: `memory` is too little; the error names the minimum.
+        UsageError: files are converted one by one, or plans were combined.
+    """
+    request = made.request
+    if request is None:
+        raise UsageError("this plan does not depend on memory", code="no-request", hint="leave memory out")
+    return plan(
+        made.source.opened, request.target, format=request.format, files=request.files, ranks=request.ranks,
+        stage=request.stage, selection=request.selection, remove_redundancy=request.remove_redundancy,
+        link_replicas=request.link_replicas, memory=memory, threads=threads, target_cipher=request.cipher,
+    )  # fmt: skip
+
+
 def _advise_rechunk(error: BudgetError, source: Checkpoint) -> None:
     """Add the largest chunks of assigned arrays to an error, with smaller ones that would do."""
     from reshard.expressions.assigned import arrays_in  # rarely needed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 from checkpoints import assert_rank_files, blocks, numbers, write_file, write_ranks
@@ -256,3 +257,20 @@ def test_every_rank_gets_its_blocks_and_no_others(model: Model) -> None:
         for name, held in found.items():
             whole = reshard.Block.whole(full[name].shape)
             assert np.array_equal(full[name][held.block.within(whole)], expected[name])
+
+
+def test_memory_of_a_run(tmp_path: Path) -> None:
+    """As a number or a text, in place of the plan's; what is written is the same."""
+    full = {"w": np.arange(400_000, dtype="f4").reshape(400, 1000), "b": np.ones(3, "f4")}
+    source = reshard.open(write_file(tmp_path / "model.safetensors", full))
+    plan = reshard.plan(source, cast="float32=float64", include="w")
+    for number, memory in enumerate(("300MB", 300_000_000)):
+        report = plan.run(tmp_path / f"{number}", memory=memory, fsync=False)
+        assert report.predicted_memory <= 300_000_000
+        found = helpers.read_rank_file(tmp_path / f"{number}" / "rank_0" / "checkpoint_0.safetensors")
+        assert found["w"] == ("float64", (400, 1000), full["w"].astype("f8").tobytes())
+    with refused(BudgetError, "not-enough-memory", "10 B"):
+        plan.run(tmp_path / "little", memory=10)
+    with refused(UsageError, "bad-size", "memory"):
+        plan.run(tmp_path / "little", memory="much")
+    assert not (tmp_path / "little").exists()

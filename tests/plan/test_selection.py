@@ -322,6 +322,27 @@ def test_only_the_named_dtype_is_cast(source: reshard.Checkpoint, tmp_path: Path
     assert set(kinds.values()) == {"bfloat16"}
 
 
+@pytest.mark.parametrize("cast", ["float32=bfloat16", ["f32=bf16"], {"float32": "bfloat16"}])
+def test_casts_as_the_command_line_has_them(source: reshard.Checkpoint, tmp_path: Path, cast: Any) -> None:
+    reshard.convert(source, tmp_path / "out", to="hf", include="layers.*", cast=cast)
+    found = reshard.open(tmp_path / "out")
+    assert {tensor.spec.dtype.name for tensor in found.tensors.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "code", "place"),
+    [
+        ({"cast": "float32"}, "bad-value", "'float32'"),
+        ({"cast": ["=bf16"]}, "bad-value", "'=bf16'"),
+        ({"cast": "a=b"}, "unknown-dtype", "'a'"),
+        ({"name_map": "names.json"}, "wrong-type", "'names.json'"),
+    ],
+)
+def test_selections_of_wrong_types(source: reshard.Checkpoint, keywords: dict[str, Any], code: str, place: str) -> None:
+    with refused(UsageError, code, place):
+        reshard.plan(source, STRATEGY, **keywords)
+
+
 @pytest.mark.parametrize(
     ("cast", "told"),
     [
