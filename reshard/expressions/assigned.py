@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression, Operand
+    from reshard.formats.entries import Extent
     from reshard.layout.block import Shape
     from reshard.plan.plan import Plan, Task, Transfer
     from reshard.source.checkpoint import Checkpoint, Tensor
@@ -193,17 +194,29 @@ def array_of(coding: object, path: str, offset: int) -> FromArray | None:
 
 
 def assigned(checkpoint: Checkpoint, tensor: Tensor) -> Any:
-    """Return the dask array that was assigned as this tensor, or None."""
-    places = [replicas[0] for replicas in tensor.sharding.replicas if replicas]
-    if not places or checkpoint.files[places[0].file].inputs is None or tensor.space is not None:
+    """Return the dask array that a tensor is, chunk by chunk; None if its elements are others, or in another order."""
+    if tensor.space is not None or not tensor.is_complete:
         return None
-    path, offsets = checkpoint.files[places[0].file].path, [tensor.runs[at.runs_index][0][0] for at in places]
-    if offsets[0] >= LAYER:  # it is changed in place
+    array: FromArray | None = None
+    for block, (at, *_) in tensor.shards:
+        of_block = _array_with_chunk(checkpoint, block, at)
+        if of_block is None or array not in {None, of_block}:
+            return None
+        array = of_block
+    same = array is not None and (array.shape, array.dtype) == (tensor.spec.shape, tensor.spec.dtype)
+    return array.array if array is not None and same and array.blocks == tensor.sharding.blocks else None
+
+
+def _array_with_chunk(checkpoint: Checkpoint, block: Block, at: Extent) -> FromArray | None:
+    """Return the array that a block is a chunk of, element by element; None for any other block."""
+    file = checkpoint.files[at.file]
+    if file.inputs is None or at.strides or len(at.runs) != 1 or at.runs[0][0] >= LAYER:  # others are changed in place
         return None
-    array = array_of(checkpoint.coding, path, offsets[0])
-    is_whole = array is not None and array.shape == tensor.spec.shape and array.blocks == tensor.sharding.blocks
-    same = is_whole and all(array_of(checkpoint.coding, path, offset) is array for offset in offsets)
-    return array.array if array is not None and same else None
+    chunk = block_at(checkpoint.coding, file.path, at.runs[0][0])
+    if chunk is None or not isinstance(chunk.expression, FromArray):
+        return None
+    is_whole = at.runs[0] == (chunk.begin, chunk.block.size * chunk.expression.dtype.itemsize)
+    return chunk.expression if is_whole and chunk.block == block else None
 
 
 def arrays_in(coding: object) -> list[FromArray]:
