@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import UsageError
+from reshard.errors import Option, Text, UsageError
+from reshard.formats.sets import OTHER_WORDS, TO
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.inputs import Selection, derived
 from reshard.plan.select import select
@@ -87,6 +88,7 @@ def target_of(
     except TypeError:
         kind = type(target).__name__
         raise UsageError(f"target is a {kind}; expected a strategy or its file", code="not-a-strategy") from None
+    refuse_format(target, Text("give it as ", Option("to", str(target))))
     if path.suffix not in {".yaml", ".yml"}:
         return read_strategy(path)
     from reshard.source.holdings import strategy_by_rules  # seldom
@@ -94,6 +96,16 @@ def target_of(
     selection = selection or Selection()
     source = derived(source, selection)
     return strategy_by_rules(path, source, target_names=dict(select(source, None, selection).kept))
+
+
+def refuse_format(target: object, hint: str) -> None:
+    """Refuse the word for a format in place of a strategy.
+
+    Raises:
+        UsageError: the target is such a word, and no file is called so.
+    """
+    if str(target) in {*TO, *OTHER_WORDS} and not as_place(str(target)).is_there():
+        raise UsageError(f"{target} is a format; expected a strategy or its file", code="not-a-strategy", hint=hint)
 
 
 def progress_of(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import run_plan, selection_of
+from reshard.api.choices import refuse_format, run_plan, selection_of
 from reshard.api.jobs import planned
 from reshard.errors import UsageError, names
 from reshard.plan.changes import refuse_unused
@@ -114,6 +114,7 @@ def plan(
         reshard.UsageError: an unknown format or rank, or an option that the format does not take.
     """
     record = record_of(source)
+    refuse_format(target, f"give it as format={target!r}")
     if selection is not None:
         may_lack = selection.allow_missing + globs(allow_missing)
         selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=may_lack)

@@ -13,11 +13,12 @@ import pytest
 import users_script
 from commands import Case, call, done
 from dask.array import Array
-from refusals import refused
+from refusals import failed, refused
 from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard import errors
+from reshard.errors import StrategyError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,6 +100,22 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint, home: Pa
         reshard.plan("src")  # type: ignore[arg-type]
     with refused(reshard.UsageError, "option-of-another-format", "max_shard_size"):
         reshard.plan(source, files=reshard.HuggingFaceSet(), max_shard_size="1GB")
+
+
+def test_a_format_in_place_of_a_strategy_is_refused_with_the_keyword_that_takes_it(
+    source: reshard.Checkpoint, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refused(UsageError, "not-a-strategy", "format='dcp'"):
+        reshard.plan(source, "dcp")
+    assert reshard.plan(source, format="dcp")
+    with refused(UsageError, "not-a-strategy", "to='huggingface'"):
+        reshard.convert(source, tmp_path / "out", target_strategy="huggingface")
+    reshard.write({"w": np.ones((2, 2), np.float32)}, tmp_path / "src", format="hf")
+    arguments = ("convert", tmp_path / "src", tmp_path / "out", "--target-strategy", "hf")
+    failed(2, "not-a-strategy", *arguments, places=("--to hf",))
+    monkeypatch.chdir(tmp_path)
+    with refused(StrategyError, "not-found", "dpc"):
+        reshard.plan(source, "dpc")
 
 
 def test_a_graph_gives_a_report_and_a_run_takes_a_scheduler(source: reshard.Checkpoint, tmp_path: Path) -> None:
