@@ -239,6 +239,36 @@ def reads_arrays(coding: object) -> bool:
     return any(map(reads_arrays, {op.checkpoint.coding for each in _expressions(coding) for op in each.operands}))
 
 
+def not_given(plan: Plan, *, by_file: bool) -> list[str]:
+    """Return the names of the assigned arrays of which a plan's tasks need more than the chunks that they are given.
+
+    Args:
+        plan: the plan.
+        by_file: tasks write whole files; they are given no chunks.
+    """
+    source = plan.source
+    seen: set[Expression] = set()
+    for transfer in plan.transfers:
+        for at in transfer.reads:
+            span = block_at(source.coding, source.files[at.file].path, at.runs[0][0]) if at.runs else None
+            if span is not None and (by_file or not isinstance(span.expression, FromArray)):
+                _collect(span.expression, seen)
+    return [each.name for each in seen if isinstance(each, FromArray)]
+
+
+def _collect(expression: Expression, seen: set[Expression]) -> None:
+    """Add an expression, and the ones that compute its operands."""
+    if expression in seen:
+        return
+    seen.add(expression)
+    for operand in expression.operands:
+        for at in (replicas[0] for replicas in operand.tensor.sharding.replicas if replicas):
+            runs, file = operand.tensor.runs[at.runs_index], operand.checkpoint.files[at.file]
+            span = block_at(operand.checkpoint.coding, file.path, runs[0][0]) if runs else None
+            if span is not None:
+                _collect(span.expression, seen)
+
+
 def row_edges(transfer: Transfer) -> list[int]:
     """Return the rows of a transfer at which chunks begin, and last the number of rows."""
     if not transfer.recipe.shape:

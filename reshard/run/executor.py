@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.errors import ReshardError, SourceError, TargetError, names
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, workers_at
 from reshard.storage.threads import live_runs, map_ordered, uninterrupted
@@ -340,9 +340,11 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
         `page_cache.cache_of` of the target directory, if all workers and this process share it; else "".
 
     Raises:
-        SourceError, TargetError: the worker and the file are named.
+        SourceError, TargetError: the worker and the file are named; or workers cannot compute with assigned arrays.
         ReshardError: a worker cannot run this program.
     """
+    if any(file.inputs is not None for file in plan.source.files):
+        _refuse_arrays(plan, root)
     files = plan.read_files()
     sampled = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
     expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in sampled]  # machines have only these in common
@@ -361,6 +363,17 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
                     facts=[f"{type(answer).__name__}: {answer}"],
                 )
     return here if all(answer == here for answer in answers.values()) else ""
+
+
+def _refuse_arrays(plan: Plan, root: str) -> None:
+    """Refuse assigned arrays of which workers need more than the chunks that they are given."""
+    from reshard.expressions.assigned import not_given  # rarely needed
+
+    if missing := not_given(plan, by_file=plan.by_file or not can(root).positioned):
+        raise SourceError(
+            f"the workers of a cluster cannot compute with assigned arrays: {names(map(repr, missing), most=3)}",
+            code="array-not-here", hint="write the arrays first, or run without a cluster",
+        )  # fmt: skip
 
 
 def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> str:

@@ -217,6 +217,30 @@ def test_a_plan_of_arrays_is_pickled_without_them_and_not_saved(tmp_path: Path) 
     assert caught.value.code == "not-savable"
 
 
+class _Workers:
+    """The client of a cluster that is not to be asked for anything."""
+
+
+def test_what_workers_would_have_to_compute_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    array = da.from_array(np.ones((8, 8), np.float32), chunks=(4, 4))
+    zeros = write_file(tmp_path / "z.safetensors", {"w": np.zeros((8, 8), np.float32)})
+    arrays = reshard.open(zeros).assign(w=array)
+    several = {
+        "averaged": (reshard.average([reshard.open(zeros), arrays]), None),
+        "scaled": (arrays.scale("*", factor=2.0), None),
+        "twice": (reshard.average([arrays.scale("*", factor=2.0), arrays]).scale("*", factor=2.0), None),
+        "by file": (arrays, "file"),
+    }
+    for name, (source, partition) in several.items():
+        with refused(SourceError, "array-not-here", "'w'"):
+            reshard.plan(source, format="hf").run(tmp_path / name, client=_Workers(), partition=partition)
+        assert not (tmp_path / name).exists()
+        reshard.plan(source, format="hf").run(tmp_path / name, partition=partition)
+    for source, partition in ((arrays, None), (arrays.assign(w=array * 2), None), (reshard.open(zeros), "file")):
+        with pytest.raises(AttributeError):  # the workers are asked
+            reshard.plan(source, format="hf").run(tmp_path / "asked", client=_Workers(), partition=partition)
+
+
 def slowly(block: Any) -> Any:
     time.sleep(0.02)
     return block * 2
