@@ -306,7 +306,8 @@ def _left_out(inputs: Sequence[Checkpoint], *, states: bool) -> tuple[set[str], 
     for each in inputs:
         training |= {name for name, tensor in each.tensors.items() if is_training_state(name, tensor)}
     if not states:
-        return {*objects, *optimizer_states(every), *training}, set()
+        words = frozenset[str]().union(*(each.opening.states for each in inputs))
+        return {*objects, *optimizer_states(every, words), *training}, set()
     kept = {name for name in training if name in inputs[0].tensors and not _is_averaged(name, inputs[0].tensors[name])}
     return objects | {name for name in training if name not in inputs[0].tensors}, kept
 

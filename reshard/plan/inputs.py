@@ -134,7 +134,11 @@ class Selection:
         return by_name(self.cast[dtype.name], UsageError) if cast else dtype
 
     def renamed(
-        self, chosen: Collection[str], known: Collection[str] | None = None, before: Collection[str] = ()
+        self,
+        chosen: Collection[str],
+        known: Collection[str] | None = None,
+        before: Collection[str] = (),
+        words: Collection[str] = (),
     ) -> dict[str, str]:
         """Return the new name of every chosen tensor or object.
 
@@ -142,11 +146,12 @@ class Selection:
             chosen: their names; a name of both a tensor and an object occurs twice.
             known: names of all tensors of the source, if only a part of them is chosen.
             before: the names before rules, for messages.
+            words: as for `optimizer_states`.
 
         Raises:
             UsageError: two tensors would have the same name, or an old name does not exist; all at once.
         """
-        rename = Renaming(self.name_map, set(known or chosen))
+        rename = Renaming(self.name_map, set(known or chosen), words)
         pairs = [(name, rename(name)) for name in chosen]
         faults = Faults("name map")
         for old in rename.unused():
@@ -209,9 +214,9 @@ def globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
 class Renaming:
     """Renames by exact names and globs; optimizer states follow their weights."""
 
-    def __init__(self, new_names: Mapping[str, str], known: set[str]) -> None:
+    def __init__(self, new_names: Mapping[str, str], known: set[str], words: Collection[str] = ()) -> None:
         self.new_names, self.known = new_names, known
-        self.states = optimizer_states(known) if new_names else {}
+        self.states = optimizer_states(known, words) if new_names else {}
         self.globs = {
             old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
         }

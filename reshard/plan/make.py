@@ -153,7 +153,6 @@ def plan(
         left_out=selected.left_out,
         warnings=(
             *source.warnings,
-            *selected.warnings,
             *restacked,
             *destination.warnings(),
             *result.warnings,

@@ -17,18 +17,16 @@ rank of whole tensors; without a target strategy the target is.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import by_name
-from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
+from reshard.errors import Faults, Option, SourceError, Text, UsageError
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.inputs import Renaming, Selection, unmatched
 from reshard.strategy.names import (
     STEPS,
-    USUAL_STATES,
     is_step,
     is_training_state,
     matches,
@@ -40,7 +38,7 @@ from reshard.strategy.names import (
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.names import State
@@ -57,7 +55,6 @@ class Selected(NamedTuple):
         dropped: source names that the target does not get.
         missing: target names that the source does not have.
         left_out: source names that the selection does not choose.
-        warnings: warnings about the selection for the user.
     """
 
     kept: tuple[tuple[str, str], ...]
@@ -65,7 +62,6 @@ class Selected(NamedTuple):
     dropped: tuple[str, ...]
     missing: tuple[str, ...]
     left_out: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
 
 
 def select(
@@ -89,7 +85,7 @@ def select(
     chosen = _chosen(source, selection, states)
     names_held = (*source.tensors, *(source.extras.objects if carries else ()))
     new_names = selection.renamed(
-        [name for name in names_held if name in chosen], source.all_names, _before_rules(source)
+        [name for name in names_held if name in chosen], source.all_names, _before_rules(source), source.opening.states
     )
     renamed = {name: new_names[name] for name in source.tensors if name in chosen}
     objects = {name: new_names.get(name, name) for name in source.extras.objects if name in chosen}
@@ -109,7 +105,7 @@ def select(
                 hint = Text("to leave it out, give ", Option("drop", name))
                 faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=hint)
     if target is not None:
-        rename = Renaming(selection.name_map, set(source.all_names))
+        rename = Renaming(selection.name_map, set(source.all_names), source.opening.states)
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
         available = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
@@ -133,9 +129,6 @@ def select(
     ]
     if chosen and not kept:
         raise UsageError("every chosen tensor is dropped; the target would be empty", code="no-tensors")
-    omitted_states = [
-        name for name in source.tensors if selection.weights_only and name in states and name not in chosen
-    ]
     left_out = tuple(name for name in source.all_names if name not in chosen)
     return Selected(
         tuple(kept),
@@ -143,7 +136,6 @@ def select(
         tuple(dropped),
         tuple(missing),
         left_out,
-        _states_warning(omitted_states, states),
     )
 
 
@@ -154,7 +146,8 @@ def select_listed(source: Checkpoint, selection: Selection) -> tuple[dict[str, s
         UsageError: a pattern matches nothing, or not its number of names; names collide.
     """
     chosen = _chosen(source, selection, all_states(source, None))
-    renamed = selection.renamed([name for name in source.all_names if name in chosen], source.all_names)
+    named = [name for name in source.all_names if name in chosen]
+    renamed = selection.renamed(named, source.all_names, words=source.opening.states)
     return renamed, tuple(name for name in source.all_names if name not in chosen)
 
 
@@ -165,16 +158,6 @@ def _advice(target: Strategy | Arrangement | None, known: Collection[str], state
     if not any(name in target.tensors for name in known):
         return "no name is in both; is the strategy of another model?"
     return one_stage_advice(target, known, states) if isinstance(target, Strategy) else ""
-
-
-def _states_warning(omitted: Collection[str], states: Mapping[str, State]) -> tuple[str, ...]:
-    """Warn of tensors left out as optimizer states because of an unusual prefix alone."""
-    kinds = Counter(states[name].kind for name in omitted)
-    unusual = {kind: count for kind, count in kinds.items() if kind.partition(".")[0] not in USUAL_STATES}
-    if not unusual:
-        return ()
-    count = f"{sum(unusual.values()):,} {'tensor is' if sum(unusual.values()) == 1 else 'tensors are'}"
-    return (f"{count} taken for optimizer states, by their prefix, and left out: {names(unusual)}",)
 
 
 def has_no_place(source: Checkpoint, target: Strategy | Arrangement, name: str) -> bool:
@@ -312,7 +295,7 @@ def all_states(
         written: names in the target.
     """
     named = [strategy.tensors for strategy in (source.strategy, target) if strategy]
-    return optimizer_states(set().union(source.all_names, written, *named))
+    return optimizer_states(set().union(source.all_names, written, *named), source.opening.states)
 
 
 def kinds(checkpoint: Checkpoint) -> dict[str, str]:

@@ -76,7 +76,7 @@ def match_names(source: Checkpoint, rules: Rules, side: int, ranges: Ranges, fau
     uses: dict[tuple[int, Family], Use] = {}
     matches = Matches([], [], [])
     matched = set[int]()
-    states = optimizer_states(source.all_names)
+    states = optimizer_states(source.all_names, source.opening.states)
     for name, tensor in source.tensors.items():
         candidates = list(_candidates(name, rules, side, states))
         if not candidates:

@@ -188,7 +188,7 @@ class Rules:
             return self.sides.index(self.source)
         counts = self._matches(source.tensors)
         if not any(counts):  # no weights match; the weights of optimizer states have several possible names
-            states = optimizer_states(source.all_names)
+            states = optimizer_states(source.all_names, source.opening.states)
             counts = self._matches(weight for name in source.tensors for _, weight in families(name, states))
         if not any(counts):
             patterns = names((rule.side(rule.fused_side)[0].text for rule in self.rules), most=3)

@@ -99,6 +99,7 @@ class Opening:
         step: the training step of the checkpoint, if the names of its files have one.
         computation: how its tensors were computed from other checkpoints; None if they are in files.
         rules: how the user says that tensor-parallel parts are cut, in a format that does not say it; by name or glob.
+        states: the words before the names of weights that are optimizer states, if the format has them.
     """
 
     stage: int | None = None
@@ -110,6 +111,7 @@ class Opening:
     step: Step | None = None
     computation: Computation | None = None
     rules: Mapping[str, str] = field(default_factory=dict)
+    states: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

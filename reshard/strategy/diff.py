@@ -128,7 +128,7 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     checkpoint.require_whole()
     faults = Faults(checkpoint.root)
     warnings = []
-    states = optimizer_states({**strategy.tensors, **checkpoint.tensors})
+    states = optimizer_states({**strategy.tensors, **checkpoint.tensors}, checkpoint.opening.states)
     for name, places in strategy.tensors.items():
         tensor = checkpoint.tensors.get(name)
         if tensor is not None:

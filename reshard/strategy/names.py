@@ -54,11 +54,21 @@ STEPS = {
 _NO_MOMENTS = {_ACCUMULATED, "param_groups", "hyperparams"}
 
 
-USUAL_STATES = frozenset({
-    "accum", "accu_grads", "adam_m", "adam_v", "exp_avg", "exp_avg_sq", "fp32", "main_param", "moment1", "moment2",
-    "moments", "momentum", "opt_state", "optim", "optimizer", "square_avg", "state", "step",
+_PREFIXES = frozenset({
+    "accum", "accum_update", "accu_grads", "ax", "delta_weight", "exp_avg", "exp_avg_insta_col", "exp_avg_insta_row",
+    "exp_avg_res_col", "exp_avg_res_row", "exp_avg_sq", "exp_avg_sq_col", "exp_avg_sq_row", "exp_inf", "fp32",
+    "fp32_param", "fp32_params", "grad_accumulation", "grad_avg", "m", "main_grad", "main_param", "main_params",
+    "master", "master_param", "master_params", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1",
+    "moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "momentums", "mu", "nu", "square_avg",
+    "step", "v", "velocity", "vhat",
 })  # fmt: skip
-"""First parts of the names of optimizer states in MindSpore, PyTorch, Megatron and JAX."""
+"""Words before the name of a weight in the names of optimizer states: of MindSpore, DeepSpeed, PyTorch and optax."""
+
+_OF_OPTIMIZER = re.compile(r"(?:adamw?|came|lamb|lars|lion|muon|sgd)_\w+")
+_BESIDE = {"linear": "moments", "stat": "accum", "prev": "step_size", "step_size": "prev"}
+"""Words that are states only beside others of the same optimizer (FTRL, SGD, Rprop), as modules are called so, too."""
+
+_OPTIMIZERS = frozenset({"opt", "optim", "optimizer"})
 
 
 class State(NamedTuple):
@@ -96,17 +106,21 @@ class State(NamedTuple):
         return f"{self.prefix}{inner}{self.suffix}"
 
 
-def optimizer_states(names: Collection[str]) -> dict[str, State]:
+def optimizer_states(names: Collection[str], words: Collection[str] = ()) -> dict[str, State]:
     """Return the names of optimizer states, each with its parts.
 
     In distributed checkpoints of PyTorch the state of an optimizer is flattened: `optim.state.`, or `state.` alone
     (torchtitan), the name of a weight without the prefix of the model, and the kind of state; or `optimizer.state.`,
     the kind, and the name (Megatron). In JAX's it is `opt_state.`, maybe numbers, the kind, and the name, which may
-    omit its first `params.`. In other checkpoints a state is a prefix and a weight's name, and all of
-    `accu_grads.*` are states. A prefix counts only if most names with it end with the name of a weight: `backbone.fc`
-    is not a state of `fc` if most other names in `backbone` do not.
+    omit its first `params.`. In other checkpoints a state is a word of an optimizer and a weight's name, and all of
+    `accu_grads.*` are states. A copy of the weights under any other prefix (`ema.fc`, `target_encoder.fc`) is weights.
+    A word counts only if most names with it end with the name of a weight: a module may be called `m`.
 
-    >>> names = ["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1", "backbone.conv2"]
+    Args:
+        names: the names of all tensors.
+        words: further words before the names of weights that are states, as the format says.
+
+    >>> names = ["fc", "conv", "adam_m.fc", "adam_m.conv", "ema.fc", "ema.conv", "m.fc", "m.conv1", "m.conv2"]
     >>> {name: state.weight for name, state in optimizer_states(names).items()}
     {'adam_m.fc': 'fc', 'adam_m.conv': 'conv'}
     >>> names = ["model.w", "optim.state.w.exp_avg", "state.model.w.step", "optimizer.state.exp_avg.model.w", "state.p"]
@@ -124,6 +138,8 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
             states[name] = state
             continue
         for prefix, rest in _splits(name):
+            if not _is_of_optimizer(prefix, words):
+                continue
             prefixes[prefix] += 1
             if rest in names or prefix == _ACCUMULATED:
                 candidates.setdefault(name, []).append((prefix, rest))
@@ -134,8 +150,15 @@ def optimizer_states(names: Collection[str]) -> dict[str, State]:
         name: State(rest, f"{prefix}.")
         for name, splits in candidates.items()
         for prefix, rest in reversed(splits)  # the longest name counts
-        if 2 * before_weight[prefix] >= prefixes[prefix]
+        if 2 * before_weight[prefix] >= prefixes[prefix] and _BESIDE.get(prefix, prefix) in before_weight
     }
+
+
+def _is_of_optimizer(prefix: str, words: Collection[str]) -> bool:
+    """Return whether a prefix is a word of an optimizer, perhaps below a word for all of the optimizer."""
+    outer, _, word = prefix.rpartition(".")
+    is_word = word in _PREFIXES or word in _BESIDE or word in words or _OF_OPTIMIZER.fullmatch(word) is not None
+    return is_word and (not outer or outer in _OPTIMIZERS)
 
 
 def role_of(state: State) -> str:

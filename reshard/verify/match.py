@@ -112,9 +112,9 @@ def match(
     source = source if carries else source.unbound()
     selected = select(source, target.strategy, lenient, carries=carries)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
-    new_names = selection.renamed(list(source.all_names))
+    new_names = selection.renamed(list(source.all_names), words=source.opening.states)
     states = all_states(source, target.strategy, target.tensors)
-    result = Matched(warnings=list(selected.warnings))
+    result = Matched()
     replicas = MissingBlocks(target, once=deduplicated or is_deduplicated(target), converted=True)
     paths = {target.ranks[number]: target.files[number].path for number in reversed(range(len(target.files)))}
     unreadable = _unreadable(target, rank)

@@ -92,7 +92,7 @@ def _check_cover(target: Checkpoint, faults: Faults) -> None:
 
 def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable[str], faults: Faults) -> None:
     """Report missing weights of the strategy, if ranks of their stages exist."""
-    states = optimizer_states({**target.tensors, **strategy.tensors})
+    states = optimizer_states({**target.tensors, **strategy.tensors}, target.opening.states)
     stages = {strategy.stage_of(rank) for rank in target.ranks}
     for name in strategy.tensors:
         is_present = name in target.tensors or name in target.unreadable or name in states

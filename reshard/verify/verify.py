@@ -362,7 +362,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
     absent = 0
     warnings = [*source.warnings, *target.warnings]
     if target.extras.described_by:  # it may stack experts in another shape
-        named = selection.renamed(list(source.tensors), source.all_names)
+        named = selection.renamed(list(source.tensors), source.all_names, words=source.opening.states)
         target_shapes = {name: target.tensors[new].spec.shape for name, new in named.items() if new in target.tensors}
         source, restacked = with_shapes(source, target_shapes)
         warnings += restacked

@@ -372,10 +372,3 @@ def test_a_selection_is_a_value() -> None:
     one = Selection(include=("a",), name_map={"a": "b"}, cast={"float32": "bfloat16"})
     assert pickle.loads(pickle.dumps(one)) == one  # noqa: S301 -- our own bytes
     assert Selection(include=["a"]) == Selection(include=("a",))  # type: ignore[arg-type]
-
-
-def test_what_is_taken_for_an_optimizer_state_is_reported(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "a.safetensors", numbers({"fc.w": (2,), "head.fc.w": (2,), "adam_m.fc.w": (2,)}))
-    plan = reshard.plan(reshard.open(path), selection=reshard.Selection(weights_only=True))
-    (warning,) = plan.warnings
-    assert warning.endswith(": head"), "a usual prefix needs no warning"

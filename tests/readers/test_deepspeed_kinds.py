@@ -56,6 +56,23 @@ def test_states_that_are_not_flat_are_unreadable(tmp_path: Path, stage: int, ran
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+def test_states_of_any_name_are_states(tmp_path: Path, stage: int) -> None:
+    """As the format says, whatever the optimizer calls them; they go to a Universal Checkpoint and to no average."""
+    optim = each_group(lambda state: state.update(shadow=state.pop("exp_avg")))
+    full = write_zero(tmp_path / "run", GROUPS, stage=stage, ranks=2, optim=optim)
+    full = {name.replace("exp_avg.", "shadow."): value for name, value in full.items()}
+    source = reshard.open(tmp_path / "run")
+    assert_equal(source, full)
+    weights = {name for name in full if name.partition(".")[0] not in {"shadow", "fp32", "exp_avg_sq", "step"}}
+    assert set(source.sel(kind="weights")) == set(reshard.average([source, source])) == weights
+    done("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf", "--weights-only")
+    assert set(reshard.open(tmp_path / "hf")) == weights
+    done("convert", tmp_path / "run", tmp_path / "out", "--to", "deepspeed-universal")
+    assert_equal(reshard.open(tmp_path / "out"), full)
+    assert set(reshard.open(tmp_path / "out").sel(kind="weights")) == weights
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_optimizers_without_moments(tmp_path: Path, stage: int) -> None:
     """As SGD is; a Universal Checkpoint of it has masters alone."""
     optim = each_group(lambda state: [state.pop(kind) for kind in (*KINDS[1:], "step")])

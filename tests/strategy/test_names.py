@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 from checkpoints import numbers, write_file
+from safetensors.numpy import load_file
 
 import reshard
 from reshard import Selection, Strategy
 from reshard.strategy.names import optimizer_states
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WEIGHTS = ["model.h.0.w", "model.h.0.b", "emb"]
 
@@ -41,6 +47,56 @@ def test_states_of_every_form(form: str) -> None:
 @pytest.mark.parametrize("name", ["state.encoder.step", "state.w", "state", "param_groups.x.y", "state.sum", "optim.x"])
 def test_names_that_only_look_like_it(name: str) -> None:
     assert not optimizer_states([*WEIGHTS, name])
+
+
+COPIES = {
+    "BYOL": ("online_encoder.net", "target_encoder.net"), "of a smoothed model": ("ema", "model_ema.module", "swa"),
+    "of distillation": ("teacher", "student"), "DINO": ("student.backbone", "teacher.backbone"),
+    "of a wrapper": ("module", "_orig_mod", "model", "base_model.model"),
+    "MoCo": ("momentum_encoder", "encoder_q", "encoder_k", "queue"), "of DQN": ("target", "policy"),
+    "of one weight each": ("head", "linear", "prev", "stat", "state", "param", "encoder.m"),
+}  # fmt: skip
+WORDS = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum", "momentum_buffer", "moments", "moment1",
+    "moment2", "adam_m", "adam_v", "lamb_m", "muon_m", "mu", "nu", "m", "v", "accum", "accu_grads", "square_avg",
+    "vhat", "master", "fp32", "main_param", "step", "optimizer.exp_avg", "opt.adam_m",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", COPIES)
+def test_copies_of_the_weights_under_another_prefix_are_weights(tmp_path: Path, form: str) -> None:
+    """Lazily, by kind, if only weights are converted, and in an average; a real state beside them is none."""
+    weights = [
+        prefix + name for prefix in ("", "net.", *(f"{each}." for each in COPIES[form])) for name in ("w", "b.w")
+    ]
+    arrays = {name: np.full((2, 2), number, np.float32) for number, name in enumerate([*weights, "exp_avg.net.w"])}
+    assert set(optimizer_states(arrays)) == {"exp_avg.net.w"}
+    source = reshard.open(write_file(tmp_path / "a.safetensors", arrays))
+    assert source.groups(by="kind").counts == {"weights": len(weights), "exp_avg": 1}
+    report = reshard.convert(source, tmp_path / "out", to="hf", weights_only=True)
+    assert report.warnings == ()
+    for read in (load_file(tmp_path / "out" / "model-00001-of-00001.safetensors"), reshard.average([source, source])):
+        assert {name: float(np.asarray(read[name]).mean()) for name in read} == {
+            name: float(number) for number, name in enumerate(weights)
+        }
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_optimizers(word: str) -> None:
+    names = [*WEIGHTS, *(f"ema.{name}" for name in WEIGHTS), *(f"{word}.{name}" for name in WEIGHTS)]
+    states = optimizer_states(names)
+    assert {name: state.weight for name, state in states.items()} == {f"{word}.{name}": name for name in WEIGHTS}
+
+
+def test_words_that_modules_have_too_are_states_beside_others_of_their_optimizer() -> None:
+    for word, other in (("linear", "moments"), ("stat", "accum"), ("prev", "step_size")):
+        assert not optimizer_states(["fc.w", f"{word}.fc.w"])
+        assert set(optimizer_states(["fc.w", f"{word}.fc.w", f"{other}.fc.w"])) == {f"{word}.fc.w", f"{other}.fc.w"}
+
+
+def test_words_that_the_format_says() -> None:
+    names = ["w", "shadow.w", "ema.w"]
+    assert set(optimizer_states(names, {"shadow"})) == {"shadow.w"}
 
 
 def test_they_follow_their_weights() -> None:

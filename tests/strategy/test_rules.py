@@ -94,9 +94,11 @@ def test_optimizer_states_go_with_their_weights() -> None:
 
 
 def test_a_weight_whose_name_ends_as_another_does() -> None:
-    """It is taken for an optimizer state, unless its full name is a rule."""
-    shapes = {"wq": (8, 8), "encoder.wq": (8, 8)}
-    assert layouts(Strategy.from_rules(shapes, MESH, {"wq": ("mp",)}))["encoder.wq"] == "[2, 4] map [0, -1]"
+    """It is a weight of its own, and the state of an optimizer if the word before says so."""
+    shapes = {"wq": (8, 8), "encoder.wq": (8, 8), "exp_avg.wq": (8, 8)}
+    found = layouts(Strategy.from_rules(shapes, MESH, {"wq": ("mp",)}))
+    assert (found["encoder.wq"], found["exp_avg.wq"]) == ("[2, 4] map [-1, -1]", "[2, 4] map [0, -1]")
+    del shapes["exp_avg.wq"]
     found = Strategy.from_rules(shapes, MESH, {"wq": ("mp",), "encoder.wq": ("dp",)}, predict=True)
     assert layouts(found) == {"wq": "[2, 4] map [0, -1]", "encoder.wq": "[2, 4] map [1, -1]"}
 

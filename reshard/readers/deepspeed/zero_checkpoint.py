@@ -168,7 +168,8 @@ def checkpoint_of(
         str(directory), tensors,
         tuple(files[number].source_file(number, entries.get(number, {})) for number in range(len(ranks))),
         tuple(ranks), warnings=tuple(warnings), unreadable=unreadable,
-        extras=Extras(DESCRIBED_BY, objects=objects), opening=Opening(rules=rules or {}),
+        extras=Extras(DESCRIBED_BY, objects=objects),
+        opening=Opening(rules=rules or {}, states=_state_words([model for _, model in parts], every)),
     )  # fmt: skip
     checkpoint = with_replicas_compared(checkpoint, joined, contents=contents)
     if contents:
@@ -176,6 +177,13 @@ def checkpoint_of(
     checkpoint = with_computed(checkpoint, part.rounded, part.numbers)
     first = [name for name in model.module if name in checkpoint.tensors]
     return replace(checkpoint, tensors={name: checkpoint.tensors[name] for name in (*first, *checkpoint.tensors)})
+
+
+def _state_words(models: Sequence[ModelStates], parts: Sequence[PartTensors]) -> frozenset[str]:
+    """Return the kinds of state before the names of weights, whatever the optimizer calls them."""
+    weights = {name for model in models for name in (*model.module, *model.frozen)}
+    names = {name for part in parts for name in (*part.located, *part.numbers, *part.unreadable)} - weights
+    return frozenset(kind for kind, _, weight in (name.partition(".") for name in names) if weight in weights)
 
 
 def whole_tensors(located: Mapping[str, Flat | FileTensor]) -> dict[str, Tensor]:

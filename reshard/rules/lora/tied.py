@@ -263,7 +263,7 @@ def _head_and_embedding(source: Checkpoint, weights: Collection[str]) -> tuple[s
 
     They count only if an adapter changes one of them.
     """
-    states = optimizer_states(source.all_names)
+    states = optimizer_states(source.all_names, source.opening.states)
     weight_names = [name for name in (*source.tensors, *source.left_out) if name not in states]
     embeddings = [name for name in weight_names if _ends(name, *_EMBEDDINGS)]
     head = next((name for name in (*weights, *weight_names) if _ends(name, _HEAD)), _HEAD)

@@ -42,7 +42,8 @@ def parameter_states(
         UsageError: there are none.
     """
     source_names = dict.fromkeys((*source.tensors, *source.unreadable, *source.left_out))
-    known = {name: state for name, state in optimizer_states(source_names).items() if name not in weights}
+    states = optimizer_states(source_names, source.opening.states)
+    known = {name: state for name, state in states.items() if name not in weights}
     new_names = {item.tensor.spec.name: item.name for item in items}
     expected: dict[str, dict[str, None]] = {}  # optimizers may have other states for other weights
     for each in known.values():
