@@ -55,7 +55,7 @@ def body(verb: str, options: dict[str, Any], parts: list[Array]) -> Array:
         rest = moved[0].shape[1:]
         pieces = moved[0].reshape(options["groups"], halves, -1, *rest)
         return np.moveaxis(np.swapaxes(pieces, 1, 2).reshape(-1, *rest), 0, axis)
-    groups = options.get("groups", len(moved[0]))
+    groups = options.get("groups", len(moved[0]) // options.get("sizes", [1])[0])
     of_groups = [np.split(part, groups) for part in moved]
     return np.moveaxis(np.concatenate([part[n] for n in range(groups) for part in of_groups]), 0, axis)
 
@@ -103,7 +103,7 @@ def sample(rng: np.random.Generator, verb: str, *, dims: int = 0, dtype: Any = n
     if counts:
         options["by"] = dict(zip(words, counts, strict=True))
         choice = rng.random()
-        if choice < 0.3 and not ("rows" in options or "columns" in options):
+        if choice < 0.3:
             options["flat"] = True
         elif choice < 0.6:
             options["at"] = int(rng.integers(0, dims + 1))
@@ -142,7 +142,7 @@ def _cut(
         options |= {"groups": 2, "halves": 3}
         extents = [12]
     else:
-        options |= {"groups": 2, "sizes": sizes}
+        options |= {"groups": 2, "sizes": sizes} if rng.random() < 0.7 else {"sizes": sizes}
         extents = [2 * size for size in sizes]
     return [(*shape[:axis], n, *shape[axis + 1 :]) for shape, n in zip(shapes, extents, strict=True)]
 

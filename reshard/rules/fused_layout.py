@@ -149,7 +149,7 @@ def of_parts(
         SourceError: the parts do not fit together; the message is a predicate.
     """
     if cut.rows or cut.columns:
-        return _matrix(_axes_of_matrix(shapes[0], cut), cut, front, at)
+        return _matrix(_axes_of_matrix(shapes[0], cut), cut, front, at, flat=flat)
     bodies = [_turned(shape, transposed=transposed) for shape in shapes]
     axis = _axis(cut.axis, bodies[0])
     rest = {(*body[:axis], *body[axis + 1 :]) if body else () for body in bodies}
@@ -200,7 +200,7 @@ def of_fused(
             raise SourceError(f"is {shape_text(shape)}; expected {expected} {place}", code="wrong-shape")
         body = (*shape[:at], *shape[at + len(front) :])
     if cut.rows or cut.columns:
-        return _matrix(body, cut, tuple(extents), at)
+        return _matrix(body, cut, tuple(extents), at, flat=flat)
     axis = _axis(cut.axis, body)
     total = body[axis] if body else 1
     layout = _fused_layout(body, None, total, count, cut, tuple(extents), flat=flat, transposed=transposed)
@@ -229,7 +229,7 @@ def _axes_of_matrix(shape: Shape, cut: AxisCut) -> Shape:
     return tuple(axes)
 
 
-def _matrix(body: Shape, cut: AxisCut, front: Shape, at: int) -> FusedLayout:
+def _matrix(body: Shape, cut: AxisCut, front: Shape, at: int, *, flat: bool) -> FusedLayout:
     """Return the layout of a tensor whose one part is a matrix: its first axes are columns, the others rows."""
     declared = (*(cut.columns or (None,)), *(cut.rows or (None,)))
     columns, rows = len(cut.columns) or 1, len(cut.rows) or 1
@@ -244,7 +244,7 @@ def _matrix(body: Shape, cut: AxisCut, front: Shape, at: int) -> FusedLayout:
         order.insert(rows - 1, len(body))  # the pieces before the rows of each
         rows += 1
     part = FusedPart(Block.whole(space), tuple(order), (rows, columns))
-    return _moved(FusedLayout(front, space, tuple(axes), False, (part,)), at)
+    return _moved(FusedLayout(front, space, tuple(axes), flat, (part,)), at)
 
 
 def _turned(shape: Shape, *, transposed: bool) -> Shape:

@@ -165,7 +165,7 @@ def parse_rule(item: object, key_path: str, sides: tuple[str, str], faults: Faul
     parts = [] if counterpart is None else counterpart if isinstance(counterpart, list) else [counterpart]
     fused = _pattern(name, fused_path, faults)
     patterns = [_pattern(part, parts_path, faults) for part in parts]
-    expected_keys = _OPTIONS[verb] | _OF_ALL
+    expected_keys = _OPTIONS[verb] | (_OF_ALL - {"transposed"} if verb == "transpose" else _OF_ALL)
     for key in (key for key in options if key not in expected_keys):
         faults.add(
             f"{fused_path}.{key}", f"is unknown; expected {names(sorted(expected_keys), most=9)}", code="unknown-key"
@@ -264,6 +264,10 @@ def _check_options(rule: Rule) -> None:
     if rule.verb == "interleave" and count == 1 and not has_halves:
         raise UsageError(
             "interleaves one part", code="missing-option", hint="set `halves` to the number of pieces of a group"
+        )
+    if has_halves and sizes is not None:
+        raise UsageError(
+            "has both halves and sizes", code="conflicting-options", hint="halves are equal: leave `sizes` out"
         )
     if rule.verb == "transpose":
         if has_halves and not rule.rows:
