@@ -125,7 +125,7 @@ selection_options = record(
         "PEFT's merge_and_unload does, or untie them, as they were trained.",
     ),
     *_RULES,
-    drop_option("Weights that the target may lack. May be repeated."),
+    drop_option("Weights that the target may lack; with --rules, tensors that no rule names. May be repeated."),
     _tensors(
         "--allow-missing", multiple=True, metavar="GLOB", help="Weights that the source may lack. May be repeated."
     ),

@@ -54,7 +54,7 @@ class Selection:
             Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
         cast: source dtype to target dtype, as names (`bfloat16` or `bf16`). Rounds like numpy's and ml_dtypes'
             `astype`: to nearest, ties to even. Also texts such as `float32=bfloat16`.
-        drop: globs of weights that the target strategy may lack.
+        drop: globs of weights that the target strategy may lack, and of tensors that no rule names.
         allow_missing: globs of weights that the source may lack.
         rules: map the source's names and shapes to another program's; applied first, so that the names above are the
             new ones. Also the result of `Rules.data`.
@@ -179,7 +179,7 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
 
         source = merged(source, selection.lora)
     if selection.rules:
-        source = selection.rules.derived(source).checkpoint
+        source = selection.rules.derived(source, selection.drop).checkpoint
     twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]
     if source.lora and twice:
         raise UsageError(

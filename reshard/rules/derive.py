@@ -28,7 +28,7 @@ from reshard.source.reshape import Shared, shards_in
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.layout.block import Block, Shape
     from reshard.rules.fused_layout import FusedLayout
@@ -84,7 +84,7 @@ class Derived(NamedTuple):
     fused: Mapping[str, Fused]
 
 
-def derive(source: Checkpoint, rules: Rules) -> Derived:
+def derive(source: Checkpoint, rules: Rules, drop: Iterable[str] = ()) -> Derived:
     """Apply rules to a checkpoint.
 
     Contents are read only to check padding that is left out and tensors that are tied: small ones whole, else samples.
@@ -92,6 +92,7 @@ def derive(source: Checkpoint, rules: Rules) -> Derived:
     Args:
         source: the checkpoint.
         rules: rules for its names and the names of another program.
+        drop: names and globs of tensors that may be left out if no rule names them.
 
     Raises:
         SourceError: tensors that no rule names, or several; missing parts; shapes that do not fit; all at once.
@@ -108,7 +109,7 @@ def derive(source: Checkpoint, rules: Rules) -> Derived:
             f"{source.root} is one stage of a pipeline; rules need all tensors", code="one-stage",
             hint="open all stages",
         )  # fmt: skip
-    return _Deriving(source, rules).result()
+    return _Deriving(source, rules).result(tuple(drop))
 
 
 class _Deriving:
@@ -132,9 +133,9 @@ class _Deriving:
         self.ranges = Ranges()
         self.scale_rows = self._scale_rows()
 
-    def result(self) -> Derived:
+    def result(self, drop: Collection[str]) -> Derived:
         """Apply all rules and return the result."""
-        matches = match_names(self.source, self.rules, self.side, self.ranges, self.faults)
+        matches = match_names(self.source, self.rules, self.side, self.ranges, self.faults, drop)
         for name in matches.training_state:
             self.tensors[name] = self.source.tensors[name]
             self.makers[name] = "the source"
@@ -157,7 +158,9 @@ class _Deriving:
         sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
         left_out = frozenset({*matches.dropped, *self.source.extras.objects})
         if lost := [*matches.dropped, *self.source.extras.objects, *self.source.extras.beside]:
-            self.warnings.append(f"left out by {self.rules.root} (mapped to null, or not a tensor): {names(lost)}")
+            self.warnings.append(
+                f"left out by {self.rules.root} (dropped, mapped to null, or not a tensor): {names(lost)}"
+            )
         origin = Origin(
             self.opened.opened.without(self.opened.left_out), self.rules, left_out, self.opened.lora,
             tuple(self.ties.items()), frozenset(self.merged), sides[1],

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import names
 from reshard.rules.patterns import families
 from reshard.strategy.names import is_training_state, optimizer_states
+from reshard.strategy.names import matches as matches_any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from reshard.errors import Faults
     from reshard.rules.patterns import Family
@@ -54,7 +55,7 @@ class Matches(NamedTuple):
 
     Attributes:
         uses: the applications of rules, by first appearance.
-        dropped: tensors without a counterpart, by a rule.
+        dropped: tensors without a counterpart, by a rule or `drop`.
         training_state: replicated training state without a rule.
     """
 
@@ -63,7 +64,9 @@ class Matches(NamedTuple):
     training_state: list[str]
 
 
-def match_names(source: Checkpoint, rules: Rules, side: int, ranges: Ranges, faults: Faults) -> Matches:
+def match_names(
+    source: Checkpoint, rules: Rules, side: int, ranges: Ranges, faults: Faults, drop: Collection[str] = ()
+) -> Matches:
     """Return the rule of each tensor.
 
     Args:
@@ -72,6 +75,7 @@ def match_names(source: Checkpoint, rules: Rules, side: int, ranges: Ranges, fau
         side: the side of the checkpoint.
         ranges: collects the numbers in names of parts.
         faults: collects tensors with no rule or several, and rules without a tensor.
+        drop: names and globs of tensors that are left out if they have no rule.
     """
     uses: dict[tuple[int, Family], Use] = {}
     matches = Matches([], [], [])
@@ -82,6 +86,8 @@ def match_names(source: Checkpoint, rules: Rules, side: int, ranges: Ranges, fau
         if not candidates:
             if is_training_state(name, tensor):
                 matches.training_state.append(name)
+            elif matches_any(name, drop):
+                matches.dropped.append(name)
             else:
                 faults.add(
                     f"tensor {name!r}", "matches no rule", code="unmatched-tensor",

@@ -211,14 +211,14 @@ class Rules:
                 counts[side] += any(p.match(name) is not None for rule in self.rules for p in rule.side(side))
         return counts
 
-    def derived(self, source: Checkpoint) -> Derived:
-        """Apply the rules to a checkpoint, as `Checkpoint.derive` does.
+    def derived(self, source: Checkpoint, drop: Iterable[str] = ()) -> Derived:
+        """Apply the rules to a checkpoint, as `Checkpoint.derive` does; `drop` is as for `derive`.
 
         The result also has the use of each rule.
         """
         from reshard.rules.derive import derive  # above this module
 
-        return derive(source, self)
+        return derive(source, self, drop)
 
     def data(self) -> dict[str, Any]:
         """Return the rules as JSON data, which `of` reads."""

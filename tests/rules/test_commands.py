@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from commands import call, done
 from refusals import failed
+from safetensors.numpy import load_file, save_file
 from truths import assert_arrays, truth
 
 import reshard
@@ -98,6 +100,28 @@ def test_names_beside_rules_are_those_that_they_make(mindspore_data: Path, tmp_p
     (tmp_path / "names.json").write_text(json.dumps({"decoder.final_layernorm.weight": "norm"}))
     words += ["--name-map", tmp_path / "names.json"]
     failed(2, "no-match", "unify", case.checkpoint, tmp_path / "other", *words, places=("decoder.final", "rules"))
+
+
+def test_tensors_without_a_rule_are_left_out_by_drop(tmp_path: Path) -> None:
+    """By their names in the source; a tensor with a rule is kept. Verification and a resumed run drop them, too."""
+    arrays = {name: np.full((2, 3), number, np.float32) for number, name in enumerate(("a.w", "mtp.0.e", "mtp.0.w"))}
+    save_file(arrays, tmp_path / "model.safetensors")
+    (tmp_path / "rules.yaml").write_text("reshard-rules: 1\nsides: [x, y]\nrules:\n- {x: a.w, y: b.w}\n")
+    words = ["convert", tmp_path / "model.safetensors", "--to", "hf", "--rules", tmp_path / "rules.yaml"]
+    failed(4, "unmatched-tensor", *words, tmp_path / "out", places=("mtp.0.e", "mtp.0.w"))
+    failed(4, "unmatched-tensor", *words, tmp_path / "out", "--drop", "mtp.*.e", places=("mtp.0.w",))
+    told = done(*words, tmp_path / "out", "--drop", "mtp.*", "--drop", "a.w")
+    assert "mtp.0.w" in told.stderr
+    assert {name: float(value[0, 0]) for name, value in _load(tmp_path / "out").items()} == {"b.w": 0.0}
+    done("verify", tmp_path / "out")
+    done(*words, tmp_path / "out", "--drop", "mtp.*", "--drop", "a.w")
+    done("plan", *words[1:], "--drop", "mtp.*", "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "again")
+    assert set(_load(tmp_path / "again")) == {"b.w"}
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 @pytest.mark.parametrize("command", ["transform", "unify", "plan", "verify"])
