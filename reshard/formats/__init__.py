@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 REMOTE_HEAD = 1 << 20
 """The first bytes to read at a URL: most headers, since a second request takes longer than a megabyte does."""
 
+_LEGACY_SAVE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9"
 _REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor takes a request, which should be short
 
 
@@ -73,6 +74,15 @@ def is_known(path: str) -> bool:
     return any(format_.recognizes(start, reader.size) for format_ in formats())
 
 
+def is_save(path: str) -> bool:
+    """Return whether `torch.save` wrote a file: a zip archive, or a chain of pickles that begins with its number."""
+    return _starts_as_save(RangeReader(path, window=0).upto(0, len(_LEGACY_SAVE)))
+
+
+def _starts_as_save(start: bytes) -> bool:
+    return start.startswith((b"PK\x03\x04", _LEGACY_SAVE))
+
+
 def index_file(path: str, *, store: RangeStore | None = None, head: bytes = b"") -> FileIndex:
     """Return the index of a checkpoint file; its format is detected by content, not by name.
 
@@ -111,6 +121,10 @@ def _index(path: str, store: RangeStore | None, head: bytes) -> FileIndex:
             f"{path} is not a checkpoint, but may be a strategy file",
             code="strategy-file",
             hint=f"reshard strategy show {quote(path)}",
+        )
+    if _starts_as_save(start):
+        raise SourceError(
+            f"{path} is of torch.save, whose files of ranks are not read like MindSpore's", code="unsupported-format"
         )
     raise SourceError(
         f"{path} is not a checkpoint of a known format",

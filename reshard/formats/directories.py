@@ -152,7 +152,14 @@ SAVES = DirectoryFormat(
 )
 
 SAVE_EXTENSIONS = {".pt", ".pth", ".bin"}
-"""The extensions of files with a whole state dict, as `torch.save` writes them."""
+"""The extensions of files with a whole state dict, as `torch.save` writes them; `.ckpt` may be of MindSpore, too."""
+
+TRAINER_FILES = re.compile(
+    r"common\.pt|(?:optim(?:izer)?|(?:lr_)?scheduler|(?:grad_)?scaler|sampler|training_args|rng_state|recipe_state"
+    r"|dl_state_dict)(?:[-_].*)?\.(?:pt|pth|bin)",
+    re.DOTALL,
+)
+"""What trainers save next to the weights, with `torch.save`."""
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<part>\d{1,9})_model_states\.pt")
 """DeepSpeed's files of weights, and of all that is not of the optimizer: one of each tensor-parallel part; with ZeRO

@@ -13,13 +13,16 @@ from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.errors import Option, SourceError, Text, names
+from reshard.formats import is_save
 from reshard.formats.directories import (
     DIRECTORY_FORMATS,
     FOREIGN,
     FOREIGN_FILES,
     PARTS,
     RUNS,
+    SAVE_EXTENSIONS,
     SAVED_PARTS,
+    TRAINER_FILES,
     refuse_directory,
     refuse_one_of_several,
 )
@@ -103,8 +106,9 @@ def rank_files(
     files_by_rank = every_file(root, rank_pattern)
     by_rank = bool(files_by_rank)
     if not files_by_rank:
-        inside: Iterable[Place] = root.iterdir()
-        flat = sorted((path for path in inside if path.is_file() and is_checkpoint_name(path)), key=str)
+        inside = sorted((path for path in root.iterdir() if path.is_file()), key=str)
+        flat = [path for path in inside if is_checkpoint_name(path)]
+        _refuse_saves(root, flat or [path for path in inside if path.suffix in SAVE_EXTENSIONS])
         files_by_rank = {0: flat} if flat else {}
     _refuse_directory_formats(root, files_by_rank, by_rank=by_rank)
     if not files_by_rank:
@@ -147,6 +151,18 @@ def rank_files(
     if not by_rank and len(chosen[0]) == 1:
         refuse_one_of_several(chosen[0][0])
     return chosen, Step.of((path for paths in chosen.values() for path in paths), older)
+
+
+def _refuse_saves(root: Place, files: Sequence[Place]) -> None:
+    """Raise an error if files, which are no rank's, are several of `torch.save`."""
+    files = [path for path in files if not TRAINER_FILES.fullmatch(path.name)]
+    if len(files) > 1 and is_save(str(files[0])):
+        raise SourceError(
+            f"{root} has several files of torch.save",
+            code="several-checkpoints",
+            facts=[names([path.name for path in files], most=4)],
+            hint=f"open one of them; `reshard runs {quote(str(root))}` tells which are complete",
+        )
 
 
 class RankPlace(NamedTuple):

@@ -6,12 +6,12 @@ the strategy files next to it, say that there are no more ranks; if nothing says
 
 from __future__ import annotations
 
-import re
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, SourceError, names
-from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, refuse_directory
+from reshard.formats import is_save
+from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, TRAINER_FILES, refuse_directory
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
 from reshard.formats.sets import SET_INDEXES
 from reshard.readers.beside import strategies_in
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from reshard.source.made import Made
     from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
-
-_BESIDE = re.compile(r"common\.pt|(?:optimizer|scheduler|scaler|training_args|rng_state.*)\.(?:pt|pth|bin)", re.DOTALL)
-"""What trainers save next to the weights, with `torch.save`."""
 
 
 def is_ranked(directory: Directory) -> bool:
@@ -154,24 +151,33 @@ def flat(directory: Directory) -> Iterator[Candidate]:
         return
     if not files:
         saved = [name for name in directory.files if (root / name).suffix in SAVE_EXTENSIONS]
-        files = sorted(name for name in saved if not _BESIDE.fullmatch(name))
+        files = sorted(name for name in saved if not TRAINER_FILES.fullmatch(name))
     try:
         refuse_directory(root, files, besides=[RUNS, *SAVED_PARTS, *([PARTS] if len(files) == 1 else [])])
     except SourceError as error:
         yield Candidate(root, "set", "", [*directory.files.values()], partial(of_error, error, root))
         return
     for name in files:
-        path = root if len(files) == 1 and (root / name).suffix in EXTENSIONS else root / name
+        suffix = (root / name).suffix
+        kind = TORCH_SAVE_LABEL if suffix not in EXTENSIONS or _is_save(root / name) else suffix.removeprefix(".")
+        path = root if len(files) == 1 and kind != TORCH_SAVE_LABEL else root / name
         states = [*directory.files.values()] if path == root else [directory.files[name]]
-        kind = (root / name).suffix.removeprefix(".") if (root / name).suffix in EXTENSIONS else TORCH_SAVE_LABEL
         opens = partial(open_checkpoint, root / name, contents=False)
         yield Candidate(path, kind, "", states, partial(with_sidecars, directory, partial(by_opening, opens, root)))
+
+
+def _is_save(path: Place) -> bool:
+    """Return whether `torch.save` wrote a file; opening says why another one cannot be read."""
+    try:
+        return is_save(str(path))
+    except (SourceError, OSError):
+        return False
 
 
 def with_sidecars(directory: Directory, examine: Callable[[], Findings]) -> Findings:
     """Return the findings about a checkpoint and the files of its trainer."""
     findings = examine()
-    for name in filter(_BESIDE.fullmatch, sorted(directory.files) if findings.state == "complete" else ()):
+    for name in filter(TRAINER_FILES.fullmatch, sorted(directory.files) if findings.state == "complete" else ()):
         try:
             with reading(SourceError):
                 TorchFile.read(directory.place / name, "the state of a trainer", with_value=False)

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import SourceError, UsageError
-from reshard.formats import is_known
 from reshard.formats.directories import (
     BLOCKS,
     CHECKPOINT2,
@@ -17,7 +16,6 @@ from reshard.formats.directories import (
     DEEPSPEED,
     MEGATRON_RANKS,
     MODEL_STATES,
-    SAVE_EXTENSIONS,
     SAVED_SET,
     SAVES,
     parts_below,
@@ -27,6 +25,7 @@ from reshard.formats.directories import (
 )
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr.files import is_of_store
+from reshard.readers.openers.single import is_single_save, lone_save
 from reshard.readers.orbax.steps import shown_orbax
 from reshard.readers.runs import checkpoint_of, iteration_of, newer, run_at
 
@@ -90,14 +89,14 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if run is not None:
         opens = applied(_open_iteration, root, listing, run, iteration)
         return Opener(root, opens, "run", is_deep=True, takes_rules=True)
-    if not listing and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
+    if not listing and is_single_save(root):
         refuse_one_of_several(root)
         module, name = (
             ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
         )
         opens = applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root)
         return Opener(root, opens, TORCH_SAVE_LABEL)
-    opener = described(root, listing)
+    opener = described(root, listing) or _of_lone_save(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
         raise SourceError(
             f"{root} is one checkpoint, not a run with iteration {iteration}",
@@ -105,6 +104,17 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
             hint="open the directory of the run",
         )
     return opener
+
+
+def _of_lone_save(directory: Place, listing: Sequence[str]) -> Opener | None:
+    """Return the opener of a directory with one file of `torch.save`, else None."""
+    name = lone_save(directory, listing)
+    if name is None:
+        return None
+    refuse_one_of_several(directory / name)
+    from reshard.readers.torch_save.saves import open_only  # not on every start
+
+    return Opener(directory, applied(open_only, directory, name), TORCH_SAVE_LABEL)
 
 
 def _shown(

@@ -140,6 +140,12 @@ def open_save(location: Place, *, contents: bool | Literal["blocks"] = True) -> 
     return joined(location, files, [0], contents=contents)
 
 
+def open_only(directory: Place, name: str, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open the only file in a directory; arguments and errors as for `open_saves`."""
+    files = read_files([File(directory / name, 0, "")], 1, check=_refuse_rank)
+    return joined(directory, files, [0], contents=contents)
+
+
 def _refuse_rank(saved: TorchFile) -> None:
     """Refuse a file of Megatron-LM whose arguments say that it is of one of several ranks."""
     values = saved.value.items() if isinstance(saved.value, Pairs) else ()
