@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import RangeReader
-from reshard.formats.sets import DCP_INDEX, MODEL_CONFIG, SAVED_INDEX, SET_FILES, SET_INDEXES, files_beside
+from reshard.formats.sets import DCP_INDEX, HYPER_FILES, MODEL_CONFIG, SAVED_INDEX, SET_INDEX, files_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -63,7 +63,7 @@ class DirectoryFormat(NamedTuple):
         return next(filter(self.files.fullmatch, names), None) or next(marked, None)
 
 
-_SET = f"get the other files and their index, {' or '.join(SET_INDEXES)}"
+_SET = "get the other files and their index, param_name_map.json or model.safetensors.index.json"
 PARTS = DirectoryFormat(
     re.compile(r"(?:part\d+|hyper_param)\.(?:safetensors|ckpt)"),
     "is one of the parts of a unified set",
@@ -89,8 +89,8 @@ class RunFormat(NamedTuple):
         tracker: the file with the iteration of the last complete checkpoint.
         directory: matches the name of a checkpoint's directory and captures its iteration.
         by_name: the tracker file has the name of the directory, which need not match.
-        is_numbered: there is no tracker file, and directories are numbers: their contents show whether they are
-            checkpoints, and finished.
+        is_numbered: there is no tracker file: the contents of the directories show whether they are checkpoints, and
+            finished. Their names differ in the number alone.
     """
 
     tracker: str
@@ -99,13 +99,19 @@ class RunFormat(NamedTuple):
     is_numbered: bool = False
 
 
+STEP_NAME = r"(?:.*[-_.=])?(?:global_?steps?|steps?|iter(?:ation)?s?|checkpoint|ckpt|epoch)[-_.=]?(\d{1,18})"
+"""Matches names that end in a word for a step of the training and its number, whatever the case."""
+
 RUN_FORMATS = (
     RunFormat(TRACKER, re.compile(r"iteration_(\d{8,18})")),  # MindSpore Transformers
     RunFormat("latest_checkpoint_iteration.txt", re.compile(r"global_step_(\d{1,18})")),  # hyper-parallel
     RunFormat(TRACKER, re.compile(r"iter_(\d{7,18})")),  # Megatron-LM
     RunFormat("latest", re.compile(r"global_step(\d{1,18})"), by_name=True),  # DeepSpeed
     RunFormat("latest_universal", re.compile(r"global_step(\d{1,18})_universal"), by_name=True),
-    RunFormat("", re.compile(r"(\d{1,18})"), is_numbered=True),  # Orbax
+    RunFormat("", re.compile(r"(?:.+_)?(\d{1,18})", re.DOTALL), is_numbered=True),  # Orbax
+    RunFormat(
+        "", re.compile(rf"{STEP_NAME}(?:[-_.]ckpt?)?", re.IGNORECASE | re.DOTALL), is_numbered=True
+    ),  # DCPs, as of torchtitan
 )
 
 
@@ -314,8 +320,8 @@ def is_of_a_set(name: str) -> bool:
     >>> [is_of_a_set(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
     [True, True, False]
     """
-    exact_names = (*SET_FILES, *CHECKPOINT2.marks)
-    patterns = (PARTS.files, _OF_A_SET, CHECKPOINT2.files, DEEPSPEED.files)
+    exact_names = (*HYPER_FILES, *CHECKPOINT2.marks)
+    patterns = (SET_INDEX, PARTS.files, _OF_A_SET, CHECKPOINT2.files, DEEPSPEED.files)
     return name in exact_names or any(pattern.fullmatch(name) for pattern in patterns)
 
 

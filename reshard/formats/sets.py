@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.formats.entries import ShardFiles, SomeFiles
 from reshard.storage.base import reading
 from reshard.storage.small import parse_json, read_small
@@ -59,11 +59,12 @@ _MINDSPORE_INDEX = "param_name_map.json"
 _HUGGING_FACE_INDEX = "model.safetensors.index.json"
 _HYPER_PARAMETERS = "hyper_param"
 
-SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
-"""The possible names of a set's index."""
+SET_INDEX = re.compile(rf"{re.escape(_MINDSPORE_INDEX)}|.+\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
+"""The possible names of a set's index: MindSpore's, and those of transformers, diffusers and PEFT, with a variant, too:
+`model.safetensors.index.fp16.json`."""
 
-SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
-"""Files that belong to a set by name, even if an index does not list them."""
+HYPER_FILES = (f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
+"""Files that belong to a set of MindSpore by name, even if its index does not list them."""
 
 SAVED_INDEX = re.compile(r".+\.(?:bin|pt|pth)\.index(?:\.[^.]+)?\.json", re.DOTALL)
 """The possible names of the index of a set of files of `torch.save`, such as `pytorch_model.bin.index.json`."""
@@ -246,9 +247,23 @@ def check_step(step: int | None) -> None:
         raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}", code="out-of-range")
 
 
+def set_indexes(names: Iterable[str]) -> list[str]:
+    """Return which of the names in a directory are indexes of sets.
+
+    >>> set_indexes(["config.json", "model.safetensors", "diffusion_pytorch_model.safetensors.index.fp16.json"])
+    ['diffusion_pytorch_model.safetensors.index.fp16.json']
+    """
+    return sorted(filter(SET_INDEX.fullmatch, names))
+
+
+def set_word(index: str) -> str:
+    """Return the word for the sets with an index of this name."""
+    return "mindspore" if index == _MINDSPORE_INDEX else "hf"
+
+
 @reading(SourceError)
 def read_index(
-    directory: Place, index_names: Iterable[str] = SET_INDEXES
+    directory: Place, index_names: Iterable[str] | None = None
 ) -> tuple[list[Place], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor; None without an index.
 
@@ -256,19 +271,22 @@ def read_index(
 
     Args:
         directory: the directory of the set.
-        index_names: the possible names of its index.
+        index_names: the names of its index, if known.
 
     Raises:
         SourceError: the index is not valid, or names a file that does not exist or is outside the directory.
     """
-    indexes = [path for name in index_names if (path := directory / name).is_file()]
+    candidates = set_indexes(directory.names()) if index_names is None else index_names
+    indexes = [path for name in candidates if (path := directory / name).is_file()]
     if not indexes:
         return None
     if len(indexes) > 1:
+        move = "move one set to another directory"
+        choose = Text("choose one with ", Option("suffix", "index.json"), " or the end of another name, or ", move)
         raise SourceError(
-            f"{directory} has the indexes of two sets, {names([path.name for path in indexes])}",
+            f"{directory} has the indexes of several sets, {names([path.name for path in indexes])}",
             code="several-checkpoints",
-            hint="move one set to another directory",
+            hint=choose if SET_INDEX.fullmatch(indexes[0].name) else move,
         )
     path = indexes[0]
     weight_map, hyper_parameters = _read_map(path)
@@ -288,7 +306,7 @@ def read_index(
             faults.add(f"{family[0]}…-of-{family[1]}", fault, code="missing-shards")
     faults.raise_if_any(SourceError)
     if path.name == _MINDSPORE_INDEX:
-        siblings = [directory / name for name in SET_FILES[2:]]
+        siblings = [directory / name for name in HYPER_FILES]
         files += [file for file in siblings if file not in files and file.is_file()]
     return files, weight_map
 
@@ -340,13 +358,12 @@ def files_beside(directory: Place, name: str, names: Collection[str]) -> tuple[s
         name: the name of the file.
         names: the names of the entries of the directory.
     """
-    for index in [*SET_INDEXES, *filter(SAVED_INDEX.fullmatch, names)]:
-        if index in names:
-            with suppress(SourceError, OSError):
-                unlisted = SET_FILES[2:] if index == _MINDSPORE_INDEX else ()
-                files = {*_read_map(directory / index)[0].values(), *unlisted}
-                if name in files:
-                    return index, files.difference({*unlisted}.difference(names))
+    for index in [*set_indexes(names), *filter(SAVED_INDEX.fullmatch, names)]:
+        with suppress(SourceError, OSError):
+            unlisted = HYPER_FILES if index == _MINDSPORE_INDEX else ()
+            files = {*_read_map(directory / index)[0].values(), *unlisted}
+            if name in files:
+                return index, files.difference({*unlisted}.difference(names))
     return "", set()
 
 
@@ -373,8 +390,8 @@ def _read_map(path: Place) -> tuple[dict[str, str], list[str]]:
         raise SourceError(f"{path} has no weight_map of tensor names to file names", code="bad-index")
     metadata = content.get("metadata") if path.name == _MINDSPORE_INDEX and weight_map is not content else None
     hyper_file = metadata.get(_HYPER_PARAMETERS) if isinstance(metadata, dict) else None
-    if hyper_file is not None and hyper_file not in SET_FILES[2:]:
-        fault = f"is {hyper_file!a:.60}; expected {' or '.join(SET_FILES[2:])}"
+    if hyper_file is not None and hyper_file not in HYPER_FILES:
+        fault = f"is {hyper_file!a:.60}; expected {' or '.join(HYPER_FILES)}"
         faults.add(f"metadata.{_HYPER_PARAMETERS}", fault, code="bad-value")
     faults.raise_if_any(SourceError)
     return weight_map, [] if hyper_file is None else [hyper_file]

@@ -16,7 +16,7 @@ from reshard.formats.directories import (
     refuse_one_of_several,
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
-from reshard.formats.sets import SET_FILES, SET_INDEXES, check_members, read_index
+from reshard.formats.sets import HYPER_FILES, check_members, read_index, set_indexes
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.openers import options_refused, self_described
 from reshard.readers.ranks import (
@@ -253,12 +253,20 @@ def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
     paths: list[AnyName] = [file.path for file in files]
     if self_described(root):
         return [root, *root.files(), *(root.absolute().parent / run.tracker for run in RUN_FORMATS)]
-    return [*paths, *(root / name for name in SET_FILES)]
+    return [*paths, *(root / name for name in (*set_indexes(root.names()), *HYPER_FILES))]
 
 
 def files_of_sources(checkpoint: Checkpoint) -> list[AnyName]:
     """Return every path that opening a checkpoint reads, or that the checkpoints from which it is computed read."""
     return [path for source in checkpoint.sources for path in files_read(source.root, source.files)]
+
+
+def _indexes(listing: Sequence[str], suffix: str | None) -> list[str]:
+    """Return the names of the indexes of sets, of those with a suffix if there are several."""
+    indexes = set_indexes(listing)
+    of_suffix = [name for name in indexes if suffix is not None and name.removesuffix(".json").endswith(suffix)]
+    of_suffix = of_suffix or [name for name in indexes if suffix is not None and name.endswith(suffix)]
+    return of_suffix if len(indexes) > 1 and of_suffix else indexes
 
 
 @_resumable
@@ -270,7 +278,7 @@ def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: s
         SourceError: no files, no step that every rank has.
     """
     root = as_place(path)
-    if self_described(root) or (root.is_dir() and read_index(root)):
+    if self_described(root) or read_index(root, _indexes(root.names(), suffix)):
         return False
     return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
 
@@ -317,7 +325,7 @@ def _read_undescribed(
             refuse_directory(file.parent, [file.name], besides=[PARTS])
         return index_ranks({rank: [file] for rank, file in chosen.items()}, cipher, warnings, Step.of(chosen.values()))
     root = as_place(path)
-    unified = read_index(root) if {*SET_INDEXES}.intersection(listing) else None
+    unified = read_index(root, _indexes(listing, suffix))
     if unified is None:
         is_directory = bool(listing) or root.is_dir()
         of_ranks, step = rank_files(root, rank_pattern, suffix, warnings, is_directory=is_directory)

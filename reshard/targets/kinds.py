@@ -15,13 +15,14 @@ from reshard.formats.sets import (
     DCP_NAME,
     ORBAX_NAME,
     OTHER_WORDS,
-    SET_INDEXES,
     TO,
     UNIVERSAL_NAME,
     DeepSpeedUniversal,
     HuggingFaceSet,
     LinkedDCP,
     MindSporeSet,
+    set_indexes,
+    set_word,
 )
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import OrbaxTree, ZarrGroup
@@ -202,9 +203,8 @@ def source_word(checkpoint: Checkpoint) -> str:
             return DCP_NAME
         if checkpoint.extras.described_by in {CHECKPOINT2_NAME, METADATA}:
             return CHECKPOINT2
-        for name, word in zip(SET_INDEXES, ("mindspore", "hf"), strict=True):
-            if (root / name).is_file():
-                return word
+        if indexes := set_indexes(root.names()):
+            return set_word(indexes[0])
     return checkpoint.format if checkpoint.format in RANKS else "safetensors"
 
 

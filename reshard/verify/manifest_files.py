@@ -15,7 +15,7 @@ from reshard.errors import EncryptedError, SourceError, UsageError, names
 from reshard.formats import index_file
 from reshard.formats.entries import FileIndex
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, leftovers
-from reshard.formats.sets import SET_INDEXES
+from reshard.formats.sets import set_indexes
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.readers.open import read_headers
@@ -79,7 +79,7 @@ def make_manifest(
         )
     path = as_place(target)
     root = path if path.is_dir() else path.parent
-    indexes = [name for name in SET_INDEXES if root == path and (root / name).is_file()]
+    indexes = set_indexes(root.names()) if root == path else []
     return sum_files(root, files, indexes, threads=thread_count(threads), progress=on_progress)
 
 

@@ -19,6 +19,7 @@ from reshard import HuggingFaceSet, Layout, MindSporeSet, Selection, Strategy
 from reshard.errors import SourceError, UsageError
 from reshard.formats.sets import read_index
 from reshard.plan import budget
+from reshard.storage.places import as_place
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
 SHAPES = {"a": (8, 8), "b": (16, 8), "c": (4, 4), "moments.a": (8, 8)}
@@ -292,7 +293,7 @@ def test_two_indexes_in_a_directory_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_an_index_is_not_a_set(tmp_path: Path) -> None:
-    assert read_index(tmp_path) is None
+    assert read_index(as_place(tmp_path)) is None
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
-from reshard.formats.directories import is_iteration
+from reshard.formats.directories import STEP_NAME, is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
@@ -26,7 +26,7 @@ from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
 from reshard.readers.catalog.walk import listed
-from reshard.readers.openers import DCP_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
+from reshard.readers.openers import DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 from reshard.source.records import DIRECTORY, unfinished
@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
 )
-_STEP = re.compile(
-    r"(?:.*[-_.=])?(?:global_?steps?|steps?|iter(?:ation)?s?|checkpoint|ckpt|epoch)[-_.=]?(\d{1,18})(?:[-_.].*)?",
-    re.IGNORECASE | re.DOTALL,
-)
+_STEP = re.compile(rf"{STEP_NAME}(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +189,25 @@ def _candidates(directory: Directory, temporary: str) -> Iterator[Candidate]:
         examine = candidate.examine
         if temporary:
             examine = partial(Findings, "incomplete", f"{temporary} is the name of a temporary directory")
-        yield replace(candidate, step=candidate.step or _step(candidate.path), examine=examine)
+        yield replace(
+            candidate,
+            step=candidate.step or _step(candidate.path, numbered=candidate.format == ORBAX_LABEL),
+            examine=examine,
+        )
     for name in sorted(remaining):
         yield from _candidates(directory.below[name], temporary)
 
 
-def _step(path: Place) -> str:
-    """Return the step in the name of a checkpoint, or of the directory that it is in."""
+def _step(path: Place, *, numbered: bool) -> str:
+    """Return the step in the name of a checkpoint, or of the directory that it is in.
+
+    Args:
+        path: the checkpoint.
+        numbered: a number at the end of the name is the step, whatever is before it.
+    """
     for directory in (path, path.parent):
         name = directory.name.partition(UNFINISHED)[0]
-        number = iteration_of(directory.parent / name, numbered=True)
+        number = iteration_of(directory.parent / name, numbered=numbered or name.isdecimal())
         match = _STEP.fullmatch(name)
         if number is not None or match:
             return str(int(match[1]) if number is None and match else number)

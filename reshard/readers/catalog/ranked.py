@@ -13,7 +13,7 @@ from reshard.errors import ReshardError, SourceError, names
 from reshard.formats import is_save
 from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, TRAINER_FILES, refuse_directory
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
-from reshard.formats.sets import SET_INDEXES
+from reshard.formats.sets import set_indexes, set_word
 from reshard.readers.beside import strategies_in
 from reshard.readers.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
 from reshard.readers.catalog.walk import FileStat
@@ -144,10 +144,9 @@ def flat(directory: Directory) -> Iterator[Candidate]:
     if any(name.endswith(".ckpt") for name in files):  # strategies of MindSpore are, too
         strategies = _strategies_in(str(root))
         files = [name for name in files if str(root / name) not in strategies]
-    if {*SET_INDEXES}.intersection(directory.files):
+    if indexes := set_indexes(directory.files):
         examine = partial(with_sidecars, directory, partial(_of_set, root))
-        kind = "mindspore set" if SET_INDEXES[0] in directory.files else "hf set"
-        yield Candidate(root, kind, "", [*directory.files.values()], examine)
+        yield Candidate(root, f"{set_word(indexes[0])} set", "", [*directory.files.values()], examine)
         return
     if not files:
         saved = [name for name in directory.files if (root / name).suffix in SAVE_EXTENSIONS]

@@ -23,7 +23,7 @@ from reshard.formats.directories import (
     release_below,
     saved_parts,
 )
-from reshard.formats.sets import SET_INDEXES
+from reshard.formats.sets import set_indexes
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.openers.single import is_single_save, lone_save
 from reshard.readers.orbax.steps import shown_orbax
@@ -117,11 +117,14 @@ def _of_lone_save(directory: Place, listing: Sequence[str]) -> Opener | None:
     return Opener(directory, applied(open_only, directory, name), TORCH_SAVE_LABEL)
 
 
-def _shown(
-    kind: DirectoryFormat, directory: Place, listing: Sequence[str], without: Sequence[str] = ()
-) -> Sequence[str]:
-    """Return `listing` if the directory is of a format and lacks the names `without`, else ()."""
-    return listing if kind.shown_by(directory, listing) and not {*without}.intersection(listing) else ()
+def _shown(kind: DirectoryFormat, directory: Place, listing: Sequence[str]) -> Sequence[str]:
+    """Return `listing` if the directory is of a format, else ()."""
+    return listing if kind.shown_by(directory, listing) else ()
+
+
+def _shown_blocks(directory: Place, listing: Sequence[str]) -> Sequence[str]:
+    """Return `listing` if it has blocks that PyTorch saved for Hugging Face and no index of whole tensors, else ()."""
+    return () if set_indexes(listing) else _shown(BLOCKS, directory, listing)
 
 
 def _shown_universal(_directory: Place, listing: Sequence[str]) -> Sequence[str]:
@@ -157,7 +160,7 @@ _FORMATS = (
     _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
     _Distributed(_shown_universal, "deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True),
     _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", "DeepSpeed", takes_rules=True),
-    _Distributed(applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks", "DCP in safetensors"),
+    _Distributed(_shown_blocks, "huggingface", "open_blocks", "DCP in safetensors"),
     _Distributed(shown_orbax, "orbax.saved_items", "open_orbax", ORBAX_LABEL, is_deep=True),
     _Distributed(parts_below, "dcp", "open_dcp", DCP_LABEL, is_deep=True),
     _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set", TORCH_SAVE_LABEL),

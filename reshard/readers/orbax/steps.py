@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import SourceError, names
+from reshard.errors import SourceError
 from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from reshard.storage.places import Place
 
@@ -32,9 +32,6 @@ LARGEST_JSON = 64 << 20
 STEP_METADATA, COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
 _NO_ITEMS = {STEP_METADATA, COMMITTED, "orbax.checkpoint"}
 
-_STEP = re.compile(rf"(\d{{1,18}})(?:{re.escape(UNFINISHED)}.*)?", re.DOTALL)
-_MOST_PROBED = 3
-
 _ITEMS = {"default", "items", "params", "state"}
 """Names of items, by which a step of an older version is recognised."""
 
@@ -50,57 +47,6 @@ def shown_orbax(directory: Place, listing: Collection[str]) -> Collection[str]:
     if is_item(listing) or STEP_METADATA in listing:
         return listing
     return listing if any(is_item((directory / name).names()) for name in sorted(_ITEMS.intersection(listing))) else ()
-
-
-def has_steps(root: Place, listing: Iterable[str]) -> bool:
-    """Return whether a directory with these names is of a run: one of its numbers, the last few, is a step."""
-    steps = sorted((int(match[1]), match[0]) for match in map(_STEP.fullmatch, listing) if match)
-    return any(UNFINISHED in name or _is_step(root / name) for _, name in steps[-_MOST_PROBED:])
-
-
-def _is_step(directory: Place) -> bool:
-    return bool(shown_orbax(directory, directory.names()))
-
-
-def finished_step(root: Place, steps: Mapping[int, Place], listing: Collection[str], number: int | None) -> Place:
-    """Return the directory of a step of a run, by default of the newest finished one.
-
-    Args:
-        root: the directory of the run.
-        steps: the directories whose names are numbers.
-        listing: the names in it.
-        number: the number of the step.
-
-    Raises:
-        SourceError: there is no such step, or it is not finished.
-    """
-    for step in sorted(steps, reverse=True) if number is None else [number] if number in steps else []:
-        reason = unfinished_reason(steps[step], steps[step].names())
-        if not reason:
-            return steps[step]
-        if number is not None:
-            raise SourceError(
-                f"iteration {number} of {root} is not finished", code="unfinished", facts=[reason],
-                hint=f"open an older one; to read what is there, open {steps[step]}",
-            )  # fmt: skip
-    begun = sorted(name for name in listing if UNFINISHED in name)
-    raise SourceError(
-        f"{root} has no {'finished iteration' if number is None else f'iteration {number}'}", code="no-such-iteration",
-        facts=[f"it has {names(sorted(steps)) if steps else 'none'}", *(f"{name} is not finished" for name in begun)],
-    )  # fmt: skip
-
-
-def unfinished_steps(root: Place, listing: Iterable[str], last: int) -> list[str]:
-    """Return a warning that names the unfinished steps of a run, if there are any.
-
-    Of steps that have their final names, only those after `last` are looked at, since each takes requests.
-    """
-    steps = [(int(match[1]), name) for name in listing if (match := _STEP.fullmatch(name))]
-    begun = [
-        name for number, name in sorted(steps)
-        if UNFINISHED in name or (number > last and unfinished_reason(root / name, (root / name).names()))
-    ]  # fmt: skip
-    return [f"{root}: {names(begun)} is not finished, and not read: was saving it interrupted?"] if begun else []
 
 
 def unfinished_reason(directory: Place, listing: Collection[str]) -> str:

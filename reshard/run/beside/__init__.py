@@ -21,7 +21,7 @@ from reshard.errors import Option, SourceError, TargetError, Text, names
 from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
 from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
-from reshard.formats.sets import DCP_INDEX, SET_INDEXES
+from reshard.formats.sets import DCP_INDEX, SET_INDEX, set_indexes
 from reshard.formats.zarr.files import is_of_store
 from reshard.plan.inputs import ledger_provenance
 from reshard.run.locks import refuse_link
@@ -167,7 +167,7 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
         if not listing:
             return ()
         own_pattern, has_index = _own(plan), any(file.last for file in plan.files)
-        hiding = [name for name in SET_INDEXES if name in listing and not has_index and name not in older]
+        hiding = [name for name in set_indexes(listing) if not has_index and name not in older]
         hiding += ["a zarr store"] if any(map(is_of_store, listing)) else []
         if not has_pointer:
             hiding += sorted(filter(is_iteration, listing))
@@ -305,4 +305,5 @@ def _is_below(root: str, path: str) -> bool:
 
 def _indexes_first(path: str) -> bool:
     """Return a sort key that puts indexes first: an index marks a set as complete."""
-    return os.path.basename(path) not in {*SET_INDEXES, DCP_INDEX}
+    name = os.path.basename(path)
+    return name != DCP_INDEX and not SET_INDEX.fullmatch(name)

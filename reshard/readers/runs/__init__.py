@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import RUN_FORMATS
-from reshard.readers.orbax.steps import finished_step, has_steps, unfinished_steps
+from reshard.readers.runs.numbered import finished_step, run_of_steps, unfinished_steps
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small
 
@@ -34,14 +34,12 @@ def run_at(root: Place, listing: Iterable[str]) -> RunFormat | None:
     has_weights = any(map(_WEIGHTS.fullmatch, listing))
     runs = [
         run for run in RUN_FORMATS
-        if not ((run.by_name or run.is_numbered) and has_weights)
-        and (
-            has_steps(root, listing) if run.is_numbered
-            else (run.by_name and run.tracker in listing) or any(map(run.directory.fullmatch, listing))
-        )
+        if not (run.is_numbered or (run.by_name and has_weights))
+        and ((run.by_name and run.tracker in listing) or any(map(run.directory.fullmatch, listing)))
     ]  # fmt: skip
     tracked = [run for run in runs if run.tracker in listing]  # DeepSpeed's tags may be named like other checkpoints
-    return next(iter([*tracked, *runs]), None)
+    numbered = None if runs or has_weights else run_of_steps(root, listing)
+    return next(iter([*tracked, *runs]), numbered)
 
 
 def checkpoint_of(root: Place, listing: Sequence[str], run: RunFormat, iteration: int | None) -> Place:
@@ -156,7 +154,7 @@ def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -
 def newer(root: Place, listing: Sequence[str], run: RunFormat, current: Place) -> list[str]:
     """Return a warning about checkpoints newer than the one that the run names, if any."""
     if run.is_numbered:
-        return unfinished_steps(root, listing, iteration_of(current, numbered=True) or 0)
+        return unfinished_steps(root, listing, run, iteration_of(current, numbered=True) or 0)
     last = iteration_of(current)
     later = sorted(number for number, _ in _checkpoints(root, listing, run) if last is not None and number > last)
     if not later:
