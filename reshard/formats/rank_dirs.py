@@ -389,7 +389,7 @@ def families_of(path: Place, rank: int) -> set[_Family]:
     match = _step(path)
     name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (_stem(path), None)
     parts = _NUMBER.split(name)  # numbers have the odd indexes
-    own = [index for index in range(1, len(parts), 2) if parts[index] == str(rank)]
+    own = [index for index in range(1, len(parts), 2) if int(parts[index]) == rank]
     variants = {name, "".join("{rank}" if index in own else part for index, part in enumerate(parts))}
     for index in own:
         variants.add("".join((*parts[:index], "{rank}", *parts[index + 1 :])))

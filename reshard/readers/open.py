@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial as applied
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
@@ -15,10 +16,11 @@ from reshard.formats.directories import (
     refuse_directory,
     refuse_one_of_several,
 )
-from reshard.formats.rank_dirs import RANK_PATTERN, Step, leftovers, rank_files
+from reshard.formats.rank_dirs import RANK_DIRECTORY, RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import HYPER_FILES, check_members, read_index, set_indexes
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.openers import options_refused, self_described
+from reshard.readers.openers.one_of_ranks import refuse_one_of_ranks, refuse_parts_of_ranks
 from reshard.readers.ranks import (
     IndexedFiles,
     changed_text,
@@ -51,8 +53,14 @@ S = TypeVar("S")
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from reshard.layout.block import Shape
+    from reshard.readers.openers import Opener
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
+
+
+_WHOLE = {"*": "whole"}
+"""The layouts of a file that has all of a model, whatever is next to it."""
 
 
 def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -101,15 +109,12 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if opener is not None:
         if not (stage is None and unnamed) or required(cipher):
             raise options_refused(path)
-        return opener(contents=contents, rules=rules_over_parts(strategy, layouts))
-    if iteration is not None:
-        raise UsageError(
-            f"{path} has no iterations",
-            code="no-iterations",
-            hint=Text("leave ", Option("iteration", iteration), " out"),
-        )
+        return _opened(opener, rules_over_parts(strategy, layouts), contents=contents)
+    _refuse_iteration(path, iteration)
     ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), listing, described=False)
     files, ranks, warnings, step, cipher = _read_undescribed(path, listing, rank_pattern, suffix, cipher)
+    if not (strategy or layouts or rank_pattern != RANK_PATTERN or set_indexes(listing)):
+        _refuse_one_rank(files, cipher)
     change = ledger.change(files, partial=partial) if ledger else ""
     ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
@@ -162,6 +167,47 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         root, tensors, files, ranks, strategy, tuple(warnings), unreadable_in(files), cipher, opening=opening
     )
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
+
+
+def _refuse_iteration(path: AnyName | Mapping[int, AnyName], iteration: int | None) -> None:
+    if iteration is not None:
+        raise UsageError(
+            f"{path} has no iterations",
+            code="no-iterations",
+            hint=Text("leave ", Option("iteration", iteration), " out"),
+        )
+
+
+def _opened(opener: Opener, rules: Mapping[str, str] | None, *, contents: bool | Literal["blocks"]) -> Checkpoint:
+    """Open a checkpoint that describes its own blocks, or a file of whole tensors; `rules` are the user's."""
+    if opener.file is None:
+        return opener(contents=contents, rules=rules)
+    if rules is None:
+        refuse_one_of_ranks(opener.file, _saved_shapes)
+    if rules != _WHOLE:
+        return opener(contents=contents, rules=rules)
+    checkpoint = opener(contents=contents)
+    return replace(checkpoint, opening=replace(checkpoint.opening, rules=rules))
+
+
+def _refuse_one_rank(files: Sequence[SourceFile], cipher: Cipher | None) -> None:
+    """Refuse the only file of a source if it is one rank's part of a model; `rank_N` is left to `lone_rank`."""
+    path = as_place(files[0].path)
+    if len(files) == 1 and not RANK_DIRECTORY.fullmatch(path.parent.name):
+        refuse_one_of_ranks(path, applied(_shapes, cipher=cipher))
+
+
+def _saved_shapes(path: Place) -> dict[str, Shape]:
+    """Return the shapes of the tensors in a file of `torch.save`."""
+    from reshard.readers.torch_save.saves import open_save  # not on every start
+
+    return {name: tensor.spec.shape for name, tensor in open_save(path, contents=False).tensors.items()}
+
+
+def _shapes(path: Place, cipher: Cipher | None) -> dict[str, Shape]:
+    """Return the shapes of the tensors in another file, by its header."""
+    (file,) = index_ranks({0: [path]}, cipher, []).files
+    return {name: entry.shape for name, entry in file.index.entries.items()}
 
 
 @contextmanager
@@ -280,7 +326,19 @@ def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: s
     root = as_place(path)
     if self_described(root) or read_index(root, _indexes(root.names(), suffix)):
         return False
-    return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
+    with _told_of_ranks(root):
+        return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
+
+
+@contextmanager
+def _told_of_ranks(root: Place) -> Iterator[None]:
+    """Raise another error for a directory of several checkpoints if they are parts of ranks, by their names."""
+    try:
+        yield
+    except SourceError as error:
+        if "several-checkpoints" in error.codes:
+            refuse_parts_of_ranks(root)
+        raise
 
 
 @_resumable
@@ -328,7 +386,8 @@ def _read_undescribed(
     unified = read_index(root, _indexes(listing, suffix))
     if unified is None:
         is_directory = bool(listing) or root.is_dir()
-        of_ranks, step = rank_files(root, rank_pattern, suffix, warnings, is_directory=is_directory)
+        with _told_of_ranks(root):
+            of_ranks, step = rank_files(root, rank_pattern, suffix, warnings, is_directory=is_directory)
         return index_ranks(of_ranks, cipher, warnings, step)
     paths, weight_map = unified
     result = index_ranks({0: paths}, cipher, warnings)

@@ -46,6 +46,7 @@ class Opener(NamedTuple):
         format: the name of the format.
         is_deep: its files are in subdirectories, too.
         takes_rules: the format does not say how tensor-parallel parts are cut, so that the user may.
+        file: the only file, if it has whole tensors.
     """
 
     root: Place
@@ -53,6 +54,7 @@ class Opener(NamedTuple):
     format: str
     is_deep: bool = False
     takes_rules: bool = False
+    file: Place | None = None
 
     def __call__(self, *, contents: bool | Literal["blocks"], rules: Mapping[str, str] | None = None) -> Checkpoint:
         """Return the checkpoint; `contents` is as for `open`, `rules` as `rules_over_parts` returns them."""
@@ -95,7 +97,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
             ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
         )
         opens = applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root)
-        return Opener(root, opens, TORCH_SAVE_LABEL)
+        return Opener(root, opens, TORCH_SAVE_LABEL, file=root)
     opener = described(root, listing) or _of_lone_save(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
         raise SourceError(
@@ -114,7 +116,7 @@ def _of_lone_save(directory: Place, listing: Sequence[str]) -> Opener | None:
     refuse_one_of_several(directory / name)
     from reshard.readers.torch_save.saves import open_only  # not on every start
 
-    return Opener(directory, applied(open_only, directory, name), TORCH_SAVE_LABEL)
+    return Opener(directory, applied(open_only, directory, name), TORCH_SAVE_LABEL, file=directory / name)
 
 
 def _shown(kind: DirectoryFormat, directory: Place, listing: Sequence[str]) -> Sequence[str]:

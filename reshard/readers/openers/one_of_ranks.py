@@ -1,0 +1,158 @@
+"""Refuse a file that is one rank's part of a model, by the files next to it.
+
+The files of ranks differ in one number of their names, or of their directory's names. So do those of steps:
+
+1. A number after a word for a step (`epoch_2`, `step-100`) is a step, as `runs` lists it.
+2. A number after a word for a rank (`rank_0`, `tp_rank_00`, `shard1`) is a rank if the numbers begin near 0, without
+   large gaps, or with 0, whatever is in the files.
+3. Others are undecided if the numbers begin near 0, without large gaps, and the files have the same tensors, in shapes
+   that differ along one axis at most: the user has to say that a file is whole.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from itertools import islice
+from shlex import quote
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import Option, ReshardError, SourceError, Text, names
+from reshard.formats import is_save
+from reshard.formats.directories import SAVE_EXTENSIONS, STEP_NAME, TRAINER_FILES
+from reshard.formats.rank_dirs import EXTENSIONS, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from reshard.layout.block import Shape
+    from reshard.storage.places import Place
+
+_STEP = re.compile(rf"{STEP_NAME}|(?:.*[-_.=\d])?(?:ba|batch|v|version)[-_.=]?\d+", re.IGNORECASE | re.DOTALL)
+_DECIMAL = re.compile(r".*\d\.\d+", re.DOTALL)
+_RANK = re.compile(r".*(?:rank|shard|(?<![a-z])(?:part|tp|mp|pp|dp|fsdp))[-_.=]*\d+", re.IGNORECASE | re.DOTALL)
+_MOST_ASKED = 3  # of the siblings
+
+
+class _Family(NamedTuple):
+    """Names in a directory that differ in one number.
+
+    Attributes:
+        before, after: the name that is looked at, before and behind its number.
+        number: its number, as it is written.
+        others: the other names, by number.
+    """
+
+    before: str
+    number: str
+    after: str
+    others: Mapping[int, str]
+
+    @property
+    def is_of_steps(self) -> bool:
+        """Return whether the number is a step, or the digits of a fraction."""
+        name = self.before + self.number
+        return bool(_STEP.fullmatch(name) or _DECIMAL.fullmatch(name))
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Return whether the number is a rank; that of a LoRA adapter (`lora_rank_8`) is not counted, nor 0."""
+        is_rank = _RANK.fullmatch(self.before + self.number) is not None
+        return is_rank and (self.is_counted or (bool(self.others) and 0 in {int(self.number), *self.others}))
+
+    @property
+    def is_counted(self) -> bool:
+        """Return whether there are others, and the numbers begin near 0, without large gaps."""
+        return bool(self.others) and max(int(self.number), *self.others) < 2 * (len(self.others) + 1)
+
+
+def refuse_one_of_ranks(path: Place, shapes: Callable[[Place], Mapping[str, Shape]]) -> None:
+    """Raise an error if a file is one rank's part of a model, or may be.
+
+    Args:
+        path: the file.
+        shapes: returns the shape of each tensor in a file.
+
+    Raises:
+        SourceError: its siblings say so.
+    """
+    path = path.absolute()
+    for file in [path, *([path.real()] if path.is_symlink() else [])]:
+        _refuse_by_directory(file)
+        families = _families(file)
+        for family in families:
+            if family.is_of_ranks:
+                raise _error(file, family.others.values(), f"{family.before}{{rank}}{family.after}")
+        for family in families:
+            undecided = family.is_counted and not family.is_of_steps and Step.of([file]) is None
+            if undecided and (other := _alike(file, family, shapes)):
+                raise SourceError(
+                    f"{file} may be one rank's part of a model",
+                    code="ambiguous-ranks",
+                    facts=[
+                        f"{other} next to it differs in a number, and has the same tensors: of another rank, or step?"
+                    ],
+                    hint=Text("give ", Option("layout", "*", "whole"), " if it has all of a model"),
+                )
+
+
+def refuse_parts_of_ranks(directory: Place) -> None:
+    """Raise an error if a directory has files that are one rank's part of a model each, by their names."""
+    for name in sorted(directory.names()):
+        file = directory.absolute() / name
+        for family in _families(file) if file.suffix in SAVE_EXTENSIONS | EXTENSIONS and _RANK.search(name) else []:
+            if family.is_of_ranks and not TRAINER_FILES.fullmatch(name):
+                raise _error(file, family.others.values(), f"{family.before}{{rank}}{family.after}")
+
+
+def _families(path: Place) -> list[_Family]:
+    """Return the names next to a path that differ in one number, for each number of its name."""
+    families = []
+    siblings: list[str] = []
+    with suppress(SourceError, OSError):  # the directory may be unreadable
+        siblings = path.parent.names()
+    for match in re.finditer(r"\d{1,18}", path.name):
+        before, after = path.name[: match.start()], path.name[match.end() :]
+        alike = re.compile(rf"{re.escape(before)}(\d{{1,18}}){re.escape(after)}")
+        others = {int(other[1]): other[0] for other in map(alike.fullmatch, siblings) if other}
+        others.pop(int(match[0]), None)
+        families.append(_Family(before, match[0], after, others))
+    return families
+
+
+def _refuse_by_directory(path: Place) -> None:
+    """Refuse a file whose directory is that of one rank, if those of others have a file of the same name."""
+    directory = path.parent
+    for family in _families(directory) if _RANK.search(directory.name) else []:
+        beside = [f"{other}/{path.name}" for other in islice(family.others.values(), _MOST_ASKED)]
+        if family.is_of_ranks and (others := [each for each in beside if (directory.parent / each).is_file()]):
+            raise _error(path, others, "")
+
+
+def _alike(path: Place, family: _Family, shapes: Callable[[Place], Mapping[str, Shape]]) -> str | None:
+    """Return the name of a sibling with the same tensors, whose shapes differ along one axis at most."""
+    nearest = sorted(family.others, key=lambda number: abs(number - int(family.number)))
+    for number in nearest[:_MOST_ASKED]:
+        with suppress(ReshardError, OSError):  # to open the file itself says why
+            own, others = shapes(path), shapes(path.parent / family.others[number])
+            if own and own.keys() == others.keys() and all(_is_cut(own[name], others[name]) for name in own):
+                return family.others[number]
+    return None
+
+
+def _is_cut(shape: Shape, other: Shape) -> bool:
+    return len(shape) == len(other) and sum(a != b for a, b in zip(shape, other, strict=True)) <= 1
+
+
+def _error(path: Place, others: Collection[str], pattern: str) -> SourceError:
+    """Return the error for one rank's file; `pattern` matches the names of all if they are in one directory."""
+    whole = Text(Option("layout", "*", "whole"), " if it has all of the model")
+    hint = Text("put the files together with the program that saved them; or give ", whole)
+    if pattern and path.suffix in EXTENSIONS and not is_save(str(path)):
+        ranks = Text(Option("rank_pattern", pattern), " and ", Option("strategy"))
+        hint = Text(f"open {quote(str(path.parent))} with ", ranks, "; or give ", whole)
+    return SourceError(
+        f"{path} is one rank's part of a model, by its name", code="one-of-several",
+        facts=[f"{names(others, most=3)} next to it {'is' if len(others) == 1 else 'are'} of others"],
+        hint=hint,
+    )  # fmt: skip
