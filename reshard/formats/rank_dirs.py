@@ -110,18 +110,18 @@ def rank_files(
         flat = [path for path in inside if is_checkpoint_name(path)]
         _refuse_saves(root, flat or [path for path in inside if path.suffix in SAVE_EXTENSIONS])
         files_by_rank = {0: flat} if flat else {}
-    _refuse_directory_formats(root, files_by_rank, by_rank=by_rank)
+    below: list[str] = []
+    if not files_by_rank and rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each is a request
+        below = checkpoints_below(root)
+    _refuse_directory_formats(root, files_by_rank, by_rank=by_rank, has_below=bool(below))
     if not files_by_rank:
         if unfinished := leftovers(root):
             raise SourceError(
                 f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
                 hint="the command that wrote it resumes it",
             )  # fmt: skip
-        below: list[str] = []
-        if rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each directory would take a request
-            if not any(root.iterdir()):
-                raise SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
-            below = checkpoints_below(root)
+        if rank_pattern == RANK_PATTERN and not root.can.has_latency and not any(root.iterdir()):
+            raise SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
         if below:
             raise SourceError(
                 f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
@@ -197,15 +197,24 @@ def _has_checkpoint(directory: Place) -> bool:
     return directory.can.has_latency or any(map(is_checkpoint_name, directory.iterdir()))
 
 
-def _refuse_directory_formats(root: Place, files: Mapping[int, Sequence[Place]], *, by_rank: bool) -> None:
-    """Raise an error if the files, or else the entries of the root, have a directory format."""
+def _refuse_directory_formats(
+    root: Place, files: Mapping[int, Sequence[Place]], *, by_rank: bool, has_below: bool
+) -> None:
+    """Raise an error if the files, or else the entries of the root, have a directory format.
+
+    Args:
+        root: the directory.
+        files: the files of each rank.
+        by_rank: they are in directories of ranks.
+        has_below: there are checkpoints below the root, so that other programs' files in it do not matter.
+    """
     inside: dict[Place, list[str]] = {}
     for path in (path for paths in files.values() for path in paths):
         inside.setdefault(path.parent, []).append(path.name)
     if not files or root in inside:
         inside[root] = [path.name for path in root.iterdir()]
     for directory, file_names in inside.items():
-        accepted = [RUNS, *SAVED_PARTS, *FOREIGN_FILES] if files else []
+        accepted = [RUNS, *SAVED_PARTS, *FOREIGN_FILES] if files else [*FOREIGN] if has_below else []
         accepted += [PARTS] if by_rank and len(file_names) == 1 else []
         refuse_directory(directory, file_names, besides=accepted)
 

@@ -73,6 +73,14 @@ def test_next_to_a_checkpoint_they_are_ignored(write: object, tmp_path: Path) ->
     assert [each.state for each in reshard.runs(tmp_path)] == ["complete"]
 
 
+@pytest.mark.parametrize("write", [write_gguf, write_engine, write_npz])
+def test_above_a_checkpoint_they_are_ignored(write: object, tmp_path: Path) -> None:
+    write(tmp_path)  # type: ignore[operator]
+    write_file(tmp_path / "weights" / "model.safetensors", WEIGHTS)
+    failed(4, "no-checkpoint", "inspect", tmp_path, places=(f"open {tmp_path / 'weights'}",))
+    assert [(each.path, each.state) for each in reshard.runs(tmp_path)] == [(str(tmp_path / "weights"), "complete")]
+
+
 def test_what_the_hint_on_archives_says_works(tmp_path: Path) -> None:
     write_npz(tmp_path)
     reshard.write(dict(np.load(tmp_path / "a.npz")), tmp_path / "a.safetensors")
