@@ -25,6 +25,7 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.inputs import Renaming, Selection, unmatched
+from reshard.source.holdings import leave_out
 from reshard.strategy.names import (
     STEPS,
     is_step,
@@ -96,13 +97,13 @@ def select(
         if target is not None and new not in expected_tensors and has_no_place(source, target, name):
             dropped.append(name)
             if not (name in states or of_one_stage or matches(name, selection.drop)):
-                hint = Text("to leave it out, give ", Option("drop", name))
+                hint = leave_out(name)
                 faults.add(f"tensor {name!r}", "is not in the target strategy", code="not-in-strategy", hint=hint)
     for name, reason in source.unreadable.items():
         if name in chosen:
             dropped.append(name)
             if not matches(name, selection.drop):
-                hint = Text("to leave it out, give ", Option("drop", name))
+                hint = leave_out(name, reason)
                 faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=hint)
     if target is not None:
         rename = Renaming(selection.name_map, set(source.all_names), source.opening.states)

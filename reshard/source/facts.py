@@ -71,6 +71,10 @@ class Origin(NamedTuple):
     side: str = ""
 
 
+DAMAGED = "is damaged"
+"""The beginning of the reason why a tensor cannot be read if its bytes are not what was saved."""
+
+
 class Computation(NamedTuple):
     """How the tensors of a checkpoint were computed from those of others.
 

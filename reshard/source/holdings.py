@@ -22,6 +22,7 @@ from reshard.errors import Faults, Option, SourceError, Text, UsageError
 from reshard.layout.layout import whole
 from reshard.source.assemble import sharding_of, where
 from reshard.source.checkpoint import matched
+from reshard.source.facts import DAMAGED
 from reshard.strategy.names import is_training_state, ranges_text
 from reshard.strategy.strategy import Placed, Strategy
 
@@ -126,8 +127,12 @@ class MissingBlocks:
                 yield from (Lack(rank, block) for rank in sorted(absent))
 
 
-def _leave_out(name: str) -> Text:
-    return Text("to leave it out, give ", Option("drop", name))
+def leave_out(name: str, reason: str = "") -> Text:
+    """Return the hint for a tensor that cannot be read for this reason, or has no place."""
+    option = Option("drop", name)
+    if reason.startswith(DAMAGED):
+        return Text("open another step, or get the file again; to do without the tensor, give ", option)
+    return Text("to leave it out, give ", option)
 
 
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
@@ -158,7 +163,7 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
     devices = max((layout.devices for layout in layouts), default=len(set(checkpoint.ranks)))
     faults = Faults(checkpoint.root)
     for name, reason in checkpoint.unreadable.items():
-        faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name))
+        faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=leave_out(name, reason))
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
         arranged = arrangement.tensors.get(name)
@@ -171,10 +176,10 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
             tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(stages_with_tensor))
         elif ranks:
             fault = f"is on ranks {ranges_text(ranks)}, which are not whole stages of {devices} ranks in order"
-            faults.add(f"tensor {name!r}", fault, code="not-whole-stages", hint=_leave_out(name))
+            faults.add(f"tensor {name!r}", fault, code="not-whole-stages", hint=leave_out(name))
         else:
             fault = "is on ranks that its layout does not describe"
-            faults.add(f"tensor {name!r}", fault, code="unknown-blocks", hint=_leave_out(name))
+            faults.add(f"tensor {name!r}", fault, code="unknown-blocks", hint=leave_out(name))
     faults.raise_if_any(SourceError)
     stages = range(max(max(arranged.ranks, default=0) for arranged in arrangement.tensors.values()) // devices + 1)
     several = len(stages) > 1

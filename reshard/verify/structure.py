@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.layout.block import cover_fault
-from reshard.source.holdings import MissingBlocks, in_several_stages, is_deduplicated, with_all_stages
+from reshard.source.holdings import MissingBlocks, in_several_stages, is_deduplicated, leave_out, with_all_stages
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
@@ -45,12 +45,15 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
         for name, reason in file.index.unreadable:
             if name in target.unreadable and not matches(name, selection.drop):
                 faults.add(
-                    f"rank {target.ranks[number]}: {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name)
+                    f"rank {target.ranks[number]}: {name!r}",
+                    reason,
+                    code="unreadable-tensor",
+                    hint=leave_out(name, reason),
                 )
     in_files = {name for file in target.files for name, _ in file.index.unreadable}
     for name, reason in target.unreadable.items():
         if name not in in_files and not matches(name, selection.drop):
-            faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=_leave_out(name))
+            faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=leave_out(name, reason))
     if not target.tensors:
         warnings.append(
             "no strategy joins the ranks: each is valid by itself; a strategy would show whether everything is there"
@@ -74,10 +77,6 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
             warnings.append("replicas are stored once: each block is there at least once in its stage")
     faults.raise_if_any(SourceError)
     return warnings
-
-
-def _leave_out(name: str) -> Text:
-    return Text("to leave it out, pass ", Option("drop", name))
 
 
 def _check_cover(target: Checkpoint, faults: Faults) -> None:

@@ -276,8 +276,18 @@ def _against_checksums(made: Made, source_root: str, error: SourceError, options
 
 def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options: _Options) -> Verification:
     """Check headers (faults raise), then checksums in the files, then replicas (all or samples)."""
-    warnings = check_structure(target, selection, deduplicated=deduplicated)
+    warnings, invalid = [], None
+    try:
+        warnings = check_structure(target, selection, deduplicated=deduplicated)
+    except SourceError as error:
+        if "unreadable-tensor" not in error.codes:
+            raise
+        invalid = error
     carried = check_carried(target, threads=options.threads, on_progress=options.on_progress, client=options.client)
+    if invalid is not None:  # its checksums say more than its headers
+        if not carried.differences:
+            raise invalid
+        warnings = [invalid.message, *invalid.facts]
     differences, nbytes, statistics = list(carried.differences), carried.nbytes, None
     several = [
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)

@@ -33,7 +33,7 @@ from reshard.source.records import DIRECTORY, unfinished
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from reshard.readers.catalog.findings import State
     from reshard.readers.catalog.walk import Directory
@@ -88,15 +88,16 @@ def stored_checkpoints(path: AnyName) -> list[StoredCheckpoint]:
     forget_strategies()
     with listed(as_place(path)) as root:
         last = dict(_last(root))
-        pairs = [(each, _examined(each, last)) for each in _in_order(_candidates(root, ""))]
-    newest = _newest([each for each, record in pairs if record.state == "complete"])
-    return [replace(record, newest=each is newest) for each, record in pairs]
+        records = {each: _examined(each, last, each.examine) for each in _in_order(_candidates(root, ""))}
+        while (newest := _newest(_complete(records))) and not _is_confirmed(newest, records, last):
+            pass
+    return [replace(record, newest=each is newest) for each, record in records.items()]
 
 
 def newest_complete(path: AnyName) -> tuple[StoredCheckpoint, list[StoredCheckpoint]]:
     """Return the newest complete checkpoint below a directory, and newer ones that may be complete.
 
-    Older ones are not opened.
+    Older ones are not looked at.
 
     Raises:
         SourceError: there is none, or the directory cannot be listed.
@@ -109,14 +110,12 @@ def newest_complete(path: AnyName) -> tuple[StoredCheckpoint, list[StoredCheckpo
         for each in reversed(_in_order(_candidates(tree, ""))):
             groups.setdefault(str(each.path.parent), []).append(each)
         records: dict[Candidate, StoredCheckpoint] = {}
-        states: list[StoredCheckpoint] = []
         for group in groups.values():
-            for each in group:
-                states.append(record := _examined(each, last))
-                if record.state == "complete":
-                    records[each] = record
-                    break
-    if (newest := _newest(records)) is not None:
+            _look(group, records, last)
+        while (newest := _newest(_complete(records))) and not _is_confirmed(newest, records, last):
+            _look(groups[str(newest.path.parent)], records, last)
+    states = [*records.values()]
+    if newest is not None:
         doubtful = [each for each in states if each.state == "unknown" and each.modified > newest.modified]
         return replace(records[newest], newest=True), doubtful
     facts = [f"{record.path} is {record.state}: {record.reason}" for record in states[:3]]
@@ -148,9 +147,29 @@ def _newest(candidates: Iterable[Candidate]) -> Candidate | None:
     return max(last.values(), key=lambda each: each.modified, default=None)
 
 
-def _examined(candidate: Candidate, last: Mapping[str, Place]) -> StoredCheckpoint:
+def _look(group: Iterable[Candidate], records: dict[Candidate, StoredCheckpoint], last: Mapping[str, Place]) -> None:
+    """Examine those of a directory, the newest first, that were not examined yet, until one is complete."""
+    for each in group:
+        if each not in records:
+            records[each] = _examined(each, last, each.examine)
+            if records[each].state == "complete":
+                return
+
+
+def _is_confirmed(candidate: Candidate, records: dict[Candidate, StoredCheckpoint], last: Mapping[str, Place]) -> bool:
+    """Return whether a checkpoint is complete, by all of its headers; else record why not."""
+    if candidate.confirm is not None:
+        records[candidate] = _examined(candidate, last, candidate.confirm)
+    return records[candidate].state == "complete"
+
+
+def _complete(records: Mapping[Candidate, StoredCheckpoint]) -> list[Candidate]:
+    return [each for each, record in records.items() if record.state == "complete"]
+
+
+def _examined(candidate: Candidate, last: Mapping[str, Place], examine: Callable[[], Findings]) -> StoredCheckpoint:
     """Read the headers of a checkpoint; `last` is the checkpoint that each run names as its last."""
-    findings = candidate.examine()
+    findings = examine()
     path = str(candidate.path)
     named = last.get(str(candidate.path.parent))
     number, newest = (None if place is None else iteration_of(place) for place in (candidate.path, named))
@@ -241,7 +260,8 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
     elif opener:
         files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
         examine = partial(described_findings, directory, opener)
-        yield Candidate(root, opener.format, "", files, examine), directory.below if opener.is_deep else ()
+        confirm = partial(described_findings, directory, opener, opens=True) if opener.format == DCP_LABEL else None
+        yield Candidate(root, opener.format, "", files, examine, confirm), directory.below if opener.is_deep else ()
     elif DCP_INDEX in directory.files:
         examine = partial(Findings, "incomplete", f"has only {DCP_INDEX} of a DCP, and no data")
         yield Candidate(root, DCP_LABEL, "", [*directory.files.values()], examine), ()

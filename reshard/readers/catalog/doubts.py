@@ -44,8 +44,14 @@ _KNOWN_ENDS: dict[bytes, dict[str, int]] = {}
 """The end of the items of each file, by the digest of the metadata."""
 
 
-def described_findings(directory: Directory, opener: Opener) -> Findings:
-    """Return whether the checkpoint in a directory is complete, given its opener."""
+def described_findings(directory: Directory, opener: Opener, *, opens: bool = False) -> Findings:
+    """Return whether the checkpoint in a directory is complete.
+
+    Args:
+        directory: the directory.
+        opener: opens it.
+        opens: look at all headers of a DCP, even if its metadata and the sizes of its files show that it is complete.
+    """
     root, names = directory.place, directory.names
     if opener.format == ORBAX_LABEL and (reason := unfinished_reason(root, names)):
         return Findings("incomplete", reason)
@@ -53,7 +59,7 @@ def described_findings(directory: Directory, opener: Opener) -> Findings:
         return Findings("incomplete", reason)
 
     def look() -> Findings:
-        result = _by_metadata(directory) if opener.format == DCP_LABEL else None
+        result = _by_metadata(directory) if opener.format == DCP_LABEL and not opens else None
         return result or by_opening(partial(opener.opens, contents=False), root, partial(_doubt, directory, opener))
 
     return with_sidecars(directory, look)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import EncryptedError, ReshardError, SourceError
+from reshard.source.facts import DAMAGED
 from reshard.storage.base import reading
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Candidate:
         format: the name of its format.
         step: the step in its name; empty if there is none.
         files: the states of its files.
-        examine: looks at its headers.
+        examine: looks at its headers, or at those of its metadata only.
+        confirm: looks at all headers, if that takes far longer and `examine` does not.
     """
 
     path: Place
@@ -54,6 +56,7 @@ class Candidate:
     step: str
     files: Sequence[FileStat]
     examine: Callable[[], Findings]
+    confirm: Callable[[], Findings] | None = None
 
     @property
     def modified(self) -> float:
@@ -83,7 +86,7 @@ def by_opening(
         name, reason = next(iter(checkpoint.unreadable.items()))
         others = f", and {len(checkpoint.unreadable) - 1:,} more" if len(checkpoint.unreadable) > 1 else ""
         text = f"{name!r:.200}{others} cannot be read: it {reason}"
-        return Findings("unknown", text, ranks)
+        return Findings("incomplete" if reason.startswith(DAMAGED) else "unknown", text, ranks)
     return doubted([*checkpoint.warnings, *filter(None, [doubt(checkpoint)])], root, ranks)
 
 

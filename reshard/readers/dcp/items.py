@@ -16,6 +16,7 @@ from reshard.errors import SourceError
 from reshard.readers.pickles import unpickled
 from reshard.readers.torch_save.archive import Damaged, first_records
 from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
+from reshard.source.facts import DAMAGED
 from reshard.storage.page_cache import GLANCE_BYTES
 from reshard.storage.places import any_store, in_batches
 
@@ -106,7 +107,7 @@ def item(span: Span, head: bytes, known_heads: KnownHeads) -> Entry | str | None
         alike = known_heads.pickles[pickled]
         if name != alike.record:
             raise SourceError(  # noqa: TRY301 -- returned as a reason
-                f"is in record {alike.record!r:.60} of its item; the first is {name!r:.60}", code="wrong-record"
+                f"has its tensor in record {_text(alike.record)}, and begins with {_text(name)}", code="wrong-record"
             )
         if begin in known_heads.heads or len(known_heads.heads) < _MOST_BEGINS:
             heads = known_heads.heads.setdefault(begin, {})
@@ -114,7 +115,10 @@ def item(span: Span, head: bytes, known_heads: KnownHeads) -> Entry | str | None
                 heads[head[:begin]] = alike
         return alike.entry(span.begin + begin, span.begin + span.nbytes)
     except SourceError as error:
-        return error.message
+        if any(code.startswith("unsupported-") for code in error.codes):
+            return error.message
+        file = span.path.rpartition("/")[2]
+        return f"{DAMAGED}: the item at byte {span.begin:,} of {file} {error.message.removeprefix(f'{span.path} ')}"
 
 
 def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
@@ -133,14 +137,18 @@ def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] |
             if name.startswith(b"data/"):
                 order = contents.get(b"byteorder") or b"little"
                 if order.strip() != b"little":
-                    raise SourceError(f"has the unsupported byte order {order!r:.20}", code="unsupported-byte-order")
+                    raise SourceError(f"has the unsupported byte order {_text(order)}", code="unsupported-byte-order")
                 return begin, name, contents.get(b"data.pkl") or b""
             contents[name] = content
     except Damaged as error:
-        raise SourceError(f"is not a tensor of torch.save: it {error}", code="not-torch-save") from None
+        raise SourceError(f"is not one of torch.save: it {error}", code="not-torch-save") from None
     if is_whole:
-        raise SourceError("is not a tensor of torch.save: it has no bytes, or is truncated", code="truncated")
+        raise SourceError("is not one of torch.save: it has no bytes, or is truncated", code="truncated")
     return None
+
+
+def _text(content: bytes) -> str:
+    return repr(content.decode(errors="replace"))[:60]
 
 
 class KnownHeads(NamedTuple):

@@ -28,6 +28,7 @@ from reshard.layout.block import Block, cover_fault, shape_text
 from reshard.readers.dcp import rank_of
 from reshard.readers.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.readers.dcp.objects import problems
+from reshard.source.holdings import leave_out
 from reshard.storage.places import as_place, can
 from reshard.strategy.names import matches, optimizer_states
 from reshard.targets.dcp import DCPTarget
@@ -240,7 +241,7 @@ def _fault(name: str, source_metadata: DCPMetadata, reason: str | None) -> Sourc
         return None if items else SourceError("is in no file", code="missing-object")
     tensor = source_metadata.tensors[name]
     is_encoded = any(item.encoding for item in items)
-    drop = Text("to leave it out, give ", Option("drop", name))
+    drop = leave_out(name, reason or "")
     if reason is not None and not is_encoded:
         return SourceError(reason, code="unreadable-tensor", hint=drop)
     if not tensor.dtype:
