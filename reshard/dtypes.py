@@ -30,12 +30,14 @@ class DType:
         itemsize: bytes an element.
         safetensors: name in a safetensors header; None if that format has no such kind.
         mindspore: `tensor_type` in a `.ckpt` file; None if MindSpore has no such kind.
+        bits: bits of a value that is narrower than a byte. An element is then a byte of a row of such values; else 0.
     """
 
     name: str
     itemsize: int
     safetensors: str | None
     mindspore: str | None
+    bits: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +61,8 @@ class DType:
             return np.dtype(np.int8)
         if self is STR:
             return np.dtype("<U1")
+        if self.bits:
+            return np.dtype(np.uint8)
         scalar = getattr(ml_dtypes, self.name, None)
         return np.dtype(self.name if scalar is None else scalar)
 
@@ -72,11 +76,37 @@ class DType:
 
         return np.dtype(f"uint{8 * self.itemsize}")
 
+    def as_bytes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of the bytes of values that may be narrower, or None if a row ends within a byte.
+
+        >>> BY_NAME["float4_e2m1fn_x2"].as_bytes((4, 16)), BY_NAME["float4_e2m1fn_x2"].as_bytes((4, 3))
+        ((4, 8), None)
+        """
+        return _scaled(shape, self.bits, 8) if self.bits else shape
+
+    def as_values(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of the values in bytes of a shape, or None if a row ends within a value.
+
+        >>> BY_NAME["float6_e2m3fn_bytes"].as_values((4, 12)), BY_NAME["float6_e2m3fn_bytes"].as_values((4, 4))
+        ((4, 16), None)
+        """
+        return _scaled(shape, 8, self.bits) if self.bits else shape
+
+
+def _scaled(shape: tuple[int, ...], factor: int, divisor: int) -> tuple[int, ...] | None:
+    """Return a shape whose last extent is multiplied by a fraction; None if that is not a whole number."""
+    if not shape or shape[-1] * factor % divisor:
+        return None
+    return (*shape[:-1], shape[-1] * factor // divisor)
+
 
 # In safetensors' own order, in which its library sorts tensors (last first).
 _TABLE = (
     DType("str", 4, None, "str"),
     DType("bool", 1, "BOOL", "Bool"),
+    DType("float4_e2m1fn_x2", 1, "F4", None, 4),  # PyTorch's name and shapes: two values an element
+    DType("float6_e2m3fn_bytes", 1, "F6_E2M3", None, 6),
+    DType("float6_e3m2fn_bytes", 1, "F6_E3M2", None, 6),
     DType("uint8", 1, "U8", "UInt8"),
     DType("int4", 1, "I8", "Int4"),
     DType("int8", 1, "I8", "Int8"),

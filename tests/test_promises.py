@@ -192,6 +192,7 @@ def test_every_dtype_of_a_format_moves_bit_for_bit(tmp_path: Path, format: str) 
 
     kinds = [dtype for dtype in BY_NAME.values() if (dtype.mindspore if format == "ckpt" else dtype.safetensors)]
     kinds = [dtype for dtype in kinds if dtype.name not in {"str", *(["int4"] if format == "safetensors" else [])}]
+    kinds = [dtype for dtype in kinds if not dtype.bits]  # whose shapes count otherwise: test_formats_narrow
     names = {dtype.name: Layout.of([2], [0]) for dtype in kinds}
     every = {
         dtype.name: b"".join(bytes((byte + turn) % 256 for byte in range(256)) for turn in range(dtype.itemsize))

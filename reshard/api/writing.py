@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 
-_OTHER = {INT4.name, STR.name}
+_OTHER = {INT4.name, STR.name, *(name for name, dtype in BY_NAME.items() if dtype.bits)}
 """The dtypes that numpy does not have."""
 
 

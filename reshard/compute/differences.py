@@ -311,6 +311,8 @@ def _unlike(a: Tensor, b: Tensor) -> str:
         return "" if a.text == b.text else f"is {texts[0]} in A, {texts[1]} in B"
     if a.spec.shape != b.spec.shape:
         return f"has shape {shape_text(a.spec.shape)} in A, {shape_text(b.spec.shape)} in B"
+    if a.spec.dtype is not b.spec.dtype and (a.spec.dtype.bits or b.spec.dtype.bits):
+        return f"is {a.spec.dtype} in A, {b.spec.dtype} in B"
     return ""
 
 

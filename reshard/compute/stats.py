@@ -316,7 +316,8 @@ def stats(
     """Return the statistics of a checkpoint; see `Checkpoint.stats`. `memory` is in bytes."""
     began = time.perf_counter()
     texts = {name: "is a text" for name, tensor in checkpoint.tensors.items() if tensor.text is not None}
-    not_computed = {**dict(incomplete(checkpoint)), **texts, **checkpoint.unreadable}
+    narrow = {name: f"is {each.spec.dtype}" for name, each in checkpoint.tensors.items() if each.spec.dtype.bits}
+    not_computed = {**dict(incomplete(checkpoint)), **texts, **narrow, **checkpoint.unreadable}
     computed = [name for name in checkpoint.tensors if name not in not_computed]
     limits = values_budget([checkpoint], BOX_BYTES + THREAD_BYTES, memory=memory, threads=thread_count(threads))
     limits.reserve()

@@ -370,7 +370,7 @@ def _kind(dtype: DType) -> str:
 def _unsupported(operand: Operand) -> str:
     """Return why a tensor cannot be averaged, or an empty string."""
     dtype, name = operand.spec.dtype, operand.name
-    if dtype.name.startswith("float8"):
+    if dtype.bits or dtype.name.startswith("float8"):
         return f"is {dtype}, which is quantized,"
     if dtype.name in {"int8", "uint8", "int4"}:
         scales = {f"{name}_scale_inv", f"{name}_scale", f"{name}.scale", f"{name.removesuffix('.weight')}.scale"}

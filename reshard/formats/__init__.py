@@ -15,7 +15,7 @@ from pathlib import PurePath
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError, UsageError
+from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats.entries import RangeReader
 from reshard.storage.decryption import DecryptingStore
 from reshard.storage.places import can
@@ -23,6 +23,16 @@ from reshard.storage.places import can
 if TYPE_CHECKING:
     from reshard.formats.entries import FileIndex, Format
     from reshard.storage.base import RangeStore
+
+
+class NothingReadableError(SourceError):
+    """No tensor of a file can be read.
+
+    Attributes:
+        index: the index of the file.
+    """
+
+    index: FileIndex
 
 
 REMOTE_HEAD = 1 << 20
@@ -92,10 +102,11 @@ def index_file(path: str, *, store: RangeStore | None = None, head: bytes = b"")
         head: the first bytes of the file, if they have been read.
 
     Raises:
-        SourceError: the file is of no known format, truncated or corrupt, or was decrypted with the wrong key.
+        SourceError: the file is of no known format, truncated or corrupt, or was decrypted with the wrong key; a
+            `NothingReadableError` if it has tensors, and none can be read.
     """
     try:
-        return _index(path, store, head)
+        return _with_tensors(path, _index(path, store, head))
     except SourceError as error:
         cipher = store.cipher_of(path) if isinstance(store, DecryptingStore) else None
         if cipher is None or cipher.has_tag or "wrong-key" in error.codes:
@@ -103,6 +114,20 @@ def index_file(path: str, *, store: RangeStore | None = None, head: bytes = b"")
         # A wrong key passes the padding of a CBC block once in 256 times; the result is then no valid checkpoint.
         error.facts += (f"or the key is wrong, which {cipher.mode} cannot tell",)
         raise
+
+
+def _with_tensors(path: str, index: FileIndex) -> FileIndex:
+    """Return the index of a file, some of whose tensors can be read if it has any."""
+    faults = Faults(path)
+    for name, reason in index.unreadable:
+        faults.add(f"tensor {name!r:.300}", reason, code="unreadable-tensor")
+    if not index.entries:
+        try:
+            faults.raise_if_any(NothingReadableError)
+        except NothingReadableError as error:
+            error.index = index
+            raise
+    return index
 
 
 def _index(path: str, store: RangeStore | None, head: bytes) -> FileIndex:

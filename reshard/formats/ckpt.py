@@ -80,7 +80,7 @@ def index(reader: RangeReader) -> FileIndex:
         number, wire, start, stop = _field(reader, position, end)
         if (number, wire) == (1, _BYTES):
             name, value = _value(reader, start, stop)
-            if value is not None and name == last:
+            if isinstance(value, _Value) and name == last:
                 first = parts[name][0]
                 if value[:2] != first[:2]:
                     types = [f"{part.dtype} {shape_text(part.dims)}" for part in (first, value)]
@@ -94,15 +94,20 @@ def index(reader: RangeReader) -> FileIndex:
                 raise SourceError(
                     f"{reader.path} has tensor {name!r} twice, again at byte {position}", code="duplicate-name"
                 )
-            elif value is None:
-                unreadable[name] = "is a map parameter (a hash table), which has no layout"
+            elif isinstance(value, str):
+                unreadable[name] = value
             else:
                 parts[name] = [value]
-            last = name if value else None
+            last = name if name in parts else None
         else:
             raise _unknown_field(reader, position, number, "checkpoint")
         position = stop
-    entries = {name: _entry(reader, name, values) for name, values in parts.items()}
+    entries = {}
+    for name, values in parts.items():
+        try:
+            entries[name] = _entry(reader, values)
+        except SourceError as error:
+            unreadable[name] = error.message
     sums = None if crc is None else Trailer(reader.size, crc)
     return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()), sums=sums)
 
@@ -131,43 +136,39 @@ class _Value(NamedTuple):
     run: tuple[int, int]
 
 
-def _entry(reader: RangeReader, name: str, parts: Sequence[_Value]) -> Entry:
-    """Return the entry of a tensor, whose messages have the same dims and dtype."""
+def _entry(reader: RangeReader, parts: Sequence[_Value]) -> Entry:
+    """Return the entry of a tensor, whose messages have the same dims and dtype.
+
+    Raises:
+        SourceError: it cannot be read; the message is a predicate.
+    """
     shape, dtype, _ = parts[0]
     nbytes = sum(part.run[1] for part in parts)
     runs = tuple(part.run for part in parts if part.run[1])
     if dtype is STR:
-        return Entry(STR, shape, runs, _text(reader, name, runs, nbytes))
+        return Entry(STR, shape, runs, _text(reader, runs, nbytes))
     if shape == (0,) and nbytes == dtype.itemsize:
         shape = ()  # a scalar in an older file
     if nbytes != prod(shape) * dtype.itemsize:
-        raise SourceError(
-            f"{reader.path} has {nbytes} bytes of tensor {name!r}",
-            code="wrong-size",
-            facts=[f"expected {prod(shape) * dtype.itemsize} bytes for {dtype} {shape_text(shape)}"],
-        )
+        expected = f"{prod(shape) * dtype.itemsize} for {dtype} {shape_text(shape)}"
+        raise SourceError(f"has {nbytes} bytes; expected {expected}", code="wrong-size")
     return Entry(dtype, shape, runs)
 
 
-def _text(reader: RangeReader, name: str, runs: Runs, nbytes: int) -> str:
+def _text(reader: RangeReader, runs: Runs, nbytes: int) -> str:
     if nbytes > _LONGEST_TEXT:
-        raise SourceError(
-            f"{reader.path} has {nbytes} bytes of text entry {name!r}; at most {_LONGEST_TEXT} are read",
-            code="too-large",
-        )
+        raise SourceError(f"is a text of {nbytes} bytes; at most {_LONGEST_TEXT} are read", code="too-large")
     try:
         # numpy pads text with zeros; MindSpore returns it without them.
         return b"".join(reader.read(*run) for run in runs).decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
-        raise SourceError(
-            f"{reader.path} has text entry {name!r} that is not UTF-32: {error.reason}", code="bad-text"
-        ) from None
+        raise SourceError(f"is a text that is not UTF-32: {error.reason}", code="bad-text") from None
 
 
-def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | None]:
+def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | str]:
     """Read a Value message, seeking over the contents; return name and value.
 
-    The value is None for a map parameter.
+    The value is a text if it cannot be read: the reason.
     """
     fields: dict[int, tuple[int, int]] = {}
     while position < end:
@@ -180,8 +181,10 @@ def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | 
     if name and 3 in fields and 2 in fields:
         raise SourceError(f"{reader.path} has {name!r} as a tensor and as a map parameter", code="corrupt")
     if name and 3 in fields:
-        return name, None
+        return name, "is a map parameter (a hash table), which has no layout"
     dims, kind, run = _tensor(reader, *fields[2]) if 2 in fields else ((), None, None)
+    if name and not is_possible(dims):
+        return name, f"has the impossible shape {shape_text(dims)}"
     if not name or kind is None or run is None:
         missing = "name" if not name else "tensor" if 2 not in fields else "tensor_type or tensor_content"
         raise SourceError(
@@ -191,11 +194,7 @@ def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | 
         )
     dtype = BY_MINDSPORE.get(kind)
     if dtype is None:
-        raise SourceError(
-            f"{reader.path} has tensor {name!r} of unknown type {kind!r:.60}",
-            code="unknown-dtype",
-            facts=[f"known types: {', '.join(map(str, BY_MINDSPORE))}"],
-        )
+        return name, f"has unknown type {kind!r:.60}"
     return name, _Value(dims, dtype, run)
 
 
@@ -217,15 +216,8 @@ def _tensor(reader: RangeReader, position: int, end: int) -> tuple[Shape, str | 
             run = (start, stop - start)
         else:
             raise _unknown_field(reader, position, number, "tensor of a checkpoint")
-        if len(dims) > MOST_DIMS:
-            break
+        del dims[MOST_DIMS + 1 :]
         position = stop
-    if not is_possible(tuple(dims)):
-        raise SourceError(
-            f"{reader.path} has a tensor of impossible dims {shape_text(dims)}",
-            code="bad-shape",
-            facts=[f"the tensor ends at byte {end}"],
-        )
     return tuple(dims), kind, run
 
 
@@ -322,7 +314,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
             raise UsageError(
                 f"a .ckpt file cannot hold tensor {content.name!r}, which is {content.dtype}",
                 code="unsupported-dtype",
-                hint="write safetensors, or cast the tensor",
+                hint="write safetensors" if content.dtype.bits else "write safetensors, or cast the tensor",
             )
         # Empty text is stored as one zero, as in numpy: MindSpore cannot load an entry without contents.
         text = None if content.text is None else content.text.encode("utf-32-le") or bytes(4)

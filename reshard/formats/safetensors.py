@@ -6,6 +6,9 @@ and then by name, so that all stay aligned; the header padded with spaces to a m
 Sources: the safetensors format description and library 0.8; MindSpore 2.10 `train/serialization.py` for its keys in
 `__metadata__`: `format`, `crc_num`, `remove_redundancy`, and `Int4` under the name of an int4 tensor, whose dtype in
 the header is I8. `str` entries, which this format lacks, are stored there under `reshard.str` as JSON.
+
+Shapes in a header count values, also of F4 and F6, which are packed without gaps within a row. Here their last extent
+counts bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 from math import prod
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
@@ -83,7 +85,7 @@ def index(reader: RangeReader) -> FileIndex:
         raise SourceError(
             f"{reader.path} has a __metadata__ that is not an object of strings in UTF-8", code="bad-metadata"
         )
-    entries = _entries(header, metadata, 8 + length, reader.size, faults)
+    entries, unreadable = _entries(header, metadata, 8 + length, reader.size, faults)
     faults.raise_if_any(SourceError)
     for name, text in _texts(metadata, reader.path).items():
         if name in entries:
@@ -99,6 +101,7 @@ def index(reader: RangeReader) -> FileIndex:
         tuple((key, value) for key, value in metadata.items() if key not in _OWN_KEYS and key not in header),
         crc=int(crc) if re.fullmatch("[0-9]{1,10}", crc) else None,
         deduplicated=metadata.get("remove_redundancy") == "True",
+        unreadable=tuple(unreadable.items()),
     )
 
 
@@ -111,21 +114,30 @@ def _are_texts(texts: object) -> TypeGuard[dict[str, str]]:
 
 def _entries(
     header: dict[str, Any], metadata: Mapping[str, str], data_start: int, size: int, faults: Faults
-) -> dict[str, Entry]:
-    tensors: list[tuple[int, int, str, Entry]] = []
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the tensors of a header, and why others cannot be read; add a fault if they do not cover the file."""
+    entries: dict[str, Entry] = {}
+    unreadable: dict[str, str] = {}
+    places: list[tuple[int, int, str]] = []
     for name, item in header.items():
         try:
-            dtype, shape, begin, end = _tensor(name, item, is_int4=metadata.get(name) == INT4.mindspore)
+            begin, end = _place(name, item)
         except SourceError as error:
             faults.add(f"tensor {name!r:.300}", error)
             continue
-        tensors.append((begin, end, name, Entry(dtype, shape, ((data_start + begin, end - begin),))))
+        places.append((begin, end, name))
+        try:
+            dtype, shape = _kind(item, end - begin, is_int4=metadata.get(name) == INT4.mindspore)
+        except SourceError as error:
+            unreadable[name] = error.message
+            continue
+        entries[name] = Entry(dtype, shape, ((data_start + begin, end - begin),))
     if faults.count:
-        return {}
+        return {}, {}
     position = 0
-    for begin, end, name, _ in sorted(tensors, key=itemgetter(0, 1)):
-        if begin != position:
-            kind = "a gap" if begin > position else "an overlap"
+    for begin, end, name in sorted(places):
+        if begin != position or end < begin:
+            kind = "a gap" if begin > position else "an overlap" if begin < position else f"it ends at byte {end}"
             faults.add(
                 f"tensor {name!r}",
                 f"begins at byte {begin} of the data; expected {position} ({kind})",
@@ -139,11 +151,11 @@ def _entries(
             faults.add("end", f"the file has {size} bytes; its header describes {described}", code="truncated")
         elif size > described:
             faults.add("end", f"the file has {size} bytes; its header describes {described}", code="trailing-bytes")
-    return {name: entry for _, _, name, entry in tensors}
+    return entries, unreadable
 
 
-def _tensor(name: str, item: object, *, is_int4: bool) -> tuple[DType, Shape, int, int]:
-    """Return dtype, shape, begin and end of a tensor in the header.
+def _place(name: str, item: object) -> tuple[int, int]:
+    """Return begin and end of a tensor in the header.
 
     Raises:
         SourceError: the tensor is invalid; the caller adds the names of file and tensor.
@@ -155,26 +167,34 @@ def _tensor(name: str, item: object, *, is_int4: bool) -> tuple[DType, Shape, in
             f"has a name of {len(name)} characters; at most {LONGEST_NAME} bytes are read", code="name-too-long"
         )
     match item:
-        case {"dtype": str(kind), "shape": [*extents], "data_offsets": [begin, end]} if all(
+        case {"dtype": str(), "shape": [*extents], "data_offsets": [begin, end]} if all(
             type(number) is int and 0 <= number < 1 << 63 for number in (*extents, begin, end)
         ):
-            dtype, shape = BY_SAFETENSORS.get(kind), tuple(extents)
-        case _:
-            raise SourceError("has no valid dtype, shape and data_offsets in the header", code="bad-header")
+            return begin, end
+    raise SourceError("has no valid dtype, shape and data_offsets in the header", code="bad-header")
+
+
+def _kind(item: Mapping[str, Any], nbytes: int, *, is_int4: bool) -> tuple[DType, Shape]:
+    """Return dtype and shape of a tensor in the header.
+
+    Raises:
+        SourceError: the tensor cannot be read; the message is a predicate.
+    """
+    dtype, extents = BY_SAFETENSORS.get(item["dtype"]), tuple(item["shape"])
     if dtype is None:
-        raise SourceError(
-            f"has unknown dtype {kind!r:.60}",
-            code="unknown-dtype",
-            facts=[f"known dtypes: {', '.join(BY_SAFETENSORS)}"],
-        )
+        raise SourceError(f"has unknown dtype {item['dtype']!r:.60}", code="unknown-dtype")
     if is_int4:
         dtype = INT4
-    if not is_possible(shape):
-        raise SourceError(f"has the impossible shape {shape_text(shape)}", code="bad-shape")
-    if end - begin != prod(shape) * dtype.itemsize:
-        expected = f"{prod(shape) * dtype.itemsize} for {dtype} {shape_text(shape)}"
-        raise SourceError(f"has {end - begin} bytes; expected {expected}", code="wrong-size")
-    return dtype, shape, begin, end
+    if not is_possible(extents):
+        raise SourceError(f"has the impossible shape {shape_text(extents)}", code="bad-shape")
+    shape = dtype.as_bytes(extents)
+    if shape is None:
+        fault = f"has shape {shape_text(extents)} of {dtype.safetensors}; expected rows of whole bytes"
+        raise SourceError(fault, code="not-divisible")
+    if nbytes != prod(shape) * dtype.itemsize:
+        expected = f"{prod(shape) * dtype.itemsize} for {dtype.safetensors} {shape_text(extents)}"
+        raise SourceError(f"has {nbytes} bytes; expected {expected}", code="wrong-size")
+    return dtype, shape
 
 
 def _texts(metadata: Mapping[str, str], path: str) -> dict[str, str]:
@@ -197,7 +217,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
         metadata: entries for `__metadata__`, to which this module adds its own.
 
     Raises:
-        UsageError: a tensor has a dtype that the format lacks, or a reserved name.
+        UsageError: a tensor has a dtype that the format lacks, or a reserved name, or is cut within a value.
     """
     notes = dict(metadata)
     texts = {content.name: content.text for content in contents if content.text is not None}
@@ -222,9 +242,15 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
     position = 0
     for content in tensors:
         nbytes = prod(content.shape) * content.dtype.itemsize
+        values = content.dtype.as_values(content.shape)
+        if values is None:
+            raise UsageError(
+                f"tensor {content.name!r} is {content.dtype} and would be cut within a value", code="not-divisible",
+                hint="cut it along another dimension",
+            )  # fmt: skip
         header[content.name] = {
             "dtype": content.dtype.safetensors,
-            "shape": list(content.shape),
+            "shape": list(values),
             "data_offsets": [position, position + nbytes],
         }
         position += nbytes

@@ -254,6 +254,8 @@ def cast_fault(old: DType, new: DType) -> str | None:
     """Return why a dtype cannot be cast to another, or None."""
     if "str" in {old.name, new.name}:
         return "text is not a number"
+    if old.bits or new.bits:
+        return "its values are narrower than a byte, and are moved as they are"
     if new is INT4:
         return "int4 is four bits of a byte, of which nobody says how they would be rounded"
     kinds = ("bool", "int", "float", "complex")

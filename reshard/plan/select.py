@@ -6,6 +6,7 @@
 | yes | names it | does not | nothing: dropped; a weight must be covered by a pattern |
 | yes | does not | does not | a copy |
 | no | any | names it | nothing: missing; a weight must be covered by a pattern |
+| yes | any | there is none | a copy, unless its own name is among the patterns of what to drop |
 
 A weight that one pipeline stage lacks is in another stage: if a single stage was requested, as the source or as the
 target, such a weight is dropped or missing without a pattern.
@@ -93,6 +94,8 @@ def select(
     faults = Faults(source.root)
     dropped = []
     of_one_stage = isinstance(target, Strategy) and target.others
+    if target is None:
+        dropped += [name for name in renamed if name in selection.drop]
     for name, new in renamed.items():
         if target is not None and new not in expected_tensors and has_no_place(source, target, name):
             dropped.append(name)

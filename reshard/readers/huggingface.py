@@ -72,6 +72,7 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
     unreadable: dict[str, str] = {}
     for number, file in enumerate(files):
         offsets = _offsets(file, faults)
+        unreadable.update(file.index.unreadable)
         for name, entry in file.index.entries.items():
             if len(offsets.get(name, ())) != len(entry.shape) or name not in offsets:
                 unreadable[name] = f"has no offsets in {SHARDING_INFO} of {file.path}, or not one for each dimension"
@@ -132,7 +133,7 @@ def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
         offsets = info.get("saved_offsets") if isinstance(info, dict) else None
         if isinstance(offsets, list) and all(type(offset) is int and 0 <= offset < 1 << 63 for offset in offsets):
             result[name] = tuple(offsets)
-        if name not in file.index.entries:
+        if name not in file.index.entries and name not in dict(file.index.unreadable):
             faults.add(file.path, f"has offsets for {name!r:.60} but no such tensor", code="unknown-tensor")
     if not isinstance(content, dict):
         faults.add(file.path, f"has no {SHARDING_INFO} in its header, so its blocks are unplaced", code="no-layout")

@@ -391,6 +391,9 @@ def _read_undescribed(
         return index_ranks(of_ranks, cipher, warnings, step)
     paths, weight_map = unified
     result = index_ranks({0: paths}, cipher, warnings)
-    members = {path.name: file.index.entries for path, file in zip(paths, result.files, strict=True)}
+    members = {
+        path.name: [*file.index.entries, *dict(file.index.unreadable)]
+        for path, file in zip(paths, result.files, strict=True)
+    }
     check_members(root, weight_map, members)
     return result

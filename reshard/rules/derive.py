@@ -30,6 +30,7 @@ from reshard.storage.places import as_place
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.dtypes import DType
     from reshard.layout.block import Block, Shape
     from reshard.rules.fused_layout import FusedLayout
     from reshard.rules.matching import Bound, Use
@@ -282,6 +283,7 @@ class _Deriving:
     def _split(self, use: Use, bound: Bound, name: str) -> None:
         """Split a tensor into its parts."""
         tensor, rule = self.source.tensors[name], use.rule
+        dtype = _common_dtype([tensor.spec])
         counts = self._counts(rule)
         self._check_scales(use, [name], list(counts.values()))
         cut = rule.cut(self.rules.numbers, scale=self._scale(use))
@@ -296,15 +298,15 @@ class _Deriving:
             (index, part): [] for index in product(*map(range, layout.front)) for part in range(len(layout.parts))
         }
         for shard in shards_in(tensor, layout.whole_space):
-            for index, part, piece in pieces(layout, shard, tensor.spec.dtype.itemsize):
+            for index, part, piece in pieces(layout, shard, dtype.itemsize):
                 shards_of_part[index, part].append(piece)
         before = len(use.targets)
         for (index, number), shards in shards_of_part.items():
             box = layout.parts[number]
-            spec = TensorSpec("", tensor.spec.dtype, box.shape)
+            spec = TensorSpec("", dtype, box.shape)
             words = {**bound, **dict(zip(counts, index, strict=True))}
             self._add_part(use, number, words, self.shared.tensor(spec, shards, space=box.space))
-        self.fused[name] = Fused(name, tensor.spec.dtype.name, use, layout, tuple(use.targets[before:]))
+        self.fused[name] = Fused(name, dtype.name, use, layout, tuple(use.targets[before:]))
 
     def _check_padding(self, tensor: Tensor, layout: FusedLayout, padding: Block) -> None:
         """Check whether the padding that is left out is zero, if it is contiguous."""
@@ -351,9 +353,7 @@ class _Deriving:
                 f"has {len(sources)} parts; expected {shape_text(front)} of {names(counts)}", code="wrong-count"
             )
         specs = [self.source.tensors[sources[key]].spec for key in expected_keys]
-        dtypes = {spec.dtype.name for spec in specs}
-        if len(dtypes) > 1:
-            raise SourceError(f"mixes {names(sorted(dtypes))}; expected parts of one dtype", code="wrong-dtype")
+        dtype = _common_dtype(specs)
         shapes: list[set[Shape]] = [set() for _ in rule.parts]
         for spec, (_, part) in zip(specs, expected_keys, strict=True):
             shapes[part].add(spec.shape)
@@ -366,7 +366,6 @@ class _Deriving:
         layout = of_parts(
             [shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed, at=rule.at
         )
-        dtype = specs[0].dtype
         shards: list[Shard] = []
         for (index, number), spec in zip(expected_keys, specs, strict=True):
             shards += placed(layout, self.source.tensors[spec.name], index, layout.parts[number])
@@ -431,6 +430,21 @@ class _Deriving:
         self.makers[name] = use.rule.key_path
         use.targets.append(name)
         self.tensors[name] = tensor._replace(spec=tensor.spec._replace(name=name))
+
+
+def _common_dtype(specs: Sequence[TensorSpec]) -> DType:
+    """Return the dtype of all parts of a tensor.
+
+    Raises:
+        SourceError: they differ, or values share a byte, whose order would change within it.
+    """
+    dtypes = {spec.dtype.name: spec.dtype for spec in specs}
+    if len(dtypes) > 1:
+        raise SourceError(f"mixes {names(sorted(dtypes))}; expected parts of one dtype", code="wrong-dtype")
+    (dtype,) = dtypes.values()
+    if dtype.bits:
+        raise SourceError(f"is of {dtype}; such tensors can only be renamed", code="unsupported-dtype")
+    return dtype
 
 
 def _check_count(count: int) -> None:

@@ -17,7 +17,7 @@ from itertools import chain, count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.formats import REMOTE_HEAD, index_file
+from reshard.formats import REMOTE_HEAD, NothingReadableError, index_file
 from reshard.formats.directories import refuse_blocks
 from reshard.formats.entries import FileIndex, RangeReader
 from reshard.source.checkpoint import SourceFile
@@ -62,6 +62,15 @@ class Headers:
         self._entries: dict[int, list[FileIndex]] = {}  # indexes with distinct entries, by number of entries
         self._headers = count()
         self._lock = threading.Lock()  # headers at URLs are read side by side
+        self.refused: list[NothingReadableError] = []
+
+    def read(self, path: str, head: bytes = b"") -> FileIndex:
+        """Return the index of a file that was not compared with others; keep the error if it has nothing to read."""
+        try:
+            return index_file(path, store=self._store, head=head)
+        except NothingReadableError as error:
+            self.refused.append(error)
+            return error.index
 
     def index(self, path: str) -> FileIndex:
         """Return the index of a file; raise `SourceError` if it is invalid."""
@@ -69,7 +78,7 @@ class Headers:
         header = self._known.get(size)
         if header is not None and self._store.holds(path, header.pieces):
             return header.file_index
-        index = self.shared(index_file(path, store=self._store))
+        index = self.shared(self.read(path))
         runs = gaps(index, size)
         if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
             reader = RangeReader(path, store=self._store, window=0)
@@ -101,7 +110,7 @@ class Headers:
                 if known and head.startswith(known.pieces[0][1]):
                     yield known.file_index
                     continue
-                index = self.shared(index_file(path, store=self._store, head=head))
+                index = self.shared(self.read(path, head))
                 runs = gaps(index, size)
                 if len(runs) == 1 and runs[0][1] <= _MOST_HELD:  # a header, and contents behind it
                     head = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
@@ -234,14 +243,17 @@ def read_indexes(
     """Return indexed files and their ranks; they may have blocks of tensors.
 
     Raises:
-        SourceError: a file is invalid.
+        SourceError: a file is invalid, or no file has a tensor that can be read.
     """
     # Each file has one path everywhere: open files are cached by path.
     paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
+    headers = Headers(store_of(cipher))
     files = [
         SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
-        for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
+        for path, (status, index) in zip(paths, _read(headers, paths, cipher), strict=True)
     ]
+    if headers.refused and not any(file.index.entries for file in files):
+        raise headers.refused[0]
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
 
 
@@ -253,10 +265,8 @@ def _states(paths: Sequence[Place]) -> list[Status]:
     return list(chain.from_iterable(states))
 
 
-def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
+def _read(headers: Headers, paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
     """Return the state and the header of every file."""
-    store = store_of(cipher)
-    headers = Headers(store)
     if cipher is None and all(path.can.has_latency and path.suffix != ".ckpt" for path in paths):
         states = _states(paths)
         files = ((str(path), state.nbytes) for path, state in zip(paths, states, strict=True))
@@ -269,7 +279,7 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[St
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
         if path.can.has_latency:  # comparing it with a known header would take as many requests
-            return status, headers.shared(index_file(str(path), store=store))
+            return status, headers.shared(headers.read(str(path)))
         return status, headers.index(str(path))
 
     return map_ordered(header, paths, workers_at(paths))

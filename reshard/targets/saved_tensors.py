@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _STORAGES = {dtype: storage for storage, dtype in STORAGES.items()}
 _UNTYPED = {
     "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+    "float8_e8m0fnu", "float4_e2m1fn_x2",
 }  # fmt: skip
 
 _ALIGNMENT = 64
@@ -69,7 +69,7 @@ def torch_dtype(name: str, dtype: DType) -> Name:
     if dtype.name not in _UNTYPED and dtype.name not in _STORAGES:
         raise UsageError(
             f"PyTorch has no dtype {dtype}, which tensor {name!r} has", code="unsupported-dtype",
-            hint="cast the tensor, or leave it out",
+            hint="leave it out" if dtype.bits else "cast the tensor, or leave it out",
         )  # fmt: skip
     return Name("torch", dtype.name)
 

@@ -234,7 +234,7 @@ def _may_lack(
     """Return whether a requested tensor may be missing from the target."""
     strategy = target.strategy
     if strategy is None:
-        return False
+        return name in selection.drop
     if new in target.opening.elsewhere:
         return True
     if new not in strategy.tensors:  # a conversion drops tensors outside the target strategy; weights only on request

@@ -447,7 +447,7 @@ def _read_by_library(target: Checkpoint) -> int:
 def _unread_by_library(target: Checkpoint) -> Iterator[str]:
     """Yield a description of the tensors that the library could not read."""
     if isinstance(target.coding, SafetensorsLibrary) and target.coding.unread:
-        yield f"{names(target.coding.unread, most=3)} by the safetensors library, as numpy has no float8"
+        yield f"{names(target.coding.unread, most=3)} by the safetensors library, whose dtypes numpy lacks"
 
 
 def _casts(differences: list[Difference], sides: tuple[str, str]) -> Iterator[Text]:

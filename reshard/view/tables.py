@@ -153,7 +153,7 @@ def totals(checkpoint: Checkpoint) -> list[Total]:
     for name, tensor in checkpoint.tensors.items():
         total = sums.setdefault((kind_of[name], tensor.spec.dtype.name), [0, 0, 0])
         total[0] += 1
-        total[1] += prod(tensor.spec.shape)
+        total[1] += prod(tensor.spec.dtype.as_values(tensor.spec.shape) or tensor.spec.shape)
         total[2] += tensor.spec.nbytes
     order = ["weights", *dict.fromkeys(kind for kind, _ in sums if kind not in {"weights", "other"}), "other"]
     rows = [Total(kind, dtype, *total) for (kind, dtype), total in sums.items()]

@@ -60,7 +60,7 @@ class OrbaxItem(ZarrStore):
 
     def metadata_of(self, array: Array, attributes: dict[str, Any]) -> bytes:
         """Return the `zarr.json` of an array, with the name of its dtype in TensorStore."""
-        return array.metadata(attributes, None if array.dtype is INT4 else array.dtype.name)
+        return array.metadata(attributes, None if array.dtype is INT4 or array.dtype.bits else array.dtype.name)
 
 
 def _tree(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
