@@ -133,6 +133,8 @@ class Extras:
             unknown and not needed.
         model_config: the `config.json` for a Hugging Face set of these tensors, if it differs from the source's; else
             empty.
+        arguments: the arguments of the training that Megatron-LM's files state, which rules are compared with; see
+            `formats.megatron`.
     """
 
     described_by: str = ""
@@ -143,6 +145,7 @@ class Extras:
     bound: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
     model_config: bytes = b""
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     def layout_of(self, name: str) -> Layout | None:
         """Return the layout of a tensor; None if it has none, or it is unknown."""

@@ -72,6 +72,13 @@ class JoinedParts(NamedTuple):
     ruled: dict[str, str]
     guessed: list[str]
 
+    def and_further(self, other: JoinedParts) -> JoinedParts:
+        """Return these tensors, and those of others."""
+        return JoinedParts(
+            self.tensors | other.tensors, self.unreadable | other.unreadable, self.ruled | other.ruled,
+            self.guessed + other.guessed,
+        )  # fmt: skip
+
 
 def join(sets: Mapping[str, Sequence[Mapping[int, StoredPart]]], count: int, cuts: PartCuts) -> JoinedParts:
     """Join the parts of each tensor.
@@ -176,6 +183,7 @@ def opened(
     rules: Mapping[str, str] | None,
     warnings: Sequence[str] = (),
     contents: bool | Literal["blocks"],
+    arguments: Mapping[str, object] | None = None,
 ) -> Checkpoint:
     """Return the checkpoint of joined parts, after comparing samples of replicas.
 
@@ -187,6 +195,7 @@ def opened(
         rules: the user's rules.
         warnings: remarks for the user.
         contents: compare samples.
+        arguments: what the files state of the training.
 
     Raises:
         SourceError: no tensor can be read, replicas of blocks differ, or every part has all of a tensor that is cut.
@@ -200,8 +209,8 @@ def opened(
     }
     checkpoint = Checkpoint(
         str(root), parts.tensors, tuple(file for _, file in files), tuple(rank for rank, _ in files),
-        warnings=tuple(warnings), unreadable=parts.unreadable, extras=Extras(TABLE, objects=unread),
-        opening=Opening(rules=rules or {}),
+        warnings=tuple(warnings), unreadable=parts.unreadable,
+        extras=Extras(TABLE, objects=unread, arguments=arguments or {}), opening=Opening(rules=rules or {}),
     )  # fmt: skip
     return with_replicas_compared(checkpoint, parts, contents=contents)
 

@@ -1,18 +1,17 @@
 """Open the weights of Megatron-LM's older checkpoints: `mp_rank_TT_PPP/model_optim_rng.pt`, one file of each rank.
 
-A rank is one tensor-parallel part of one pipeline stage. Its file has the arguments of the training, and the model, or
-with virtual stages several. They are joined as follows:
+A rank is one tensor-parallel part of one pipeline stage, and has some of the experts. Its file has the arguments of the
+training, and the model, or with virtual stages several. They are joined as follows:
 
-1. The arguments of all files must agree, and give the number of parts, of stages and of virtual stages.
-2. Layers are numbered from 0 in each file. The layers of virtual stage `v` of stage `p` follow the layers of all
-   `(v, p)` before, so that their numbers in the whole model follow from the numbers of layers.
-3. The parts of a tensor are joined by the table `cuts.MEGATRON`, or by the user's rules. The first layer of an MLP has
-   the parts of a gate and of an up projection if the arguments say so.
+1. The arguments of all files must agree, and give the numbers of parts, of stages, of virtual stages and of
+   expert-parallel ranks.
+2. Layers and experts get their numbers in the whole model (`megatron_model`).
+3. The parts of a tensor are joined by the table `cuts.MEGATRON`, or by the user's rules.
 4. If embeddings are tied, the output layer of the last stage is another replica of the embedding.
 5. The shapes of the whole tensors are compared with the sizes in the arguments.
 
-The files do not say which weights the states of the optimizer belong to, so these are refused by name. Expert
-parallelism is refused. The vocabulary stays padded.
+The files do not say which weights the states of the optimizer belong to, so these are refused by name. The vocabulary
+stays padded.
 
 Sources: Megatron-LM `megatron/training/checkpointing.py`, core 0.16.1, and of 2019 to 2022, and files made with it.
 """
@@ -25,43 +24,33 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import MEGATRON_RANKS, RELEASE
+from reshard.formats.megatron import Arguments, shape_of
 from reshard.readers.pickles import Pairs
 from reshard.readers.runs import iteration_of
-from reshard.readers.torch_save.cuts import GATE_AND_UP, MEGATRON, Cuts, rule_in
+from reshard.readers.torch_save.cuts import Cuts
 from reshard.readers.torch_save.dtensors import Tensors
 from reshard.readers.torch_save.file import TorchFile
 from reshard.readers.torch_save.joining import JoinedParts, check_shapes, join, opened
-from reshard.readers.torch_save.megatron_args import Arguments
+from reshard.readers.torch_save.megatron_args import stated_in
+from reshard.readers.torch_save.megatron_model import OF_MODEL, Model, Rank, RankModel, expert_parts
 from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_dict
 from reshard.storage.places import workers_at
 from reshard.storage.small import is_text
 from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from reshard.readers.torch_save.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
 _EXPECTED = "a checkpoint of Megatron-LM"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
+_NEMO = "model_weights.ckpt"
 _STATES = ("distrib_optim.pt", "optim.pt")
 _OPTIMIZER = "optimizer"
-_NOTHING = "a pickled NoneType, which is not read"
 _MODEL = re.compile(r"model(0|[1-9]\d{0,4})?")
-_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers)\.(?P<layer>0|[1-9]\d{0,8})\.(?P<rest>.+)", re.DOTALL)
-_FIRST_LAYER = re.compile(r"\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\d*\Z")
-_OF_MODEL = re.compile(r"(?:language_model\.)?(?:embedding|encoder|decoder|transformer|output_layer|mtp)\.")
-_TIED_HEAD, _HEAD, _EMBEDDING = ".word_embeddings_for_head.weight", ".output_layer.weight", ".word_embeddings.weight"
-
-
-class _Rank(NamedTuple):
-    """The pipeline stage of a rank, and its tensor-parallel part."""
-
-    stage: int
-    part: int
 
 
 class _RankFile(NamedTuple):
@@ -70,6 +59,7 @@ class _RankFile(NamedTuple):
     Attributes:
         path: the file.
         arguments: the arguments of the training.
+        stated: the same as the file states them.
         iteration, version: the iteration, and the version of the format; None if the file does not say it.
         chunks: the number of virtual stages; 0 without any.
         contents: the models; names begin with the key of the model.
@@ -79,6 +69,7 @@ class _RankFile(NamedTuple):
 
     path: str
     arguments: Arguments
+    stated: Mapping[str, object]
     iteration: float | None
     version: float | None
     chunks: int
@@ -108,20 +99,22 @@ def open_megatron(
         StrategyError: a rule does not fit.
     """
     locations, state_files = _locations(directory, listing)
-    numbers = {location: number for number, location in enumerate(locations.values())}
-    files = dict(
-        zip(
-            locations,
-            map_ordered(lambda path: _read(path, numbers[path]), list(numbers), workers_at(numbers)),
-            strict=True,
-        )
+    places = [place for _, place in locations]
+    read = list(map_ordered(lambda item: _read(item[1], item[0]), list(enumerate(places)), workers_at(places)))
+    first = _agreed(read)
+    files = _by_rank(
+        directory, [(numbers, file) for (numbers, _), file in zip(locations, read, strict=True)], first.arguments
     )
-    first = _agreed(directory, files)
-    model = _Model(directory, files, first.arguments)
-    cuts = Cuts(lambda name: _rule(name, first), rules, [*model.parts, *model.unreadable])
+    _check_ranks(directory, first, files)
+    model = Model(
+        directory, {rank: RankModel(file.path, file.contents) for rank, file in files.items()}, first.arguments
+    )
+    cuts = Cuts(lambda name: model.rule(name, first.version), rules, model.names)
     parts = first.arguments.tensor_model_parallel_size or 1
-    joined = join({name: [*of_stages.values()] for name, of_stages in model.parts.items()}, parts, cuts)
-    _check(directory, joined, cuts, first.arguments)
+    joined = join(model.parts, parts, cuts).and_further(
+        join(model.experts, expert_parts(first.arguments) or parts, cuts)
+    )
+    _check(directory, joined, cuts, model, first)
     joined.unreadable.update(model.unreadable)
     if any(file.has_states for file in files.values()):
         state_files = {first.path.rpartition("/")[2], *state_files}
@@ -131,12 +124,13 @@ def open_megatron(
     )
     return opened(
         directory,
-        [(rank.stage * parts + rank.part, file.contents.file) for rank, file in files.items()],
+        [(number, file.contents.file) for number, file in enumerate(files.values())],
         joined,
         objects=model.objects | {name: kind for file in files.values() for name, kind in file.others.items()},
         rules=rules,
         warnings=_warnings(directory, first),
         contents=contents,
+        arguments=first.stated,
     )
 
 
@@ -151,38 +145,39 @@ def open_release(
     return open_megatron(directory / RELEASE, listing, contents=contents, rules=rules)
 
 
-def _locations(directory: Place, listing: Sequence[str]) -> tuple[dict[_Rank, Place], set[str]]:
+class _Numbers(NamedTuple):
+    """The numbers in the name of a rank's directory: the last is an expert-parallel rank if there are three."""
+
+    second: int
+    part: int
+    third: int | None
+
+
+def _locations(directory: Place, listing: Sequence[str]) -> tuple[list[tuple[_Numbers, Place]], set[str]]:
     """Return the files of the ranks in order, and the names of files that have only states of the optimizer."""
     inside: dict[str, set[str]] = {}
     for path in directory.files(depth=2):
         parts = path.relative_to(str(directory)).parts
         if len(parts) == 2:
             inside.setdefault(parts[0], set()).add(parts[1])
-    locations: dict[_Rank, Place] = {}
+    locations: list[tuple[_Numbers, Place]] = []
     states: set[str] = set()
     for match in filter(None, map(MEGATRON_RANKS.files.fullmatch, sorted(listing))):
         present = inside.get(match[0], set())
         states |= present.intersection(_STATES)
-        if match["expert"]:
-            _refuse_experts(directory, match[0])
-        name = next((name for name in _FILES if name in present), None)
-        if name is None:
-            continue
-        rank = _Rank(int(match["stage"] or 0), int(match["part"]))
-        if rank in locations:
-            raise SourceError(f"{directory} has part {rank.part} of stage {rank.stage} twice", code="duplicate-rank")
-        locations[rank] = directory / match[0] / name
+        if name := next((name for name in _FILES if name in present), None):
+            third = int(match["expert"]) if match["expert"] else None
+            numbers = _Numbers(int(match["stage"] or 0), int(match["part"]), third)
+            locations.append((numbers, directory / match[0] / name))
+        elif _NEMO in present:
+            raise SourceError(
+                f"{directory} is of one rank of several of NeMo 1", code="unsupported-layout",
+                facts=[f"{match[0]} has {_NEMO}, which does not say how it is cut"],
+                hint="save it with NeMo with tensor_model_parallel_size 1 and pipeline_model_parallel_size 1",
+            )  # fmt: skip
     if not locations:
         raise SourceError(f"{directory} has no {_FILES[0]} of any rank", code="no-checkpoint")
-    return dict(sorted(locations.items())), states
-
-
-def _refuse_experts(directory: Place, why: str) -> None:
-    raise SourceError(
-        f"{directory} is of expert-parallel ranks", code="unsupported-layout",
-        facts=[f"{why}; no file says which rank has which expert"],
-        hint="save it with --ckpt-format torch_dist, which reshard reads",
-    )  # fmt: skip
+    return sorted(locations, key=lambda item: (*item[0][:2], item[0].third or 0)), states
 
 
 def _read(location: Place, number: int) -> _RankFile:
@@ -201,7 +196,8 @@ def _read(location: Place, number: int) -> _RankFile:
             code="not-a-checkpoint",
         )
     try:
-        arguments = Arguments.of(values.get("args"))
+        stated = stated_in(values.get("args"))
+        arguments = Arguments.of(stated)
     except SourceError as error:
         raise SourceError(f"{saved.path} {error.message}", code=error.code) from None
     state_dict = Pairs()
@@ -217,8 +213,8 @@ def _read(location: Place, number: int) -> _RankFile:
         if key not in models and not (key == _OPTIMIZER and has_states)
     }
     return _RankFile(
-        saved.path, arguments, _number(values.get("iteration")), _number(values.get("checkpoint_version")), chunks,
-        contents, others, has_states,
+        saved.path, arguments, stated, _number(values.get("iteration")), _number(values.get("checkpoint_version")),
+        chunks, contents, others, has_states,
     )  # fmt: skip
 
 
@@ -226,10 +222,10 @@ def _number(value: object) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _agreed(directory: Place, files: Mapping[_Rank, _RankFile]) -> _RankFile:
-    """Return the first file; refuse ranks that are missing or of another checkpoint."""
-    first = next(iter(files.values()))
-    for file in files.values():
+def _agreed(files: Sequence[_RankFile]) -> _RankFile:
+    """Return the first file; refuse files of another checkpoint, and arguments that contradict the files."""
+    first = files[0]
+    for file in files:
         facts = {
             "iteration": file.iteration == first.iteration,
             "checkpoint_version": file.version == first.version,
@@ -244,153 +240,105 @@ def _agreed(directory: Place, files: Mapping[_Rank, _RankFile]) -> _RankFile:
     arguments = first.arguments
     if arguments.tensor_model_parallel_size is None:
         raise SourceError(f"{first.path} has no tensor_model_parallel_size in args", code="no-layout")
-    if (arguments.expert_model_parallel_size or 1) > 1:
-        _refuse_experts(directory, f"expert_model_parallel_size is {arguments.expert_model_parallel_size}")
-    counts = arguments.pipeline_model_parallel_size or 1, arguments.tensor_model_parallel_size
-    if surplus := [rank for rank in files if rank.stage >= counts[0] or rank.part >= counts[1]]:
+    try:
+        virtual = arguments.virtual_stages()
+    except SourceError as error:
+        raise SourceError(f"{first.path} {error.message}", code=error.code) from None
+    if (first.chunks or 1) != (virtual or 1):
+        said = f"args say {virtual} virtual stages" if virtual else "args say nothing of virtual stages"
         raise SourceError(
-            f"{directory} has part {surplus[0].part} of stage {surplus[0].stage}", code="no-such-rank",
-            facts=[f"args say {counts[1]} tensor-parallel parts and {counts[0]} pipeline stages"],
+            f"{first.path} has {first.chunks or 1} models; {said}", code="files-disagree",
+            facts=[] if virtual else ["expected virtual_pipeline_model_parallel_size in args"],
         )  # fmt: skip
-    expected = (_Rank(stage, part) for stage in range(counts[0]) for part in range(counts[1]))
-    if missing := list(islice((rank for rank in expected if rank not in files), 8)):
-        texts = [f"part {part} of stage {stage}" for stage, part in missing]
-        raise SourceError(
-            f"{directory} has no file of {names(texts, most=3)}", code="missing-ranks",
-            facts=[f"args say {counts[1]} tensor-parallel parts and {counts[0]} pipeline stages"],
-        )  # fmt: skip
-    virtual = arguments.virtual_pipeline_model_parallel_size or 1
-    if (first.chunks or 1) != virtual:
-        raise SourceError(
-            f"{first.path} has {first.chunks or 1} models; args say {virtual} virtual stages", code="files-disagree"
-        )
+    unsupported = {
+        "schedules_method": first.chunks > 1 and not arguments.is_backwards and arguments.schedules_method,
+        "tp_2d": arguments.tp_2d,
+        "moe_tp_extend_ep": arguments.moe_tp_extend_ep,
+        "noop_layers": arguments.noop_layers,
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise SourceError(
+                f"{first.path} has {name} {first.stated.get(name)} in args, which reshard does not read",
+                code="unsupported-layout", hint="save it with --ckpt-format torch_dist, which reshard reads",
+            )  # fmt: skip
     return first
 
 
-class _Model:
-    """The tensors of all ranks, under their names in the whole model.
-
-    Attributes:
-        parts: by name, and by virtual stage and stage, the parts of a tensor.
-        unreadable: the names of tensors that cannot be read, with the reason.
-        objects: descriptions of values that are not read.
-    """
-
-    def __init__(self, directory: Place, files: Mapping[_Rank, _RankFile], arguments: Arguments) -> None:
-        self.parts: dict[str, dict[tuple[int, ...], dict[int, FileTensor]]] = {}
-        self.unreadable: dict[str, str] = {}
-        self.objects: dict[str, str] = {}
-        self._offsets = _offsets(directory, files, arguments)
-        for number, (rank, file) in enumerate(files.items()):
-            self._add(number, rank, file.contents)
-        for name in self.unreadable:
-            self.parts.pop(name, None)
-        self._tie(arguments)
-
-    def _add(self, number: int, rank: _Rank, contents: Contents) -> None:
-        """Add the tensors of a file."""
-        tensors, refused = contents.parts(number)
-        for local, tensor in tensors.items():
-            chunk, name = self._name(local, rank.stage)
-            if _is_extra(name):
-                self.objects[name] = "a state of a layer of Transformer Engine, which is not read"
-                continue
-            self.parts.setdefault(name, {}).setdefault((chunk, rank.stage), {})[rank.part] = tensor
-        for local, reason in refused.items():
-            _, name = self._name(local, rank.stage)
-            (self.objects if _is_extra(name) else self.unreadable).setdefault(name, reason)
-        for local, kind in contents.objects.items():
-            name = self._name(local, rank.stage)[1]
-            if name and not (_is_extra(name) and kind == _NOTHING):  # not of an empty model, or without a state
-                self.objects.setdefault(name, kind)
-
-    def _name(self, local: str, stage: int) -> tuple[int, str]:
-        """Return the virtual stage, and the name in the whole model, of a name in a file."""
-        chunk, name = _split(local)
-        match = _LAYER.fullmatch(name)
-        if not match:
-            return chunk, name
-        layer = int(match["layer"]) + self._offsets[match["stack"]][chunk, stage]
-        return chunk, f"{match['stack']}.{layer}.{match['rest']}"
-
-    def _tie(self, arguments: Arguments) -> None:
-        """Make the output layer a replica of the embedding if the two are tied."""
-        embeddings = [name for name in self.parts if f".{name}".endswith(_EMBEDDING)]
-        endings = (_TIED_HEAD,) if arguments.untie_embeddings_and_output_weights else (_TIED_HEAD, _HEAD)
-        heads = [name for name in self.parts if f".{name}".endswith(endings)] if len(embeddings) == 1 else []
-        for number, head in enumerate(heads):
-            copies = self.parts.pop(head)
-            self.parts[embeddings[0]].update(((*place, number), parts) for place, parts in copies.items())
+def _by_rank(
+    directory: Place, files: Sequence[tuple[_Numbers, _RankFile]], arguments: Arguments
+) -> dict[Rank, _RankFile]:
+    """Return the files by rank; the arguments say what the second of two numbers is."""
+    result: dict[Rank, _RankFile] = {}
+    is_of_experts = (arguments.pipeline_model_parallel_size or 1) == 1 < (arguments.expert_model_parallel_size or 1)
+    for (second, part, third), file in files:
+        rank = Rank(0, part, second) if third is None and is_of_experts else Rank(second, part, third or 0)
+        if rank in result:
+            raise SourceError(f"{directory} has {_text(rank)} twice", code="duplicate-rank")
+        result[rank] = file
+    return result
 
 
-def _split(local: str) -> tuple[int, str]:
-    """Return the virtual stage of a name in a file, and the name without the key of its model.
-
-    >>> _split("model1.decoder.layers.0.w"), _split("model.w")
-    ((1, 'decoder.layers.0.w'), (0, 'w'))
-    """
-    key, _, name = local.partition(".")
-    return int(key.removeprefix("model") or 0), name
+def _text(rank: Rank) -> str:
+    """Return a rank as words."""
+    return f"part {rank.part} of stage {rank.stage}" + (f" of expert-parallel rank {rank.expert}" * bool(rank.expert))
 
 
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == "_extra_state"
+def _check_ranks(directory: Place, first: _RankFile, files: Collection[Rank]) -> None:
+    """Refuse ranks that are missing, or that the arguments do not have."""
+    arguments = first.arguments
+    sizes = {
+        "pipeline_model_parallel_size": (arguments.pipeline_model_parallel_size, "pipeline stages"),
+        "tensor_model_parallel_size": (arguments.tensor_model_parallel_size, "tensor-parallel parts"),
+        "expert_model_parallel_size": (arguments.expert_model_parallel_size, "expert-parallel ranks"),
+    }
+    for index, (name, (size, _)) in enumerate(sizes.items()):
+        if size is None and any(rank[index] for rank in files):
+            raise SourceError(f"{first.path} has no {name} in args", code="no-layout")
+    stages, parts, experts = (size or 1 for size, _ in sizes.values())
+    texts = [f"{size} {text}" for size, text in sizes.values() if size and (size > 1 or "expert" not in text)]
+    facts = [f"args say {names(texts)}"]
+    if surplus := [rank for rank in files if rank.stage >= stages or rank.part >= parts or rank.expert >= experts]:
+        raise SourceError(f"{directory} has {_text(surplus[0])}", code="no-such-rank", facts=facts)
+    present = {(rank.stage, rank.part) for rank in files}
+    expected = (Rank(stage, part) for stage in range(stages) for part in range(parts))
+    missing = list(islice((rank for rank in expected if rank[:2] not in present), 8))
+    if not missing and experts > 1:
+        of_experts = expert_parts(arguments) or parts
+        present_experts = {(rank.stage, rank.part % of_experts, rank.expert) for rank in files}
+        expected = (
+            Rank(stage, part, expert)
+            for stage in range(stages)
+            for part in range(of_experts)
+            for expert in range(experts)
+        )
+        missing = list(islice((rank for rank in expected if rank not in present_experts), 8))
+    if missing:
+        raise SourceError(
+            f"{directory} has no file of {names(map(_text, missing), most=3)}", code="missing-ranks", facts=facts
+        )
 
 
-def _offsets(
-    directory: Place, files: Mapping[_Rank, _RankFile], arguments: Arguments
-) -> dict[str, dict[tuple[int, int], int]]:
-    """Return the number of the first layer of each virtual stage of each stage, for each stack of layers."""
-    layers: dict[str, dict[tuple[int, int], set[int]]] = {}
-    for rank, file in files.items():
-        for local in (*file.contents.tensors, *file.contents.refused, *file.contents.objects):
-            chunk, name = _split(local)
-            if match := _LAYER.fullmatch(name):
-                by_place = layers.setdefault(match["stack"], {})
-                by_place.setdefault((chunk, rank.stage), set()).add(int(match["layer"]))
+def _check(directory: Place, joined: JoinedParts, cuts: Cuts, model: Model, file: _RankFile) -> None:
+    """Compare the shapes of tensors that are joined by the table with the arguments, and experts with their router."""
+    shapes = file.arguments.shapes()
+    expected = {
+        name: shape
+        for name in joined.tensors
+        if OF_MODEL.match(name) and not cuts.is_ruled(name) and (shape := shape_of(name, shapes)) is not None
+    }
     faults = Faults(str(directory))
-    offsets: dict[str, dict[tuple[int, int], int]] = {}
-    totals: dict[str, int] = {}
-    for stack, by_place in layers.items():
-        offset = 0
-        for place, numbers in sorted(by_place.items()):
-            offsets.setdefault(stack, {})[place] = offset
-            offset += len(numbers)
-            if max(numbers) != len(numbers) - 1:
-                fault = f"has {len(numbers)} layers in stage {place[1]}, which are not numbered from 0 on"
-                faults.add(f"{stack!r:.200}", fault, code="missing-layers")
-        totals[stack] = offset
-    of_model = [total for stack, total in totals.items() if _OF_MODEL.match(stack) and not stack.startswith("mtp")]
-    expected = arguments.num_layers
-    if len(of_model) == 1 and expected not in {None, of_model[0]}:
-        faults.add("the model", f"has {of_model[0]} layers; args say {expected}", code="missing-layers")
+    said = file.arguments.is_gated
+    for name in expected:
+        if (is_gated := model.has_gate(name)) is not None and said not in {None, is_gated}:
+            fault = f"has {'a gate' if is_gated else 'no gate'} by the rows of it and of the layer behind it"
+            faults.add(f"tensor {name!r}", f"{fault}; args say {file.arguments.gating}", code="wrong-shape")
+    count = model.experts_of_layer
+    for name in expected if count else ():
+        if name.endswith(".router.weight") and (rows := joined.tensors[name].spec.shape[0]) != count:
+            fault = f"has {rows} rows; the files have {count} experts of each layer"
+            faults.add(f"tensor {name!r}", fault, code="missing-experts")
     faults.raise_if_any(SourceError)
-    return offsets
-
-
-def _rule(name: str, file: _RankFile) -> str | None:
-    """Return the rule of a tensor, by the table and the arguments."""
-    arguments = file.arguments
-    if "key_value." in name and (file.version or 0) < 1:
-        return None  # the parts have queries, keys and values one after the other
-    if ".experts." in name and arguments.expert_tensor_parallel_size not in {
-        None,
-        arguments.tensor_model_parallel_size,
-    }:
-        return None
-    if arguments.is_gated and _FIRST_LAYER.search(name):
-        return GATE_AND_UP if _OF_MODEL.match(name) else None
-    return rule_in(MEGATRON, name)
-
-
-def _check(directory: Place, joined: JoinedParts, cuts: Cuts, arguments: Arguments) -> None:
-    """Compare the shapes of tensors that are joined by the table with the arguments."""
-    shapes = arguments.shapes()
-    expected: dict[str, tuple[int | None, ...]] = {}
-    for name in joined.tensors:
-        if _OF_MODEL.match(name) and not cuts.is_ruled(name):
-            dotted = f".{name}"
-            expected.update((name, shape) for ending, shape in shapes.items() if dotted.endswith(ending))
     check_shapes(directory, joined.tensors, expected, "args")
 
 

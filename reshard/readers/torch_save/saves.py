@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
+from reshard.formats.megatron import RANK_SIZES
 from reshard.layout.block import LONGEST_NAME, shape_text
 from reshard.readers.listed import BlockList, common_dtype, nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe
 from reshard.readers.torch_save.dtensors import Tensors, is_tensor
 from reshard.readers.torch_save.file import NAME, FileTensor, TorchFile
-from reshard.readers.torch_save.megatron_args import Arguments
+from reshard.readers.torch_save.megatron_args import stated_in
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
@@ -150,10 +151,10 @@ def _refuse_rank(saved: TorchFile) -> None:
     """Refuse a file of Megatron-LM whose arguments say that it is of one of several ranks."""
     values = saved.value.items() if isinstance(saved.value, Pairs) else ()
     args = next((value for key, value in values if key == "args"), None)
-    has_ranks = False
+    stated: Mapping[str, object] = {}
     with suppress(SourceError):  # other programs save args, too
-        has_ranks = Arguments.of(args).has_ranks
-    if has_ranks:
+        stated = stated_in(args)
+    if any(isinstance(size := stated.get(name), int) and size > 1 for name in RANK_SIZES):
         raise SourceError(
             f"{saved.path} is of one of several ranks, according to its args",
             code="one-of-several",
