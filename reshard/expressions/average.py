@@ -247,7 +247,7 @@ def average(
         opening=Opening(computation=Computation("average", options, tuple(inputs))),
         extras=Extras(
             first.extras.described_by, paths=first.extras.paths,
-            model_config=config_of_average(inputs[0], target),
+            model_config=config_of_average(inputs[0], target), arguments=first.extras.arguments,
         ),
     )  # fmt: skip
     return computed(base, expressions, others)

@@ -75,6 +75,7 @@ class Arguments:
     qk_head_dim: int | None = None
     qk_pos_emb_head_dim: int | None = None
     v_head_dim: int | None = None
+    vocab_size: int | None = None
     padded_vocab_size: int | None = None
     num_experts: int | None = None
     first_k_dense_replace: int | None = None
@@ -307,14 +308,15 @@ _NUMBERED = re.compile(r"(?<=\.weight)\d{1,9}\Z|(?<=\.bias)\d{1,9}\Z")  # as Tra
 
 
 def shape_of(name: str, shapes: Mapping[str, tuple[int | None, ...]]) -> tuple[int | None, ...] | None:
-    """Return the shape of a tensor of Megatron by the ending of its name, or None.
+    """Return the shape of a tensor of Megatron by the ending of its name; None if nothing of it is known.
 
     >>> shape_of("a.mlp.experts.local_experts.3.linear_fc2.weight", {".experts.linear_fc2.weight": (8, 4)})
     (8, 4)
     """
     dotted = _LOCAL_EXPERT.sub(".experts.", "." + _NUMBERED.sub("", name))
     endings = [ending for ending in shapes if dotted.endswith(ending)]
-    return shapes[max(endings, key=len)] if endings else None
+    shape = shapes[max(endings, key=len)] if endings else ()
+    return shape if any(shape) else None
 
 
 def _value(name: str, kind: str, field: str, value: object) -> object:

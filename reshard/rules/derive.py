@@ -21,6 +21,7 @@ from reshard.rules.fused_layout import indices, of_fused, of_parts, pieces, plac
 from reshard.rules.matching import match_names
 from reshard.rules.numbers import numbers_in, read_config
 from reshard.rules.patterns import SCALES, STEP, Family
+from reshard.rules.programs.megatron import check_arguments
 from reshard.rules.ranges import Ranges, layers_fault
 from reshard.source.checkpoint import Checkpoint, Shard, TensorSpec
 from reshard.source.facts import Origin
@@ -137,6 +138,7 @@ class _Deriving:
     def result(self, drop: Collection[str]) -> Derived:
         """Apply all rules and return the result."""
         matches = match_names(self.source, self.rules, self.side, self.ranges, self.faults, drop)
+        check_arguments(self.source, self.rules, self.side, matches.uses, self.faults)
         for name in matches.training_state:
             self.tensors[name] = self.source.tensors[name]
             self.makers[name] = "the source"

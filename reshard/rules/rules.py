@@ -178,6 +178,11 @@ class Rules:
         numbers = Numbers(dict(let), data.get("config") or {})
         return cls(both, tuple(rule for rule in rules if rule), numbers, source, root, dict(data))
 
+    @property
+    def is_built_in(self) -> bool:
+        """Return whether these are rules that come with the program."""
+        return example(self.root) is not None
+
     def side_of(self, source: Checkpoint) -> int:
         """Return the side of a checkpoint: the one that matches more of its names.
 

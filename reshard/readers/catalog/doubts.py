@@ -17,8 +17,8 @@ from reshard.formats.zarr.files import is_of_store
 from reshard.readers.catalog.findings import Findings, by_opening
 from reshard.readers.catalog.ranked import with_sidecars
 from reshard.readers.checkpoint2.metadata import METADATA
-from reshard.readers.dcp import BACKEND, COMMON, MTIME_TOLERANCE_NS, rank_of
-from reshard.readers.dcp.metadata import DCPMetadata, metadata_files
+from reshard.readers.dcp import MTIME_TOLERANCE_NS, rank_of
+from reshard.readers.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
 from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
 from reshard.readers.orbax.steps import unfinished_reason
 from reshard.readers.pickles import MOST_BYTES

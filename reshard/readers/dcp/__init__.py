@@ -35,7 +35,7 @@ from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
 from reshard.layout.axes import row_major
 from reshard.layout.block import Block, flat_boxes, shape_text
 from reshard.readers.dcp.items import Span, read_items
-from reshard.readers.dcp.metadata import BUCKET, BUCKETS, STREAM, DCPMetadata
+from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
 from reshard.readers.huggingface import without_notes
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import describe
@@ -49,7 +49,7 @@ from reshard.storage.places import any_store, workers_at
 from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.formats.decoding import Decoding
     from reshard.formats.entries import Entry, Sums
@@ -63,10 +63,6 @@ if TYPE_CHECKING:
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
 MTIME_TOLERANCE_NS = 2_000_000_000
 """How much newer than `.metadata` data files may be."""
-
-
-COMMON, BACKEND = "common.pt", "metadata.json"
-"""Sidecar files of Megatron-Core: non-tensor state (if not stored as objects), and the storage backend."""
 
 
 def open_dcp(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
@@ -100,14 +96,15 @@ def _checkpoint(directory: Place, listing: Sequence[str], metadata: DCPMetadata)
     if not tensors:
         raise SourceError(f"{directory}: {nothing_readable(unreadable)}", code="no-tensors")
     objects = {name: _object(directory, metadata.items.get(name)) for name in metadata.objects}
-    sidecar_files = {} if metadata.paths else _find_sidecar_files(directory, listing)
+    megatron_files = _find_sidecar_files(directory, listing)
+    sidecar_files = {} if metadata.paths else megatron_files
     bound = {name: BUCKET for name in tensors if name.startswith(BUCKETS)}
     return Checkpoint(
         str(directory), tensors, files.files, files.ranks,
         warnings=tuple(_warnings(directory, listing, metadata, files)), unreadable=unreadable, coding=files.decoding(),
         extras=Extras(
             metadata.described_by, objects=objects, beside=sidecar_files, bound=bound,
-            paths=None if sidecar_files else metadata.paths,
+            paths=None if sidecar_files else metadata.paths, arguments=_arguments(megatron_files, objects),
         ),
     )  # fmt: skip
 
@@ -119,6 +116,15 @@ def _object(directory: Place, items: Sequence[Item] | None) -> Object:
     first = items[0]
     problem = f"is encoded ({names(map(describe, first.encoding))}), which is not read" if first.encoding else ""
     return Object(str(directory.absolute() / first.file), first.begin, first.nbytes, problem)
+
+
+def _arguments(megatron_files: Mapping[str, Object], objects: Mapping[str, Object]) -> dict[str, object]:
+    """Return what Megatron-LM states of the training; {} if another program saved the tensors."""
+    if not megatron_files:
+        return {}
+    from reshard.readers.dcp.objects import arguments_in  # not on every start
+
+    return arguments_in(megatron_files, objects)
 
 
 def _find_sidecar_files(directory: Place, listing: Sequence[str]) -> dict[str, Object]:

@@ -25,6 +25,9 @@ _EXPECTED = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21
 _DEEPEST = 64  # of dicts in each other
 
+COMMON, BACKEND = "common.pt", "metadata.json"
+"""Sidecar files of Megatron-Core: non-tensor state (if not stored as objects), and the storage backend."""
+
 STREAM = ("stream.zstd/1",)
 """The encoding of items that are zstd streams."""
 

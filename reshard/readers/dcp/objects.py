@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.errors import SourceError, bytes_text
 from reshard.layout.block import shape_text
-from reshard.readers.dcp import BACKEND, COMMON
+from reshard.readers.dcp.metadata import BACKEND, COMMON
 from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.readers.torch_save.archive import Damaged, checked_records
+from reshard.readers.torch_save.megatron_args import known
 from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
 from reshard.source.checkpoint import TensorSpec
 from reshard.storage.places import any_store, in_batches
@@ -157,17 +158,25 @@ def iteration(checkpoint: Checkpoint) -> int | None:
     return step if type(step) is int and step >= 0 else None
 
 
+def arguments_in(beside: Mapping[str, Object], objects: Mapping[str, Object]) -> dict[str, object]:
+    """Return what Megatron-LM states of the training, as plain data; {} if it states nothing that can be read."""
+    return known(_dict(_common_in(beside, objects).get("args")))
+
+
 def _common(checkpoint: Checkpoint) -> dict[Any, Any]:
     """Return Megatron-Core's common state from its file or object, or an empty dict."""
-    if not checkpoint.extras.beside:
-        return {}
-    names = (COMMON, *(name for name in checkpoint.extras.objects if name.startswith("common_state/")))
-    for name in names:
-        try:
-            state = read_object(checkpoint, name)
-        except (KeyError, SourceError):
-            continue
-        return _dict(state[0] if isinstance(state, list) and len(state) == 1 else state)
+    return _common_in(checkpoint.extras.beside, checkpoint.extras.objects) if checkpoint.extras.beside else {}
+
+
+def _common_in(beside: Mapping[str, Object], objects: Mapping[str, Object]) -> dict[Any, Any]:
+    """Return Megatron-Core's common state from the sidecar files or the objects of a DCP, or an empty dict."""
+    candidates = {COMMON: beside[COMMON]} if COMMON in beside else {}
+    candidates |= {name: entry for name, entry in objects.items() if name.startswith("common_state/")}
+    for name, entry in candidates.items():
+        with suppress(SourceError):
+            ((_, content),) = contents({name: entry})
+            state = _value(name, entry, content, _Plain(_MOST_VALUES))
+            return _dict(state[0] if isinstance(state, list) and len(state) == 1 else state)
     return {}
 
 

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import Option, SourceError, Text, bytes_text, names
-from reshard.readers.dcp import BACKEND
+from reshard.readers.dcp.metadata import BACKEND
 from reshard.readers.dcp.objects import LARGEST, check_sums, contents, iteration, problems
 from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
 

@@ -19,7 +19,7 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import Option, Text
-from reshard.readers.dcp import BACKEND, COMMON
+from reshard.readers.dcp.metadata import BACKEND, COMMON
 from reshard.targets.saved_tensors import saved_object
 
 if TYPE_CHECKING:
