@@ -28,11 +28,12 @@ from reshard.cli.terminal import (
     say,
     say_warnings,
     stopping,
+    wrapped_page,
 )
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.outputs"
 """Keys in `meta` of click's context for the paths of a command: inputs, strategies, and files that it writes."""
@@ -49,6 +50,7 @@ Heading = Literal["Source", "Target", "Tensors", "Running", "Output"]
 _MORE = re.compile(r"(?<=\.) (?=[A-Z]).*?(?=  \[|$)")
 """Matches the help of an option after its first sentence, up to its default."""
 
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 _WIDE = 28  # columns for the names of options; longer ones have a line of their own
 _ADVICE = {
     "check compare": "`reshard verify TARGET --against SOURCE` compares checkpoints bit by bit, `reshard diff` as "
@@ -140,7 +142,16 @@ def record(argument: str, make: Callable[..., Any], *options: GroupedOption) -> 
 
 
 class _Formatter(click.HelpFormatter):
-    """Writes help with its headings in bold."""
+    """Writes help with its headings in bold, and breaks no line inside `--target-strategy`."""
+
+    def write(self, string: str) -> None:
+        super().write(string.replace(_HYPHEN, "-"))
+
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", _HYPHEN))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], *args: Any, **kwargs: Any) -> None:
+        super().write_dl([(names, text.replace("-", _HYPHEN)) for names, text in rows], *args, **kwargs)
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         super().write_usage(prog, args, prefix or paint("Usage:", bold=True) + " ")
@@ -248,6 +259,8 @@ def refuse_to_write(outputs: Sequence[Any]) -> None:
 def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:
     if text:
         formatter.write_paragraph()
+        if max(map(len, text.splitlines())) > formatter.width:
+            text = wrapped_page(text, formatter.width)
         formatter.write(_EXAMPLE.sub(lambda match: paint(match[0], bold=True), text.strip("\n") + "\n"))
 
 

@@ -23,6 +23,7 @@ import click
 
 from reshard.cli import stop as stop_at_once
 from reshard.errors import BudgetError, ReshardError, Text, Words, joined, printable, spelled
+from reshard.view.progress import columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,6 +75,9 @@ REPORTED = "reshard.reported"
 """Whether a command already printed its error on stdout."""
 SCHEMA = 1  # of the objects of --json; raised when a key is removed or changes meaning
 _LABEL = re.compile(r"^(error|warning|hint):", re.MULTILINE)
+_START = re.compile(r"(?:(?:error|warning|hint):)?\s*")
+_ITEM = re.compile(r"\s*(?:[*-]|[0-9]+\.)\s+")
+_COMMAND = re.compile(r"(\s*)(?:\$ )?reshard [^'\"#]*$")
 _COLORS = {"error": "red", "warning": "yellow", "hint": "cyan"}
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
 
@@ -187,11 +191,91 @@ def error_report(error: BaseException) -> ErrorReport:
 
 
 def say(text: str) -> None:
-    """Write a message to stderr, with control characters escaped."""
+    """Write a message to stderr, with control characters escaped, and lines that a terminal shows unbroken."""
     lines = _near(spelled(text, OPTIONS)).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
-    escaped = printable("\n".join(lines), keep="\n")
+    columns = columns_of(sys.stderr)
+    escaped = "\n".join(wrapped(printable(line), columns) for line in lines)
     click.echo(_LABEL.sub(lambda label: paint(label[0], bold=True, fg=_COLORS[label[1]]), escaped), err=True)
+
+
+def wrapped(line: str, columns: int | None, hang: int | None = None) -> str:
+    """Break a line at spaces, so that it fits a terminal; `columns` None leaves it as it is.
+
+    Args:
+        line: the text.
+        columns: the width of the terminal.
+        hang: how far the lines after the first are indented; by default as far as the text behind `error: `.
+
+    >>> print(wrapped("hint:  pass --overwrite to replace it", 24))
+    hint:  pass --overwrite
+           to replace it
+    """
+    if columns is None or len(line) <= columns:
+        return line
+    import textwrap  # few messages are long
+
+    if hang is None:
+        start = _START.match(line)
+        hang = len(start[0]) if start else 0
+    indent = " " * min(hang, columns // 2)
+    lines = textwrap.wrap(
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return "\n".join(lines)
+
+
+def wrapped_page(text: str, columns: int | None) -> str:
+    r"""Return a page whose paragraphs, items and rows of tables and commands are broken at spaces; other code is not.
+
+    >>> print(wrapped_page("A paragraph of\ntwo lines.\n* an item that is long\n```sh\nreshard run a b\n```", 16))
+    A paragraph of
+    two lines.
+    * an item that
+      is long
+    ```sh
+    reshard run a b
+    ```
+    """
+    if columns is None:
+        return text
+    result: list[str] = []
+    paragraph: list[str] = []
+
+    def end_paragraph() -> None:
+        if paragraph:
+            marker = _ITEM.match(paragraph[0])
+            line = " ".join([paragraph[0].rstrip(), *(line.strip() for line in paragraph[1:])])
+            result.append(wrapped(line, columns, len(marker[0]) if marker else 0))
+            paragraph.clear()
+
+    is_code = False
+    for line in text.split("\n"):
+        is_fence, is_item = line.lstrip().startswith("```"), bool(_ITEM.match(line))
+        is_example = line.startswith(" ") and not paragraph and not is_item
+        if is_fence or is_code or is_example or not line.strip() or line.startswith(("#", "|")):
+            end_paragraph()
+            result.append(wrapped(line, columns, 2) if line.startswith("|") else _wrapped_command(line, columns))
+            is_code ^= is_fence
+            continue
+        if is_item:
+            end_paragraph()
+        paragraph.append(line)
+    end_paragraph()
+    return "\n".join(result)
+
+
+def _wrapped_command(line: str, columns: int) -> str:
+    r"""Break a command at spaces with backslashes; leave other lines of code as they are.
+
+    >>> print(_wrapped_command("  reshard convert source target", 24))
+      reshard convert \
+          source target
+    """
+    command = _COMMAND.match(line)
+    if len(line) <= columns or command is None:
+        return line
+    return wrapped(line, columns - 2, len(command[1]) + 4).replace("\n", " \\\n")
 
 
 def _near(text: str) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
     from reshard.verify.verification import Verification
 
-_WORDS = ("comparing", "comparing", "compared")
+_WORDS = ("comparing", "comparing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +317,7 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
         files = read_headers(target, rank_pattern=opening.rank_pattern, suffix=opening.suffix).files
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
-    with progress(quiet=checking.quiet, words=("reading", "reading", "read")) as callback:
+    with progress(quiet=checking.quiet, words=("reading", "reading")) as callback:
         manifest = make_manifest(
             target, rank_pattern=opening.rank_pattern, suffix=opening.suffix, threads=checking.threads,
             progress=callback,

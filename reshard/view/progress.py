@@ -5,25 +5,29 @@ Each display is a callback that receives `run.Progress` events, from local threa
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import TextIO
 
     from reshard.run.settings import Progress
 
 READING = "reading headers and planning"
 """The name of the phase before a run."""
 
-_WORDS = ("writing", "syncing", "written")  # names of the phases of a run
+_WORDS = ("writing", "syncing")  # names of the phases of a run
+_DONE = "written"
 _PAUSE = 0.1  # seconds between two drawings of a bar
-_CELLS = 24  # of the bar in characters
+_CELLS = 24  # of the bar in characters, if the terminal has room
 # An output without a number begins 12 pixels further left in the HTML that a notebook is exported to.
 _STYLE = "padding: 4px 0 4px 12px; font: 13px var(--jp-ui-font-family, system-ui, sans-serif)"
 
@@ -64,8 +68,8 @@ class _Bar:
 
     def __repr__(self) -> str:
         if self.state is None:
-            return _WORDS[2] if self.done else "begins"
-        phase = _WORDS[2] if self.done else _phase(self.state, _WORDS)
+            return _DONE if self.done else "begins"
+        phase = _DONE if self.done else _phase(self.state, _WORDS)
         before = f" ({bytes_text(self.state.resumed)} by an earlier run)" if self.state.resumed else ""
         return f"{phase}: {_amount(self.state)}{before} in {self.state.seconds:.1f} s"
 
@@ -82,13 +86,13 @@ class _Bar:
 
 
 @contextmanager
-def progress(*, quiet: bool, words: tuple[str, str, str] = _WORDS) -> Iterator[Callable[[Progress], None] | None]:
+def progress(*, quiet: bool, words: tuple[str, str] = _WORDS) -> Iterator[Callable[[Progress], None] | None]:
     """Provide a callback that shows progress on stderr; None if `quiet`.
 
-    A terminal gets a bar, by `rich` if it is installed; the bar is removed on an error, or if there was nothing to do.
-    A log gets a line every 30 seconds.
+    A terminal gets a bar, by `rich` if it is installed. It is as wide as the terminal at most, is drawn ten times a
+    second at most, and is removed at the end: what was done is in the report. A log gets a line every 30 seconds.
 
-    `words` name the phases: writing bytes, syncing files, and the end.
+    `words` name the phases: writing bytes, and syncing files.
     """
     if quiet:
         yield None
@@ -106,15 +110,17 @@ def progress(*, quiet: bool, words: tuple[str, str, str] = _WORDS) -> Iterator[C
 
 
 @contextmanager
-def _rich_bar(words: tuple[str, str, str]) -> Iterator[Callable[[Progress], None]]:
+def _rich_bar(words: tuple[str, str]) -> Iterator[Callable[[Progress], None]]:
     from rich import progress as bars
     from rich.console import Console
+    from rich.table import Column
 
+    one_line = {"no_wrap": True, "overflow": "ellipsis"}
     columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.TaskProgressColumn(),
-        bars.TextColumn("{task.fields[pace]}"),
+        bars.TextColumn("{task.description}", table_column=Column(**one_line)),
+        bars.BarColumn(table_column=Column(ratio=1)),
+        bars.TaskProgressColumn(table_column=Column(**one_line)),
+        bars.TextColumn("{task.fields[pace]}", table_column=Column(**one_line)),
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(words[0], total=None, pace="")
@@ -124,51 +130,65 @@ def _rich_bar(words: tuple[str, str, str]) -> Iterator[Callable[[Progress], None
             bar.update(task, total=state.total, completed=state.written, description=phase, pace=pace(state))
 
         yield show
-        bar.update(task, description=words[2])
-        bar.live.transient = bar.tasks[task].total is None
 
 
 @contextmanager
-def _plain_bar(words: tuple[str, str, str]) -> Iterator[Callable[[Progress], None]]:
-    """Draw a bar in characters, at most ten times a second."""
-    due, width = _Due(), 0
+def _plain_bar(words: tuple[str, str]) -> Iterator[Callable[[Progress], None]]:
+    """Draw a bar in characters from a thread, which also draws the last state while files are synced."""
+    done = threading.Event()
     last: Progress | None = None
 
-    def draw(phase: str, state: Progress) -> None:
-        nonlocal width
-        percent = _percent(state)
-        cells = ("#" * (percent * _CELLS // 100)).ljust(_CELLS, ".")
-        line = f"{phase} [{cells}] {percent:3d}%  {pace(state)}"
-        _to_stderr(f"\r{line.ljust(width)}", end="")
-        width = len(line)
+    def draw_often() -> None:
+        drawn, width = None, 0
+        while not done.wait(_PAUSE):
+            if last is not None and last is not drawn:
+                drawn = last
+                line = _line(_phase(drawn, words), drawn, (columns_of(sys.stderr) or 80) - 1)
+                _to_stderr(f"\r{line.ljust(width)}", end="")
+                width = len(line)
+        _clear(width)
 
     def show(state: Progress) -> None:
         nonlocal last
         last = state
-        if due(state):
-            draw(_phase(state, words), state)
 
+    drawer = threading.Thread(target=draw_often, name="reshard-bar", daemon=True)
+    drawer.start()
     try:
         yield show
-    except BaseException:
-        _clear(width)
-        raise
-    if last is not None:
-        draw(words[2], last)
-        _to_stderr("")
+    finally:
+        done.set()
+        drawer.join()
+
+
+def _line(phase: str, state: Progress, width: int) -> str:
+    """Return the line of a bar; if it does not fit, the bar is shorter or left out, and the text is cut.
+
+    >>> from reshard.run.settings import Progress
+    >>> state = Progress(written=3_000_000, total=4_000_000, seconds=2.0)
+    >>> _line("writing", state, 64)
+    'writing [#####..]  75%  3.0 MB of 4.0 MB, 1.5 MB/s, 0:00:01 left'
+    >>> _line("writing", state, 40)
+    'writing  75%  3.0 MB of 4.0 MB, 1.5 MB/s'
+    """
+    percent = _percent(state)
+    end = f" {percent:3d}%  {pace(state)}"
+    cells = min(_CELLS, width - len(phase) - len(end) - 3)
+    bar = f" [{('#' * (percent * cells // 100)).ljust(cells, '.')}]" if cells > 0 else ""
+    return f"{phase}{bar}{end}"[:width].rstrip(" ,")
 
 
 class _Due:
-    """A timer that limits how often a bar is redrawn; the end is always drawn."""
+    """A timer that limits how often a bar is redrawn; its end is drawn at once, but once."""
 
     def __init__(self) -> None:
-        self._drawn_at = 0.0
+        self._drawn_at, self._ended = 0.0, False
 
     def __call__(self, state: Progress) -> bool:
-        now = time.monotonic()
-        if now - self._drawn_at < _PAUSE and state.written < state.total:
+        now, ends = time.monotonic(), state.written >= state.total
+        if now - self._drawn_at < _PAUSE and (self._ended or not ends):
             return False
-        self._drawn_at = now
+        self._drawn_at, self._ended = now, ends
         return True
 
 
@@ -191,9 +211,10 @@ def phase(name: str, *, quiet: bool, after: float = 1.0) -> Iterator[None]:
             while not done.wait(Lines.EVERY):
                 _to_stderr(f"{name}: {time.monotonic() - began:.0f} s")
         elif not done.wait(after):
-            _to_stderr(f"{name}...", end="")
+            line = f"{name}..."[: (columns_of(sys.stderr) or 80) - 1]
+            _to_stderr(line, end="")
             done.wait()
-            _clear(len(name) + 3)
+            _clear(len(line))
 
     announcer = threading.Thread(target=announce, name="reshard-phase", daemon=True)
     announcer.start()
@@ -226,7 +247,7 @@ def _amount(state: Progress) -> str:
     return f"{bytes_text(state.written)} of {bytes_text(state.total)}"
 
 
-def _phase(state: Progress, words: tuple[str, str, str]) -> str:
+def _phase(state: Progress, words: tuple[str, str]) -> str:
     """Return the name of the phase; files are synced once all bytes are written."""
     return words[1] if state.written >= state.total else words[0]
 
@@ -248,7 +269,7 @@ class Lines:
 
     def __init__(
         self,
-        words: tuple[str, str, str],
+        words: tuple[str, str],
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], object] | None = None,
     ) -> None:
@@ -261,6 +282,16 @@ class Lines:
         if now >= self._next:
             self._next = now + self.EVERY
             self._say(f"{_phase(state, self._words)}: {_percent(state)}%, {pace(state)}")
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the width of the terminal that a stream writes to, or None if it writes to none."""
+    if not stream.isatty():
+        return None
+    with suppress(OSError, ValueError):
+        if not os.environ.get("COLUMNS", "").isdecimal() and (columns := os.get_terminal_size(stream.fileno()).columns):
+            return columns
+    return shutil.get_terminal_size().columns
 
 
 def _to_stderr(text: str, end: str = "\n") -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import call, done
 from refusals import failed
+from terminals import run_in_terminal
 
 from reshard.cli.groups import about
 
@@ -85,3 +87,24 @@ def test_the_script_of_a_shell(shell: str, tmp_path: Path) -> None:
 def test_version_is_a_command() -> None:
     assert done("version").stdout == done("--version").stdout
     assert done("version", "-v").stdout == done("--version", "--verbose").stdout
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("words", ["help", "help lora", "help convert", "inspect --help-all"])
+def test_help_is_broken_at_words(words: str, columns: int) -> None:
+    command = [sys.executable, "-m", "reshard", *words.split()]
+    wide, narrow = (run_in_terminal(command, width).replace("\r\n", "\n") for width in (1000, columns))
+    too_long = {"DEV_MATRI", "X:TENSOR_MAP[:OPT_SIZE]"}  # one word, longer than its column
+    assert {*narrow.split()} - {"\\"} - too_long <= {*wide.split()}
+    prose = re.sub(r"^```.*?^```", "", re.sub(r"\x1b\[[0-9]*m", "", narrow), flags=re.DOTALL | re.MULTILINE)
+    assert max(map(len, prose.splitlines())) <= columns
+
+
+def test_errors_and_hints_are_broken_at_words(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"file-with-quite-a-long-name-{name}.safetensors").write_bytes(b"x" * 100)
+    command = [sys.executable, "-m", "reshard", "convert", str(tmp_path), "out", "--to", "nothing"]
+    lines = run_in_terminal(command, 60, cwd=tmp_path).replace("\r\n", "\n").splitlines()
+    assert len(lines) > 2
+    assert max(len(re.sub(r"\x1b\[[0-9]*m", "", line)) for line in lines) <= 60
+    assert "'deepspeed-universal'," in " ".join(lines).split()

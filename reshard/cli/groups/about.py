@@ -13,8 +13,9 @@ from click.shell_completion import get_completion_class
 
 import reshard
 from reshard.cli.commands import Command, option
-from reshard.cli.terminal import paint, print_text
+from reshard.cli.terminal import paint, print_text, wrapped, wrapped_page
 from reshard.errors import UsageError, printable
+from reshard.view.progress import columns_of
 
 DOCS = (Path(reshard.__file__).with_name("docs"), Path(reshard.__file__).parents[1] / "docs")
 """The directories that may have the pages: of an installation, and of a clone of the repository."""
@@ -72,18 +73,21 @@ def help_command(ctx: click.Context, topic: str | None) -> None:
     topics = pages()
     if topic is None:
         width = max(map(len, topics), default=0)
-        print_text("\n".join(f"{page.topic:<{width}}  {page.title}" for page in topics.values()))
+        columns = columns_of(sys.stdout)
+        for page in topics.values():
+            print_text(wrapped(f"{page.topic:<{width}}  {page.title}", columns, width + 2))
         print_text("\nreshard help NAME prints one.")
         return
     if topic in topics:
         text = _COMMENT.sub("", topics[topic].path.read_text(encoding="utf-8"))
+        text = wrapped_page(text, columns_of(sys.stdout))
         text = _HEADING.sub(lambda heading: paint(heading[0], bold=True), printable(text, keep="\n").rstrip())
         (click.echo_via_pager if sys.stdout.isatty() else click.echo)(text)
         return
     group = ctx.parent.command if ctx.parent else None
     command = group.get_command(ctx, topic) if isinstance(group, click.Group) else None
     if command is not None:
-        with click.Context(command, info_name=topic, parent=ctx.parent) as of_command:
+        with command.context_class(command, info_name=topic, parent=ctx.parent) as of_command:
             click.echo(command.get_help(of_command), color=ctx.color)
         return
     from difflib import get_close_matches

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
-_WORDS = ("reading", "reading", "read")
+_WORDS = ("reading", "reading")
 
 match_option = option(
     "--match", under="Tensors", in_short_help=True, multiple=True, metavar="GLOB",
