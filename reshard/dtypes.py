@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard.spelling import did_you_mean
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -154,9 +156,11 @@ def by_name(name: str, error: type[ReshardError], known: Iterable[str] = BY_NAME
     word = str(name).lower()
     dtype = BY_NAME.get(word) or _BY_SHORT_NAME.get(re.sub("^fp", "f", word))
     if dtype is None:
+        known = [*known]
         raise error(
             f"unknown dtype {name!r}",
             code="unknown-dtype",
             facts=[f"known dtypes: {', '.join(known)}, and short names such as bf16 or fp32"],
+            hint=did_you_mean(word, [*known, *(_BY_SHORT_NAME if known == [*BY_NAME] else ())]),
         )
     return dtype

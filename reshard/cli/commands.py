@@ -31,6 +31,7 @@ from reshard.cli.terminal import (
     wrapped_page,
 )
 from reshard.errors import UsageError
+from reshard.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -398,7 +399,9 @@ def _usage_message(error: click.UsageError) -> tuple[str, str]:
         needed = (param.get_help_record(ctx) or [name])[0]
         return f"{name} is missing", f"add {needed}" if isinstance(param, click.Option) else _usage(ctx)
     value = _NOT_ONE.match(error.message)
-    return f"{name}: {error.message.removesuffix('.')}", _ADVICE_ON.get(value[1].lower(), "") if value else ""
+    choices = param.type.choices if isinstance(param.type, click.Choice) else ()
+    hint = (_ADVICE_ON.get(value[1].lower()) or did_you_mean(value[1], choices)) if value else ""
+    return f"{name}: {error.message.removesuffix('.')}", hint
 
 
 def _usage(ctx: click.Context) -> str:
@@ -409,10 +412,8 @@ def _meant(word: str, candidates: Sequence[str], ctx: click.Context) -> str:
     """Return the hint for an unknown word: an equivalent, a similar word, or `--help`."""
     if advice := _ADVICE_ON.get(word.lstrip("-")):
         return advice
-    from difflib import get_close_matches
-
     bare = {name.lstrip("-"): name for name in candidates}
-    near = [bare[name] for name in get_close_matches(word.lstrip("-"), bare, n=2)]
+    near = [bare[name] for name in nearest(word.lstrip("-"), bare, most=2)]
     safe = list(takewhile(lambda name: name not in _DESTRUCTIVE or name.startswith(word), near))
     return f"did you mean {' or '.join(safe)}?" if safe else f"{ctx.command_path} --help"
 

@@ -50,9 +50,11 @@ def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 def layout_rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     """Parse layout rules such as `embedding.*=split:0`."""
-    rules = {}
+    rules: dict[str, str] = {}
     for value in values:
         name, equals, rule = value.rpartition("=")
+        if rules.get(name, rule) != rule:
+            raise click.BadParameter(f"{name} cannot be both {rules[name]} and {rule}", param=param)
         if not (name and equals and rule):
             raise click.BadParameter(f"{value!r} is not NAME=RULE, such as 'embedding.*=split:0'", param=param)
         rules[name] = rule
@@ -69,7 +71,7 @@ def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[st
         try:
             before, after = by_name(old, UsageError).name, by_name(new, UsageError).name
         except UsageError as error:
-            raise click.BadParameter(error.message, param=param) from None
+            raise error.about("--cast") from None
         if casts.setdefault(before, after) != after:
             raise click.BadParameter(f"{before} cannot become both {casts[before]} and {after}", param=param)
     return casts

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import LayoutError
 from reshard.layout.block import is_possible, shape_text
 from reshard.layout.grid import MOST_DEVICES, grid, map_text
+from reshard.spelling import did_you_mean
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -178,7 +179,8 @@ class Layout:
         raise LayoutError(
             f"{rule!r} is not a rule for a tensor of {ndim} dimensions",
             code="bad-rule",
-            hint="use whole, split:DIM or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1 (+ joins nested entries)",
+            hint=did_you_mean(rule, ["whole", "copy", *(f"split:{dim}" for dim in range(ndim))])
+            or "use whole, split:DIM or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1 (+ joins nested entries)",
         )
 
     @property

@@ -155,7 +155,9 @@ class Selection:
         pairs = [(name, rename(name)) for name in chosen]
         faults = Faults("name map")
         for old in rename.unused():
-            faults.add(f"name {old!r}", partial(unmatched, old, rename.known, before), code="no-match")
+            faults.add(f"name {old!r}", partial(unmatched, old, chosen, before), code="no-match")
+        for old in rename.hidden():
+            faults.add(f"name {old!r}", "is never used: other names of the map take its tensors", code="unused-pattern")
         by_new: dict[str, list[str]] = {}
         for old, new in pairs:
             by_new.setdefault(new, []).append(old)
@@ -217,6 +219,7 @@ class Renaming:
     def __init__(self, new_names: Mapping[str, str], known: set[str], words: Collection[str] = ()) -> None:
         self.new_names, self.known = new_names, known
         self.states = optimizer_states(known, words) if new_names else {}
+        self._used: set[str] = set()
         self.globs = {
             old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
         }
@@ -224,6 +227,7 @@ class Renaming:
     def __call__(self, name: str) -> str:
         """Return the new name of a tensor."""
         if name in self.new_names:
+            self._used.add(name)
             return self.new_names[name]
         state = self.states.get(name)
         if state is not None:
@@ -237,6 +241,7 @@ class Renaming:
         """Rename by the first matching glob that starts with `beginning`, or return None."""
         for old, regex in self.globs.items():
             if old.startswith(beginning) and (match := regex.fullmatch(name)):
+                self._used.add(old)
                 pieces = self.new_names[old].split("*")
                 return pieces[0] + "".join(a + b for a, b in zip(match.groups(), pieces[1:], strict=False))
         return None
@@ -248,6 +253,13 @@ class Renaming:
             for old in self.new_names
             if old not in self.known and not (old in self.globs and any(map(self.globs[old].fullmatch, self.known)))
         ]
+
+    def hidden(self) -> list[str]:
+        """Return the globs that match tensors, all of which other names of the map take."""
+        for name in self.known if self.globs else ():
+            self(name)
+        unused = {*self.unused()}
+        return [old for old in self.globs if old not in self._used and old not in unused]
 
 
 def cast_fault(old: DType, new: DType) -> str | None:

@@ -15,7 +15,7 @@ from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
-from reshard.strategy.names import ALL_STAGES, matching, ranges_text, ranks_text
+from reshard.strategy.names import ALL_STAGES, check_layouts, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def with_rules(
     """Apply the user's layout rules to a strategy.
 
     Raises:
-        StrategyError: a rule matches no tensor, or does not fit one.
+        StrategyError: a rule matches no tensor, later ones take all that it matches, or it does not fit one.
     """
     if not rules:
         return Ruled(strategy)
@@ -236,13 +236,9 @@ def with_rules(
     result = strategy or Strategy({}, range(1), devices)
     ruled: dict[str, str] = {}
     confirmed: set[str] = set()
+    check_layouts(rules, shapes)
     for pattern, rule in rules.items():
-        matched = matching(pattern, shapes)
-        if not matched:
-            raise StrategyError(
-                Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"), code="no-match"
-            )
-        for name in matched:
+        for name in matching(pattern, shapes):
             if not shapes[name] and name != pattern and rule != COPY:
                 continue  # a glob that cuts tensors does not apply to scalars
             try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Faults, UsageError, names
 from reshard.rules.fused_layout import AxisCut
 from reshard.rules.patterns import Pattern
+from reshard.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +169,10 @@ def parse_rule(item: object, key_path: str, sides: tuple[str, str], faults: Faul
     expected_keys = _OPTIONS[verb] | (_OF_ALL - {"transposed"} if verb == "transpose" else _OF_ALL)
     for key in (key for key in options if key not in expected_keys):
         faults.add(
-            f"{fused_path}.{key}", f"is unknown; expected {names(sorted(expected_keys), most=9)}", code="unknown-key"
+            f"{fused_path}.{key}",
+            f"is unknown; expected {names(sorted(expected_keys), most=9)}",
+            code="unknown-key",
+            hint=did_you_mean(key, sorted(expected_keys)),
         )
     fields = _fields(options, fused_path, faults)
     transposed = verb == "transpose" or options.get("transposed", False)

@@ -54,6 +54,8 @@ from reshard.errors import Faults, UsageError, names
 from reshard.rules.numbers import Numbers, numbers_in, read_config
 from reshard.rules.patterns import families
 from reshard.rules.rule import Rule, is_number, is_word, parse_rule
+from reshard.spelling import did_you_mean, nearest
+from reshard.storage.base import similar
 from reshard.storage.places import RemotePath, as_place
 from reshard.storage.small import read_yaml
 from reshard.strategy.names import optimizer_states
@@ -152,7 +154,9 @@ class Rules:
                 facts=[f"expected the keys {HEADER} ({VERSION}), sides and rules"],
             )  # fmt: skip
         for key in (key for key in data if key not in _KEYS):
-            faults.add(f"$.{key}", f"is unknown; expected {names(sorted(_KEYS), most=9)}", code="unknown-key")
+            expected = names(sorted(_KEYS), most=9)
+            hint = did_you_mean(key, sorted(_KEYS))
+            faults.add(f"$.{key}", f"is unknown; expected {expected}", code="unknown-key", hint=hint)
         sides: Any = data.get("sides")
         items: Any = data.get("rules")
         let = data.get("let") or {}
@@ -248,18 +252,20 @@ def examples() -> dict[str, str]:
     >>> examples()["llama-hf-mindformers"]
     "Llama: Hugging Face <-> MindSpore Transformers' LlamaForCausalLM (qkv_concat: false)"
     """
-    return {path.stem: path.read_text("utf-8").partition("\n")[0].strip("# .") for path in sorted(_example_files())}
+    return {
+        path.stem: path.read_text("utf-8").partition("\n")[0].strip("# .")
+        for path in sorted(_example_files(), key=lambda path: path.stem)
+    }
 
 
 def not_built_in(name: str) -> UsageError:
     """Return the error for a name of neither a file nor built-in rules; its hint has similar names."""
-    from difflib import get_close_matches  # on errors only
-
     words = re.split(r"[\W_]+", name.lower())
-    alike = [built_in for built_in in examples() if any(get_close_matches(word, built_in.split("-")) for word in words)]
+    alike = [built_in for built_in in examples() if any(nearest(word, built_in.split("-")) for word in words)]
+    meant = did_you_mean(name, examples()) or similar(name)
     return UsageError(
         f"{name} is neither a file nor the name of built-in rules", code="not-found",
-        hint=f"built-in rules: {names(alike or list(examples()), most=6)}",
+        hint=meant or f"built-in rules: {names(alike or list(examples()), most=6)}",
     )  # fmt: skip
 
 

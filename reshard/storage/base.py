@@ -14,6 +14,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import SourceError
+from reshard.spelling import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -259,11 +260,9 @@ def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
 
 def similar(path: object) -> str:
     """Return a hint that names an existing path similar to a missing one, or ""."""
-    from difflib import get_close_matches  # on errors only
-
     directory, name = os.path.split(str(path).rstrip("/"))
     with suppress(OSError):
-        if matches := get_close_matches(name, os.listdir(directory or "."), 1):
+        if matches := nearest(name, sorted(os.listdir(directory or "."))):
             return f"did you mean {os.path.join(directory, matches[0])}?"
     return ""
 

@@ -7,7 +7,7 @@ import json
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Faults, LayoutError, StrategyError, UsageError
+from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, UsageError, names
 from reshard.layout.block import Shape, shape_text
 from reshard.layout.layout import Layout
 from reshard.storage.small import is_text, parse_json
@@ -52,6 +52,17 @@ def from_json(content: bytes, path: str, faults: Faults) -> Said:
         raise StrategyError(
             f"{path} is a plan, not a strategy file", code="not-a-strategy", hint=f"reshard run {path} TARGET"
         )
+    if top and all(isinstance(value, str) for value in top.values()):
+        raise StrategyError(
+            f"{path} is a name map, not a strategy file",
+            code="not-a-strategy",
+            hint=Text("it is for ", Option("name_map")),
+        )
+    if top and not any(difflib.get_close_matches(key, _TOP_KEYS, cutoff=_ALIKE) for key in top):
+        raise StrategyError(
+            f"{path} is JSON, but not a strategy file", code="not-a-strategy",
+            facts=[f"expected the key parallel_layout_item; it has {names(top)}"],
+        )  # fmt: skip
     for key in repeated:
         faults.add(key, "is listed twice", code="duplicate-key")
     layouts = []

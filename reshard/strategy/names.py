@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import islice, product
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.errors import names
+from reshard.errors import Option, StrategyError, Text, names
+from reshard.spelling import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import Tensor
@@ -256,7 +256,7 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
     return [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
 
 
-_MOST_ALIKE, _LONGEST_ALIKE = 1000, 300  # limits on the names that are compared with a missing one, which is slow
+_LONGEST_ALIKE = 300  # longer names are not compared with a missing one, which is slow
 _NUMBER = re.compile(r"\d+")
 _EXPRESSION_STARS = re.compile(r"(?:\\d|\[0-9\]|\.)[*+]|\\d")  # the equivalents of a star in regular expressions
 _EXPRESSION_SIGNS = re.compile(r"[\\^$()]")
@@ -264,23 +264,69 @@ _EXPRESSION_ONLY = re.compile(r"[\\^$()|+]|^\.\*")  # syntax of regular expressi
 
 
 def no_match(pattern: str, known_names: Collection[str]) -> str:
-    r"""Explain that a pattern matches no name, and give the nearest name.
-
-    Numbers in it are replaced with stars.
+    r"""Explain that a pattern matches no name, and give the nearest name or glob that does.
 
     >>> no_match("layer.0.wq", ["layers.0.wq", "layers.1.wq", "norm"])
-    "matches no tensor; nearest is 'layers.*.wq'"
-    >>> no_match("layer.*.wq", ["layers.0.wq", "layers.1.wq", "norm"])
-    "matches no tensor; nearest is 'layers.*.wq'"
+    "matches no tensor; did you mean 'layers.0.wq'?"
+    >>> no_match("layer.*", ["layers.0.wq", "layers.1.wq", "norm"])
+    "matches no tensor; did you mean 'layers.*'?"
     >>> no_match(r"layers\.(\d+)\.w", ["layers.0.wq", "layers.1.wq", "norm"])
-    "matches no tensor; nearest is 'layers.*.wq'; * stands for any text, regular expressions are not known"
+    "matches no tensor; did you mean 'layers.*.wq'? * stands for any text, regular expressions are not known"
     """
-    plain = _EXPRESSION_SIGNS.sub("", _EXPRESSION_STARS.sub("*", pattern))
-    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in known_names if len(name) <= _LONGEST_ALIKE)
-    alike = get_close_matches(_NUMBER.sub("*", plain), islice(starred, _MOST_ALIKE), n=1, cutoff=0.4)
-    suggestion = f"nearest is {alike[0]!r}" if alike else f"there are {names(known_names)}"
-    hint = "; * stands for any text, regular expressions are not known" if _EXPRESSION_ONLY.search(pattern) else ""
+    is_expression = bool(_EXPRESSION_ONLY.search(pattern))
+    plain = _EXPRESSION_SIGNS.sub("", _EXPRESSION_STARS.sub("*", pattern)) if is_expression else pattern
+    meant = _nearest_glob(plain, known_names)
+    suggestion = f"did you mean {meant!r}?" if meant else f"there are {names(known_names)}"
+    hint = f"{'' if meant else ';'} * stands for any text, regular expressions are not known" if is_expression else ""
     return f"matches no tensor; {suggestion}{hint}"
+
+
+def _nearest_glob(pattern: str, known_names: Collection[str]) -> str:
+    """Return the name, or the glob with the pattern's stars, that is nearest to it; "" if none is near."""
+    known = [name for name in known_names if len(name) <= _LONGEST_ALIKE]
+    if "*" in pattern:
+        globs = dict.fromkeys(glob for name in known for glob in _with_words(pattern, name) if fnmatchcase(name, glob))
+        if meant := nearest(pattern, globs):
+            return meant[0]
+    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in known)
+    meant = nearest(_NUMBER.sub("*", pattern), starred, cutoff=0.4)
+    if not meant or "*" in pattern:
+        return meant[0] if meant else ""
+    return nearest(pattern, (name for name in known if _NUMBER.sub("*", name) == meant[0]), cutoff=0.0)[0]
+
+
+def _with_words(pattern: str, name: str) -> Iterator[str]:
+    """Yield a pattern with the dotted parts of a name in place of its own, counted from each end.
+
+    Parts with stars are kept.
+
+    >>> [*_with_words("layr.*.w", "layers.0.wq")], [*_with_words("*.wieght", "layers.0.weight")]
+    (['layers.*.wq', 'layers.*.wq'], ['*.0', '*.weight'])
+    """
+    parts, words = pattern.split("."), name.split(".")
+    if len(parts) <= len(words):
+        for aligned in (words[: len(parts)], words[-len(parts) :]):
+            yield ".".join(part if "*" in part else word for part, word in zip(parts, aligned, strict=True))
+
+
+def check_layouts(rules: Mapping[str, str], known_names: Collection[str]) -> None:
+    """Check that each rule of `layout` is used; the last one that matches a tensor counts.
+
+    Raises:
+        StrategyError: a rule matches no tensor, or later ones take all that it matches.
+    """
+    takers = {name: pattern for pattern in rules for name in matching(pattern, known_names)}
+    used = {*takers.values()}
+    for pattern, rule in rules.items():
+        if pattern in used:
+            continue
+        option = Option("layout", pattern, rule)
+        if not matching(pattern, known_names):
+            raise StrategyError(Text(option, " ", no_match(pattern, known_names)), code="no-match")
+        raise StrategyError(
+            Text(option, " is never used: a later rule takes its tensors"), code="unused-pattern",
+            hint="of several rules the last one counts: write the one for more tensors first",
+        )  # fmt: skip
 
 
 _INTEGER = re.compile(r"([0-9]{1,18})")  # longer runs of digits are cut, because int() of a huge one is slow

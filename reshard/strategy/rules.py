@@ -56,6 +56,7 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.layout.grid import MOST_DEVICES
 from reshard.layout.layout import Layout, whole
+from reshard.spelling import did_you_mean
 from reshard.storage.places import as_place
 from reshard.storage.small import read_yaml
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
@@ -185,13 +186,14 @@ def layouts_from_file(
             f"$.{key}",
             f"is unknown; expected {names(sorted(kind))}, and perhaps {names(sorted(OPTIONS), most=9)}",
             code="unknown-key",
+            hint=did_you_mean(key, sorted(kind | OPTIONS)),
         )
     for key in sorted(kind - top.keys()):
         faults.add(
             f"$.{key}",
             f"is missing; expected {names(sorted(kinds[0]))}, or {names(sorted(kinds[1]))}",
             code="missing-key",
-            hint="`reshard help strategies` has examples",
+            hint="" if top.keys() - kind else "`reshard help strategies` has examples",
         )
     operators = parse_operators(top.get("operators"), faults)
     faults.raise_if_any(UsageError)
@@ -341,11 +343,8 @@ def _optimizer_parallel(
     excepted = options.get("optimizer_parallel_except", ())
     for number, glob in enumerate(excepted):
         if not matching(glob, layouts):
-            faults.add(
-                f"$.optimizer_parallel_except[{number}]",
-                f"{glob!r} matches no weight; there are {names(layouts)}",
-                code="no-match",
-            )
+            sentence = f"{glob!r} {no_match(glob, layouts)}"
+            faults.add(f"$.optimizer_parallel_except[{number}]", sentence, code="no-match")
     dtypes = options.get("dtypes") or {}
     sharded = {}
     for name, layout in layouts.items():

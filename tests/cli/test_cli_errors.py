@@ -88,8 +88,12 @@ def test_sizes(text: str, nbytes: int) -> None:
         ("convert a b --memory 2 GB", "2GB"),
         ("convert a b 2 GB", "2GB"),
         ("convert a b --cast fp32=bf16 --cast float32=fp16", "bfloat16 and float16"),
-        ("convert a b --cast fp32=bf17", "bf17"),
+        ("convert a b --threads bf17", "bf17"),
         ("convert a b --to tf", "'mindspore', 'dcp'"),
+        ("convert a b --to safetensor", "did you mean safetensors?"),
+        ("convert a b --to DPC", "did you mean dcp?"),
+        ("inspect a --color alwys", "did you mean always?"),
+        ("convert a b --encryption aes_gcm", "did you mean AES-GCM?"),
     ],
 )
 def test_slips_are_understood(words: str, named: str) -> None:
@@ -98,6 +102,27 @@ def test_slips_are_understood(words: str, named: str) -> None:
     assert error.startswith("error: ")
     assert all(line.startswith("hint:  ") for line in hint)
     assert len(hint) <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "meant"),
+    [
+        ("convert a b --cast flaot32=bfloat16", "unknown-dtype", "float32"),
+        ("convert a b --cast fp32=bf17", "unknown-dtype", "bf16"),
+        ("convert a b --dequantize bfloat61", "unknown-dtype", "bfloat16"),
+        ("convert a b --rules lama-hf-mcore", "not-found", "llama-hf-mcore"),
+    ],
+)
+def test_a_misspelled_name_is_answered_with_the_nearest(words: str, code: str, meant: str) -> None:
+    failed(2, code, *words.split(), places=(f"did you mean {meant}?",))
+
+
+def test_json_of_another_kind_is_no_strategy_that_names_nothing(case: Case, tmp_path: Path) -> None:
+    name_map, index = tmp_path / "names.json", tmp_path / "index.json"
+    name_map.write_text('{"net.w": "w"}')
+    index.write_text('{"weight_map": {"w": "model.safetensors"}}')
+    for path, place in ((name_map, "--name-map"), (index, "weight_map")):
+        failed(4, "not-a-strategy", "inspect", case.source, "--source-strategy", path, places=(path, place))
 
 
 def test_files_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path) -> None:

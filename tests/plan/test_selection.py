@@ -156,8 +156,32 @@ def test_a_weight_that_only_looks_like_a_state_stays() -> None:
 
 
 def test_exact_names_come_before_globs_and_the_first_glob_counts() -> None:
-    found = renamed({"layers.*": "a.*", "layers.0.*": "b.*", "layers.1.wq": "c"})
-    assert (found["layers.0.wq"], found["layers.1.wq"], found["layers.1.wo"]) == ("a.0.wq", "c", "a.1.wo")
+    found = renamed({"layers.0.*": "b.*", "layers.*": "a.*", "layers.1.wq": "c"})
+    assert (found["layers.0.wq"], found["layers.1.wq"], found["layers.1.wo"]) == ("b.wq", "c", "a.1.wo")
+
+
+@pytest.mark.parametrize(
+    ("names", "hidden"),
+    [
+        ({"layers.*": "a.*", "layers.0.*": "b.*"}, "layers.0.*"),
+        ({"layers.0.wo": "x", "layers.0.wq": "y", "layers.0.*": "b.*"}, "layers.0.*"),
+    ],
+)
+def test_a_glob_whose_tensors_other_names_take_is_refused(names: dict[str, str], hidden: str) -> None:
+    with refused(UsageError, "unused-pattern", hidden):
+        renamed(names)
+
+
+def test_a_glob_of_states_is_used_behind_one_that_matches_all() -> None:
+    assert renamed({"*": "a.*", "adam_m.*": "m.*"})["adam_m.layers.0.wq"] == "m.layers.0.wq"
+
+
+def test_a_typo_in_a_name_map_is_answered_with_the_name_of_the_selection() -> None:
+    chosen = ["layers.0.wq", "layers.1.wq"]
+    with refused(UsageError, "no-match", "did you mean 'layers.1.wq'?"):
+        Selection(name_map={"layers.1.wk": "x"}).renamed(chosen, [*chosen, "layers.1.wkk"])
+    with refused(UsageError, "no-match", "there are layers.0.wq, layers.1.wq"):
+        Selection(name_map={"zz": "x"}).renamed(chosen, [*chosen, "embed", "norm"])
 
 
 def test_maps_apply_at_once_so_that_a_swap_is_legal(source: reshard.Checkpoint, tmp_path: Path) -> None:

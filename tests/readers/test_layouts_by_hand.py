@@ -15,7 +15,7 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import SourceError
+from reshard.errors import SourceError, StrategyError
 from reshard.readers import beside
 
 if TYPE_CHECKING:
@@ -50,6 +50,15 @@ def test_blocks_that_are_replicas_are_not_joined(replicas: Path, tmp_path: Path,
     failed(4, "saved-whole", "unify", replicas, tmp_path / "whole", *typed, places=("--layout '*=whole'",))
     assert not (tmp_path / "whole").exists()
     assert_equal(reshard.open(replicas, layout={"*": "whole"}), FULL)
+
+
+def test_a_rule_whose_tensors_later_ones_take_is_refused(replicas: Path) -> None:
+    for rules in ({"w": "split:0", "*": "whole"}, {"b": "whole", "[bv]": "copy", "b*": "whole", "v": "whole"}):
+        with refused(StrategyError, "unused-pattern", next(iter(rules))):
+            reshard.open(replicas, layout=rules)
+    failed(2, "usage", "inspect", replicas, "--layout", "w=whole", "--layout", "w=copy", places=("w",))
+    with refused(StrategyError, "no-match", "'weight'"):
+        reshard.open(replicas, layout={"weight": "whole"})
 
 
 def test_with_a_strategy_too(replicas: Path) -> None:

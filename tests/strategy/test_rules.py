@@ -319,7 +319,7 @@ def test_every_compiled_pipeline_block_for_block(mindspore_data: Path, name: str
 @pytest.mark.parametrize(
     ("call", "codes", "places"),
     [
-        ({"rules": {"*.wk.*": ("mp",)}}, ["no-match"], ["$.rules['*.wk.*']", "embedding,"]),
+        ({"rules": {"*.wk.*": ("mp",)}}, ["no-match"], ["$.rules['*.wk.*']", "'*.wq.*'"]),
         (
             {"rules": {"*": ("mp",), "layers.0.*": ("dp",)}},
             ["unused-pattern"],

@@ -15,6 +15,7 @@ import reshard
 from reshard.cli.commands import Command, option
 from reshard.cli.terminal import paint, print_text, wrapped, wrapped_page
 from reshard.errors import UsageError, printable
+from reshard.spelling import nearest
 from reshard.view.progress import columns_of
 
 DOCS = (Path(reshard.__file__).with_name("docs"), Path(reshard.__file__).parents[1] / "docs")
@@ -90,9 +91,7 @@ def help_command(ctx: click.Context, topic: str | None) -> None:
         with command.context_class(command, info_name=topic, parent=ctx.parent) as of_command:
             click.echo(command.get_help(of_command), color=ctx.color)
         return
-    from difflib import get_close_matches
-
-    near = get_close_matches(topic, topics, n=3)
+    near = nearest(topic, topics)
     raise UsageError(
         f"no page is called {topic!r}", code="no-such-topic",
         hint=f"reshard help {near[0]}" if near else "`reshard help` lists the pages",

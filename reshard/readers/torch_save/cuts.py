@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text
 from reshard.layout.block import Block, is_possible, shape_text
 from reshard.layout.layout import Layout
-from reshard.strategy.names import matching
+from reshard.strategy.names import check_layouts, matching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -114,7 +114,7 @@ class Cuts:
         names: the names of all tensors.
 
     Raises:
-        StrategyError: a rule of the user matches no tensor.
+        StrategyError: a rule of the user matches no tensor, or later ones take all that it matches.
     """
 
     def __init__(
@@ -122,13 +122,9 @@ class Cuts:
     ) -> None:
         self._table = table
         self._ruled: dict[str, tuple[str, str]] = {}
+        check_layouts(rules or {}, names)
         for pattern, rule in (rules or {}).items():
-            matched = matching(pattern, names)
-            if not matched:
-                raise StrategyError(
-                    Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"), code="no-match"
-                )
-            self._ruled.update(dict.fromkeys(matched, (pattern, rule)))
+            self._ruled.update(dict.fromkeys(matching(pattern, names), (pattern, rule)))
 
     def is_ruled(self, name: str) -> bool:
         """Return whether the user says how a tensor is cut."""
