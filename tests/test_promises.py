@@ -463,6 +463,8 @@ def test_exit_codes_are_those_of_the_readme(folder: Path) -> None:
     (folder / "somebody/rank_0/checkpoint_0.safetensors").write_bytes(b"theirs")
     assert call(*words(folder, "somebody")).exit_code == 6
     assert done("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 0
+    assert call("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 0
+    (folder / "store.zarr/mine").write_bytes(b"theirs")
     assert call("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 6
     assert (folder / "somebody/rank_0/checkpoint_0.safetensors").read_bytes() == b"theirs"
     assert not (folder / "new").exists()

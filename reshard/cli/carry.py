@@ -204,13 +204,12 @@ def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
 
 
 def _touched(count: int, verb: str) -> str:
-    """Return the warning about finished files whose sources may have changed since."""
+    """Return the warning about finished files whose sources were copied or touched since."""
     from reshard.view.text import count_text
 
     return (
         f"{verb} {count_text(count, 'target file')} that an earlier run finished before source files were "
-        "changed, or copied or touched, with the size and time that they had; --restart starts over, and "
-        "`reshard verify --against` compares them"
+        "copied, linked or touched; samples of what they hold are equal, and `reshard verify` compares every bit"
     )
 
 

@@ -432,9 +432,6 @@ def _made_of(route: Route, sources: Sequence[bytes]) -> list[bytes]:
 
 
 def changes_digest(plan: Plan) -> str:
-    """Return a digest of all source files' change times; empty if one is unknown.
-
-    Inode numbers are not used, because some network file systems reuse them.
-    """
-    changes = [(file.path, file.change[0]) for file in plan.source.files if file.inputs is None]
-    return digest(changes) if all(changed for _, changed in changes) else ""
+    """Return a digest of the change times and inodes of local source files; empty if none is known."""
+    changes = [(file.path, file.change) for file in plan.source.files if file.inputs is None and file.change[0]]
+    return digest(changes) if changes else ""

@@ -33,7 +33,6 @@ from dask.threaded import get as threaded_get
 from reshard.errors import names
 from reshard.plan.partition import partitioned
 from reshard.plan.plan import Task as PlanTask
-from reshard.run.preflight import check_sources
 from reshard.run.settings import Report, TaskOptions, peak_memory, report_of, uncounted_memory
 from reshard.run.tasks import (
     close_files,
@@ -44,6 +43,7 @@ from reshard.run.tasks import (
     move_task,
     withdraw_index,
 )
+from reshard.run.unchanged import check_sources
 from reshard.sizes import counted
 from reshard.storage.places import can
 from reshard.upward import upward

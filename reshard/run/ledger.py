@@ -77,6 +77,11 @@ class Ledger:
         self._older: dict[str, set[str]] = {}
         self._begun: set[str] = set()
 
+    @property
+    def has_log(self) -> bool:
+        """Return whether this run has recorded something."""
+        return bool(self._log)
+
     def hold(self, files: Sequence[str]) -> None:
         """Lock target files until `release` or process exit.
 
@@ -108,8 +113,12 @@ class Ledger:
                     remote_store().discard(part)
         self._locks.release()
 
-    def load(self, files: Collection[str]) -> dict[str, Record]:
+    def load(self, files: Collection[str], *, beside: bool = False) -> dict[str, Record]:
         """Return the newest record of each file that has one.
+
+        Args:
+            files: the files.
+            beside: read the log of a finished run, too, which `move` put beside the target.
 
         Raises:
             SourceError: the target's storage cannot be reached.
@@ -118,7 +127,7 @@ class Ledger:
             return {}
         records, logs, _ = known(self.root, files)
         self._older = {name: named for name, named in logs.items() if name != self._log}
-        return records
+        return records_beside(self.root, files) | records if beside else records
 
     def add(self, records: Mapping[str, Record], *, durable: bool = False) -> None:
         """Append records; one without a digest extends the record before it.
@@ -220,6 +229,11 @@ class Ledger:
             match = _PROVENANCE_NAME.fullmatch(file)
             if match and match[1] not in logs and _is_provenance(self._directory, file):
                 erase(f"{self._directory}/{file}")
+
+
+def records_beside(root: str, files: Collection[str]) -> dict[str, Record]:
+    """Return the records in the ledger beside a finished zarr store; it is no link (`refuse_foreign`)."""
+    return known(root, files, directory=f"{root}.reshard", with_ranges=False).records
 
 
 def _lines(file: str, record: Record) -> Iterable[Line]:

@@ -11,32 +11,33 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.errors import ChangedError, GoneError, SourceError, TargetError, names
+from reshard.errors import TargetError, names
 from reshard.formats import check_name
 from reshard.formats.directories import is_iteration, is_of_a_set
 from reshard.formats.entries import SomeFiles
 from reshard.plan.plan import changes_digest, file_digests
-from reshard.run.ledger import refuse_foreign
+from reshard.run.ledger import records_beside, refuse_foreign
 from reshard.run.locks import refuse_link
+from reshard.run.unchanged import are_of_others, is_as_planned
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import local_store
-from reshard.storage.places import any_store, as_place, can, workers_at
+from reshard.storage.places import as_place, can
 from reshard.storage.small import is_within, refuse_inputs
 from reshard.storage.threads import map_ordered
 from reshard.storage.urls.remote import REQUESTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.settings import Receipt, RunOptions
+    from reshard.run.settings import RunOptions
     from reshard.source.records import State
-    from reshard.storage.base import Status
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class Planned(NamedTuple):
         is_link: it is a link.
         is_last: it is an index, published last, because it marks a set as complete.
         is_pointer: it is a tracker file that names the index; published after that.
+        is_encoded: it is compressed, and so cannot be compared with a source that may have changed.
     """
 
     digest: str
@@ -67,6 +69,7 @@ class Planned(NamedTuple):
     is_link: bool = False
     is_last: bool = False
     is_pointer: bool = False
+    is_encoded: bool = False
 
 
 class FileState(NamedTuple):
@@ -136,6 +139,32 @@ def fates(files: Mapping[str, Planned], states: Mapping[str, FileState], policy:
     return decisions
 
 
+def fates_of(
+    plan: Plan, root: str, files: Mapping[str, Planned], states: Mapping[str, FileState], policy: Policy
+) -> dict[str, Fate]:
+    """Decide what to do with each file of a plan, by contents where neither ledger nor time tells.
+
+    Finished files of a source that was swapped since are of another run. A target that is one file has no ledger once
+    it is finished: if it is as this plan writes it, it is kept.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    decisions = fates(files, states, policy)
+    if plan.alone and not policy.restart:
+        for number, path in enumerate(files):
+            if decisions[path].do is Do.UNMANAGED and is_as_planned(plan, root, number):
+                decisions[path] = Fate(Do.KEEP, states[path].state)
+    kept = [number for number, file in enumerate(plan.files) if decisions[file.path].do is Do.KEEP]
+    linked = plan.linked  # their sources' change times are not watched: a link changes them
+    touched = [n for n in kept if decisions[plan.files[n].path].is_touched or plan.files[n].link in linked]
+    if not touched or not are_of_others(plan, root, touched, plan.threads):
+        return decisions
+    others = {path: states[path] for path in (plan.files[number].path for number in touched)}
+    others = {path: item._replace(record=replace(item.record, digest="other")) for path, item in others.items()}
+    return fates(files, {**states, **others}, policy)
+
+
 def fate(planned: Planned, existing: FileState, policy: Policy) -> Fate:
     """Decide what to do with one file.
 
@@ -148,7 +177,8 @@ def fate(planned: Planned, existing: FileState, policy: Policy) -> Fate:
     is_touched = is_same and "" not in {policy.sources, record.sources} and policy.sources != record.sources
     is_ours = state is not None and state in {record.ready, record.replaces}
     ours = state if is_ours else None
-    if is_ours and is_same and state == record.ready and not (record.may_be_lost or policy.restart):
+    starts_again = record.may_be_lost or policy.restart or (is_touched and planned.is_encoded)
+    if is_ours and is_same and state == record.ready and not starts_again:
         return Fate(Do.KEEP, ours, is_touched)
     may_replace = (
         planned.is_pointer or is_ours or policy.overwrite or is_unnoted(planned, record, state, early=policy.early)
@@ -333,7 +363,9 @@ def _files_at(url: str) -> list[str]:
 def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
     """Return the files that a plan writes, by path."""
     return {
-        file.path: Planned(made_of, plan.size_of(file), file.link is not None, file.last, file.pointer)
+        file.path: Planned(
+            made_of, plan.size_of(file), file.link is not None, file.last, file.pointer, bool(plan.encoded(file))
+        )
         for file, made_of in zip(plan.files, digests, strict=True)
     }
 
@@ -387,64 +419,15 @@ def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str]
     root = str(as_place(root).real())
     check_target(plan, root, older)
     refuse_link(root)
+    paths = [file.path for file in plan.files]
+    records = known(root, paths).records
     if plan.exclusive:
         refuse_foreign(f"{root}.reshard")
-    records = known(root, [file.path for file in plan.files]).records
+        records = records_beside(root, paths) | records
     existing = seen_files(plan, root, records, records)
     if not any(item.state is not None or item.record.digest for item in existing.values()):
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan are slow
     policy = Policy(changes_digest(plan), not can(root).positioned, options.overwrite, options.restart)
-    decisions = fates(planned_files(plan, file_digests(plan)), existing, policy)
+    decisions = fates_of(plan, root, planned_files(plan, file_digests(plan)), existing, policy)
     resumed = (existing[file].record for file in files_with(decisions, Do.RESUME))
     return Preflight(decisions, sum(len(record.wrote) > 0 or bool(record.upload) for record in resumed))
-
-
-def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
-    """Raise an error if a source file changed since it was opened.
-
-    Raises:
-        ChangedError: a source file changed or is gone.
-    """
-
-    def check(number: int) -> None:
-        file = plan.source.files[number]
-        try:
-            status = any_store().status(file.path)
-        except GoneError as error:
-            raise ChangedError(
-                f"{file.path} is gone since it was opened", code="source-gone", facts=[str(error)], hint="start again"
-            ) from None
-        if not status.is_unchanged_since(file.status):
-            only = status[:2] == file.status[:2]
-            facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
-            raise ChangedError(
-                f"{file.path} changed since it was opened", code="source-changed", facts=facts, hint="start again"
-            )
-
-    list(_of_sources(plan, check))
-    return []
-
-
-def changed_sources(plan: Plan) -> dict[int, Status | None]:
-    """Return the current states of changed source files; None for a missing file.
-
-    Files whose state cannot be requested are not included: unreachable storage may come back.
-    """
-    files = plan.source.files
-
-    def status(number: int) -> Status | None:
-        try:
-            return any_store().status(files[number].path)
-        except GoneError:
-            return None
-        except SourceError:
-            return files[number].status
-
-    statuses = zip(plan.read_files(), _of_sources(plan, status), strict=True)
-    return {number: now for number, now in statuses if now is None or not now.is_unchanged_since(files[number].status)}
-
-
-def _of_sources(plan: Plan, function: Callable[[int], T]) -> Iterable[T]:
-    """Apply a function to the number of each source file that is read."""
-    numbers = plan.read_files()
-    return map_ordered(function, numbers, workers_at(plan.source.files[number].path for number in numbers))

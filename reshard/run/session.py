@@ -26,7 +26,7 @@ from reshard.run.ledger import Ledger, in_files, is_complete, refuse_foreign
 from reshard.run.preflight import (
     Do,
     Policy,
-    fates,
+    fates_of,
     files_with,
     is_unnoted,
     planned_files,
@@ -126,11 +126,11 @@ class Session:
             digests = file_digests(plan) if ledger else [uuid.uuid4().hex] * len(plan.files)
             self._whole = plan = replace(plan, digests=tuple(digests))
             self._planned = planned_files(plan, digests)
-            records = self.ledger.load(self._paths)
+            records = self.ledger.load(self._paths, beside=plan.exclusive)
             self._existing = seen_files(plan, root, records, self._paths if options.starts_over else records)
             replaces = options.overwrite or (options.restart and not ledger)
             policy = Policy(sources, self._named_early, replaces, options.restart)
-            self._fates = fates(self._planned, self._existing, policy)
+            self._fates = fates_of(plan, root, self._planned, self._existing, policy)
             self._refuse()
             finished = self._numbers(Do.KEEP)
             self.touched = sum(self._fates[self._paths[number]].is_touched for number in finished)
@@ -400,8 +400,12 @@ class Session:
         return records
 
     def _note_kept(self) -> None:
-        """Record the provenance of kept files, if an earlier run recorded another."""
-        numbers = [number for number in self._numbers(Do.KEEP) if self._record(number).made != self._provenance_digest]
+        """Record kept files whose records in an earlier log have another provenance, or will be lost with it."""
+        if self._whole.alone:
+            return
+        replaces_log = self._whole.exclusive and self.ledger.has_log
+        made = self._provenance_digest
+        numbers = [number for number in self._numbers(Do.KEEP) if replaces_log or self._record(number).made != made]
         records = {self._paths[number]: self._record(number) for number in numbers}
         self.ledger.add({
             path: replace(record, wrote=records[path].wrote, ready=records[path].ready, boot=records[path].boot)

@@ -21,9 +21,10 @@ A log consists of JSON lines; at URLs, to which nothing can be appended, of seve
     {"file": "rank_0/a.ckpt", "forgotten": true}
 
 All logs are read. They are numbered, and the newest record of a file counts. Records are always checked: a range is
-valid if its bytes still have the sum, a finished file if it has the recorded size and time. Readers, which do not
-write, also accept a copy: a file with the recorded size, header and samples (`made.Made.change`). So after any kind of
-crash, the log may be behind the disk, or the disk behind the log. Invalid lines are skipped.
+valid if its bytes still have the sum, a finished file if it has the recorded size and time and, if `sources` differ,
+contents as the sources now (`run.unchanged`). Readers, which do not write, also accept a copy: a file with the recorded
+size, header and samples (`made.Made.change`). So after any kind of crash, the log may be behind the disk, or the disk
+behind the log. Invalid lines are skipped.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_what_comes_there_during_a_run_stays(plan: Plan, tmp_path: Path) -> None
 def test_a_ledger_of_an_earlier_run_is_replaced(plan: Plan, tmp_path: Path) -> None:
     plan.run(tmp_path / "m.zarr")
     before = set(tree(tmp_path / "m.zarr.reshard"))
-    plan.run(tmp_path / "m.zarr", overwrite=True)
+    plan.run(tmp_path / "m.zarr", restart=True)
     after = set(tree(tmp_path / "m.zarr.reshard"))
     assert len(before) == len(after) == 2
     assert len(before & after) == 1  # what both are made of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -180,10 +181,29 @@ def test_an_unfinished_store_is_reported(source: reshard.Checkpoint, tmp_path: P
         reshard.open(tmp_path / "z")
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_over_a_finished_store_nothing_is_left_to_do(
+    source: reshard.Checkpoint, tmp_path: Path, compression: str | None
+) -> None:
+    """Nor is what is missing written with the rest: the ledger beside the store knows each file."""
+    store = tmp_path / "z"
+    count = len(source.to_zarr(store, chunk_size=400, compression=compression).files)
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()}
+    content = tree(store)
+    assert source.to_zarr(store, chunk_size=400, compression=compression).finished == count
+    assert {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()} == before
+    for _ in range(2):
+        (store / "layers.0.wo" / "zarr.json").unlink()
+        assert source.to_zarr(store, chunk_size=400, compression=compression).finished == count - 2  # and the group
+        assert source.to_zarr(store, chunk_size=400, compression=compression, fsync=False).finished == count
+    assert tree(store) == content
+
+
 def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) -> None:
     store = tmp_path / "z"
     source.to_zarr(store, chunk_size=400)
     assert not (store / ".reshard").exists()  # zarr would warn of it
+    shutil.move(tmp_path / "z.reshard", tmp_path / "elsewhere")  # without it, it may be anybody's
     with refused(TargetError, "already-exists", store, "overwrite=True"):
         source.to_zarr(store, chunk_size=400)
     source.to_zarr(store, chunk_size=400, overwrite=True)
@@ -212,5 +232,5 @@ def test_a_store_that_is_written_anew_has_no_group_meanwhile(
         real(old, new)
 
     monkeypatch.setattr(os, "replace", replace)
-    source.to_zarr(store, overwrite=True)
+    source.to_zarr(store, restart=True)
     assert_same(reshard.open(store)["bits"].compute().view(np.uint16), FULL["bits"])

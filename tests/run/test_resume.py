@@ -378,13 +378,12 @@ def test_a_dry_run_tells_of_what_is_begun(
         failed(6, "is-link", *command, *options, places=(".reshard",))
 
 
-def test_a_store_at_a_url_that_is_finished_is_in_the_way(source: reshard.Checkpoint) -> None:
+def test_over_a_store_at_a_url_that_is_finished_nothing_is_left_to_do(source: reshard.Checkpoint) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     plan = reshard.plan(source, files=reshard.ZarrGroup())
     paths = [file.path for file in plan._record.files]
     assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.MAKE) == paths
     plan.run(url)
-    assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.UNMANAGED) == paths
-    assert files_with(preflight(plan._record, url, RunOptions(overwrite=True)).fates, Do.MAKE) == paths
-    with pytest.raises(TargetError):
-        plan.run(url)
+    assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.KEEP) == paths
+    assert files_with(preflight(plan._record, url, RunOptions(restart=True)).fates, Do.MAKE) == paths
+    assert plan.run(url).finished == len(paths)

@@ -72,6 +72,24 @@ def test_once_more(tmp_path: Path) -> None:
     assert (root / "__0_0.distcp").stat().st_nlink <= 2
 
 
+def test_a_source_that_was_swapped_is_refused(tmp_path: Path) -> None:
+    """The file that the link has is no longer the one that the source has."""
+    root = simple(tmp_path)
+    linked(root, tmp_path / "out")
+    path = root / "__1_0.distcp"
+    status, content = path.stat(), bytearray(path.read_bytes())
+    for start, refuses in ((0, False), (len(content) - 1, True)):
+        content[start] ^= refuses
+        (root / "new").write_bytes(content)
+        os.utime(root / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
+        (root / "new").rename(path)
+        if not refuses:
+            linked(root, tmp_path / "out")
+            continue
+        with refused(TargetError, "other-run", "__1_0.distcp"):
+            linked(root, tmp_path / "out")
+
+
 @pytest.mark.parametrize("failed", [0, 1])
 def test_stopped_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
     root = simple(tmp_path)
