@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
@@ -395,13 +396,22 @@ def allocated(path: str) -> int:
 
 def write_error(path: str, error: OSError, nbytes: int, action: str = "write") -> BudgetError | TargetError:
     """Return an error for a failed action on a file, such as a write of `nbytes` bytes."""
-    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        is_unlimited = limit == resource.RLIM_INFINITY
+        return BudgetError(
+            f"{path} would be larger than a file may be",
+            code="file-too-large",
+            facts=[] if is_unlimited else [f"this process may write at most {bytes_text(limit)} into a file"],
+            hint="choose a target on another file system" if is_unlimited else "raise the limit: ulimit -f unlimited",
+        )
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         free = ""
         if error.errno == errno.ENOSPC:
             with suppress(OSError):
                 free = f"; {bytes_text(free_bytes(path))} are free"
         return BudgetError(
-            f"no room for {bytes_text(nbytes)} more in {path}",
+            f"no room for {bytes_text(nbytes)} more in {path}" if nbytes else f"no room for {path}",
             code="no-space",
             facts=[f"{error.strerror}{free}"],
             hint="free space, or choose another target",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import GoneError, Option, TargetError, Text, UsageError
 from reshard.storage.base import read_error, stem_of_unfinished, unfinished_path, unfinished_stem
 from reshard.storage.handles import open_regular
+from reshard.storage.local import write_error
 from reshard.storage.places import AnyName, RemotePath, as_place
 from reshard.storage.urls.remote import remote_store
 
@@ -125,6 +126,7 @@ def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
 
     Raises:
         TargetError: it cannot be written, or the path is a directory, a device or a pipe.
+        BudgetError: the disk is full.
     """
     location = as_place(path)
     _refuse_irregular(location)
@@ -144,7 +146,7 @@ def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
             unfinished.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise TargetError(f"cannot write {location}: {error.strerror or error}", code="cannot-write") from None
+        raise write_error(str(location), error, 0) from None
 
 
 def _refuse_irregular(location: Place) -> None:

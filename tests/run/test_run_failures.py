@@ -165,7 +165,7 @@ def test_a_disk_too_small_is_found_before_the_first_byte(source: reshard.Checkpo
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        with refused(BudgetError, "no-space", tmp_path / "out"):
+        with refused(BudgetError, "file-too-large", tmp_path / "out"):
             made.run(tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
