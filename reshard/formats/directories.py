@@ -99,7 +99,8 @@ class RunFormat(NamedTuple):
     is_numbered: bool = False
 
 
-STEP_NAME = r"(?:.*[-_.=])?(?:global_?steps?|steps?|iter(?:ation)?s?|checkpoint|ckpt|epoch)[-_.=]?(\d{1,18})"
+_STEP_WORD = r"(?:.*[-_.=])?(?:global_?steps?|steps?|iter(?:ation)?s?|checkpoint|ckpt|epoch)[-_.=]?"
+STEP_NAME = rf"{_STEP_WORD}(\d{{1,18}})"
 """Matches names that end in a word for a step of the training and its number, whatever the case."""
 
 RUN_FORMATS = (
@@ -110,7 +111,7 @@ RUN_FORMATS = (
     RunFormat("latest_universal", re.compile(r"global_step(\d{1,18})_universal"), by_name=True),
     RunFormat("", re.compile(r"(?:.+_)?(\d{1,18})", re.DOTALL), is_numbered=True),  # Orbax
     RunFormat(
-        "", re.compile(rf"{STEP_NAME}(?:[-_.]ckpt?)?", re.IGNORECASE | re.DOTALL), is_numbered=True
+        "", re.compile(rf"(?:{_STEP_WORD})?(\d{{1,18}})(?:[-_.]ckpt?)?", re.IGNORECASE | re.DOTALL), is_numbered=True
     ),  # DCPs, as of torchtitan
 )
 

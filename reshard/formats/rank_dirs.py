@@ -244,7 +244,8 @@ def _is_checkpoint(directory: Place) -> bool:
     """Return whether a directory has rank directories or files of a checkpoint of any format."""
     entries = directory.names()
     has_format = any(format_.shown_by(directory, entries) for format_ in DIRECTORY_FORMATS if format_ not in FOREIGN)
-    return has_format or "rank_0" in entries or any(is_checkpoint_name(directory / name) for name in entries)
+    saves = (name for name in entries if Path(name).suffix in SAVE_EXTENSIONS and not TRAINER_FILES.fullmatch(name))
+    return has_format or "rank_0" in entries or any(saves) or any(is_checkpoint_name(directory / n) for n in entries)
 
 
 def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:

@@ -92,6 +92,12 @@ def test_several_files_are_named(extension: str, tmp_path: Path) -> None:
     failed(4, "several-checkpoints", "inspect", tmp_path, places=(f"model_000200.{extension}", "reshard runs"))
 
 
+def test_a_directory_above_names_theirs(tmp_path: Path) -> None:
+    save(tmp_path / "unet" / "diffusion_pytorch_model.bin")
+    save(tmp_path / "state" / "optimizer.pt")
+    failed(4, "no-checkpoint", "inspect", tmp_path, places=(f"open {tmp_path / 'unet'}",))
+
+
 def test_those_of_ranks_are_not_read_like_those_of_mindspore(tmp_path: Path) -> None:
     for rank in (0, 1):
         save(tmp_path / f"rank_{rank}" / "w.ckpt")
