@@ -255,8 +255,8 @@ class Checkpoint(Arrays):
     def dequantize(self, dtype: str = "bfloat16") -> Checkpoint:
         """Return the checkpoint with quantized weights multiplied by their scales when they are read.
 
-        Weights are float8 with a scale for each block, or two E2M1 values a byte with E8M0 scales. Scales are left out,
-        and a Hugging Face set that is written from the result gets a `config.json` without `quantization_config`.
+        Weights are float8 with scales of blocks, rows or the tensor, or two E2M1 values a byte with E8M0 scales. Scales
+        are left out, and a Hugging Face set of the result gets a `config.json` without `quantization_config`.
 
         Args:
             dtype: the dtype of these weights: `bfloat16`, `float16` or `float32`.

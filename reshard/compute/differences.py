@@ -300,7 +300,8 @@ def diff(
         a.title, b.title, {each.name: each for each in diffs},
         tuple(name for name in a.all_names if name in only_a),
         tuple(name for name in b.all_names if name in only_b),
-        unlike, not_compared, tolerance, relative, read, time.perf_counter() - began, (*a.warnings, *b.warnings),
+        unlike, not_compared, tolerance, relative, read, time.perf_counter() - began,
+        tuple(dict.fromkeys((*a.warnings, *b.warnings))),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from reshard.expressions.arithmetic import rounded, scratch
 from reshard.expressions.computed import computed
 from reshard.expressions.model_config import config_of_average
 from reshard.expressions.operand import AnyBox, Operand
+from reshard.expressions.quantized.methods import way_out
 from reshard.layout.block import flat_boxes
 from reshard.source.facts import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states
@@ -344,7 +345,7 @@ def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool
         except SourceError as error:
             faults.add(where, error)
         if fault := _unsupported(operand):
-            hint = Text("to dequantize it: ", Option("dequantize", "bfloat16")) if "quantized" in fault else ""
+            hint = way_out(operand.checkpoint) if "quantized" in fault else ""
             faults.add(where, f"{fault} in {operand.checkpoint.root}", code="not-averageable", hint=hint)
     for operand in others:
         mine, its = first.spec, operand.spec
@@ -372,8 +373,10 @@ def _unsupported(operand: Operand) -> str:
     dtype, name = operand.spec.dtype, operand.name
     if dtype.bits or dtype.name.startswith("float8"):
         return f"is {dtype}, which is quantized,"
-    if dtype.name in {"int8", "uint8", "int4"}:
+    if dtype.name in {"int8", "uint8", "int4", "int16", "int32"}:
         scales = {f"{name}_scale_inv", f"{name}_scale", f"{name}.scale", f"{name.removesuffix('.weight')}.scale"}
+        if operand.checkpoint.opening.quantized is not None and len(operand.spec.shape) > 1:
+            return f"is {dtype} in a checkpoint that is quantized,"
         if scale := next((each for each in sorted(scales) if each in operand.checkpoint.tensors), ""):
             return f"is {dtype} and has scales, {scale!r}: it is quantized"
     if dtype.name.startswith("complex"):

@@ -12,6 +12,8 @@ from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reshard.dtypes import DType
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
@@ -44,6 +46,18 @@ def read_config(path: Place) -> Mapping[str, Any]:
     return content
 
 
+def quantizations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the descriptions of a quantization in a configuration and in its parts, such as `text_config`.
+
+    >>> [*quantizations({"text_config": {"quantization_config": {"bits": 4}}})]
+    [{'bits': 4}]
+    """
+    yield from (config[key] for key in QUANTIZATION if isinstance(config.get(key), Mapping))
+    for key, part in config.items():
+        if key not in QUANTIZATION and isinstance(part, Mapping):
+            yield from quantizations(part)
+
+
 def written_config(config: Mapping[str, Any], dtype: DType) -> bytes:
     """Return a configuration as text, without its quantization, and with a dtype."""
     return _as_text(_plain(config, dtype))
@@ -51,6 +65,23 @@ def written_config(config: Mapping[str, Any], dtype: DType) -> bytes:
 
 def _as_text(config: Mapping[str, Any]) -> bytes:
     return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def without_quantization(content: bytes) -> bytes:
+    """Return Mistral's `params.json` without its quantization; other content as it is.
+
+    >>> print(without_quantization(b'{"dim": 4, "quantization": {}}').decode(), end="")
+    {
+      "dim": 4
+    }
+    """
+    try:
+        config = parse_json(content, [])
+    except ValueError:
+        return content
+    if not isinstance(config, dict) or "quantization" not in config:
+        return content
+    return _as_text({key: value for key, value in config.items() if key != "quantization"})
 
 
 def with_dtypes(content: bytes, dtypes: Mapping[str, str]) -> bytes:
@@ -98,14 +129,22 @@ def config_of_average(first: Checkpoint, dtype: DType | None) -> bytes:
 
 
 def _plain(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
+    """Return a configuration without its quantization, and with a dtype in each part that names one."""
     result = {key: value for key, value in config.items() if key not in QUANTIZATION}
-    result.update({key: dtype.name for key in _DTYPES if isinstance(result.get(key), str)})
-    if isinstance(inner := result.get("text_config"), Mapping):
-        result["text_config"] = _plain(inner, dtype)
+    for key, value in result.items():
+        if key in _DTYPES and isinstance(value, str):
+            result[key] = dtype.name
+        elif isinstance(value, Mapping):
+            result[key] = _plain(value, dtype)
     return result
 
 
 def _mapped(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    named = {key: dtypes.get(config[key], config[key]) for key in _DTYPES if isinstance(config.get(key), str)}
-    inner = config.get("text_config")
-    return {**config, **named, **({"text_config": _mapped(inner, dtypes)} if isinstance(inner, Mapping) else {})}
+    """Return a configuration with other dtypes in each part that names one; what is quantized stays so."""
+    result = dict(config)
+    for key, value in config.items():
+        if key in _DTYPES and isinstance(value, str):
+            result[key] = dtypes.get(value, value)
+        elif isinstance(value, Mapping) and key not in QUANTIZATION:
+            result[key] = _mapped(value, dtypes)
+    return result

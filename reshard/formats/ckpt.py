@@ -314,7 +314,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
             raise UsageError(
                 f"a .ckpt file cannot hold tensor {content.name!r}, which is {content.dtype}",
                 code="unsupported-dtype",
-                hint="write safetensors" if content.dtype.bits else "write safetensors, or cast the tensor",
+                hint="write safetensors",
             )
         # Empty text is stored as one zero, as in numpy: MindSpore cannot load an entry without contents.
         text = None if content.text is None else content.text.encode("utf-32-le") or bytes(4)

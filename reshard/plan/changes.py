@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, Text, UsageError, names
+from reshard.expressions.quantized.methods import is_code
 from reshard.plan.inputs import Renaming, Selection, cast_fault
 from reshard.plan.select import matching_counted
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
@@ -196,7 +197,8 @@ def cast_advice(target: str, source: str, count: int, sides: tuple[str, str]) ->
     """
     after, before = by_name(target, UsageError), by_name(source, UsageError)
     directions = [(before, after, ""), (after, before, "exchange the two and ")]
-    legal = [direction for direction in directions if not cast_fault(*direction[:2])]
+    is_coded = is_code(after) or is_code(before)
+    legal = [] if is_coded else [direction for direction in directions if not cast_fault(*direction[:2])]
     if not legal:
         return None
     old, new, first = min(legal, key=lambda direction: direction[1].itemsize)  # casts usually narrow

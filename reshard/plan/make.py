@@ -7,6 +7,7 @@ from glob import escape
 from typing import TYPE_CHECKING
 
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text
+from reshard.expressions.quantized.methods import is_code, way_out, with_method
 from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
@@ -35,13 +36,13 @@ from reshard.targets.kinds import OF_FORMATS, destination_of
 from reshard.targets.same_files import SameFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.rules.rules import Rules
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
-    from reshard.targets.destination import Destination
+    from reshard.targets.destination import Destination, TargetFile
     from reshard.targets.kinds import AnyFiles
 
 
@@ -134,6 +135,7 @@ def plan(
     tensors = source.tensors
     items = [TargetTensor(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
+    _refuse_casts_of_codes(source, items)
     shapes = {item.name: item.tensor.spec.shape for item in items if item.tensor.text is None}
     arrangement = strategy.arrangement(shapes, faults) if isinstance(strategy, Strategy) else strategy
     of_stage = replace(request, ranks=stage_ranks)
@@ -155,6 +157,7 @@ def plan(
             *source.warnings,
             *restacked,
             *destination.warnings(),
+            *_method_left(source, result.files),
             *result.warnings,
         ),
         request=request,
@@ -219,6 +222,26 @@ def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Pl
         dropped=destination.dropped, left_out=left_out, warnings=(*source.warnings, *destination.warnings()),
         memory=memory, request=request,
     )  # fmt: skip
+
+
+def _refuse_casts_of_codes(source: Checkpoint, items: Iterable[TargetTensor]) -> None:
+    """Raise `UsageError` if tensors would be cast that are codes: they would be rounded, and their scales be wrong."""
+    if source.opening.quantized is None:
+        return
+    faults = Faults(source.root)
+    for item in items:
+        dtype = item.tensor.spec.dtype
+        if item.dtype is not dtype and is_code(dtype) and item.tensor.spec.shape:
+            fault = f"is {dtype} of quantized weights, and cannot be cast to {item.dtype}"
+            faults.add(f"tensor {item.name!r}", fault, code="unsupported-cast", hint=way_out(source))
+    faults.raise_if_any(UsageError)
+
+
+def _method_left(source: Checkpoint, files: Iterable[TargetFile]) -> Iterator[str]:
+    """Yield a warning if no file of a target says how it is quantized, though one of the source does."""
+    quantized = source.opening.quantized
+    if quantized is not None and quantized.file and all(as_place(f.path).name != quantized.file for f in files):
+        yield f"{quantized.file}, which says how the values are coded, is not in the target: keep it for its readers"
 
 
 def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | None) -> str:
@@ -343,7 +366,9 @@ def plan_convert(
         threads=threads,
         target_cipher=target_cipher,
     )
-    return replace(result, alone=name is not None)
+    source = with_method(result.source)
+    noted = (*result.warnings, *([source.opening.quantized.text] if source.opening.quantized else ()))
+    return replace(result, alone=name is not None, warnings=(*noted, *_method_left(source, result.files)))
 
 
 def plan_files(

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from reshard.errors import Option, SourceError, Text, UnansweredError, UsageError
+from reshard.expressions.quantized.methods import noting_method
 from reshard.formats.directories import (
     PARTS,
     RUN_FORMATS,
@@ -88,6 +89,7 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
     return opening
 
 
+@noting_method
 @_resumable
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     path: AnyName | Mapping[int, AnyName],

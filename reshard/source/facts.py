@@ -89,6 +89,22 @@ class Computation(NamedTuple):
     inputs: tuple[Checkpoint, ...]
 
 
+class Quantized(NamedTuple):
+    """How the weights of a checkpoint are quantized.
+
+    Attributes:
+        method: the name of the method.
+        file: the name of the file next to the tensors that says it; empty if their names show it.
+        text: a sentence that says it.
+        problem: why such weights are not dequantized here; else empty.
+    """
+
+    method: str
+    file: str
+    text: str
+    problem: str
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """Options with which a checkpoint was opened, and facts found about its files.
@@ -104,6 +120,7 @@ class Opening:
         computation: how its tensors were computed from other checkpoints; None if they are in files.
         rules: how the user says that tensor-parallel parts are cut, in a format that does not say it; by name or glob.
         states: the words before the names of weights that are optimizer states, if the format has them.
+        quantized: how its weights are quantized; None if they are plain, or nothing tells.
     """
 
     stage: int | None = None
@@ -116,6 +133,7 @@ class Opening:
     computation: Computation | None = None
     rules: Mapping[str, str] = field(default_factory=dict)
     states: frozenset[str] = frozenset()
+    quantized: Quantized | None = None
 
 
 @dataclass(frozen=True, slots=True)

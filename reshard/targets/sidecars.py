@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, bytes_text, names
-from reshard.expressions.model_config import with_dtypes
+from reshard.expressions.model_config import with_dtypes, without_quantization
 from reshard.formats.sets import MODEL_CONFIG, HuggingFaceSet, MindSporeSet
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small
@@ -32,6 +32,9 @@ _NAMES = re.compile(
 _NO_NAMES = re.compile(r".*(?:index|manifest|strategy|param_name_map).*\.json", re.DOTALL | re.IGNORECASE)
 _NO_NAMES_DEQUANTIZED = re.compile(rf"{_NO_NAMES.pattern}|.*quant.*\.json", _NO_NAMES.flags)
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+
+PARAMS = "params.json"
+"""Mistral's configuration of a model."""
 
 LARGEST = 64 << 20
 """The most bytes of a carried file; vocabularies have less."""
@@ -80,6 +83,8 @@ class Sidecars:
         own_config = source.extras.model_config
         if own_config:
             self.contents[MODEL_CONFIG] = own_config
+        if PARAMS in self.contents and skipped is _NO_NAMES_DEQUANTIZED:
+            self.contents[PARAMS] = without_quantization(self.contents[PARAMS])
         if MODEL_CONFIG in self.contents:
             dtypes = {item.tensor.spec.dtype.name: item.dtype.name for item in items}
             self.contents[MODEL_CONFIG] = with_dtypes(self.contents[MODEL_CONFIG], dtypes)

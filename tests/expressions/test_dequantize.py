@@ -323,7 +323,7 @@ def test_nothing_is_quantized(tmp_path: Path) -> None:
         opened(tmp_path, plain).dequantize()
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes", 3])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "mxfp4", "bitsandbytes", 3])
 @pytest.mark.parametrize("inner", [False, True])
 def test_other_methods(tmp_path: Path, method: object, inner: bool) -> None:
     config: dict[str, Any] = {"quantization_config": {"quant_method": method}}

@@ -246,7 +246,7 @@ def diff(
 
     sides = chosen([_opened(source, opening), _opened(target, target_opening, of_target=True)], match)
     if not quiet:
-        say_warnings([warning for side in sides for warning in side.warnings])
+        say_warnings([*dict.fromkeys(warning for side in sides for warning in side.warnings)])
     with (
         cluster_client(cluster, threads, quiet=quiet) as client,
         progress(quiet=quiet, words=_WORDS) as callback,

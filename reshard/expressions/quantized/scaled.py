@@ -61,7 +61,8 @@ class ScaledBlocks(AnyBox):
 
     Attributes:
         values: the values.
-        scales: the scales: one for each block, with short blocks at the end of rows and columns.
+        scales: the scales: one for each block, with short blocks at the end of rows and columns. A single one for all
+            may have fewer dimensions, and so may one for each row.
         block: the rows and columns of a block, in the last two dimensions.
         dtype: the dtype of the result.
         packed: each byte has two values, the first in its low four bits. Scales are then E8M0.
@@ -109,7 +110,8 @@ class ScaledBlocks(AnyBox):
             return
         stored, blocks = _divided(box, (1, self.per_byte)), _divided(box, self.block)
         codes = self.values.read(stored).view(np.uint8).reshape(-1, *stored.shape[-2:])
-        scales = self.scales.read(blocks).reshape(-1, *blocks.shape[-2:])
+        dims = len(self.scales.spec.shape)
+        scales = self.scales.read(Block(blocks.start[:dims], blocks.stop[:dims])).reshape(-1, *blocks.shape[-2:])
         results = out.view(self.dtype.carrier()).reshape(-1, *box.shape[-2:])
         (row, column), (first_row, first) = box.start[-2:], stored.start[-2:]
         for begin in range(first, stored.stop[-1], _MOST_COLUMNS):
