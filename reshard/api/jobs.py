@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.api.choices import target_of
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
-from reshard.formats import check_name
+from reshard.formats import check_file_name
 from reshard.formats.sets import DCP_NAME, LinkedDCP
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.inputs import Selection
@@ -317,7 +317,7 @@ def _file_name(source: Place, target: Place | None, options: TargetOptions, to: 
             f"{target} is a directory, and {source} is one file", code="is-directory",
             hint=f"name a file, such as {target / source.name.rpartition('.')[0]}.{to}",
         )  # fmt: skip
-    check_name(str(target), to)
+    check_file_name(target, to)
     if options.prefix is not None:
         raise UsageError(
             Text(Option("prefix"), f" is for the files of ranks, and {target.name} is one file"), code="one-file",

@@ -23,6 +23,7 @@ from reshard.storage.places import can
 if TYPE_CHECKING:
     from reshard.formats.entries import FileIndex, Format
     from reshard.storage.base import RangeStore
+    from reshard.storage.places import Place
 
 
 class NothingReadableError(SourceError):
@@ -62,6 +63,22 @@ def check_name(path: str, written: str) -> None:
             code="wrong-extension",
             hint=f"choose another name, or the format {named}",
         )
+
+
+def check_file_name(path: Place, written: str) -> None:
+    """Check that the name of a target that is one file has the extension of its format.
+
+    MindSpore loads no file without it, and other programs choose the format by it.
+
+    Raises:
+        UsageError: it has another extension, or none.
+    """
+    check_name(str(path), written)
+    if path.suffix != f".{written}":
+        raise UsageError(
+            f"{path} is one file and does not end with .{written}, which programs that load it expect",
+            code="wrong-extension", hint=f"name it {path}.{written}",
+        )  # fmt: skip
 
 
 def by_name(name: str) -> Format:

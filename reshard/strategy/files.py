@@ -19,9 +19,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from shlex import quote
+from typing import TYPE_CHECKING, NoReturn
 
-from reshard.errors import Faults, ReshardError, StrategyError, names
+from reshard.errors import Faults, Option, ReshardError, StrategyError, Text, names
 from reshard.layout.block import LONGEST_NAME
 from reshard.layout.layout import foldings
 from reshard.storage.base import reading
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Operator
 
 _LARGEST_FILE = 1 << 26
+_RULES = re.compile(rb"""^[ {"']*(mesh|operators|reshard-rules)["']?[ ]*:""", re.MULTILINE)
 _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
 
 
@@ -232,6 +234,8 @@ def _read_file(path: Place) -> Strategy:
     content = read_small(path, "strategy file", _LARGEST_FILE, StrategyError)
     if not content:
         raise StrategyError(f"{path} is empty; expected a strategy file", code="empty-file")
+    if b"parallel_layout_item" not in content and (kind := _RULES.search(content)):
+        _refuse_rules(path, kind[1])
     faults = Faults(str(path))
     if path.suffix == ".json" or content.lstrip()[:1] == b"{":
         return _strategy(faults, *from_json(content, str(path), faults))
@@ -241,6 +245,20 @@ def _read_file(path: Place) -> Strategy:
             f"{path} is a checkpoint, not a strategy file", code="not-a-strategy", hint=f"reshard inspect {path}"
         )
     return _strategy(faults, *from_protobuf(content, str(path), faults))
+
+
+def _refuse_rules(path: Place, key: bytes) -> NoReturn:
+    """Refuse rules, which are no strategy: they do not have the shapes of whole tensors."""
+    if key == b"reshard-rules":
+        problem, hint = "between the names of two programs", Text("give it as rules: ", Option("rules"))
+    else:
+        problem = "of a mesh, which need the shapes of whole tensors"
+        command = f"reshard strategy make {quote(str(path))} -o strategy.ckpt --like WHOLE"
+        hint = Text(
+            "for ranks, give ", Option("layout", "NAME", "RULE"), "; or, with a checkpoint WHOLE of whole tensors: ",
+            command,
+        )  # fmt: skip
+    raise StrategyError(f"{path} is a file of rules {problem}, not a strategy file", code="not-a-strategy", hint=hint)
 
 
 def _strategy(

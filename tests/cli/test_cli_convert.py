@@ -86,13 +86,25 @@ def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
 
 def test_convert_one_file(case: Case, tmp_path: Path) -> None:
     source = case.source / "rank_3" / "net.ckpt"
-    result = done("convert", source, tmp_path / "new" / "three.bin", "--to", "safetensors", "-v")
-    assert list(tree(tmp_path)) == ["new/three.bin"]
-    assert helpers.read_rank_file(tmp_path / "new" / "three.bin") == helpers.read_rank_file(source)
+    result = done("convert", source, tmp_path / "new" / "three.safetensors", "--to", "safetensors", "-v")
+    assert list(tree(tmp_path)) == ["new/three.safetensors"]
+    assert helpers.read_rank_file(tmp_path / "new" / "three.safetensors") == helpers.read_rank_file(source)
     assert "15 tensors" in done(*proposed(result)).stdout
     failed(
         6, "is-directory", "convert", source, tmp_path / "new", "--to", "safetensors", places=("new/net.safetensors",)
     )
+
+
+@pytest.mark.parametrize("to", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("name", ["out", "out.bin", "out.v2", ".ckpt"])
+def test_one_file_has_the_extension_that_programs_expect(case: Case, tmp_path: Path, to: str, name: str) -> None:
+    """MindSpore's load_checkpoint refuses any other name."""
+    for more in ((), ("--same-ranks",), ("--include", "*")):
+        failed(
+            2, "wrong-extension", "convert", case.source / "rank_3" / "net.ckpt", tmp_path / name, "--to", to, *more,
+            places=(f"{name}.{to}",),
+        )  # fmt: skip
+    assert not tree(tmp_path)
 
 
 def test_convert_is_one_run(case: Case, tmp_path: Path) -> None:

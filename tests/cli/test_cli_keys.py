@@ -560,7 +560,7 @@ def test_a_key_file_that_everybody_may_read_is_warned_of(case: Case, sealed: Pat
 
 
 def test_no_file_is_written_over_a_key(plain: Path, key: Path) -> None:
-    inside = plain / "one"
+    inside = plain / "one.ckpt"
     inside.write_bytes(KEY)
     target = ["convert", plain / "rank_0" / "checkpoint_0.ckpt", inside, "--format", "ckpt", "--overwrite"]
     refused = call(*target, "--target-key-file", inside)

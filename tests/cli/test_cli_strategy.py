@@ -70,6 +70,26 @@ def test_strategy_show_of_what_is_none(case: Case, tmp_path: Path) -> None:
     failed(4, "too-large", "strategy", "show", tmp_path / "huge.ckpt", places=("huge.ckpt", "67108864"))
 
 
+NO_STRATEGY = {
+    "flow": '{mesh: {mp: 2}, rules: {"a.weight": [mp, null]}}',
+    "json": '{"mesh": {"mp": 2}, "rules": {"a.weight": ["mp", null]}}',
+    "block": "# a comment\nmesh: {mp: 2}\nrules:\n  a.weight: [mp, null]\n",
+    "operators": "devices: 2\noperators:\n  a: {relu: [[2]]}\n",
+    "names": "reshard-rules: 1\nsides: [a, b]\nrules: []\n",
+}
+
+
+@pytest.mark.parametrize("name", NO_STRATEGY)
+@pytest.mark.parametrize("suffix", [".yaml", ".json", ".txt"])
+def test_rules_are_not_a_strategy_of_a_source(case: Case, tmp_path: Path, name: str, suffix: str) -> None:
+    """The hint names an option that the command takes, and no command that needs what is missing."""
+    path = tmp_path / f"rules{suffix}"
+    path.write_text(NO_STRATEGY[name])
+    option = "--rules" if name == "names" else "--layout"
+    words = ("convert", case.source, tmp_path / "out", "--to", "hf", "--source-strategy", path)
+    failed(4, "not-a-strategy", *words, places=(path, option))
+
+
 def test_strategy_show_explains_its_words(case: Case) -> None:
     assert "rows / 2 (2 for the optimizer), columns / 2" in done("strategy", "show", case.target_strategy).stdout
     shown = done("strategy", "show", case.target_strategy, "--raw").stdout

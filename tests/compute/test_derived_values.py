@@ -45,8 +45,8 @@ def test_encrypted_files(tmp_path: Path) -> None:
     full = numbers({"w": (30, 20), "v": (5,)})
     source = reshard.open(write_file(tmp_path / "model.safetensors", full))
     key = reshard.Cipher("AES-GCM", b"0" * 16)
-    reshard.convert(source, tmp_path / "sealed", to="ckpt", target_cipher=key)
-    assert_read(reshard.open(tmp_path / "sealed", cipher=key), full, tmp_path)
+    reshard.convert(source, tmp_path / "sealed.ckpt", to="ckpt", target_cipher=key)
+    assert_read(reshard.open(tmp_path / "sealed.ckpt", cipher=key), full, tmp_path)
 
 
 def test_strided_tensors(tmp_path: Path) -> None:

@@ -318,3 +318,13 @@ def test_experts_that_args_contradict(tmp_path: Path, name: str) -> None:
     root, _ = write_experts(tmp_path, parts=1, ranks=2, cut=1, **args)
     with refused(SourceError, code, place):
         reshard.open(root)
+
+
+def test_ranks_of_nemo_1(tmp_path: Path) -> None:
+    """Their arguments are in another file: the reason is not that a file of Megatron-LM is missing."""
+    for part in range(2):
+        write_save(
+            tmp_path / f"mp_rank_{part:02d}" / "model_weights.ckpt", {"model.w": tensor(HEAD["output_layer.weight"])}
+        )
+    with refused(SourceError, "unsupported-layout", "model_weights.ckpt", "NeMo"):
+        reshard.open(tmp_path)

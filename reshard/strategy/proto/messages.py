@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, LayoutError, StrategyError, UsageError
@@ -43,11 +42,7 @@ def from_protobuf(content: bytes, path: str, faults: Faults) -> Said:
     try:
         message.ParseFromString(content)
     except (DecodeError, UnicodeDecodeError) as error:
-        command = f"reshard strategy make {quote(path)} -o strategy.ckpt --like CHECKPOINT"
-        hint = f"if these are rules: {command}" if path.endswith((".yaml", ".yml")) else ""
-        raise StrategyError(
-            f"{path} is not a strategy file", code="not-a-strategy", facts=[str(error)], hint=hint
-        ) from None
+        raise StrategyError(f"{path} is not a strategy file", code="not-a-strategy", facts=[str(error)]) from None
     if not message.HasField("current_stage"):
         faults.add("current_stage", _MISSING, code="missing-key")
     for part, key in (("parallel_layout_item", "param_name"), ("parallel_strategy_item", "node_name")):
