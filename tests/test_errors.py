@@ -187,3 +187,13 @@ def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> 
     assert own
     for form, name in zip(own, beyond, strict=True):
         assert name.split("=")[0] in (opening if form != name else theirs)
+
+
+def test_no_hint_tells_to_remove_a_file_first() -> None:
+    """A user who follows a hint must not lose what it was wrong about."""
+    hints = [
+        text
+        for path in sorted(Path(reshard.__file__).parent.rglob("*.py"))
+        for text in re.findall(r"""hint ?=.*?["'](remove|delete)\b.*""", path.read_text(encoding="utf-8"))
+    ]
+    assert hints == []

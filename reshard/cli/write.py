@@ -410,7 +410,7 @@ def _make_store(
         if recorded is None or not recorded.is_of(source_record(checkpoint, times=True)):
             raise TargetError(
                 f"{store} is finished, and was made from another source, or from {source} before it changed",
-                code="other-store", hint="choose another store, remove it, or give it as SOURCE",
+                code="other-store", hint="choose another store, or give it as SOURCE",
             )  # fmt: skip
         if not running.quiet:
             say_warnings([f"{store} is finished and of this source; it is used as it is"])

@@ -22,6 +22,7 @@ from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import EncryptedError, Option, SourceError, Text, UsageError
 from reshard.formats.entries import Entry, FileIndex, FileLayout, Summed
 from reshard.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
+from reshard.storage.base import truncated
 from reshard.storage.decryption import MAGICS
 
 if TYPE_CHECKING:
@@ -254,10 +255,12 @@ def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int,
             code="corrupt",
             facts=[f"{key:#x} at byte {position} begins no field"],
         )
+    if stop > end == reader.size:
+        raise truncated(reader.path, end, stop)
     if stop > end:
         raise SourceError(
-            f"{reader.path} is truncated or corrupt",
-            code="truncated",
+            f"{reader.path} is corrupt",
+            code="corrupt",
             facts=[f"the field at byte {position} has {stop - start} bytes, of which {end - start} are left"],
         )
     return number, wire, start, stop

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reshard.errors import SourceError, UsageError
+from reshard.errors import UsageError
+from reshard.storage.base import truncated
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
@@ -299,11 +300,7 @@ class RangeReader:
         if begin >= 0 and begin + nbytes <= len(self._buffer):
             return self._buffer[begin : begin + nbytes]
         if nbytes < 0 or offset + nbytes > self.size:
-            raise SourceError(
-                f"{self.path} is truncated or corrupt",
-                code="truncated",
-                facts=[f"expected bytes {offset} to {offset + nbytes}; the file ends at byte {self.size}"],
-            )
+            raise truncated(self.path, self.size, offset + nbytes)
         buffer = bytearray(min(max(nbytes, self._window), self.size - offset))
         self._store.read_into(self.path, offset, memoryview(buffer))
         self._start, self._buffer = offset, bytes(buffer)

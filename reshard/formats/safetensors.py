@@ -22,6 +22,7 @@ from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats.entries import Entry, FileIndex, FileLayout
 from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.storage.base import truncated, truncated_text
 from reshard.storage.small import is_text, parse_json
 
 if TYPE_CHECKING:
@@ -60,11 +61,7 @@ def index(reader: RangeReader) -> FileIndex:
             facts=[f"its header would have {length} bytes; at most {_LONGEST_HEADER} are allowed"],
         )
     if length > reader.size - 8:
-        raise SourceError(
-            f"{reader.path} is truncated",
-            code="truncated",
-            facts=[f"its header needs {8 + length} bytes; the file has {reader.size}"],
-        )
+        raise truncated(reader.path, reader.size, 8 + length, facts=["it ends within its header"])
     faults = Faults(reader.path)
     repeated: list[str] = []
     try:
@@ -148,7 +145,9 @@ def _entries(
     else:
         described = data_start + position
         if size < described:
-            faults.add("end", f"the file has {size} bytes; its header describes {described}", code="truncated")
+            if not faults.count:
+                raise truncated(faults.subject, size, described)
+            faults.add("end", truncated_text(size, described), code="truncated")
         elif size > described:
             faults.add("end", f"the file has {size} bytes; its header describes {described}", code="trailing-bytes")
     return entries, unreadable

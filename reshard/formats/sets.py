@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.formats.entries import ShardFiles, SomeFiles
-from reshard.storage.base import reading
+from reshard.storage.base import COPY_AGAIN, reading
 from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
@@ -298,12 +298,12 @@ def read_index(
             fault = "is not in the directory of the index; expected a name without a slash"
             faults.add(f"file {name!r:.300}", fault, code="bad-name")
         elif not _is_file(file):
-            faults.add(f"file {name!r:.300}", "does not exist", code="not-found")
+            faults.add(f"file {name!r:.300}", f"is missing; {path.name} names it", code="not-found", hint=COPY_AGAIN)
         files.append(file)
     for family, numbers in _numbered(weight_map.values()).items():
         if len(numbers) < int(family[1]):
             fault = f"is named {len(numbers)} times; expected {int(family[1])} shards"
-            faults.add(f"{family[0]}…-of-{family[1]}", fault, code="missing-shards")
+            faults.add(f"{family[0]}…-of-{family[1]}", fault, code="missing-shards", hint=COPY_AGAIN)
     faults.raise_if_any(SourceError)
     if path.name == _MINDSPORE_INDEX:
         siblings = [directory / name for name in HYPER_FILES]

@@ -365,8 +365,8 @@ def warn_of_others(path: Path, ranks: range) -> None:
     beyond = sorted(present_ranks(path) - set(ranks))
     if beyond:
         _log.warning(
-            "%s: has files of %s too, which the target strategy does not have; remove them if they are of an "
-            "older target",
+            "%s: has files of %s too, which the target strategy does not have; move them away if they are of "
+            "an older target",
             path, ranks_text(beyond),
         )  # fmt: skip
 

@@ -25,6 +25,7 @@ from reshard.formats.ckpt import TRAILER, TRAILER_BYTES
 from reshard.formats.entries import Content, wants
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array
+from reshard.storage.base import truncated
 from reshard.storage.cipher import Cipher
 from reshard.storage.local import local_store
 
@@ -291,7 +292,7 @@ class _InMemory:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         if offset + len(buffer) > len(self._content):
-            raise SourceError(f"{path} ends before byte {offset + len(buffer)}", code="truncated")
+            raise truncated(path, len(self._content), offset + len(buffer))
         buffer[:] = self._content[offset : offset + len(buffer)]
 
 

@@ -9,11 +9,11 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, Text, UsageError, names
 from reshard.expressions.quantized.methods import is_code
 from reshard.plan.inputs import Renaming, Selection, cast_fault
-from reshard.plan.select import matching_counted
+from reshard.plan.select import matching_counted, select_listed
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from reshard.plan.plan import Plan
     from reshard.source.checkpoint import Checkpoint
@@ -86,12 +86,24 @@ def _changes(source: Checkpoint, selection: Selection, new_names: dict[str, str]
         if before is not after:
             share = "" if count == total else f"{count:,} of {_count(total, 'tensor')} "
             yield Change("cast", f"{share}cast to {after}", count, f"{before}={after}")
-    if selection.weights_only:
-        yield Change("selection", "weights only", total)
-    if selection.include or selection.exclude or source.left_out:
-        source_total = sum(tensor.text is None for tensor in source.tensors.values()) + len(source.left_out)
-        if total < source_total:
-            yield Change("selection", f"{_count(source_total - total, 'other')} left out", total)
+    if selection.include or selection.exclude or selection.weights_only or source.left_out:
+        left_out = left_out_text(source, select_listed(source, selection)[1])
+        parts = ["weights only" if selection.weights_only else "", f"{left_out} left out" if left_out else ""]
+        if text := ", ".join(filter(None, parts)):
+            yield Change("selection", text, total)
+
+
+def left_out_text(source: Checkpoint, by_selection: Sequence[str]) -> str:
+    """Count the tensors and objects of a source that a target does not get, or return "".
+
+    Args:
+        source: the source; what was left out of it before counts, too.
+        by_selection: the names that the selection does not choose.
+    """
+    objects = sum(name in source.extras.objects for name in by_selection)
+    tensors = len(by_selection) - objects + len(source.left_out)
+    counts = ((tensors, "tensor"), (objects, "object"))
+    return " and ".join(_count(number, noun) for number, noun in counts if number)
 
 
 def _count(number: int, noun: str) -> str:

@@ -21,6 +21,7 @@ from reshard.source.checkpoint import Checkpoint, TensorSpec
 from reshard.source.facts import Extras
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.small import parse_json
 from reshard.strategy.names import ranks_text
 
@@ -62,7 +63,7 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
     if absent := [
         number for count in counts for number in range(1, min(count, _MOST_FILES) + 1) if number not in numbers
     ]:
-        raise SourceError(f"{root} has no file {names(absent)} of {counts[0]} of any rank", code="missing-shards")
+        raise SourceError(f"{root} has no file {names(absent)} of {counts[0]}", code="missing-shards", hint=COPY_AGAIN)
     by_rank: dict[int, list[Place]] = {}
     for match in matches:
         by_rank.setdefault(int(match["shard"]) - 1, []).append(root / match[0])

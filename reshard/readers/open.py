@@ -40,7 +40,7 @@ from reshard.source.facts import Opening
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
 from reshard.source.records import DIRECTORY, unfinished
-from reshard.storage.base import reading
+from reshard.storage.base import COPY_AGAIN, reading
 from reshard.storage.cipher import required
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
@@ -150,6 +150,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
                 f"{root} has no file of stage {part}",
                 code="missing-ranks",
                 facts=[f"the stage has {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"],
+                hint=COPY_AGAIN,
             )
         other_stage_names.update(
             full_strategy.tensors if full_strategy else (), *(file.index.entries for file in files)

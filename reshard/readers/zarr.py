@@ -28,6 +28,7 @@ from reshard.formats.zarr.files import V2, StoreFiles, own_notes, read_metadata,
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.facts import Extras
+from reshard.storage.base import truncated
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
@@ -271,7 +272,9 @@ class _Shards:
         array = self.array
         if array.encoding is not None:
             self._encode(path, ((0, status.nbytes),))
-        elif status.nbytes != array.chunk_bytes:
+        elif status.nbytes < array.chunk_bytes:
+            raise truncated(path, status.nbytes, array.chunk_bytes)
+        elif status.nbytes > array.chunk_bytes:
             raise SourceError(
                 f"{path} has {status.nbytes} bytes; expected {array.chunk_bytes}",
                 code="wrong-size",

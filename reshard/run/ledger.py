@@ -265,7 +265,7 @@ def refuse_foreign(directory: str) -> None:
         SourceError: the storage cannot be reached.
     """
     if as_place(directory).is_symlink():
-        raise TargetError(f"{directory} is a link", code="is-link", hint="remove it, or choose another target")
+        raise TargetError(f"{directory} is a link", code="is-link", hint="choose another target, or move the link away")
     if can(directory).positioned and os.path.lexists(directory) and not os.path.isdir(directory):
         raise TargetError(
             f"{directory} is a file, and the ledger of the store goes there",

@@ -193,7 +193,7 @@ class LockObjects:
             f"another run wrote {names(files, most=3)} of {self._root}",
             code="stale-lock",
             facts=[f"{owner}, silent for {seconds / 60:.0f} minutes"],
-            hint=f"if it has ended, remove its lock, {path}, and start again",
+            hint=f"choose another target; or, if that run has ended, remove its lock, {path}, and start again",
         )
 
     def _write(self) -> None:
@@ -243,7 +243,7 @@ def refuse_link(root: str) -> None:
     """Raise `TargetError` if `.reshard` is a link, which may lead out of the target."""
     directory = f"{root}/{DIRECTORY}"
     if as_place(directory).is_symlink():
-        raise TargetError(f"{directory} is a link", code="is-link", hint="remove it, or choose another target")
+        raise TargetError(f"{directory} is a link", code="is-link", hint="choose another target, or move the link away")
 
 
 def opened(path: str, flags: int, tries: int = 100) -> int:
@@ -257,7 +257,7 @@ def opened(path: str, flags: int, tries: int = 100) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if os.path.islink(path):  # it may point out of the target directory
-            hint = "remove it, or choose another target"
+            hint = "choose another target, or move the link away"
             raise TargetError(f"{path} is a link", code="is-link", hint=hint) from None
         # Another run removed the empty directory before or during `makedirs`.
         if error.errno in {errno.ENOENT, errno.EEXIST} and tries > 1:

@@ -261,7 +261,7 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
             raise TargetError(
                 f"{path} leads out of the target directory, to {resolved}",
                 code="outside-directory",
-                hint="remove the link",
+                hint="choose another target, or move the link away",
             )
     if can(root).positioned:  # URLs have no directories
         _check_kinds(plan, root)
@@ -304,14 +304,14 @@ def _check_kinds(plan: Plan, root: str) -> None:
     for directory in (existing, *sorted({os.path.dirname(f"{root}/{file.path}") for file in plan.files})):
         if os.path.lexists(directory) and not os.path.isdir(directory):
             raise TargetError(
-                f"{directory} is not a directory", code="not-a-directory", hint="remove it, or choose another target"
+                f"{directory} is not a directory", code="not-a-directory", hint="choose another target, or move it away"
             )
     for file in plan.files:
         if os.path.isdir(f"{root}/{file.path}"):
             raise TargetError(
                 f"{root}/{file.path} is a directory, and a file of the target goes there",
                 code="is-directory",
-                hint="move it away, or choose another target",
+                hint="choose another target, or move it away",
             )
 
 
@@ -332,7 +332,7 @@ def _check_exclusive(plan: Plan, root: str, older: Collection[str]) -> None:
         raise TargetError(
             f"{root} has other files too: {names(sorted(foreign), most=3)}",
             code="other-files",
-            hint="choose another directory, or remove them",
+            hint="choose another directory, or move them away",
         )
 
 
@@ -349,7 +349,7 @@ def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]
         raise TargetError(
             f"{directory} has {names(foreign, most=3)} of another set",
             code="other-set",
-            hint="choose another directory, or remove the other set",
+            hint="choose another directory, or move the other set away",
         )
 
 

@@ -15,6 +15,7 @@ from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
 from reshard.formats.entries import Replica
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Sharding, Tensor, TensorSpec
+from reshard.storage.base import COPY_AGAIN
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -242,6 +243,7 @@ class _WithStrategy(_WithoutStrategy):
                 f"rank {rank}",
                 f"has no file; it is needed for {len(needing)} tensors ({names(needing, most=3)})",
                 code="missing-ranks",
+                hint=COPY_AGAIN,
             )
             missing.remove(rank)
         for rank, needing in sorted(self._needing.items()):

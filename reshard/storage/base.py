@@ -281,10 +281,15 @@ def read_error(kind: type[ReshardError], path: object, error: OSError, position:
     return kind(f"cannot read {path}{position and f' {position}'}: {error.strerror}", code="cannot-read")
 
 
-def truncated(path: object, end: int, missing: int) -> SourceError:
+COPY_AGAIN = "copy all files of the checkpoint again, or take another one"
+"""The hint for files that are missing or cut off."""
+
+
+def truncated_text(nbytes: int, expected: int) -> str:
+    """Return what is wrong with a file that ends too early, as the predicate of a sentence."""
+    return f"is truncated: it has {nbytes} bytes of {expected}"
+
+
+def truncated(path: object, nbytes: int, expected: int, *, facts: Iterable[str] = ()) -> SourceError:
     """Return an error for a file that ends too early."""
-    return SourceError(
-        f"{path} is truncated, or changed since it was opened",
-        code="truncated",
-        facts=[f"ends at byte {end}; expected {missing} more bytes"],
-    )
+    return SourceError(f"{path} {truncated_text(nbytes, expected)}", code="truncated", facts=facts, hint=COPY_AGAIN)

@@ -106,7 +106,7 @@ class LocalStore:
             except OSError as error:
                 raise read_error(SourceError, path, error, f"at byte {offset + done}") from error
             if not count:
-                raise truncated(path, offset + done, len(buffer) - done)
+                raise truncated(path, offset + done, offset + len(buffer))
             done += count
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:

@@ -20,6 +20,7 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.readers.open import read_headers
 from reshard.source.headers import gaps
+from reshard.storage.base import truncated_text
 from reshard.storage.crc import crc32c
 from reshard.storage.places import as_place, workers_at
 from reshard.storage.small import refuse_inputs
@@ -189,7 +190,9 @@ def _look(top: Place, file_path: Place, manifest: Manifest) -> FileIndex | Diffe
         return Difference("file", "is not a regular file", path=path)
     try:
         if (nbytes := file_path.status().nbytes) != file.nbytes:
-            return Difference("size", f"has {nbytes} bytes; expected {file.nbytes}", path=path)
+            fault = f"has {nbytes} bytes; expected {file.nbytes}"
+            fault = truncated_text(nbytes, file.nbytes) if nbytes < file.nbytes else fault
+            return Difference("size", fault, path=path)
         return index_file(str(file_path)) if file.tensors else FileIndex("", {})
     except SourceError as error:
         return Difference("file", f"cannot be read: {error.message}", path=path)

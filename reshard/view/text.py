@@ -16,7 +16,7 @@ from reshard.formats.sets import DCP_NAME, UNIVERSAL_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import OrbaxTree
 from reshard.layout.block import Block
-from reshard.plan.changes import changes_of, described
+from reshard.plan.changes import changes_of, described, left_out_text
 from reshard.plan.uploads.sending import requests_of
 from reshard.strategy.names import group_names, ranges_text
 
@@ -314,9 +314,10 @@ def _requests_texts(plan: Plan, directory: str) -> list[Text]:
 
 def _tensors_text(plan: Plan) -> str:
     """Count the tensors that are converted, and the ones that are not."""
-    others = {"left out": plan.left_out, "dropped": plan.dropped, "missing": plan.missing}
-    text = ", ".join(f"{len(tensors):,} {title}" for title, tensors in others.items() if tensors)
-    return count_text(plan.stats.tensors, "tensor") + (f" ({text})" if text else "")
+    left_out = left_out_text(plan.source, plan.left_out)
+    parts = [f"{left_out} left out"] if left_out else []
+    parts += [f"{len(n):,} {title}" for title, n in (("dropped", plan.dropped), ("missing", plan.missing)) if n]
+    return count_text(plan.stats.tensors, "tensor") + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _encrypted(plan: Plan) -> str:

@@ -444,3 +444,17 @@ def test_a_count_of_steps_in_a_strategy_file_need_not_be_in_the_source(tmp_path:
     words = ["--style", "checkpoint2", "--target-step", "3", "--target-strategy", tmp_path / "s.ckpt"]
     result = done("transform", tmp_path / "net.safetensors", tmp_path / "run", *words, "--json")
     assert json.loads(result.stdout)["missing"] == ["global_step"]
+
+
+@pytest.mark.parametrize(("threshold", "is_warned"), [(64, True), (1, False)])
+def test_make_says_that_optimizer_parallel_cut_nothing(tmp_path: Path, threshold: int, is_warned: bool) -> None:
+    """A weight of 4 KB: of no effect by default, at 64 KB."""
+    weight = write_file(tmp_path / "w.safetensors", {"w": np.zeros((32, 32), np.float32)})
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        f"mesh: {{dp: 4}}\noptimizer_parallel: true\nparallel_optimizer_threshold: {threshold}\nrules: {{}}\n"
+    )
+    result = done("strategy", "make", rules, "--like", weight, "-o", tmp_path / "s.json")
+    assert ("warning: optimizer_parallel" in result.stderr) == is_warned
+    made = json.loads((tmp_path / "s.json").read_text())["parallel_layout_item"]["w"]
+    assert bool(made["opt_weight_shard_size"]) != is_warned

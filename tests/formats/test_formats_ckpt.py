@@ -123,7 +123,7 @@ WEIGHT = message("w", "Int32", [1], b"abcd")
         (b"\x0a\x03\x0a\x01w", "not-a-checkpoint", "no tensor"),
         (b"\x0a\x03\x0a\x01\xff", "bad-name", "byte 4"),
         (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "truncated", "byte 1"),
-        (b"\x0a\xff\xff\xff\xff\x0f", "truncated", "4294967295 bytes"),
+        (b"\x0a\xff\xff\xff\xff\x0f", "truncated", "6 bytes of 4294967301"),
         (b"\x0a\x01\x0b", "corrupt", "0xb at byte 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("content", "code", "place"),
     [
-        (st_file({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"abc"), "truncated", "the file has"),
+        (st_file({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"abc"), "truncated", " bytes of "),
         (st_file({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"abcde"), "trailing-bytes", "has"),
         (st_file({"w": {"dtype": "F32", "shape": [1], "data_offsets": [1, 5]}}, b"abcde"), "bad-offsets", "(a gap"),
         (
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         (st_file(b"{not json"), "not-json", "header"),
         (st_file(b'{"\xff": 1}'), "not-json", "header"),
         (st_file(b'{"a":' * 50_000), "not-json", "header"),
-        (b"\x00\x10\0\0\0\0\0\0{}", "truncated", "4104 bytes"),
+        (b"\x00\x10\0\0\0\0\0\0{}", "truncated", "10 bytes of 4104"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

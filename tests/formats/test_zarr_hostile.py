@@ -57,7 +57,7 @@ METADATA_LIES: dict[str, tuple[dict[str, Any], str]] = {
         {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../../"}}}, "bad-metadata"),
     "no codecs": ({"codecs": None}, "bad-metadata"),
     "another format": ({"zarr_format": 2}, "bad-metadata"),
-    "larger chunks than its files": ({"chunk_grid": grid_of(4, 6)}, "wrong-size"),
+    "larger chunks than its files": ({"chunk_grid": grid_of(4, 6)}, "truncated"),
     "another dtype in the attributes": ({"attributes": {"reshard": {"dtype": "float64"}}}, "wrong-dtype"),
     "a fill value of another kind": ({"fill_value": {"a": 1}}, "bad-value"),
 }  # fmt: skip
@@ -73,9 +73,14 @@ def test_metadata_that_lie(lying: Path, keys: dict[str, Any], code: str) -> None
 
 def test_a_chunk_that_is_cut_short_or_too_long(lying: Path) -> None:
     path = lying / "plain" / "w" / "c.1.0"
-    for content in (path.read_bytes()[:-1], path.read_bytes() + b"x", b""):
+    whole = path.read_bytes()
+    for content, code, places in (
+        (whole[:-1], "truncated", ("47 bytes of 48",)),
+        (whole + b"x", "wrong-size", ("float32 [2, 6]", "48")),
+        (b"", "truncated", ("0 bytes of 48",)),
+    ):
         path.write_bytes(content)
-        with refused(SourceError, "wrong-size", "c.1.0", "float32 [2, 6]", 48):
+        with refused(SourceError, code, "c.1.0", *places):
             reshard.open(lying / "plain")
 
 
@@ -100,7 +105,7 @@ def test_an_index_that_lies(lying: Path, index: bytes, code: str, place: str) ->
     with refused(SourceError, code, place):
         reshard.open(lying / "sharded")
     path.write_bytes(b"short")
-    with refused(SourceError, "truncated", "c.0.0", "5 bytes", "2 chunks has 36"):
+    with refused(SourceError, "truncated", "c.0.0", "5 bytes of 36", "2 chunks"):
         reshard.open(lying / "sharded")
 
 

@@ -103,7 +103,7 @@ def test_a_file_in_memory_is_loaded(file: str) -> None:
     content = Path(file).with_suffix(".safetensors").read_bytes()
     loaded = ms.load_checkpoint(io.BytesIO(content), format="safetensors")
     assert_same(loaded, ms_arrays(ms.load_checkpoint(file)))
-    with refused(SourceError, "truncated", "<BytesIO>", "224 bytes", "20"):
+    with refused(SourceError, "truncated", "<BytesIO>", "20 bytes of "):
         ms.load_checkpoint(io.BytesIO(content[:20]), format="safetensors")
     with pytest.raises(TypeError, match="BytesIO .*format='safetensors'"):
         ms.load_checkpoint(io.BytesIO(content))

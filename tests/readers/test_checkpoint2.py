@@ -445,7 +445,7 @@ def test_an_iteration_that_is_not_complete(case: Callable[[str], Path]) -> None:
     with refused(SourceError, "duplicate-name", "metadata.json"):
         reshard.open(place)
     gone.unlink()
-    with refused(SourceError, "missing-shards", "number 0 of 8", "metadata.json"):
+    with refused(SourceError, "missing-shards", "file 0 of 8", "metadata.json"):
         reshard.open(place)
 
 

@@ -72,7 +72,7 @@ def test_converted(mindspore_data: Path, tmp_path: Path, name: str, to: str) -> 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_ones_are_refused(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     codes = {
-        "broken_cut": "corrupt", "broken_latest": "no-such-iteration", "broken_missing_model_s3": "missing-ranks",
+        "broken_cut": "truncated", "broken_latest": "no-such-iteration", "broken_missing_model_s3": "missing-ranks",
         "broken_missing_optim": "missing-ranks", "broken_surplus": "wrong-count",
     }  # fmt: skip
     source = mindspore_data / "deepspeed" / name / "checkpoint"

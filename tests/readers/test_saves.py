@@ -364,7 +364,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "a version",
     ),
     "something else": (lambda path: path.write_bytes(b"GIF89a" * 9), "47 49 46"),
-    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "zip archive"),
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "zip directory"),
     "compressed": (
         lambda path: write_save(path, {"w": tensor(FULL["w"])}, method=zipfile.ZIP_DEFLATED),
         "'data.pkl' compressed",
@@ -401,6 +401,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 CODES = {
+    "cut off": "truncated",
     "of before PyTorch 1.6": "bad-pickle",
     "big-endian": "unsupported-byte-order",
     "a tensor": "not-a-state-dict",

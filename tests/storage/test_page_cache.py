@@ -90,7 +90,7 @@ def test_glances_where_the_cache_cannot_be_asked(
     assert store.holds(str(path), [(0, b"ab"), (4, b"ef")])
     assert not store.holds(str(path), [(0, b"ab"), (4, b"e!")])
     assert not store.holds(str(path), [(4, b"efg")])
-    with refused(SourceError, "truncated", "byte 6"):
+    with refused(SourceError, "truncated", "6 bytes of 7"):
         read(store, path, 4, 3)
 
 

@@ -131,7 +131,7 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
 def test_a_file_that_ends_early_names_the_byte(store: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"abc")
-    with refused(SourceError, "truncated", "byte 3", "5 more"):
+    with refused(SourceError, "truncated", "3 bytes of 8"):
         read(store, path, 1, 7)
     assert read(store, path, 3, 0) == b""
 

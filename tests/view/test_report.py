@@ -67,7 +67,7 @@ def test_what_the_selection_leaves_out_is_said_with_the_options_that_do(plan: re
     line = "left out by weights_only and exclude: 2 names: adam_m.w, global_step\n"
     assert line in plan_text(chosen._record, "dst", verbose=True)
     report = chosen.run(tmp_path / "chosen")
-    assert "1 tensor (2 left out)" in report_text(chosen._record, report)
+    assert "1 tensor (2 tensors left out)" in report_text(chosen._record, report)
     text = report_text(chosen._record, report, verbose=True)
     assert line in text
     assert line.replace("weights_only and exclude", "--weights-only and --exclude") in spelled(text, OPTIONS)

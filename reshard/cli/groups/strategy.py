@@ -20,11 +20,11 @@ from reshard.cli.options import (
 )
 from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY
-from reshard.errors import SourceError, UsageError, VerifyError, printable
+from reshard.errors import Faults, SourceError, UsageError, VerifyError, bytes_text, printable
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.holdings import strategy_of
 from reshard.storage.places import as_place
-from reshard.storage.small import refuse_existing, refuse_inputs
+from reshard.storage.small import read_yaml, refuse_existing, refuse_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from reshard.api.asked import OpenOptions
     from reshard.layout.layout import Layout
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
     from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
@@ -196,8 +197,21 @@ def make_strategy(
     checkpoint = open_checkpoint(like, **vars(opening))
     refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
     result = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
+    say_warnings(_uncut(rules, result, checkpoint))
     reshard.write_strategy(result, output)
     _say_written(result, output)
+
+
+def _uncut(rules: Path, result: Strategy, checkpoint: Checkpoint) -> list[str]:
+    """Return a warning if rules ask for optimizer parallel, and it cuts no tensor."""
+    top = read_yaml(as_place(rules), "rules file", Faults(str(rules)))
+    is_cut = any(placed.layout.opt_weight_shard_size for places in result.tensors.values() for placed in places)
+    if is_cut or not (isinstance(top, dict) and top.get("optimizer_parallel")):
+        return []
+    largest = max(checkpoint.tensors[name].spec.nbytes for name in result.tensors)
+    threshold = top.get("parallel_optimizer_threshold", 64)
+    text = f"optimizer_parallel cut nothing: it cuts weights of {threshold} KB or more (parallel_optimizer_threshold), "
+    return [f"{text}if devices that hold copies can share their rows; the largest has {bytes_text(largest)}"]
 
 
 @strategy.command(

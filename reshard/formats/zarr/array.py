@@ -19,6 +19,7 @@ from reshard.formats.zarr import ABSENT, METADATA, NATIVE, counts
 from reshard.formats.zarr.files import refuse_unknown
 from reshard.layout.axes import row_major
 from reshard.layout.block import shape_text
+from reshard.storage.base import truncated
 from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
@@ -167,10 +168,7 @@ class ArrayMetadata:
         """
         size = self.index_bytes
         if nbytes < size:
-            raise SourceError(
-                f"{path} is truncated: it has {nbytes} bytes; the index of {prod(self.inner)} chunks has {size}",
-                code="truncated",
-            )
+            raise truncated(path, nbytes, size, facts=[f"the index of its {prod(self.inner)} chunks has {size} bytes"])
         begin = nbytes - size if self.index_at_end else 0
         if struct.unpack_from("<I", content, size - 4)[0] != crc32c(memoryview(content)[:-4]):
             raise SourceError(f"{path} has an index that does not match its checksum", code="wrong-checksum")

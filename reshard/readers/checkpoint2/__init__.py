@@ -30,6 +30,7 @@ from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
 from reshard.source.facts import Extras
 from reshard.source.headers import indexed
 from reshard.source.probe import compare_contents
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ def _whole(directory: Place, listing: set[str]) -> Checkpoint:
             if missing := [number for number in range(count) if number not in numbers]:
                 faults.add(
                     f"{prefix}{kind}-*-{count:07d}.safetensors",
-                    f"lacks number {names(missing)} of {count}, and there is no {METADATA}",
+                    f"has no file {names(missing)} of {count}, and there is no {METADATA}",
                     code="missing-shards",
+                    hint=COPY_AGAIN,
                 )
     faults.raise_if_any(SourceError)
     files, ranks = indexed({0: sorted(directory / name for name in listing)}, None)
@@ -170,7 +172,7 @@ class _Joined:
         matches = map(CHECKPOINT2.files.fullmatch, self.metadata.files)
         if self.missing != {match[0] for match in matches if match and match["kind"] == "opt"}:
             for name in self.missing:
-                faults.add(name, f"is missing; {METADATA} names it", code="missing-file")
+                faults.add(name, f"is missing; {METADATA} names it", code="missing-file", hint=COPY_AGAIN)
         faults.raise_if_any(SourceError)
 
     def checkpoint(self) -> Checkpoint:

@@ -45,6 +45,7 @@ from reshard.source.facts import Extras, Object
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.source.reshape import laid
+from reshard.storage.base import COPY_AGAIN, truncated_text
 from reshard.storage.places import any_store, workers_at
 from reshard.storage.threads import map_ordered
 
@@ -161,7 +162,7 @@ class _DCPFiles:
                 items.setdefault(item.file, []).append((name, item))
         faults = Faults(str(directory))
         for name in sorted(items.keys() - set(listing)):
-            faults.add(name, f"is missing; {metadata.described_by} names it", code="missing-file")
+            faults.add(name, f"is missing; {metadata.described_by} names it", code="missing-file", hint=COPY_AGAIN)
         faults.raise_if_any(SourceError)
         by_rank: dict[int, list[str]] = {}
         for name in sorted(items):
@@ -202,7 +203,7 @@ class _DCPFiles:
             ranges = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})
             end = max(end for _, end in ranges)
             if end > status.nbytes:
-                faults.add(file, f"is truncated: it has {status.nbytes} bytes of {end}", code="truncated")
+                faults.add(file, truncated_text(status.nbytes, end), code="truncated", hint=COPY_AGAIN)
             for (begin, end), (next_begin, _) in pairwise(
                 ranges
             ):  # overlapping items would read the same bytes several times

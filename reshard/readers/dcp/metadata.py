@@ -13,7 +13,9 @@ from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.small import is_text
+from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -266,7 +268,7 @@ def _files_in(directory: Place, listing: Sequence[str]) -> list[str]:
         raise SourceError(
             f"{directory} holds two checkpoints, of {firsts[0]} and {firsts[1]}",
             code="several-checkpoints",
-            hint="remove the metadata of the older one, and its files",
+            hint="move the files of one of them to another directory",
         )
     if firsts == [DCP_INDEX]:
         return firsts
@@ -281,7 +283,9 @@ def _files_in(directory: Place, listing: Sequence[str]) -> list[str]:
     absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
     if absent:
         raise SourceError(
-            f"{directory} has no metadata of rank {names(absent)}, but of rank {max(by_rank)}", code="missing-ranks"
+            f"{directory} has no file of metadata of {ranks_text(absent)}, of {max(by_rank) + 1}",
+            code="missing-ranks",
+            hint=COPY_AGAIN,
         )
     return [name for _, name in sorted(by_rank.items())]
 

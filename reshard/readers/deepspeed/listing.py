@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import EXPERT_STATES, MODEL_STATES, OPTIM_STATES
 from reshard.readers.torch_save.file import TorchFile
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.places import workers_at
 from reshard.storage.threads import map_ordered
 from reshard.strategy.names import ranks_text
@@ -88,7 +89,7 @@ def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: boo
         of_model, of_optim = models.get(part, {}), optim.get(part, {})
         expected = range(1 + max((*of_optim, *(of_model if partitioned else ())), default=0))
         if not of_model:
-            faults.add(f"mp_rank_{part:02d}", "has no file of model states", code="missing-file")
+            faults.add(f"mp_rank_{part:02d}", "has no file of model states", code="missing-file", hint=COPY_AGAIN)
         elif partitioned:
             _add_missing(faults, part, "model", expected, of_model)
         if of_optim or (partitioned and not universal):
@@ -122,7 +123,7 @@ def _add_missing(faults: Faults, part: int, kind: str, expected: range, of_rank:
     if missing := list(islice((rank for rank in expected if rank not in of_rank), _MOST_NAMED + 1)):
         more = " and more" if len(missing) > _MOST_NAMED else ""
         fault = f"has no file of {kind} states of {ranks_text(missing[:_MOST_NAMED])}{more}"
-        faults.add(f"mp_rank_{part:02d}", fault, code="missing-ranks")
+        faults.add(f"mp_rank_{part:02d}", fault, code="missing-ranks", hint=COPY_AGAIN)
 
 
 def _ordered(of_rank: dict[int, str]) -> tuple[str, ...]:

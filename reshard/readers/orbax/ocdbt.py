@@ -20,6 +20,7 @@ from reshard.errors import SourceError
 from reshard.formats.decoding import zstd_content
 from reshard.readers.orbax.fields import NodeFields
 from reshard.readers.orbax.steps import MANIFEST
+from reshard.storage.base import COPY_AGAIN, truncated
 from reshard.storage.crc import crc32c
 from reshard.storage.places import any_store, as_place
 
@@ -205,14 +206,11 @@ class Database:
             if status is None:
                 raise SourceError(
                     f"{path} is missing; the database of {self._manifest} names it", code="missing-file",
-                    hint="copy all of the checkpoint: values stay in the directory of the process that wrote them",
+                    facts=["values stay in the directory of the process that wrote them"], hint=COPY_AGAIN,
                 )  # fmt: skip
             self._sizes[path] = status.nbytes
         if location.offset + location.nbytes > self._sizes[path]:
-            raise SourceError(
-                f"{path} is truncated: it has {self._sizes[path]} bytes; expected {location.nbytes} from "
-                f"{location.offset} on", code="truncated",
-            )  # fmt: skip
+            raise truncated(path, self._sizes[path], location.offset + location.nbytes)
         return path
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from reshard.errors import SourceError
 from reshard.formats.entries import Summed
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.crc import crc32, crc32_fault
 from reshard.storage.places import any_store, in_batches
 
@@ -46,6 +47,9 @@ _WHOLE = 64 << 10  # an archive of at most this size is read at once
 _SHORT, _MOST_SHORT = 4 << 10, 1 << 12  # larger ones: contents read with the headers; the most records for it
 _TAIL = 4 << 10  # larger ones: bytes at the end that are read first, which contain most directories
 _MOST_HEADERS = 64 << 20
+
+
+_CUT = "is no zip archive, or is cut off"
 
 
 class Damaged(Exception):  # noqa: N818 -- it describes an archive
@@ -102,7 +106,7 @@ def directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipRecord]:
     """
     tail = read(max(size - _ENDING, 0), min(size, _ENDING))
     if tail[-_END.size : 4 - _END.size] != b"PK\5\6":
-        raise Damaged("is no zip archive, or is cut off")
+        raise Damaged(_CUT)
     count, nbytes, begin = _END.unpack(tail[-_END.size :])
     is_wide = tail[_END64.size : _END64.size + 4] == b"PK\6\7"
     if is_wide:
@@ -273,6 +277,11 @@ class Archive:
         try:
             records = directory(reader.size, reader.read)
         except Damaged as error:
+            if str(error) == _CUT:
+                raise SourceError(
+                    f"{reader.path} is truncated: it has {reader.size} bytes, and its zip directory should follow",
+                    code="truncated", hint=COPY_AGAIN,
+                ) from None  # fmt: skip
             self._refuse(str(error))
         root = records[0].name[: records[0].name.find(b"/") + 1]
         self.records = {record.name.removeprefix(root): record for record in records}

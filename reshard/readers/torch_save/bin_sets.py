@@ -16,6 +16,7 @@ from reshard.errors import SourceError, names
 from reshard.formats.directories import SAVED_SET
 from reshard.formats.sets import SAVED_INDEX, check_members, read_index
 from reshard.readers.torch_save.saves import File, joined, read_files
+from reshard.storage.base import COPY_AGAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,6 +75,7 @@ def _check_numbers(directory: Place, members: Sequence[str]) -> None:
         )
     count = int(matches[0]["count"])
     if missing := list(islice((number for number in range(1, count + 1) if number not in {*numbers}), 64)):
-        raise SourceError(f"{directory} has no file {names(missing)} of {count}, and no index", code="missing-shards")
+        fault = f"{directory} has no file {names(missing)} of {count}, and no index"
+        raise SourceError(fault, code="missing-shards", hint=COPY_AGAIN)
     if count < len(numbers):
         raise SourceError(f"{directory} has file {numbers[-1]} of {count}", code="several-checkpoints", hint=_MOVE)

@@ -20,6 +20,7 @@ from reshard.formats.directories import CONSOLIDATED
 from reshard.readers.torch_save.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
 from reshard.readers.torch_save.joining import check_shapes, join, opened
 from reshard.readers.torch_save.saves import File, read_files
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import ranks_text
 
@@ -90,7 +91,7 @@ def _file_names(directory: Place, listing: Sequence[str]) -> list[str]:
             raise SourceError(f"{directory} has {by_part[part]} and {match[0]}", code="duplicate-rank")
         by_part[part] = match[0]
     if missing := list(islice((part for part in range(max(by_part)) if part not in by_part), 64)):
-        raise SourceError(f"{directory} has no file of {ranks_text(missing)}", code="missing-ranks")
+        raise SourceError(f"{directory} has no file of {ranks_text(missing)}", code="missing-ranks", hint=COPY_AGAIN)
     return [by_part[part] for part in range(len(by_part))]
 
 

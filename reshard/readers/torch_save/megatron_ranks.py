@@ -34,6 +34,7 @@ from reshard.readers.torch_save.joining import JoinedParts, check_shapes, join, 
 from reshard.readers.torch_save.megatron_args import stated_in
 from reshard.readers.torch_save.megatron_model import OF_MODEL, Model, Rank, RankModel, expert_parts
 from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_dict
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.places import workers_at
 from reshard.storage.small import is_text
 from reshard.storage.threads import map_ordered
@@ -315,8 +316,9 @@ def _check_ranks(directory: Place, first: _RankFile, files: Collection[Rank]) ->
         missing = list(islice((rank for rank in expected if rank not in present_experts), 8))
     if missing:
         raise SourceError(
-            f"{directory} has no file of {names(map(_text, missing), most=3)}", code="missing-ranks", facts=facts
-        )
+            f"{directory} has no file of {names(map(_text, missing), most=3)}", code="missing-ranks", facts=facts,
+            hint=COPY_AGAIN,
+        )  # fmt: skip
 
 
 def _check(directory: Place, joined: JoinedParts, cuts: Cuts, model: Model, file: _RankFile) -> None:

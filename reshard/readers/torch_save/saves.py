@@ -29,6 +29,7 @@ from reshard.readers.torch_save.megatron_args import stated_in
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.probe import compare_contents
+from reshard.storage.base import COPY_AGAIN
 from reshard.storage.places import workers_at
 from reshard.storage.small import is_text
 from reshard.storage.threads import map_ordered
@@ -120,9 +121,8 @@ def open_saves(directory: Place, listing: Sequence[str], *, contents: bool | Lit
         missing = (rank for rank in range(counts[0]) if rank not in names_by_rank)
         if first := list(islice(missing, 64)):
             missing_ranks = f"{ranks_text(first)}{' and more' if len(first) == 64 else ''}, of {counts[0]}"
-            faults.add(
-                f"{kind}_world_size_{counts[0]}_rank_*.pt", f"has no file of {missing_ranks}", code="missing-ranks"
-            )
+            fault = f"has no file of {missing_ranks}"
+            faults.add(f"{kind}_world_size_{counts[0]}_rank_*.pt", fault, code="missing-ranks", hint=COPY_AGAIN)
         if max(names_by_rank) >= counts[0]:
             faults.add(names_by_rank[max(names_by_rank)], f"is of a rank beyond the {counts[0]}", code="no-such-rank")
     faults.raise_if_any(SourceError)

@@ -142,7 +142,7 @@ def refuse_other_ranks(plan: Plan, root: str, older: Collection[str]) -> None:
                 f"{root} has {names(foreign, most=3)} too, of other ranks",
                 code="other-ranks",
                 facts=[f"no ledger there says that this program wrote {'it' if len(foreign) == 1 else 'them'}"],
-                hint="remove the old files, or choose another directory",
+                hint="choose another directory, or move the old files away",
             )
 
 

@@ -104,7 +104,7 @@ def read_request(path: str, offset: int, buffer: memoryview) -> StoreRequest[Non
         client, key = client_at(path)
         nbytes = client.read_into(key, offset, buffer)
         if nbytes != len(buffer):
-            raise truncated(path, offset + nbytes, len(buffer) - nbytes)
+            raise truncated(path, offset + nbytes, offset + len(buffer))
 
     return StoreRequest(path, "read", read, nbytes=len(buffer))
 
