@@ -209,11 +209,11 @@ CONSOLIDATED = DirectoryFormat(
 """Meta's files, one of each tensor-parallel part; the only one may be the whole model."""
 
 MEGATRON_RANKS = DirectoryFormat(
-    re.compile(r"mp_rank_(?P<part>\d{2,9})(?:_(?P<stage>\d{3,9}))?(?:_(?P<expert>\d{3,9}))?"),
+    re.compile(r"[mt]p_rank_(?P<part>\d{2,9})(?:_(?:pp_rank_)?(?P<stage>\d{3,9}))?(?:_(?P<expert>\d{3,9}))?"),
     "is the directory of one rank of Megatron-LM",
     "open the directory above",
 )
-"""Directories of Megatron-LM's older format, one of each tensor-parallel part of each pipeline stage."""
+"""Directories of Megatron-LM's older format, one of each tensor-parallel part of each pipeline stage; and NeMo 1's."""
 
 SAVED_PARTS = (
     SAVED_SET,

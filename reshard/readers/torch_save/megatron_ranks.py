@@ -172,7 +172,7 @@ def _locations(directory: Place, listing: Sequence[str]) -> tuple[list[tuple[_Nu
             locations.append((numbers, directory / match[0] / name))
         elif _NEMO in present:
             raise SourceError(
-                f"{directory} is of one rank of several of NeMo 1", code="unsupported-layout",
+                f"{directory} has the ranks of a checkpoint of NeMo 1", code="unsupported-layout",
                 facts=[f"{match[0]} has {_NEMO}, which does not say how it is cut"],
                 hint="save it with NeMo with tensor_model_parallel_size 1 and pipeline_model_parallel_size 1",
             )  # fmt: skip
