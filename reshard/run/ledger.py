@@ -12,12 +12,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, TargetError, names
-from reshard.formats.entries import covers, ranges
 from reshard.run.locks import locks_at, opened
 from reshard.source.records import (
     DIRECTORY,
@@ -32,18 +30,14 @@ from reshard.source.records import (
     listed,
     parts_of,
 )
-from reshard.storage.crc import CASTAGNOLI, combine, crc32, crc_of_range
-from reshard.storage.local import local_store, write_error
+from reshard.storage.local import write_error
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.small import read_small
 from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.entries import FileLayout, Spans
-    from reshard.plan.plan import Plan
-    from reshard.source.records import Range
 
 Line = dict[str, Any]
 
@@ -61,10 +55,18 @@ class Ledger:
         provenance: the provenance of the files, as in `source.made`; empty if it is not recorded.
         sources: a digest of the last change of the source files (`changes_digest`).
         command: the words of the command that runs, to resume it.
+        room: how many bytes to reserve for the log, so that a full disk does not prevent records.
     """
 
     def __init__(
-        self, root: str, *, keeps: bool = True, provenance: bytes = b"", sources: str = "", command: Sequence[str] = ()
+        self,
+        root: str,
+        *,
+        keeps: bool = True,
+        provenance: bytes = b"",
+        sources: str = "",
+        command: Sequence[str] = (),
+        room: int = 0,
     ) -> None:
         self.root, self.keeps = root, keeps
         self._directory, self._provenance = f"{root}/{DIRECTORY}", provenance
@@ -73,7 +75,7 @@ class Ledger:
             self._head |= {"command": [*command], "directory": current_directory()}
         self._locks = locks_at(root)
         self._log = ""
-        self._parts = 0
+        self._parts, self._end, self._room = 0, 0, room
         self._older: dict[str, set[str]] = {}
         self._begun: set[str] = set()
 
@@ -104,7 +106,8 @@ class Ledger:
         return self._locks.spare(files)
 
     def release(self) -> None:
-        """Unlock the files; join the parts of the log."""
+        """Unlock the files; join the parts of the log, or free the room that it does not need."""
+        self._free_room()
         if self._parts > 1:
             with suppress(Exception):  # the parts have the same content
                 parts = parts_of(self._directory)[self._log]
@@ -166,6 +169,7 @@ class Ledger:
         removed: finished files are usable without it.
         """
         if self._log:
+            self._free_room()
             with suppress(ReshardError):
                 if not as_place(directory).is_symlink():
                     self._copy(directory)
@@ -212,11 +216,18 @@ class Ledger:
         if not can(self.root).appends:
             remote_store().put(f"{path}.{self._parts:06d}.jsonl", content)
             self._parts += 1
-        else:  # begin a new line: an earlier write may have ended within a line because the disk was full
-            append(f"{path}.jsonl", b"\n" + content, sync=durable)
+        else:
+            self._end = write_at(f"{path}.jsonl", self._end, content, sync=durable, room=self._room)
+            self._room = 0
         if self._provenance:
             put(f"{self._directory}/made-{self._head['made']}.json", self._provenance)
             self._provenance = b""
+
+    def _free_room(self) -> None:
+        """Cut the log after its last line."""
+        if self._end and self._log:
+            with suppress(OSError):
+                os.truncate(f"{self._directory}/{self._log}.jsonl", self._end)
 
     def _remove(self, name: str) -> None:
         """Remove a log, and provenance files that no other log refers to."""
@@ -310,7 +321,7 @@ def put(path: str, content: bytes) -> None:
         if os.lstat(path).st_size == len(content):
             return
         os.unlink(path)
-    append(path, content)
+    write_at(path, 0, content)
 
 
 def erase(path: str) -> None:
@@ -318,14 +329,25 @@ def erase(path: str) -> None:
     store_at(path).discard(path)
 
 
-def append(path: str, content: bytes, *, sync: bool = False) -> None:
-    """Append to a file below `.reshard`; create both if necessary.
+def write_at(path: str, offset: int, content: bytes, *, sync: bool = False, room: int = 0) -> int:
+    """Write into a file below `.reshard`, and return where the next bytes go; create both if necessary.
+
+    Args:
+        path: the file, which only this run writes.
+        offset: where to write.
+        content: what to write.
+        sync: sync the file to the disk.
+        room: how many bytes to reserve, zeros until they are written, if the disk has so many.
 
     Raises:
         TargetError, BudgetError: the file cannot be written.
     """
-    descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
     try:
+        if room > len(content):
+            with suppress(OSError):
+                os.posix_fallocate(descriptor, 0, room)
+        os.lseek(descriptor, offset, os.SEEK_SET)
         done = os.write(descriptor, content)
         while done < len(content):
             done += os.write(descriptor, content[done:])
@@ -335,103 +357,4 @@ def append(path: str, content: bytes, *, sync: bool = False) -> None:
         raise write_error(path, error, len(content)) from error
     finally:
         os.close(descriptor)
-
-
-class Checksums(Mapping[str, Mapping[str, int]]):
-    """A lazy mapping of target file to tensor to the CRC-32C of its contents.
-
-    A block with parts that were written twice, around a crash, may have no checksum. A linked file has the checksums of
-    its link target.
-
-    Attributes:
-        root: the target directory.
-        files: the target files.
-        sources: paths of the source files.
-    """
-
-    def __init__(self, plan: Plan, root: str) -> None:
-        self.root, self.files = root, plan.files
-        self.sources = [file.path for file in plan.source.files]
-        self._files = {file.path: file for file in plan.files}
-        self._records: dict[str, Record] | None = None
-
-    def load(self) -> Mapping[str, Record]:
-        """Return the records of the files; read them once."""
-        if self._records is None:
-            self._records = known(self.root, list(self._files)).records
-        return self._records
-
-    def __getitem__(self, path: str) -> dict[str, int]:
-        file = self._files[path]
-        wrote = longest(self.load().get(file.link or path, Record()).ranges)
-        sums = {content.name: sum_of(content.runs, wrote) for content in file.layout.contents if content.text is None}
-        return {name: value for name, value in sums.items() if value is not None}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def in_files(plan: Plan, wrote: Sequence[int]) -> dict[int, list[Range]]:
-    """Return the ranges of a receipt as ranges of files, by file number."""
-    by_file: dict[int, list[Range]] = {}
-    for start in range(0, len(wrote), 5):
-        number, target, begin, nbytes, crc = wrote[start : start + 5]
-        transfer = plan.transfers[number]
-        for replica in transfer.route.writes[target]:
-            for offset, _, _ in ranges(transfer.write_runs[replica.runs_index], begin, nbytes):
-                by_file.setdefault(replica.file, []).append((offset, nbytes, crc))
-    return by_file
-
-
-def longest(wrote: Iterable[Range]) -> dict[int, tuple[int, int]]:
-    """Return ranges by begin; the longest, if a crash led to several."""
-    return {begin: (nbytes, crc) for begin, nbytes, crc in sorted(wrote)}
-
-
-def sum_of(
-    runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]], polynomial: int = CASTAGNOLI
-) -> int | None:
-    """Combine range checksums into the sum of a block; None if they do not cover it.
-
-    Args:
-        runs: the runs of the contents in the file.
-        wrote: bytes and sum of ranges, by begin.
-        polynomial: the CRC polynomial of the sums; CRC-32C by default.
-    """
-    value = 0
-    for offset, nbytes in runs:
-        end = offset
-        while end < offset + nbytes:
-            length, crc = wrote.get(end, (0, 0))
-            if not 0 < length <= offset + nbytes - end:
-                return None
-            value = combine(value, crc, length, polynomial)
-            end += length
-    return value
-
-
-def is_complete(path: str, layout: FileLayout, spans: Spans) -> bool:
-    """Return whether a file written in order has all contents, literals and sums.
-
-    Args:
-        path: the path of the unfinished file.
-        layout: its planned contents.
-        spans: the byte ranges that are written.
-    """
-    if not all(covers(spans, at, at + n) for content in layout.contents for at, n in content.runs):
-        return False
-    for offset, content in layout.literals:
-        stored = bytearray(len(content))
-        local_store().read_into(path, offset, memoryview(stored))
-        if stored != content:
-            return False
-    for begin, nbytes, places in layout.crcs:
-        stored = bytearray(4 * len(places))
-        for at, crc_offset in enumerate(places):
-            local_store().read_into(path, crc_offset, memoryview(stored)[4 * at : 4 * at + 4])
-        if stored != crc_of_range(local_store(), path, begin, nbytes, crc32).to_bytes(4, "little") * len(places):
-            return False
-    return True
+    return offset + len(content)

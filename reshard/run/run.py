@@ -14,11 +14,11 @@ from reshard.plan.partition import partitioned
 from reshard.run.beside import older_files, refuse_other_ranks
 from reshard.run.executor import check_workers, execute
 from reshard.run.graph import Graph
-from reshard.run.ledger import Checksums
 from reshard.run.prefetch import Prefetch
 from reshard.run.preflight import check_target
 from reshard.run.session import Session
 from reshard.run.settings import Progress, Receipt, Report, TaskOptions, peak_memory, report_of, uncounted_memory
+from reshard.run.sums import Checksums
 from reshard.run.tasks import drop_sources
 from reshard.run.unchanged import changed_sources, check_sources
 from reshard.source.records import DIRECTORY

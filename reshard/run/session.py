@@ -22,7 +22,7 @@ from reshard.plan.inputs import ledger_provenance
 from reshard.plan.partition import bytes_left, remaining
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.run.beside import remove_older
-from reshard.run.ledger import Ledger, in_files, is_complete, refuse_foreign
+from reshard.run.ledger import Ledger, refuse_foreign
 from reshard.run.preflight import (
     Do,
     Policy,
@@ -33,6 +33,8 @@ from reshard.run.preflight import (
     seen_files,
     states_of,
 )
+from reshard.run.settings import ledger_bytes
+from reshard.run.sums import in_files, is_complete, spans_of
 from reshard.run.tasks import unfinished, withdraw
 from reshard.run.uploads import begin_uploads, sent_bytes
 from reshard.source.headers import contents_digest
@@ -49,7 +51,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.entries import FileLayout, Spans
+    from reshard.formats.entries import FileLayout
     from reshard.plan.plan import Plan
     from reshard.run.beside import Older
     from reshard.run.settings import Receipt, RunOptions
@@ -119,7 +121,9 @@ class Session:
         sources = changes_digest(plan)
         provenance = provenance_file(ledger_provenance(plan)) if ledger else b""
         self._provenance_digest = digest(provenance)
-        self.ledger = Ledger(root, keeps=ledger, provenance=provenance, sources=sources, command=options.command)
+        self.ledger = Ledger(
+            root, keeps=ledger, provenance=provenance, sources=sources, command=options.command, room=ledger_bytes(plan)
+        )
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
@@ -140,7 +144,7 @@ class Session:
             verified = map_ordered(self._verified, begun, max(threads, 1))
             good = {number: ranges for number, ranges in zip(begun, verified, strict=True) if ranges}
             local_store().close()  # files that were read are written next
-            self._spans = {number: _spans(ranges) for number, ranges in good.items()}
+            self._spans = {number: spans_of(ranges) for number, ranges in good.items()}
             in_order = self._spans.items() if plan.by_file else ()
             complete = [n for n, s in in_order if is_complete(self._unfinished(n), plan.files[n].layout, s)]
             self.plan = remaining(plan, finished, self._spans, complete)
@@ -176,7 +180,7 @@ class Session:
             records[self._paths[number]] = Record(wrote=wrote, ready=ready, boot=boot if ready else "")
         self.ledger.add(records, durable=durable)
         for number, wrote in self._pending.items():
-            written = _spans(Record(wrote=wrote).ranges)
+            written = spans_of(Record(wrote=wrote).ranges)
             self._spans[number] = merged([*self._spans.get(number, ()), *written])
         self._ready |= self._completed
         self._pending, self._completed = {}, {}
@@ -245,7 +249,7 @@ class Session:
             written = f"{bytes_text(usable)} of {bytes_text(self._whole.stats.bytes_written)}"
             resumes = f"{written} are written and kept; the same command resumes (with "
             error.add_note(Text(resumes, Option("restart"), " it starts over)"))
-        elif isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt | BudgetError):
             error.add_note("unfinished files are removed; the same command starts from the beginning")
 
     def _how_to_start_over(
@@ -444,7 +448,3 @@ def _headers(plan: Plan) -> dict[FileLayout, str]:
         return {}
     layouts = {file.layout for file in plan.files}
     return {layout: contents_digest((entry.name, entry) for entry in layout.contents) for layout in layouts}
-
-
-def _spans(good: Iterable[Range]) -> Spans:
-    return merged((begin, begin + nbytes) for begin, nbytes, _ in good)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+_LOG_HEAD, _LOG_FILE, _LOG_RANGE, _MOST_LOG = 4 << 10, 512, 100, 64 << 20
+
 _HOST = os.uname().nodename
 
 
@@ -284,6 +286,14 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
         peak,
         predicted_memory=plan.stats.peak_memory,
     )
+
+
+def ledger_bytes(plan: Plan) -> int:
+    """Return about how many bytes the log of a run takes: a few lines a file, and a range for each block of a task."""
+    blocks = {transfer.route: sum(map(len, transfer.route.writes)) for transfer in plan.transfers}
+    ranges = sum(blocks[plan.transfers[piece.transfer].route] for task in plan.tasks for piece in task.pieces)
+    ranges += sum(len(file.layout.contents) for file in plan.files) if plan.by_file else 0
+    return min(_MOST_LOG, _LOG_HEAD + _LOG_FILE * len(plan.files) + _LOG_RANGE * ranges)
 
 
 def uncounted_memory(plan: Plan) -> int:

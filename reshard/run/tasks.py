@@ -20,8 +20,8 @@ from reshard.plan.partition import whole_files
 from reshard.plan.uploads.copies import needed_pieces
 from reshard.plan.uploads.sending import reserve
 from reshard.run.engine import Moved, move_pieces
-from reshard.run.ledger import in_files, longest, sum_of
 from reshard.run.settings import Receipt, TaskOptions, timed
+from reshard.run.sums import in_files, longest, sum_of
 from reshard.run.unchanged import check_sources
 from reshard.run.uploads import uploads_of
 from reshard.storage.cipher import store_of

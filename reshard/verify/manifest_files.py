@@ -258,7 +258,7 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
         SourceError: a block without a checksum cannot be read.
         TargetError: the manifest exists, cannot be written, or is a target file or a source file.
     """
-    from reshard.run.ledger import Checksums  # lazy import: verification needs no modules of a run
+    from reshard.run.sums import Checksums  # lazy import: verification needs no modules of a run
 
     sums = report.checksums
     if not isinstance(sums, Checksums):

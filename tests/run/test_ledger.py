@@ -10,8 +10,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from stopped_runs import small_tasks
 
-from reshard.run import ledger
 from reshard.run.ledger import Ledger
+from reshard.run.sums import longest, sum_of
 from reshard.source import records
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.storage.crc import crc32c
@@ -169,10 +169,10 @@ def test_what_is_not_a_range_is_passed_by(some: list[int], tmp_path: Path) -> No
     "wrote", [[(0, 4, 1)], [(0, 4, 1), (5, 3, 1)], [(4, 4, 1)], [(0, 9, 1)], [], [(0, 6, 1), (4, 4, 1)]]
 )
 def test_ranges_that_do_not_make_up_a_block(wrote: list[tuple[int, int, int]]) -> None:
-    assert ledger.sum_of([(0, 8)], ledger.longest(wrote)) is None
+    assert sum_of([(0, 8)], longest(wrote)) is None
 
 
 def test_the_longest_ranges_make_up_a_block() -> None:
     content = bytes(range(20))
     wrote = [(b, n, crc32c(content[b : b + n])) for b, n in ((0, 3), (0, 5), (3, 4), (5, 5), (12, 8))]
-    assert ledger.sum_of([(0, 10), (12, 8)], ledger.longest(wrote)) == crc32c(content[:10] + content[12:])
+    assert sum_of([(0, 10), (12, 8)], longest(wrote)) == crc32c(content[:10] + content[12:])

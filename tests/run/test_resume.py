@@ -45,9 +45,9 @@ from reshard.plan import budget, partition
 from reshard.plan.bands import Recipe
 from reshard.plan.partition import bytes_left, remaining
 from reshard.plan.plan import file_digests
-from reshard.run import session as resume
 from reshard.run.preflight import Do, files_with, preflight
 from reshard.run.settings import RunOptions
+from reshard.run.sums import spans_of
 from reshard.source import records
 from reshard.storage.base import PARTIAL, unfinished_path
 from reshard.storage.crc import crc32c
@@ -109,7 +109,7 @@ def test_only_what_is_not_there_is_written_again(
         for place in spoiled:
             content[place] ^= 0x55
         path.write_bytes(content)
-        good[number] = resume._spans(
+        good[number] = spans_of(
             (begin, nbytes, crc)
             for begin, nbytes, crc in noted.get(file.path, records.Record()).ranges
             if not any(begin <= place < begin + nbytes for place in spoiled)
@@ -125,7 +125,7 @@ def test_what_is_verified_is_not_written_again(source: reshard.Checkpoint, tmp_p
     plan.run(tmp_path / "undisturbed")
     stopped(plan, tmp_path / "out")
     noted = records.known(str(tmp_path / "out")).records
-    good = {f"{tmp_path}/out/{file.path}": resume._spans(noted[file.path].ranges) for file in plan._record.files}
+    good = {f"{tmp_path}/out/{file.path}": spans_of(noted[file.path].ranges) for file in plan._record.files}
     assert sum(end - begin for spans in good.values() for begin, end in spans) > 1000
     written.ranges.clear()
     report = plan.run(tmp_path / "out")
