@@ -21,6 +21,7 @@ from reshard.layout.block import Block, shape_text
 from reshard.layout.layout import least_shape
 from reshard.plan.bands import is_grid
 from reshard.view.svg import (
+    GREY,
     Drawn,
     Markup,
     Picture,
@@ -37,7 +38,7 @@ from reshard.view.svg import (
     wrapped,
 )
 from reshard.view.text import count_text
-from reshard.view.words import blocks_of, placements_of
+from reshard.view.words import blocks_of, cut_words, is_computed, placements_of
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
@@ -64,6 +65,7 @@ class DrawnSide:
         blocks: distinct blocks.
         ranks: for each block, the ranks that hold it; empty if no file has it.
         rule: the layout in the notation of strategy files, if there is one.
+        computed: the blocks are in no file, but computed when they are read.
     """
 
     title: str
@@ -71,6 +73,7 @@ class DrawnSide:
     blocks: tuple[Block, ...]
     ranks: tuple[tuple[int, ...], ...]
     rule: str = ""
+    computed: bool = False
 
     @property
     def is_target(self) -> bool:
@@ -127,7 +130,9 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
     places = placements_of(checkpoint, tensor)
     rule = str(places[0].layout) if places else ""
     title = "" if target is None else "source"
-    sides = [DrawnSide(title, tensor.spec.shape, *blocks_of(checkpoint, tensor), rule)]
+    computed = is_computed(checkpoint, tensor)
+    rule = cut_words(checkpoint, tensor) if computed else rule
+    sides = [DrawnSide(title, tensor.spec.shape, *blocks_of(checkpoint, tensor), rule, computed)]
     if target is not None:
         sides += _strategy_sides(target, name, tensor.spec.shape, "target")
     return draw(sides, f"{name} {tensor.spec.dtype} {shape_text(tensor.spec.shape)}")
@@ -168,7 +173,8 @@ def draw(sides: Sequence[DrawnSide], title: str) -> Picture:
     remarks = {
         "hatched: on several ranks": any(len(ranks) > 1 for side in sides for ranks in side.ranks),
         "dashed: where the source is cut": any(cuts),
-        "empty: in no file": any(not ranks for side in sides for ranks in side.ranks),
+        "empty: in no file": any(not ranks for side in sides if not side.computed for ranks in side.ranks),
+        "grey: computed when it is read": any(side.computed for side in sides),
         f"and {len(sides) - _MOST_SIDES} more stages": len(sides) > _MOST_SIDES,
     }
     if text := " · ".join(remark for remark, applies in remarks.items() if applies):
@@ -234,6 +240,7 @@ class Cell:
     ranks: tuple[int, ...]
     count: int
     replicated: bool
+    computed: bool = False
 
 
 def _side(side: DrawnSide, frame: Frame, cuts: _Cuts) -> Drawn:
@@ -265,6 +272,8 @@ def _side(side: DrawnSide, frame: Frame, cuts: _Cuts) -> Drawn:
 
 def summary(side: DrawnSide) -> str:
     """Count the blocks of a side and the ranks of each."""
+    if side.computed:
+        return "" if len(side.blocks) == 1 else f"in {len(side.blocks):,} blocks"
     copies = sorted({len(ranks) for ranks in side.ranks})
     each = count_text(copies[-1], "rank") if len(copies) == 1 else f"{copies[0]} to {copies[-1]} ranks"
     if len(side.blocks) == 1:
@@ -284,7 +293,10 @@ def cells_of(side: DrawnSide, frame: Frame, most: int = _MOST_CELLS, least: floa
         most: the most rectangles.
         least: the least pixels between two cuts.
     """
-    cells = [Cell(block, ranks, 1, len(ranks) > 1) for block, ranks in zip(side.blocks, side.ranks, strict=True)]
+    cells = [
+        Cell(block, ranks, 1, len(ranks) > 1, side.computed)
+        for block, ranks in zip(side.blocks, side.ranks, strict=True)
+    ]
     panels = min(_MOST_PANELS, len({tuple(b.start[axis] for axis in frame.others) for b in side.blocks}))
     most = max(most // panels, 1)
     starts: dict[int, list[int]] = {}
@@ -313,6 +325,7 @@ def cells_of(side: DrawnSide, frame: Frame, most: int = _MOST_CELLS, least: floa
             tuple(sorted({rank for cell in group for rank in cell.ranks})),
             len(group),
             any(cell.replicated for cell in group),
+            side.computed,
         )
         for group in groups.values()
     ]
@@ -348,28 +361,29 @@ def _rectangle(frame: Frame, cell: Cell) -> Markup:
     (y0, y1), (x0, x1) = frame.spans(cell.block)
     blocks = f"{cell.count} blocks, " if cell.count > 1 else ""
     rectangle = tag(
-        "rect", tag("title", f"{_holder(cell)}: {blocks}{cell.block}"), class_="block",
+        "rect", tag("title", f"{holder(cell)}: {blocks}{cell.block}"), class_="block",
         x=round(x0, 3), y=round(y0, 3), width=round(x1 - x0, 3), height=round(y1 - y0, 3),
-        fill=_colour(cell)[0], stroke="currentColor", stroke_width=0.8, stroke_opacity=0.55,
+        fill=colours(cell)[0], stroke="currentColor", stroke_width=0.8, stroke_opacity=0.55,
     )  # fmt: skip
     hatched = cell.replicated and min(x1 - x0, y1 - y0) >= 5
     return join([rectangle, hatch(x0, y0, x1 - x0, y1 - y0)]) if hatched else rectangle
 
 
-def _holder(cell: Cell) -> str:
-    return ranks_label(cell.ranks) if cell.ranks else "in no file"
+def holder(cell: Cell) -> str:
+    """Name the ranks that hold a rectangle, or say why there are none."""
+    return ranks_label(cell.ranks) if cell.ranks else "computed" if cell.computed else "in no file"
 
 
 def _caption(frame: Frame, cell: Cell, cuts: _Cuts) -> Markup:
     """Label a rectangle with its ranks, shortened to the room; an outline separates text and lines."""
     (y0, y1), (x0, x1) = (_widest(span, at) for span, at in zip(frame.spans(cell.block), cuts, strict=True))
-    choices = [_holder(cell)]
+    choices = [holder(cell)]
     if cell.ranks:
         choices += [ranks_range(cell.ranks), f"{cell.ranks[0]} +{len(cell.ranks) - 1}", f"{cell.ranks[0]}"]
     caption = fitting(choices, x1 - x0 - 4, 10) if y1 - y0 >= 13 else ""
     if not caption:
         return Markup("")
-    fill, ink = _colour(cell)
+    fill, ink = colours(cell)
     return label(
         (x0 + x1) / 2, (y0 + y1) / 2 + 3.5, caption, anchor="middle", size=10,
         fill=ink, stroke=fill, stroke_width=3, paint_order="stroke", stroke_linejoin="round",
@@ -386,9 +400,9 @@ def _widest(span: tuple[float, float], cuts: Sequence[float]) -> tuple[float, fl
     return max(pairwise(edges), key=lambda part: round(part[1] - part[0], 3))
 
 
-def _colour(cell: Cell) -> tuple[str, str]:
+def colours(cell: Cell) -> tuple[str, str]:
     """Return the fill of a rectangle, by its first rank, and the colour of labels on it."""
-    return rank_colour(cell.ranks[0]) if cell.ranks else ("none", "currentColor")
+    return rank_colour(cell.ranks[0]) if cell.ranks else GREY if cell.computed else ("none", "currentColor")
 
 
 def _ticks(cells: Sequence[Cell], frame: Frame, axis: int, pixels: float, apart: float) -> list[tuple[float, str]]:

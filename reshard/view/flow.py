@@ -19,7 +19,7 @@ from reshard.errors import bytes_text
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_members
-from reshard.view.svg import Markup, Picture, cut, join, label, moved, rank_colour, ranks_label, tag, text_width
+from reshard.view.svg import GREY, Markup, Picture, cut, join, label, moved, rank_colour, ranks_label, tag, text_width
 from reshard.view.text import count_text
 from reshard.view.verdict import below
 
@@ -37,14 +37,11 @@ _MAX_RUN_BLOCK_PAIRS = 200_000
 """The most pairs of a run of rows and a block; only the first rows of a larger grid are drawn."""
 
 _HEIGHT, _GAP, _LEAST = 340.0, 4.0, 29.0
-_WIDTH, _BAR, _RIBBON_PX, _MAX_END_LABEL_PX, _LEAST_MIDDLE = 760.0, 14.0, 100.0, 130.0, 160.0
+_WIDTH, _BAR, _RIBBON_PX, _MAX_END_LABEL_PX, _LEAST_MIDDLE = 940.0, 14.0, 100.0, 180.0, 160.0
 """Widths in pixels: the widest picture, a file's bar, ribbons, the widest end label, the narrowest middle box."""
 
 _NAME, _REMARK = 10.5, 9.0
 """Font sizes."""
-
-_NO_RANK = "#a3a3a3"
-"""The fill of files that are of no rank."""
 
 T = TypeVar("T")
 
@@ -106,6 +103,7 @@ def _of_plan(plan: Plan) -> Flow:
     """Return the bytes between source files, folded tensors and target files."""
     files = plan.source.files
     inputs = {number for file in files for number in file.inputs or ()}  # a computed file stands for its inputs
+    inputs -= {at.file for transfer in plan.transfers for at in transfer.route.reads}  # of which some are read as well
     shown = [number for number in range(len(files)) if number not in inputs]
     source_of, target_of = dict(zip(shown, _shared(len(shown)), strict=True)), _shared(len(plan.files))
     folded = group_members((transfer.name, transfer.recipe.shape) for transfer in plan.transfers)
@@ -229,20 +227,27 @@ def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
         for block, shape in zip(columns.targets, columns.target_shapes, strict=True):
             nbytes = rows * prod(shape) * transfer.target_dtype.itemsize * len(transfer.route.writes[block])
             written[run_of[n], target_of[first_target[number] + block]] += nbytes
-    ranks = plan.source.ranks
-    holders = [({ranks[transfer.route.reads[n].file]}, str(transfer.recipe.sources[n])) for transfer, n in sources]
+    holders = [
+        (_ranks_of(plan.source, transfer.route.reads[n].file), str(transfer.recipe.sources[n]))
+        for transfer, n in sources
+    ]
     takers = [
         ({plan.files[at.file].rank for at in transfer.route.writes[n]}, str(transfer.recipe.targets[n]))
         for transfer, n in targets
     ]
     return Flow(
         ("source blocks", title, "target blocks"),
-        _blocks(source_of, holders, _sums(read, 0), of_ranks=any(ranks)),
+        _blocks(source_of, holders, _sums(read, 0), of_ranks=any(plan.source.ranks)),
         _bands(plan, run_of, [(transfers[number], segment) for number, segment in runs], _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1), of_ranks=any(plan.ranks)),
         read,
         written,
     )
+
+
+def _ranks_of(source: Checkpoint, number: int) -> set[int]:
+    """Return the rank of a file as a set, which is empty for a file of computed tensors."""
+    return set() if source.files[number].inputs is not None else {source.ranks[number]}
 
 
 def _shared(count: int, most: int = _MAX_END_BOXES) -> list[int]:
@@ -301,7 +306,9 @@ def _blocks(
     for n, inside in enumerate(_inside(box_of, blocks)):
         ranks = sorted(set[int]().union(*(holders for holders, _ in inside)))
         block, size = inside[0][1] if len(inside) == 1 else f"{len(inside)} blocks", bytes_text(nbytes[n])
-        if of_ranks:
+        if not ranks:
+            nodes.append(Node("computed", block, nbytes[n], f"{block}, {size}"))
+        elif of_ranks:
             nodes.append(Node(ranks_label(ranks), block, nbytes[n], f"{block}, {size}", ranks[0]))
         else:
             nodes.append(Node(block, size, nbytes[n]))
@@ -366,7 +373,7 @@ def _wide(nodes: Sequence[Node]) -> float:
 
 
 def _fills(nodes: Sequence[Node]) -> list[str]:
-    return [_NO_RANK if node.rank is None else rank_colour(node.rank)[0] for node in nodes]
+    return [GREY[0] if node.rank is None else rank_colour(node.rank)[0] for node in nodes]
 
 
 def _placed(nodes: Sequence[Node]) -> Column:

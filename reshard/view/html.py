@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 def checkpoint_html(checkpoint: Checkpoint) -> str:
     """Show a checkpoint: sizes, dtypes, the tree of its tensors, its files and its problems."""
-    ranks = sorted(set(checkpoint.ranks))
     files = checkpoint.stored_files
     formats = ", ".join(sorted({file.index.format for _, file in files}))
     stored = bytes_text(sum(file.nbytes for _, file in files))
@@ -84,7 +83,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
             ("tensors", f"{len(checkpoint.tensors):,}", f"{left_out:,} left out" if left_out else ""),
             ("whole tensors", bytes_text(checkpoint.nbytes), "replicas once"),
             ("files", f"{len(files):,}", f"{formats}, {stored}"),
-            ("ranks", f"{len(ranks):,}", ranks_range(ranks)),
+            _ranks_tile(checkpoint),
             stages,
         ),
         dtypes_bar(checkpoint),
@@ -99,18 +98,28 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         ),
     ]
     facts, objects = objects_of(checkpoint)
-    by_title = {
-        "Not readable": checkpoint.unreadable,
-        "Bound": checkpoint.extras.bound,
-        "Megatron": {word: str(fact) for word, fact in facts.items()},
-        "Not tensors": objects,
-    }
+    sections = (
+        ("Not readable", ("tensor", "reason"), checkpoint.unreadable, "tensor"),
+        ("Bound", ("tensor", "reason"), checkpoint.extras.bound, "tensor"),
+        ("Megatron", ("name", "value"), {word: str(fact) for word, fact in facts.items()}, "value"),
+        ("Not tensors", ("name", "what it is"), objects, "object"),
+    )
     parts += [
-        section(title, ("tensor", "reason"), list(by_name.items()), tuple, "tensor", opened=True)
-        for title, by_name in by_title.items()
+        section(title, header, list(by_name.items()), tuple, noun, opened=True, wrap=header[1])
+        for title, header, by_name, noun in sections
         if by_name
     ]
     return page(*parts, *warnings_listed(checkpoint.warnings))
+
+
+def _ranks_tile(checkpoint: Checkpoint) -> tuple[str, str, str]:
+    """Return the ranks of the files, or the devices of the training if its files are of no rank."""
+    arrangement, ranks = checkpoint.extras.arrangement, sorted(set(checkpoint.ranks))
+    if arrangement and ranks == [0] and len(arrangement.ranks) > 1:
+        return "devices", f"{len(arrangement.ranks):,}", "of the training; files are of no rank"
+    if checkpoint.opening.computation:
+        return "ranks", "none", "computed"
+    return "ranks", f"{len(ranks):,}", ranks_range(ranks)
 
 
 def groups_html(groups: Groups) -> str:
@@ -141,6 +150,7 @@ def plan_html(plan: Plan) -> str:
     written = f"{count_text(stats.target_files, 'file')}{ranks}"
     read = f"{count_text(stats.source_files, 'file')}, {stats.read_amplification:.2f} x needed"
     changed = changed_text(plan)
+    left_out = [*plan.left_out, *sorted(plan.source.left_out)]
 
     def file_row(file: TargetFile) -> Sequence[str]:
         link = f"link to {file.link}" if file.link else ""
@@ -159,6 +169,7 @@ def plan_html(plan: Plan) -> str:
         details("What goes where", plan_picture(plan).html(), opened=True),
         details("Tensors", *_transfers(plan), more=f"{stats.tensors:,}"),
         section("Target files", ("rank", "file", "bytes", ""), plan.files, file_row, "file", wrap="file"),
+        *([listing("Left out", left_out, "not chosen")] if left_out else []),
         *_dropped_and_missing(plan),
         *warnings_listed(plan.warnings),
     )
@@ -203,6 +214,7 @@ def _transfers(plan: Plan) -> list[Markup]:
 def report_html(report: Report) -> str:
     """Show the results of a run."""
     rate = report.bytes_written / report.seconds if report.seconds else 0
+    whole = not (report.resumed or report.finished)
     target = count_text(len(report.files), "file")
     if report.links:
         target += f", {count_text(report.links, 'link')}"
@@ -213,7 +225,7 @@ def report_html(report: Report) -> str:
         tiles(
             ("tensors", f"{report.tensors:,}", f"{count_text(report.replicas, 'replica')} of blocks"),
             ("read", bytes_text(report.bytes_read), count_text(report.source_files, "file")),
-            ("written", bytes_text(report.bytes_written), target),
+            ("written", bytes_text(report.target_bytes if whole else report.bytes_written), target),
             ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
             ("memory", bytes_text(report.peak_memory), f"at the peak; {bytes_text(report.predicted_memory)} predicted"),
         ),

@@ -165,6 +165,9 @@ def _bullets(title: str, items: Sequence[str], noun: str, more: str) -> Markup:
 _FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
 # Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
 _MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
+GREY = ("#a3a3a3", "#1a1a1a")
+"""The fill of what is of no rank, such as a computed tensor, and the colour of a label on it."""
+
 _SHADES = (1.0, 0.8, 1.4, 0.65)  # of `_FEW`, for ranks 0-8, 9-17, 18-26, 27-35
 _DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
 

@@ -16,6 +16,7 @@ from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.plan.changes import changes_of
 from reshard.plan.uploads.sending import requests_of
+from reshard.source.checkpoint import stored_files
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_names, ranges_text
 from reshard.view.text import count_text, fields_data, plain
@@ -159,14 +160,34 @@ def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout
 def blocks_of(checkpoint: Checkpoint, tensor: Tensor) -> tuple[tuple[Block, ...], tuple[tuple[int, ...], ...]]:
     """Return the blocks of a tensor and the ranks that hold each.
 
-    They are the blocks of the files, or those of the training's mesh if the files are of no rank, as in Orbax.
+    They are the blocks of the files, or those of the training's mesh if the files are of no rank, as in Orbax. No rank
+    holds a computed tensor.
     """
+    if is_computed(checkpoint, tensor):
+        return tensor.sharding.blocks, ((),) * len(tensor.sharding.blocks)
     arrangement, name, ranks = checkpoint.extras.arrangement, tensor.spec.name, checkpoint.ranks
     if arrangement and {*ranks} == {0} and name in arrangement.tensors and arrangement.tensors[name].meshes:
         grid = arrangement.grid(name, tensor.spec.shape)
         return grid.blocks, grid.ranks
     sharding = tensor.sharding
     return sharding.blocks, tuple(tuple(sorted({ranks[at.file] for at in every})) for every in sharding.replicas)
+
+
+def is_computed(checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Return whether a tensor is in no file, but computed when it is read."""
+    return _computed_file(checkpoint, tensor) is not None
+
+
+def _computed_file(checkpoint: Checkpoint, tensor: Tensor) -> int | None:
+    """Return the number of the file that stands for a computed tensor, or None."""
+    numbers = (at.file for replicas in tensor.sharding.replicas[:1] for at in replicas[:1])
+    return next((number for number in numbers if checkpoint.files[number].inputs is not None), None)
+
+
+@lru_cache(maxsize=4)
+def ranks_read(checkpoint: Checkpoint, number: int) -> tuple[int, ...]:
+    """Return the ranks of the files from which a file of computed tensors is read."""
+    return tuple(sorted({checkpoint.ranks[file] for file in stored_files(checkpoint.files, [number])}))
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
@@ -184,6 +205,9 @@ def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
 
 def cut_words(checkpoint: Checkpoint, tensor: Tensor) -> str:
     """Describe how a tensor is cut: by its layout, or else by the blocks in its files."""
+    if (number := _computed_file(checkpoint, tensor)) is not None:
+        ranks = ranks_read(checkpoint, number)
+        return f"computed from {count_text(len(ranks), 'rank')}" if len(ranks) > 1 else "computed"
     layouts = layouts_of(checkpoint, tensor)
     if not layouts:
         return sharding_words(tensor.sharding, tensor.spec.shape)

@@ -188,6 +188,7 @@ def stats_html(stats: CheckpointStats) -> str:
                 list(stats.not_finite.items()),
                 lambda item: _not_finite_row(stats, *item),
                 "tensor",
+                wrap="file",
                 opened=True,
             )
         )

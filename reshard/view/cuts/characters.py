@@ -16,7 +16,7 @@ from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_names
 from reshard.view.svg import rank_colour
 from reshard.view.text import count_text, shortened
-from reshard.view.words import blocks_of, cut_words, extents_text, ranks_words
+from reshard.view.words import blocks_of, cut_words, extents_text, is_computed, ranks_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -98,12 +98,19 @@ def _part(checkpoint: Checkpoint, tensors: Sequence[Tensor], canvas: Canvas) -> 
         facts = [folded.pop(), facts[0], first.spec.dtype.name, *facts[1:]]
     if len(names) > _MOST_NAMES:
         folded.append(f"and {len(names) - _MOST_NAMES:,} more")
-    picture = block_picture(first.spec.shape, *blocks_of(checkpoint, first), canvas, indices=alike)
+    nothing = "computed" if is_computed(checkpoint, first) else "no file"
+    picture = block_picture(first.spec.shape, *blocks_of(checkpoint, first), canvas, indices=alike, nothing=nothing)
     return [*wrap(printable("  ".join(facts)), canvas.width), *(f"  {name}" for name in folded), *picture]
 
 
 def block_picture(
-    shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequence[int]], canvas: Canvas, *, indices: bool = True
+    shape: Shape,
+    blocks: Sequence[Block],
+    ranks: Sequence[Sequence[int]],
+    canvas: Canvas,
+    *,
+    indices: bool = True,
+    nothing: str = "no file",
 ) -> list[str]:
     r"""Draw blocks and the ranks that hold them.
 
@@ -113,6 +120,7 @@ def block_picture(
         ranks: the ranks that hold each block.
         canvas: the abilities of the terminal.
         indices: write the indices of the blocks beside them.
+        nothing: the label of a block that no rank holds.
 
     >>> from reshard.layout.layout import Layout
     >>> grid = Layout.of([2, 2], [1, 0]).grid((4, 6))
@@ -141,7 +149,7 @@ def block_picture(
     least = min(room, _FIELD) // len(columns)
     widths = []
     for column, title in columns:
-        labels = [ranks_words(holders.get((row, column), ())) for row, _ in drawn]
+        labels = [_label(holders.get((row, column), ()), nothing) for row, _ in drawn]
         widths.append(max(least, len(title) + 1 if indices else 0, 4 + max(map(len, labels))))
     while sum(widths) > room and len(widths) > 1:
         widths.pop()
@@ -155,7 +163,12 @@ def block_picture(
         for line in range(2 if cut and len(rows) <= _LOW else 1):
             fields = [
                 _field(
-                    holders.get((row, column), ()), width, canvas, canvas.shades[(number + n) % 2], labelled=not line
+                    holders.get((row, column), ()),
+                    width,
+                    canvas,
+                    canvas.shades[(number + n) % 2],
+                    nothing,
+                    labelled=not line,
                 )
                 for n, (width, (column, _)) in enumerate(zip(widths, columns, strict=False))
             ]
@@ -176,9 +189,13 @@ def _spans(blocks: Sequence[Block], axis: int | None) -> list[tuple[int, str]]:
     return [(start, f"{start}-{stop - 1}" if stop - start > 1 else f"{start}") for start, stop in spans]
 
 
-def _field(ranks: Sequence[int], width: int, canvas: Canvas, shade: str, *, labelled: bool) -> str:
+def _label(ranks: Sequence[int], nothing: str) -> str:
+    return ranks_words(ranks) if ranks else nothing
+
+
+def _field(ranks: Sequence[int], width: int, canvas: Canvas, shade: str, nothing: str, *, labelled: bool) -> str:
     """Return one line of a block."""
-    label = f" {shortened(ranks_words(ranks), max(width - 4, 3))} "[: width - 2] if labelled else ""
+    label = f" {shortened(_label(ranks, nothing), max(width - 4, 3))} "[: width - 2] if labelled else ""
     before, after = shade * 2, shade * (width - 2 - len(label))
     if canvas.paint is None or not ranks:
         return f"{before}{label}{after}"

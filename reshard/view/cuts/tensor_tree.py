@@ -107,7 +107,14 @@ def _branch(
 def _row_key(checkpoint: Checkpoint, tensor: Tensor) -> Hashable:
     """Return the properties that tensors of one row share; their stages may differ."""
     layouts = tuple(layout for _, layout in words.layouts_of(checkpoint, tensor))
-    return tensor.spec.dtype, tensor.spec.shape, tensor.text is None, layouts, words.shard_counts(tensor.sharding)
+    return (
+        tensor.spec.dtype,
+        tensor.spec.shape,
+        tensor.text is None,
+        layouts,
+        words.shard_counts(tensor.sharding),
+        words.is_computed(checkpoint, tensor),
+    )
 
 
 def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int, thumbnails: Thumbnails) -> Markup:

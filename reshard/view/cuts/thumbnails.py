@@ -10,9 +10,9 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from reshard.view.blocks import DrawnSide, Frame, cells_of, summary
-from reshard.view.svg import Markup, hatch, join, moved, rank_colour, ranks_label, tag
-from reshard.view.words import blocks_of
+from reshard.view.blocks import DrawnSide, Frame, cells_of, colours, holder, summary
+from reshard.view.svg import Markup, hatch, join, moved, tag
+from reshard.view.words import blocks_of, is_computed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -42,7 +42,12 @@ class Thumbnails:
     def of_tensor(self, checkpoint: Checkpoint, tensor: Tensor, title: str) -> Markup:
         """Return the thumbnail of a tensor's blocks; `title` says how it is cut (`cut_words`)."""
         key = tensor.sharding, title
-        return self.of(key, lambda: DrawnSide("", tensor.spec.shape, *blocks_of(checkpoint, tensor)), title)
+
+        def side() -> DrawnSide:
+            computed = is_computed(checkpoint, tensor)
+            return DrawnSide("", tensor.spec.shape, *blocks_of(checkpoint, tensor), computed=computed)
+
+        return self.of(key, side, title)
 
     def of_target(self, plan: Plan, route: Route) -> Markup:
         """Return the thumbnail of the blocks that a plan writes of a tensor."""
@@ -86,8 +91,7 @@ class Thumbnails:
             if any(cell.block.start[axis] for axis in frame.others):
                 continue
             (y0, y1), (x0, x1) = frame.spans(cell.block)
-            fill = rank_colour(cell.ranks[0])[0] if cell.ranks else "none"
-            text = ranks_label(cell.ranks) if cell.ranks else "in no file"
+            fill, text = colours(cell)[0], holder(cell)
             rectangle = {"x": round(x0, 2), "y": round(y0, 2), "width": round(x1 - x0, 2), "height": round(y1 - y0, 2)}
             blocks.append(tag("rect", tag("title", text), fill=fill, **rectangle))
             if cell.replicated and min(x1 - x0, y1 - y0) >= _HATCHED:

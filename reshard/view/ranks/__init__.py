@@ -15,6 +15,7 @@ from reshard.strategy.names import ranks_text
 from reshard.view.arrays import flat_array, guard, stored_array, sub_array, text_array
 from reshard.view.svg import heading, page, section
 from reshard.view.text import count_text, table_lines
+from reshard.view.words import ranks_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -187,7 +188,11 @@ def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
             f"{checkpoint.title} has no files of rank {rank}", code="no-such-rank",
             facts=[f"it has {ranks_text(checkpoint.ranks)}"],
         )  # fmt: skip
-    files = {number for number, of_file in enumerate(checkpoint.ranks) if of_file == rank}
+    files = {
+        number
+        for number, of_file in enumerate(checkpoint.ranks)
+        if of_file == rank and (checkpoint.files[number].inputs is None or len(ranks_read(checkpoint, number)) <= 1)
+    }  # what is computed from the files of several ranks is in the files of none
     shared: dict[Sharding, list[tuple[Block, Replica]]] = {}
     blocks = {}
     for name, read in checkpoint.tensors.items():
