@@ -26,7 +26,7 @@ from reshard.storage.base import truncated
 from reshard.storage.decryption import MAGICS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Content, RangeReader, Runs
@@ -41,6 +41,7 @@ PART_BYTES = 512 * 1024 * 1024
 
 TRAILER = b"crc_num"
 TRAILER_BYTES = len(TRAILER) + 10
+MAP_PARAMETER = "is a map parameter (a hash table), which has no layout"
 _LONGEST_TEXT = 1 << 24
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
@@ -113,6 +114,23 @@ def index(reader: RangeReader) -> FileIndex:
     return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()), sums=sums)
 
 
+def map_parameters(path: str, index: FileIndex, selects: Callable[[str], object] = bool) -> list[str]:
+    """Return the names of map parameters of a file.
+
+    Args:
+        path: the file, for messages.
+        index: its index.
+        selects: whether an entry is needed, by its name.
+
+    Raises:
+        SourceError: another entry cannot be read, and is needed.
+    """
+    for name, reason in index.unreadable:
+        if reason != MAP_PARAMETER and selects(name):
+            raise SourceError(f"{path}: tensor {name!r} {reason}", code="unreadable-tensor")
+    return [name for name, reason in index.unreadable if reason == MAP_PARAMETER]
+
+
 class Trailer(NamedTuple):
     """The CRC-32 at the end of a file, of all bytes before it.
 
@@ -182,7 +200,7 @@ def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | 
     if name and 3 in fields and 2 in fields:
         raise SourceError(f"{reader.path} has {name!r} as a tensor and as a map parameter", code="corrupt")
     if name and 3 in fields:
-        return name, "is a map parameter (a hash table), which has no layout"
+        return name, MAP_PARAMETER
     dims, kind, run = _tensor(reader, *fields[2]) if 2 in fields else ((), None, None)
     if name and not is_possible(dims):
         return name, f"has the impossible shape {shape_text(dims)}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError, names
+from reshard.formats.ckpt import MAP_PARAMETER, map_parameters
 from reshard.plan.inputs import Selection
 from reshard.plan.make import plan_files
 from reshard.run.run import run
@@ -117,8 +118,8 @@ def _convert(
         files = tuple(_in_order(file) for file in files)
         for file in files:
             tensors.update(file.index.entries)
-            for name, reason in file.index.unreadable:
-                _log.warning("%s: %r %s; it is left out", file.path, name, reason)
+            for name in map_parameters(file.path, file.index):
+                _log.warning("%s: %r %s; it is left out", file.path, name, MAP_PARAMETER)
         planned = plan_files(
             Checkpoint(str(source), {}, files, ranks, coding=cipher, opening=Opening(by_file=True)),
             list(sources),

@@ -21,7 +21,7 @@ import numpy as np
 from reshard.dtypes import STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats import by_name, index_file
-from reshard.formats.ckpt import TRAILER, TRAILER_BYTES
+from reshard.formats.ckpt import MAP_PARAMETER, TRAILER, TRAILER_BYTES, map_parameters
 from reshard.formats.entries import Content, wants
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array
@@ -319,8 +319,8 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Rang
 
 def read_entries(path: str, index: FileIndex, store: RangeStore, selects: Callable[[str], bool]) -> dict[str, Any]:
     """Read the entries whose names are selected: Parameters and text."""
-    for name, reason in index.unreadable:
-        _log.warning("%s: %r %s; it is left out", path, name, reason)
+    for name in map_parameters(path, index, selects):
+        _log.warning("%s: %r %s; it is left out", path, name, MAP_PARAMETER)
     order = index.entries if index.format == "ckpt" else sorted(index.entries)
     values: dict[str, Any] = {}
     for name, entry in [(name, index.entries[name]) for name in order if selects(name)]:

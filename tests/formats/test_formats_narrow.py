@@ -12,7 +12,7 @@ from format_files import message, st_file
 from refusals import failed, refused
 
 import reshard
-from reshard import Layout, Rules, Strategy
+from reshard import Layout, Rules, Strategy, mindspore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,6 +127,11 @@ def test_one_tensor_of_a_ckpt_that_cannot_be_read(tmp_path: Path, bad: tuple[str
     source.write_bytes(message("norm", "Float32", [1], b"abcd") + message("bad", *bad))
     assert "bad" in done("inspect", source).stdout
     failed(4, "unreadable-tensor", "convert", source, tmp_path / "out", "--to", "hf", places=("bad",))
+    with refused(reshard.SourceError, "unreadable-tensor", "bad"):
+        mindspore.load_checkpoint(str(source))
+    with refused(reshard.SourceError, "unreadable-tensor", "bad"):
+        mindspore.ckpt_to_safetensors(str(source), str(tmp_path))
+    assert set(mindspore.load_checkpoint(str(source), specify_prefix="norm")) == {"norm"}
     done("convert", source, tmp_path / "out", "--to", "hf", "--drop", "bad")
     assert by_library(tmp_path / "out") == GOOD
 

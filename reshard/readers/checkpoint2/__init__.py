@@ -26,7 +26,7 @@ from reshard.layout.block import Block, shape_text
 from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
 from reshard.readers.listed import nothing_readable
 from reshard.source.assemble import assemble_whole, by_header, where
-from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, unreadable_in
 from reshard.source.facts import Extras
 from reshard.source.headers import indexed
 from reshard.source.probe import compare_contents
@@ -99,7 +99,10 @@ def _whole(directory: Place, listing: set[str]) -> Checkpoint:
             path_of[name] = file.path
     faults.raise_if_any(SourceError)
     tensors = assemble_whole(str(directory), files, ranks, range(len(files)))
-    return Checkpoint(str(directory), tensors, files, ranks, warnings=tuple(_health(directory)), extras=Extras(NAME))
+    return Checkpoint(
+        str(directory), tensors, files, ranks, warnings=tuple(_health(directory)), unreadable=unreadable_in(files),
+        extras=Extras(NAME),
+    )  # fmt: skip
 
 
 def _health(directory: Place) -> Iterator[str]:
