@@ -1,7 +1,7 @@
 """Interfaces that all stores share: capabilities, readers, codings and sinks.
 
 A path or URL becomes a `Place` once (`places.as_place`), and a place knows its store. A store describes its abilities
-as `Capabilities`, so that no other module tests whether a string is a URL. A store that decrypts or decodes wraps
+as `Capabilities`, which other modules ask instead of the scheme. A store that decrypts or decodes wraps
 another store (`Around`) and reads through it.
 """
 

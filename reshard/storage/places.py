@@ -2,8 +2,6 @@
 
 `as_place` turns a path or URL of the user into a `LocalPath` or a `RemotePath`. Both have the same methods, so that
 other modules need not distinguish them; differences that matter are in the store's capabilities (`can`).
-
-All choices by scheme are in this module.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Requests to URLs: timeouts, retries, and the special needs of S3."""
+"""Clients of stores at URLs, and what they share: connections, buffers, listings, retries."""
