@@ -170,9 +170,9 @@ def _find_unused_changes(source: Checkpoint, selection: Selection, kept: Collect
         _add(faults, Option("lora"), "has no effect: it changes nothing of what is chosen", hint)
     tensors = [source.tensors[name] for name in kept if name in source.tensors and name not in source.extras.bound]
     dtypes = sorted({tensor.spec.dtype.name for tensor in tensors if tensor.text is None})
-    for old, new in selection.cast.items() if tensors else ():
+    for old, new in selection.cast.items():
         if old not in dtypes:
-            hint = f"the tensors are {names(dtypes)}"
+            hint = f"the tensors are {names(dtypes)}" if dtypes else "leave it out"
             _add(faults, Option("cast", old, new), f"has no effect: no tensor is {old}", hint)
         elif old == new:
             _add(faults, Option("cast", old, new), "has no effect")

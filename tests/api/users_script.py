@@ -24,7 +24,7 @@ def main(source_dir: Path, strategy: Path, target_strategy: str, out: Path) -> N
     array: Array = source[name]
     shape: tuple[int, ...] = source.tensors[name].spec.shape
     print(array, shape, source.nbytes, source.ranks, source.format, source.unreadable, source.warnings, source.groups())
-    selection = reshard.Selection(include=["*"], exclude=(), cast={"float32": "bfloat16"}, name_map={}, drop=["x*"])
+    selection = reshard.Selection(include=["*"], exclude=(), cast={"float32": "bfloat16"}, name_map={}, drop=["*"])
     plan: reshard.Plan = reshard.plan(source, target_strategy, format="safetensors", memory="1GB", selection=selection)
     stats = plan.stats.peak_memory + sum(plan.explain_memory().values())
     block: Array = plan.rank(0)[next(iter(plan.rank(0)))]

@@ -354,6 +354,23 @@ def choose(rng: Random, case: Case) -> None:
         selection.include, selection.exclude, selection.weights_only = [], [], False
     if rng.random() < 0.2:
         selection.cast = dict([rng.choice(CASTS)])
+    without_unused(case)
+
+
+def without_unused(case: Case) -> None:
+    """Take back what would change nothing, which is refused."""
+    selection = case.selection
+    if all(case.new_name(tensor) == tensor.name for tensor in case.kept()):
+        selection.include, selection.exclude, selection.weights_only = [], [], False
+        if case.target is None and all(case.new_name(tensor) == tensor.name for tensor in case.kept()):
+            selection.names = {}
+    inside = [tensor.name for tensor in case.tensors if tensor.in_files]
+    included = {name for name in inside if not selection.include or reference.matches(name, selection.include)}
+    selection.exclude = [glob for glob in selection.exclude if any(reference.matches(n, [glob]) for n in included)]
+    absent = [tensor for tensor in case.tensors if not tensor.in_files and selection.chooses(tensor)]
+    selection.allow_missing = [tensor.name for tensor in absent if tensor.name in selection.allow_missing]
+    if any(old not in {tensor.dtype for tensor in case.kept() if tensor.text is None} for old in selection.cast):
+        selection.cast = {}
 
 
 def options(rng: Random, case: Case) -> None:

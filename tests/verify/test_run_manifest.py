@@ -304,7 +304,7 @@ def test_without_checksums_there_is_none(folder: Path) -> None:
     reports: list[Report] = [
         plan.run("unsummed", fsync=False),
         plan.run("unnoted", ledger=False),
-        reshard.plan(reshard.Checkpoint(plan._record.source), format="zarr", drop=["note"]).run("zarr"),
+        reshard.plan(reshard.Checkpoint(plan._record.source), format="zarr").run("zarr"),
     ]
     for report in reports:
         with refused(UsageError, "no-checksums", report.directory, "checksums=True"):
