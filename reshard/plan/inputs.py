@@ -24,7 +24,7 @@ from reshard.formats.provenance import (
     StrategyRecord,
     TargetRecord,
 )
-from reshard.strategy.names import matching, no_match, optimizer_states
+from reshard.strategy.names import matching, no_match, omitted, optimizer_states
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -223,6 +223,8 @@ class Renaming:
         self.globs = {
             old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
         }
+        self._omitted: set[str] = set()
+        self._omitted = omitted(self.states.values(), self)
 
     def __call__(self, name: str) -> str:
         """Return the new name of a tensor."""
@@ -234,7 +236,7 @@ class Renaming:
             direct = self._by_glob(name, state.prefix)  # `adam_m.*` is about states, `*.wq` is not
             followed = self(state.weight)
             if direct is not None or followed != state.weight:
-                return direct or state.of(followed)
+                return direct or state.of(followed, omits=state.outer in self._omitted)
         return self._by_glob(name) or name
 
     def _by_glob(self, name: str, beginning: str = "") -> str | None:

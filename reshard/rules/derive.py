@@ -20,7 +20,7 @@ from reshard.layout.block import shape_text
 from reshard.rules.fused_layout import indices, of_fused, of_parts, pieces, placed, zeros
 from reshard.rules.matching import match_names
 from reshard.rules.numbers import numbers_in, read_config
-from reshard.rules.patterns import SCALES, STEP, Family
+from reshard.rules.patterns import SCALES, Family
 from reshard.rules.programs.megatron import check_arguments
 from reshard.rules.ranges import Ranges, layers_fault
 from reshard.source.checkpoint import Checkpoint, Shard, TensorSpec
@@ -128,6 +128,7 @@ class _Deriving:
         self.makers: dict[str, str] = {}
         self.fused: dict[str, Fused] = {}
         self.extents: dict[tuple[str, str], tuple[int, str]] = {}
+        self.fronts: dict[tuple[str, str], Shape] = {}  # of the tensors that were split, by rule and name of the weight
         self.padding: dict[str, list[str]] = {}
         self.ties: dict[str, tuple[Tensor, ...]] = {}
         self.warnings: list[str] = []
@@ -142,7 +143,7 @@ class _Deriving:
         for name in matches.training_state:
             self.tensors[name] = self.source.tensors[name]
             self.makers[name] = "the source"
-        for use in matches.uses:
+        for use in sorted(matches.uses, key=lambda use: use.family.is_step):  # these are as many as their weights
             for bound, members in use.members.items():
                 try:
                     self._apply(use, dict(bound), members)
@@ -198,8 +199,7 @@ class _Deriving:
     def _apply(self, use: Use, bound: Bound, members: Mapping[str, tuple[int, Bound]]) -> None:
         """Derive the tensors of one group of names."""
         rule = use.rule
-        is_step = use.family.suffix == STEP or use.family.prefix == STEP[1:] + "."
-        is_number = is_step and all(  # the steps of weights
+        is_number = use.family.is_step and all(  # the steps of weights
             prod(self.source.tensors[name].spec.shape) == 1 for name in members
         )
         for name in () if is_number or (rule.is_name_only and len(members) == 1) else members:
@@ -229,6 +229,9 @@ class _Deriving:
             self._add(use, rule.fused.write(bound), self.source.tensors[first])
             return
         counts = self._counts(rule)
+        front = self.fronts.get((rule.key_path, rule.fused.write(bound)))
+        if front is not None:
+            counts = dict(zip(counts, front, strict=True))
         if rule.by and None in counts.values():
             raise SourceError(
                 "is one scalar for several tensors", code="unknown-count",
@@ -294,6 +297,7 @@ class _Deriving:
             at=rule.at,
         )  # fmt: skip
         _check_count(prod(layout.front) * len(layout.parts))
+        self.fronts[rule.key_path, rule.fused.write(bound)] = layout.front
         if layout.padding:
             self._check_padding(tensor, layout, layout.padding)
         shards_of_part: dict[tuple[Shape, int], list[Shard]] = {
@@ -338,7 +342,8 @@ class _Deriving:
             if (index, part) not in sources:
                 absent = rule.parts[part].write({**bound, **dict(zip(counts, index, strict=True))})
                 raise SourceError(
-                    f"lacks {use.family.of(absent)!r}; the source has {names(members, most=2)}", code="missing-tensor"
+                    f"lacks {use.family.source_name(absent)!r}; the source has {names(members, most=2)}",
+                    code="missing-tensor",
                 )
             expected_keys.append((index, part))
         for word, count in zip(counts, front, strict=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import names
 from reshard.rules.patterns import families
-from reshard.strategy.names import is_training_state, optimizer_states
+from reshard.strategy.names import MODEL, OPTAX, PARAMS, is_training_state, optimizer_states
 from reshard.strategy.names import matches as matches_any
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def match_names(
     matches = Matches([], [], [])
     matched = set[int]()
     states = optimizer_states(source.all_names, source.opening.states)
+    prefixes: dict[Family, str] = {}
     for name, tensor in source.tensors.items():
         candidates = list(_candidates(name, rules, side, states))
         if not candidates:
@@ -102,6 +103,7 @@ def match_names(
             continue
         number, family, part, bound = candidates[0]
         rule = rules.rules[number]
+        family = family._replace(new_outer=_new_outer(family, rules, side, prefixes))
         if not rule.parts:
             matches.dropped.append(name)
             continue
@@ -120,6 +122,31 @@ def match_names(
                 hint="correct the rule, or add optional: true to it",
             )  # fmt: skip
     return matches._replace(uses=list(uses.values()))
+
+
+def _new_outer(family: Family, rules: Rules, side: int, cache: dict[Family, str]) -> str:
+    """Return the beginning of weights' names that the states of a family omit among the names that rules make.
+
+    States of optax and PyTorch are named in the model, and weights are in `params.` or `model.`, if all names that the
+    rules make are there. But a source whose weights are all there, too, shows by its own states if they omit it.
+    """
+    if family not in cache:
+        outer = _outer_of(family)
+        new, old = (all(name.startswith(outer) for name in _dotted(rules, at)) for at in (1 - side, side))
+        cache[family] = outer if outer and new and (family.outer == outer or not old) else ""
+    return cache[family]
+
+
+def _outer_of(family: Family) -> str:
+    """Return the beginning of weights' names that states of these names may omit."""
+    if family.prefix.startswith(OPTAX):
+        return PARAMS
+    return MODEL if family.suffix and family.prefix in {"optim.state.", "optimizer.state."} else family.outer
+
+
+def _dotted(rules: Rules, side: int) -> list[str]:
+    """Return the names in the rules of one side, without single words such as `step`."""
+    return [pattern.text for rule in rules.rules for pattern in rule.side(side) if "." in pattern.text]
 
 
 def _candidates(

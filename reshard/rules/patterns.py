@@ -97,6 +97,12 @@ class Family(NamedTuple):
 
     Optimizer states and scales have such names.
 
+    Attributes:
+        prefix: the text before the name of the weight.
+        suffix: the text behind it.
+        outer: the beginning of the weights' own names that this family omits in the source.
+        new_outer: the same among the names that rules make.
+
     >>> Family("optim.state.", ".exp_avg").of("w"), Family("adam_m.", "").of("w")
     ('optim.state.w.exp_avg', 'adam_m.w')
     """
@@ -104,10 +110,20 @@ class Family(NamedTuple):
     prefix: str = ""
     suffix: str = ""
     outer: str = ""
+    new_outer: str = ""
 
     def of(self, weight: str) -> str:
-        """Return the name of a weight's tensor in this family, which omits `outer`."""
+        """Return the name that rules make of a weight's tensor in this family."""
+        return f"{self.prefix}{weight.removeprefix(self.new_outer)}{self.suffix}"
+
+    def source_name(self, weight: str) -> str:
+        """Return the name of a weight's tensor in this family in the source."""
         return f"{self.prefix}{weight.removeprefix(self.outer)}{self.suffix}"
+
+    @property
+    def is_step(self) -> bool:
+        """Return whether its tensors count steps."""
+        return self.suffix == STEP or f".{self.prefix}".removesuffix(".").endswith(STEP)
 
 
 def families(name: str, states: Mapping[str, State]) -> Iterator[tuple[Family, str]]:

@@ -96,15 +96,19 @@ def _absent(
     present: tuple[Container[str], Container[str]], side: int,
 ) -> str:  # fmt: skip
     """Return a lost name, as in the source if known; "" if another rule has it."""
-    name = family.of(rule.parts[part].write(bound))
+    makes_parts = side == rule.fused_side
+    of_parts, of_fused = family.source_name, family.of
+    if makes_parts:
+        of_parts, of_fused = of_fused, of_parts
+    name = of_parts(rule.parts[part].write(bound))
     if name in present[1 - rule.fused_side]:
         return ""
     if rule.by:
         return name
-    fused = family.of(rule.fused.write(bound))
+    fused = of_fused(rule.fused.write(bound))
     if fused in present[rule.fused_side]:
         return ""
-    return fused if side == rule.fused_side else name
+    return fused if makes_parts else name
 
 
 def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> SourceError | None:

@@ -13,7 +13,7 @@ from reshard.errors import Option, StrategyError, Text, names
 from reshard.spelling import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import Tensor
@@ -33,8 +33,8 @@ TRAINING_STATE = {
 
 _ACCUMULATED = "accu_grads"
 _STEP = "step"  # JAX's count of steps, next to the states of optax
-_OPTAX, _PARAMS = "opt_state.", "params."  # the prefix of all states of JAX's optax, and one that weights may have
-_MODEL = "model."  # the prefix of weights that PyTorch's programs save next to `optim`
+OPTAX, PARAMS = "opt_state.", "params."  # the prefix of all states of JAX's optax, and one that weights may have
+MODEL = "model."  # the prefix of weights that PyTorch's programs save next to `optim`
 
 _OPTIMIZER_STATE = re.compile(
     r"(?P<before>(?:optim(?:izer)?\.)?(?:state|param_groups|distributed)\.)(?P<rest>.+)", re.DOTALL
@@ -91,18 +91,19 @@ class State(NamedTuple):
         """Return the name of the state without the name of the weight."""
         return f"{self.prefix.rstrip('.')}{self.suffix}"
 
-    def of(self, weight: str) -> str:
+    def of(self, weight: str, *, omits: bool = True) -> str:
         """Return the name of the same state of another weight.
 
-        The prefix of the weight that this state's name omits (`outer`) is omitted there, too.
+        The prefix of the weight that this state's name omits (`outer`) is omitted there, too, unless `omits` is False:
+        then it is a part of the name in the model.
 
         >>> state = State("model.a.w", "optim.state.", ".step", "model.")
-        >>> state.of("model.b.w"), state.of("net.a.w"), state.of("c.w")
-        ('optim.state.b.w.step', 'optim.state.a.w.step', 'optim.state.c.w.step')
+        >>> state.of("model.b.w"), state.of("net.a.w"), state.of("c.w"), state.of("model.b.w", omits=False)
+        ('optim.state.b.w.step', 'optim.state.a.w.step', 'optim.state.c.w.step', 'optim.state.model.b.w.step')
         """
         inner = self.weight.removeprefix(self.outer)
-        if not self.outer or weight.partition(".")[2] != inner:
-            inner = weight.removeprefix(self.outer)
+        if not self.outer or inner not in {weight, weight.partition(".")[2]}:
+            inner = weight.removeprefix(self.outer) if omits else weight
         return f"{self.prefix}{inner}{self.suffix}"
 
 
@@ -143,8 +144,8 @@ def optimizer_states(names: Collection[str], words: Collection[str] = ()) -> dic
             prefixes[prefix] += 1
             if rest in names or prefix == _ACCUMULATED:
                 candidates.setdefault(name, []).append((prefix, rest))
-    if any(name.startswith(_OPTAX) for name in states) and _STEP in names:
-        states[_STEP] = State("", _OPTAX)
+    if any(name.startswith(OPTAX) for name in states) and _STEP in names:
+        states[_STEP] = State("", OPTAX)
     before_weight = Counter(prefix for splits in candidates.values() for prefix, _ in splits)
     return states | {
         name: State(rest, f"{prefix}.")
@@ -161,6 +162,15 @@ def _is_of_optimizer(prefix: str, words: Collection[str]) -> bool:
     return is_word and (not outer or outer in _OPTIMIZERS)
 
 
+def omitted(states: Iterable[State], rename: Callable[[str], str]) -> set[str]:
+    """Return the prefixes of weights that names of states omit and that all these weights have under new names, too."""
+    outers: dict[str, bool] = {}
+    for state in states:
+        if outers.get(state.outer, True):
+            outers[state.outer] = rename(state.weight).startswith(state.outer)
+    return {outer for outer, kept in outers.items() if kept}
+
+
 def role_of(state: State) -> str:
     """Return the role of an optimizer state: `moments`, `masters` or `steps`, else "".
 
@@ -170,7 +180,7 @@ def role_of(state: State) -> str:
      'exp_avg.w': 'moments', 'fp32.w': 'masters'}
     """
     word = state.kind.rpartition(".")[2]
-    if word in STEPS or (f"{word}." == _OPTAX and (state.weight.rpartition(".")[2] or _STEP) in STEPS):
+    if word in STEPS or (f"{word}." == OPTAX and (state.weight.rpartition(".")[2] or _STEP) in STEPS):
         return "steps"
     if word in _MASTERS:
         return "masters"
@@ -179,16 +189,16 @@ def role_of(state: State) -> str:
 
 def _of_optimizer(name: str, names: Collection[str]) -> State | None:
     """Split a state's name in a distributed checkpoint; return None for other names."""
-    if name.startswith(_OPTAX):
-        weights = ((outer + rest, prefix, outer) for prefix, rest in _splits(name) for outer in ("", _PARAMS))
+    if name.startswith(OPTAX):
+        weights = ((outer + rest, prefix, outer) for prefix, rest in _splits(name) for outer in ("", PARAMS))
         of_weight = (State(weight, f"{prefix}.", "", outer) for weight, prefix, outer in weights if weight in names)
-        return next(of_weight, State(name.removeprefix(_OPTAX), _OPTAX))
+        return next(of_weight, State(name.removeprefix(OPTAX), OPTAX))
     match = _OPTIMIZER_STATE.fullmatch(name)
     if match is None:
         return None
     before, rest = match["before"], match["rest"]
     weight, _, kind = rest.rpartition(".")
-    for outer in ("", _MODEL):
+    for outer in ("", MODEL):
         if outer + weight in names:
             return State(outer + weight, before, f".{kind}", outer)
     is_sure = before.startswith("optim")
@@ -225,7 +235,7 @@ def is_training_state(name: str, tensor: Tensor | None) -> bool:
 
 def is_step(name: str, shape: Shape) -> bool:
     """Return whether a tensor is a single number such as `global_step`."""
-    is_known = name.rpartition(".")[2] in TRAINING_STATE or name.startswith(_OPTAX)
+    is_known = name.rpartition(".")[2] in TRAINING_STATE or name.startswith(OPTAX)
     return prod(shape) == 1 and is_known
 
 

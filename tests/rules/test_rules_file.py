@@ -81,7 +81,10 @@ def test_states_and_scales_have_the_name_of_a_weight() -> None:
     every = ["model.w", "optim.state.w.exp_avg", "adam_m.model.w", "vision.model.w", "vision.x", "vision.y"]
     states = optimizer_states(every)
     assert (Family("optim.state.", ".exp_avg"), "w") in families("optim.state.w.exp_avg", states)
-    assert Family("optim.state.", ".exp_avg", "model.").of("model.v") == "optim.state.v.exp_avg"
+    family = Family("optim.state.", ".exp_avg", "model.", "net.")
+    assert (family.source_name("model.v"), family.of("net.v")) == ("optim.state.v.exp_avg",) * 2
+    steps = [Family("step."), Family("x.state.step."), Family("", ".step")]
+    assert [each for each in (family, *steps) if each.is_step] == steps
     assert list(families("vision.model.w", states)) == [(Family(), "vision.model.w")]
 
 

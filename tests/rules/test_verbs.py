@@ -184,7 +184,7 @@ def pad(**options: Any) -> dict[str, Any]:
             {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}}},
             ("too-many-tensors", "1,000,000,000"),
         ),
-        ({"y.step": (), "y": W}, STACK, ("unknown-count", "y.step")),
+        ({"y.step": ()}, STACK, ("unknown-count", "y.step")),
         ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 0}}}, ("out-of-range", "0 of", "least 1")),
         ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": "l", "flat": True}}, ("unknown-count", "by")),
         (

@@ -115,6 +115,44 @@ def test_they_follow_their_weights() -> None:
     assert without["state.model.h.0.w.exp_avg_sq"] == "state.h.0.w.exp_avg_sq"
 
 
+@pytest.mark.parametrize(
+    ("names", "new_names", "expected"),
+    [
+        (  # of a model that has a `model` itself, as those of Hugging Face have
+            ["model.model.e.w", "model.lm.w", "optim.state.model.e.w.exp_avg", "optim.state.lm.w.step"],
+            {"model.*": "*"},
+            ["model.e.w", "lm.w", "optim.state.model.e.w.exp_avg", "optim.state.lm.w.step"],
+        ),
+        (
+            ["model.model.e.w", "model.lm.w", "optim.state.model.e.w.exp_avg", "optim.param_groups.lm.w.lr"],
+            {"model.model.e.w": "e.w", "model.lm.w": "lm.w"},
+            ["e.w", "lm.w", "optim.state.e.w.exp_avg", "optim.param_groups.lm.w.lr"],
+        ),
+        (  # of which one more is called like the dict
+            ["model.a.w", "model.b.w", "optim.state.a.w.exp_avg", "optim.state.b.w.exp_avg"],
+            {"model.a.w": "model.x.w", "model.b.w": "y.w"},
+            ["model.x.w", "y.w", "optim.state.model.x.w.exp_avg", "optim.state.y.w.exp_avg"],
+        ),
+        (
+            ["model.a.w", "optim.state.a.w.exp_avg", "accu_grads.model.a.w"],
+            {"model.*": "model.decoder.*"},
+            ["model.decoder.a.w", "optim.state.decoder.a.w.exp_avg", "accu_grads.model.decoder.a.w"],
+        ),
+        (
+            ["params.a.w", "opt_state.0.mu.a.w", "opt_state.0.count"],
+            {"params.*": "*"},
+            ["a.w", "opt_state.0.mu.a.w", "opt_state.0.count"],
+        ),
+        (["w", "adam_m.w", "accu_grads.adam_m.w"], {"*": "x.*"}, ["x.w", "adam_m.x.w", "accu_grads.adam_m.x.w"]),
+    ],
+)
+def test_globs_are_of_the_weight_that_a_state_follows(
+    names: list[str], new_names: dict[str, str], expected: list[str]
+) -> None:
+    """And all states are named after the same part of their weights' names."""
+    assert list(Selection(name_map=new_names).renamed(names).values()) == expected
+
+
 def test_they_are_kinds_and_no_weights(tmp_path: pytest.TempPathFactory) -> None:
     tensors = numbers({"w": (4, 2), "state.w.exp_avg": (4, 2), "state.w.step": ()})
     path = write_file(tmp_path / "a.safetensors", tensors)  # type: ignore[operator]

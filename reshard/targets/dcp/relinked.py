@@ -30,7 +30,7 @@ from reshard.readers.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.readers.dcp.objects import problems
 from reshard.source.holdings import leave_out
 from reshard.storage.places import as_place, can
-from reshard.strategy.names import matches, optimizer_states
+from reshard.strategy.names import matches, omitted, optimizer_states
 from reshard.targets.dcp import DCPTarget
 from reshard.targets.dcp.carried import old_names, read_carried
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
@@ -311,7 +311,9 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
 def _unrenamed_states(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     """Yield optimizer states that keep their names though their weights are renamed."""
     new_names = {old: new for new, old in carried.items()}
-    for name, state in optimizer_states(source.all_names).items():
+    states = optimizer_states(source.all_names)
+    outers = omitted(states.values(), lambda weight: new_names.get(weight, weight))
+    for name, state in states.items():
         new = new_names.get(state.weight, state.weight)
-        if new_names.get(name) == name != state.of(new) and new != state.weight:
+        if new_names.get(name) == name != state.of(new, omits=state.outer in outers) and new != state.weight:
             yield name
