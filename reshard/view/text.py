@@ -118,6 +118,16 @@ def table_lines(
     ]
 
 
+def fitting_lines(lines: Iterable[str], width: int | None) -> list[str]:
+    """Return lines, those that are wider than a terminal broken at spaces; rows of `table_lines` fit already."""
+    fitting: list[str] = []
+    for line in lines:
+        is_wide = width is not None and len(line) > width
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        fitting += wrap(line, width or 0, subsequent_indent=indent, break_on_hyphens=False) if is_wide else [line]
+    return fitting
+
+
 def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
     return [

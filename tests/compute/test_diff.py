@@ -375,3 +375,18 @@ def test_the_options_of_a_path_are_those_of_open(tmp_path: Path) -> None:
     with pytest.raises(reshard.SourceError) as caught:
         reshard.diff(tmp_path / "src", tmp_path / "src")
     assert f"reshard.open({str(tmp_path / 'src')!r}, strategy=" in caught.value.hint
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_diff_and_stats_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    long = "model.decoder.layers.{}.self_attention.query_key_value_projection.a_vector_with_a_long_name.weight"
+    full = {long.format(number): np.full((40, 30), 1.5e-12 * 10**number, np.float32) for number in range(4)}
+    write_file(tmp_path / "a.safetensors", full)
+    other = {name: -value for name, value in full.items()} | {"only.in.this." + long: np.ones(3, np.float32)}
+    other[long.format(1)][3, 3], other[long.format(2)] = np.nan, np.ones((2, 2), np.float32)
+    write_file(tmp_path / "b.safetensors", other)
+    for words in ("diff a.safetensors b.safetensors", "stats b.safetensors", "stats b.safetensors --by tensor"):
+        lines = call(*words.split()).stdout.splitlines()
+        assert max(map(len, lines)) <= columns

@@ -24,7 +24,7 @@ from reshard.view.svg import (
     tiles,
     warnings_listed,
 )
-from reshard.view.text import count_text, fields_data, folded_text, near, table_lines
+from reshard.view.text import count_text, fields_data, fitting_lines, folded_text, near, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def diff_text(diff: CheckpointDiff, *, width: int | None = None, verbose: bool =
         lines.append(f"{first} in A, {second} in B: {count_text(len(members), 'tensor')}, {folded}")
     rate = f" ({bytes_text(diff.bytes_read / diff.seconds)}/s)" if diff.seconds else ""
     lines.append(f"read {bytes_text(diff.bytes_read)} in {diff.seconds:.2f} s{rate}")
-    return "\n".join(lines)
+    return "\n".join(fitting_lines(lines, width))
 
 
 def verdict(diff: CheckpointDiff) -> str:

@@ -21,7 +21,7 @@ from reshard.view.svg import (
     tiles,
     warnings_listed,
 )
-from reshard.view.text import count_text, fields_data, near, table_lines
+from reshard.view.text import count_text, fields_data, fitting_lines, near, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ def stats_text(stats: CheckpointStats, *, by: str = "name", width: int | None = 
         f"not computed: {printable(name)}: {printable(reason)}"
         for name, reason, _ in group_names(stats.not_computed.items())
     ]
-    return "\n".join(lines)
+    return "\n".join(fitting_lines(lines, width))
 
 
 def summary(stats: CheckpointStats) -> str:
