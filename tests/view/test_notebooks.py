@@ -66,6 +66,14 @@ def test_what_is_stored_was_run_and_is_small(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENDS)
+def test_it_teaches_convert(name: str) -> None:
+    """Not the names of earlier versions."""
+    text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
+    assert "reshard transform" not in text
+    assert "reshard unify" not in text
+
+
+@pytest.mark.parametrize("name", ENDS)
 def test_the_result_is_first(name: str) -> None:
     """One call prepares the files, and the first cell of at most seven lines, or the one after it, shows something."""
     title, first, second = read(name).cells[:3]

@@ -220,7 +220,7 @@ def _uncut(rules: Path, result: Strategy, checkpoint: Checkpoint) -> list[str]:
 Example, from a Checkpoint 2.0 to rank directories that MindSpore's tools read:
 
   reshard strategy from-checkpoint output/checkpoint -o strategy.ckpt
-  reshard transform output/checkpoint ranks --target-strategy strategy.ckpt
+  reshard convert output/checkpoint ranks --to ckpt --target-strategy strategy.ckpt
 """,
     short_help="Write the strategy file of a checkpoint that has none.",
 )
