@@ -21,7 +21,7 @@ from reshard.formats.rank_dirs import RANK_DIRECTORY, RANK_PATTERN, Step, leftov
 from reshard.formats.sets import HYPER_FILES, check_members, read_index, set_indexes
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.openers import options_refused, self_described
-from reshard.readers.openers.one_of_ranks import refuse_one_of_ranks, refuse_parts_of_ranks
+from reshard.readers.openers.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
 from reshard.readers.ranks import (
     IndexedFiles,
     changed_text,
@@ -115,25 +115,24 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     _refuse_iteration(path, iteration)
     ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), listing, described=False)
     files, ranks, warnings, step, cipher = _read_undescribed(path, listing, rank_pattern, suffix, cipher)
-    if not (strategy or layouts or rank_pattern != RANK_PATTERN or set_indexes(listing)):
-        _refuse_one_rank(files, cipher)
+    is_told = strategy or layouts or rank_pattern != RANK_PATTERN or set_indexes(listing)
+    lone_reason = "" if is_told else _one_rank(files, cipher, warnings)
     change = ledger.change(files, partial=partial) if ledger else ""
     ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
     by_ledger = strategy is None and stage is None and unnamed and ledger_strategy is not None
-    lone_reason = ""
     if by_ledger and ledger and ledger_strategy:
         strategy, stage = ledger_strategy, ledger.provenance.target.stage
         partial = partial or len(set(ranks)) < len(
             (ledger_strategy if stage is None else ledger_strategy.of_stage(stage)).ranks
         )
     change = change if unnamed and strategy is None else ""
-    if change:
-        warnings.append(changed_text(root, change))
+    warnings += [changed_text(root, change)] if change else []
     if not (layouts or by_ledger) and len(set(ranks)) == 1:
-        lone_reason = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, ledger, change)
+        told = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, ledger, change)
+        lone_reason = told or lone_reason
     strategy, ruled, confirmed = with_rules(strategy, layouts or {}, files, ranks)
     full_strategy = strategy
     strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)
@@ -185,19 +184,31 @@ def _opened(opener: Opener, rules: Mapping[str, str] | None, *, contents: bool |
     """Open a checkpoint that describes its own blocks, or a file of whole tensors; `rules` are the user's."""
     if opener.file is None:
         return opener(contents=contents, rules=rules)
+    if rules == _WHOLE:
+        checkpoint = opener(contents=contents)
+        return replace(checkpoint, opening=replace(checkpoint.opening, rules=rules))
     if rules is None:
-        refuse_one_of_ranks(opener.file, _saved_shapes)
-    if rules != _WHOLE:
-        return opener(contents=contents, rules=rules)
-    checkpoint = opener(contents=contents)
-    return replace(checkpoint, opening=replace(checkpoint.opening, rules=rules))
+        refuse_one_of_ranks(opener.file)
+    checkpoint = opener(contents=contents, rules=rules)
+    if reason := one_of_ranks(opener.file, _saved_shapes):
+        warnings = (*checkpoint.warnings, reason)
+        return replace(checkpoint, warnings=warnings, opening=replace(checkpoint.opening, lone_rank=reason))
+    return checkpoint
 
 
-def _refuse_one_rank(files: Sequence[SourceFile], cipher: Cipher | None) -> None:
-    """Refuse the only file of a source if it is one rank's part of a model; `rank_N` is left to `lone_rank`."""
+def _one_rank(files: Sequence[SourceFile], cipher: Cipher | None, warnings: list[str]) -> str:
+    """Return why the only file of a source may be one rank's part of a model, or ""; `rank_N` is left to `lone_rank`.
+
+    Raises:
+        SourceError: it is one, by its name.
+    """
     path = as_place(files[0].path)
-    if len(files) == 1 and not RANK_DIRECTORY.fullmatch(path.parent.name):
-        refuse_one_of_ranks(path, applied(_shapes, cipher=cipher))
+    if len(files) > 1 or RANK_DIRECTORY.fullmatch(path.parent.name):
+        return ""
+    refuse_one_of_ranks(path)
+    reason = one_of_ranks(path, applied(_shapes, cipher=cipher))
+    warnings += [reason] if reason else []
+    return reason
 
 
 def _saved_shapes(path: Place) -> dict[str, Shape]:

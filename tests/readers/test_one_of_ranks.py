@@ -87,17 +87,26 @@ def test_one_ranks_file_is_refused(stem: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stem", UNDECIDED)
-def test_a_file_that_may_be_of_a_rank_or_a_step_is_refused_until_it_is_said_to_be_whole(
+def test_what_may_be_of_a_rank_or_a_step_is_not_converted_until_it_is_said_to_be_whole(
     stem: str, tmp_path: Path
 ) -> None:
     for path, other in zip(files := write_ranks(tmp_path, stem), reversed(files), strict=True):
-        with refused(SourceError, "ambiguous-ranks", path, other.name):
-            reshard.open(path)
-        if path.suffix == ".safetensors":
-            with refused(SourceError, "ambiguous-ranks", path):
-                reshard.open({0: path})
+        source = reshard.open(path)
+        assert any(other.name in warning for warning in source.warnings)
+        with refused(SourceError, "one-rank", path, other.name):
+            reshard.convert(source, tmp_path / "out", to="hf")
     assert {each.state for each in reshard.runs(tmp_path)} == {"unknown"}
     assert_equal(reshard.open(files[0], layout={"*": "whole"}), {"w": WHOLE[:4]})
+    if stem.endswith(".safetensors"):
+        with refused(SourceError, "one-rank", files[0]):
+            reshard.convert(reshard.open({0: files[0]}), tmp_path / "out", to="hf")
+
+
+def test_a_numbered_target_is_compared_with_its_source(tmp_path: Path) -> None:
+    source = write(tmp_path / "in" / "model.safetensors", WHOLE)
+    for number in (1, 2):
+        done("convert", source, tmp_path / f"out_{number}.safetensors")
+    done("verify", tmp_path / "out_2.safetensors", "--against", source)
 
 
 @pytest.mark.parametrize("stem", STEPS)
@@ -148,9 +157,10 @@ def test_at_a_url(tmp_path: Path) -> None:
     for stem in (RANKS[0], UNDECIDED[0], STEPS[0]):
         for path in write_ranks(tmp_path, stem):
             fs.pipe_file(f"{place}/{path.name}", path.read_bytes())
-    for stem, code in ((RANKS[0], "one-of-several"), (UNDECIDED[0], "ambiguous-ranks")):
-        with refused(SourceError, code, stem.format(1)):
-            reshard.open(f"memory://one-of-ranks/{stem.format(0)}")
+    with refused(SourceError, "one-of-several", RANKS[0].format(1)):
+        reshard.open(f"memory://one-of-ranks/{RANKS[0].format(0)}")
+    with refused(SourceError, "one-rank", UNDECIDED[0].format(1)):
+        reshard.convert(f"memory://one-of-ranks/{UNDECIDED[0].format(0)}", tmp_path / "out", to="hf")
     assert_equal(reshard.open(f"memory://one-of-ranks/{STEPS[0].format(0)}"), {"w": WHOLE[:4]})
 
 

@@ -201,7 +201,7 @@ def test_ranks_with_values_of_their_own(tmp_path: Path) -> None:
     source = reshard.open(tmp_path / "saves")
     assert source.tensors["extra_state.rng"].varies
     for number, state in enumerate([*states, states[0] + 1]):
-        target = write_file(tmp_path / f"{number}.safetensors", {"b": FULL["b"], "extra_state.rng": state})
+        target = write_file(tmp_path / f"{'abc'[number]}.safetensors", {"b": FULL["b"], "extra_state.rng": state})
         assert [one.index for one in reshard.verify(target, against=source).differences] == [(0, 0)] * (number == 2)
 
 

@@ -226,7 +226,7 @@ ODD: dict[str, tuple[dict[str, Any], Any]] = {
     "a part of its storage": ({"first": 3, "storage": np.concatenate([FULL["b"][:3], FULL["w"].reshape(-1)])}, None),
     "big-endian": ({"order": "big"}, "byte order"),
     "beyond its storage": ({"first": 1}, "beyond its storage"),
-    "another record": ({"key": "1"}, "record b'data/0' of its item; the first is b'data/1'"),
+    "another record": ({"key": "1"}, "record 'data/0', and begins with 'data/1'"),
     "of other strides": ({"strides": (4,)}, "strides [4]"),
     "negated": ({"more": ({"neg": True},)}, "is conjugated or negated"),
     "too many arguments": ({"more": (1, 2, 3)}, "'_rebuild_tensor_v2'"),

@@ -66,34 +66,43 @@ class _Family(NamedTuple):
         return bool(self.others) and max(int(self.number), *self.others) < 2 * (len(self.others) + 1)
 
 
-def refuse_one_of_ranks(path: Place, shapes: Callable[[Place], Mapping[str, Shape]]) -> None:
-    """Raise an error if a file is one rank's part of a model, or may be.
+def refuse_one_of_ranks(path: Place) -> None:
+    """Raise an error if a file is one rank's part of a model, by its name and those next to it.
+
+    Raises:
+        SourceError: it is.
+    """
+    for file in _with_target(path):
+        _refuse_by_directory(file)
+        for family in _families(file):
+            if family.is_of_ranks:
+                raise _error(file, family.others.values(), f"{family.before}{{rank}}{family.after}")
+
+
+def one_of_ranks(path: Place, shapes: Callable[[Place], Mapping[str, Shape]]) -> str:
+    """Return why a file may be one rank's part of a model, or "".
 
     Args:
         path: the file.
         shapes: returns the shape of each tensor in a file.
-
-    Raises:
-        SourceError: its siblings say so.
     """
-    path = path.absolute()
-    for file in [path, *([path.real()] if path.is_symlink() else [])]:
-        _refuse_by_directory(file)
-        families = _families(file)
-        for family in families:
-            if family.is_of_ranks:
-                raise _error(file, family.others.values(), f"{family.before}{{rank}}{family.after}")
-        for family in families:
+    for file in _with_target(path):
+        for family in _families(file):
             undecided = family.is_counted and not family.is_of_steps and Step.of([file]) is None
             if undecided and (other := _alike(file, family, shapes)):
-                raise SourceError(
-                    f"{file} may be one rank's part of a model",
-                    code="ambiguous-ranks",
-                    facts=[
-                        f"{other} next to it differs in a number, and has the same tensors: of another rank, or step?"
-                    ],
-                    hint=Text("give ", Option("layout", "*", "whole"), " if it has all of a model"),
+                return Text(
+                    f"{file}: may be one rank's part of a model, as {other} next to it has another number and the same "
+                    "tensors; expected whole tensors; open it with ",
+                    Option("layout", "*", "whole"),
+                    " if it has all of a model",
                 )
+    return ""
+
+
+def _with_target(path: Place) -> list[Place]:
+    """Return a path, and the target of a link."""
+    path = path.absolute()
+    return [path, *([path.real()] if path.is_symlink() else [])]
 
 
 def refuse_parts_of_ranks(directory: Place) -> None:
