@@ -130,6 +130,9 @@ _TABLE = (
     DType("uint64", 8, "U64", "UInt64"),
 )
 
+E8M0 = "float8_e8m0fnu"
+"""The dtype of scales that are powers of two."""
+
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 _BY_SHORT_NAME = {dtype.safetensors.lower(): dtype for dtype in _TABLE if dtype.safetensors}
 BY_MINDSPORE = {dtype.mindspore: dtype for dtype in _TABLE if dtype.mindspore}

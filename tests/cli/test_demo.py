@@ -25,7 +25,7 @@ def made(tmp_path: Path) -> Path:
 
 def test_it_tells_what_it_did_and_what_to_type_next(tmp_path: Path) -> None:
     lines: list[str] = []
-    demo.demo(tmp_path / "a b", lines.append)
+    demo.demo("mindspore", tmp_path / "a b", lines.append)
     text = "\n".join(lines)
     assert "Converted 8 ranks to 4" in text
     assert "Checked 4 files: all 14,960 bytes of their 60 tensors are equal to numpy slices" in text
@@ -35,7 +35,7 @@ def test_it_tells_what_it_did_and_what_to_type_next(tmp_path: Path) -> None:
 
 def test_the_lines_for_python_run(tmp_path: Path) -> None:
     lines: list[str] = []
-    demo.demo(tmp_path, lines.append)
+    demo.demo("mindspore", tmp_path, lines.append)
     code = "\n".join(lines).split("The same from Python:\n")[1]
     exec("\n".join(line[2:] for line in code.splitlines()), {})  # noqa: S102 -- our own text
     assert (tmp_path / "dst_again" / "rank_3" / "checkpoint_3.ckpt").is_file()
@@ -44,7 +44,7 @@ def test_the_lines_for_python_run(tmp_path: Path) -> None:
 def test_a_second_time_makes_it_anew(made: Path) -> None:
     (made / "dst_checkpoints" / "rank_0" / "checkpoint_0.ckpt").write_bytes(b"old")
     (made / "src_strategy.ckpt").unlink()
-    demo.demo(made, lambda _line: None)
+    demo.demo("mindspore", made, lambda _line: None)
     assert demo.check(made).tensors == 60
 
 
@@ -107,11 +107,11 @@ def test_a_missing_file_is_found(made: Path) -> None:
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with refused(TargetError, "already-exists", tmp_path):
-        demo.demo(tmp_path)
+        demo.demo("mindspore", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_file_in_the_way_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with refused(TargetError, "not-writable", tmp_path / "x"):
-        demo.demo(tmp_path / "x")
+        demo.demo("mindspore", tmp_path / "x")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.dtypes import by_name
+from reshard.dtypes import E8M0, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
 from reshard.expressions.model_config import (
@@ -26,7 +26,7 @@ from reshard.expressions.model_config import (
 )
 from reshard.expressions.operand import Operand
 from reshard.expressions.quantized.methods import DEQUANTIZED, OTHER_PROGRAM, without_method
-from reshard.expressions.quantized.scaled import E8M0, FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
+from reshard.expressions.quantized.scaled import FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
 from reshard.layout.block import shape_text
 from reshard.source.facts import Computation
 
@@ -210,9 +210,10 @@ def _is_e8m0(source: Checkpoint, name: str) -> bool:
 def _scale_names(name: str) -> list[str]:
     """Return the names that the scales of a weight may have.
 
-    >>> _scale_names("layers.0.wq.weight"), _scale_names("experts")
-    (['layers.0.wq.weight_scale_inv', 'layers.0.wq.scale', 'layers.0.wq.weight_scale', 'layers.0.wq.qscale_weight'],
-     ['experts_scale_inv', 'experts_scale'])
+    >>> _scale_names("w.weight")
+    ['w.weight_scale_inv', 'w.scale', 'w.weight_scale', 'w.qscale_weight']
+    >>> _scale_names("experts")
+    ['experts_scale_inv', 'experts_scale']
     """
     return [name.removesuffix(end) + scales for end, scales in _SUFFIXES if name.endswith(end)]
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
+from reshard.dtypes import E8M0
 from reshard.errors import Option, SourceError, Text
 from reshard.expressions.model_config import config_path, quantizations, read_config
-from reshard.expressions.quantized.scaled import E8M0
 from reshard.formats.sets import MODEL_CONFIG
 from reshard.source.facts import Quantized
 

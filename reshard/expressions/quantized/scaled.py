@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.dtypes import BY_NAME
+from reshard.dtypes import BY_NAME, E8M0
 from reshard.expressions.operand import AnyBox
 from reshard.layout.block import Block
 
@@ -32,8 +32,6 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 PACKED = ("int8", "uint8")
 """The dtypes of bytes with two values each."""
-
-E8M0 = "float8_e8m0fnu"
 
 SCALES = ("float32", "bfloat16", "float16", E8M0)
 """The dtypes of scales."""

@@ -60,6 +60,8 @@ def _faults_of(
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with how a rule cuts a tensor, and a hint."""
     shape = source.tensors[name].spec.shape
+    if not shape:  # the step of a state, which no rule cuts
+        return
     if ".linear_fc1." in name and len(rule.parts) == 2:
         yield from _faults_of_gate(source, rules, rule, name, arguments)
     elif ".linear_qkv." in name and rule.verb == "interleave":
