@@ -218,7 +218,7 @@ def average(
     factors = _factors(inputs, weights)
     target = None if dtype is None else _float(dtype)
     for each in inputs:
-        each.require_whole()
+        each.require_whole(numbered=False)  # all of them are given
     left_out, kept = _left_out(inputs, states=states)
     first, *others = chosen = [each.unbound().without(left_out) for each in inputs]
     faults = Faults(f"average of {names([each.root for each in inputs], most=3)}")

@@ -116,7 +116,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), listing, described=False)
     files, ranks, warnings, step, cipher = _read_undescribed(path, listing, rank_pattern, suffix, cipher)
     is_told = strategy or layouts or rank_pattern != RANK_PATTERN or set_indexes(listing)
-    lone_reason = "" if is_told else _one_rank(files, cipher, warnings)
+    numbered = "" if is_told else _one_rank(files, cipher, warnings)
     change = ledger.change(files, partial=partial) if ledger else ""
     ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
@@ -130,9 +130,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         )
     change = change if unnamed and strategy is None else ""
     warnings += [changed_text(root, change)] if change else []
+    lone_reason = ""
     if not (layouts or by_ledger) and len(set(ranks)) == 1:
-        told = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, ledger, change)
-        lone_reason = told or lone_reason
+        lone_reason = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, ledger, change)
     strategy, ruled, confirmed = with_rules(strategy, layouts or {}, files, ranks)
     full_strategy = strategy
     strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)
@@ -163,7 +163,13 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if ledger_strategy and strategy is not None and part is None and (layouts or not by_ledger):
         refuse_other_strategy(root, strategy, ledger_strategy, tensors, ruled)
     opening = Opening(
-        part, frozenset(other_stage_names), partial, by_file=isinstance(path, Mapping), lone_rank=lone_reason, step=step
+        part,
+        frozenset(other_stage_names),
+        partial,
+        by_file=isinstance(path, Mapping),
+        lone_rank=lone_reason,
+        numbered=numbered,
+        step=step,
     )
     checkpoint = Checkpoint(
         root, tensors, files, ranks, strategy, tuple(warnings), unreadable_in(files), cipher, opening=opening
@@ -192,7 +198,7 @@ def _opened(opener: Opener, rules: Mapping[str, str] | None, *, contents: bool |
     checkpoint = opener(contents=contents, rules=rules)
     if reason := one_of_ranks(opener.file, _saved_shapes):
         warnings = (*checkpoint.warnings, reason)
-        return replace(checkpoint, warnings=warnings, opening=replace(checkpoint.opening, lone_rank=reason))
+        return replace(checkpoint, warnings=warnings, opening=replace(checkpoint.opening, numbered=reason))
     return checkpoint
 
 

@@ -232,15 +232,18 @@ class Checkpoint:
             return next((each.cipher for each in computation.inputs if each.cipher), None)
         return self.origin.checkpoint.cipher if self.origin else None  # an adapter decrypts the weights it merges into
 
-    def require_whole(self) -> None:
+    def require_whole(self, *, numbered: bool = True) -> None:
         """Raise an error if tensors opened as whole seem to be the blocks of one rank.
+
+        Args:
+            numbered: also if that is open, as other files differ from it in a number only.
 
         Raises:
             SourceError: the path or a header says so; the error has advice.
         """
-        if self.opening.lone_rank:
+        if reason := self.opening.lone_rank or (self.opening.numbered if numbered else ""):
             # Such as "run/rank_1: is of rank 1; expected whole tensors, found its blocks; open the directory above".
-            fault, *why = parted(self.opening.lone_rank, "expected ")
+            fault, *why = parted(reason, "expected ")
             facts, *advice = parted(joined("", why), "open ")
             raise SourceError(fault, code="one-rank", facts=[facts] if facts else [], hint=joined("", advice))
 

@@ -115,6 +115,8 @@ class Opening:
         partial: whether files of some ranks may be missing.
         by_file: whether its files were named one by one; the root, the directory of the first, may have other files.
         lone_rank: why tensors that were opened as whole seem to be the blocks of one rank; else empty.
+        numbered: why a file may be one rank's part of a model: others have another number and the same tensors; else
+            empty.
         looked: statistics of the content sampling done on open, or None.
         step: the training step of the checkpoint, if the names of its files have one.
         computation: how its tensors were computed from other checkpoints; None if they are in files.
@@ -128,6 +130,7 @@ class Opening:
     partial: bool = False
     by_file: bool = False
     lone_rank: str = ""
+    numbered: str = ""
     looked: SampleStats | None = None
     step: Step | None = None
     computation: Computation | None = None

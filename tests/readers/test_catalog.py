@@ -411,7 +411,7 @@ def test_older_ones_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.Monkey
     looked = []
     examined = reshard.readers.catalog._examined
     monkeypatch.setattr(
-        "reshard.readers.catalog._examined", lambda each, *how: (looked.append(each.step), examined(each, *how))[1]
+        "reshard.readers.catalog._examined", lambda each, *more: (looked.append(each.step), examined(each, *more))[1]
     )
     assert newest_complete(tmp_path)[0].step == "8"
     assert looked == ["8"]

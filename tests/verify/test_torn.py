@@ -25,7 +25,7 @@ ROWS = Strategy.of({"w": Layout.of([2, 2], [0, -1]), "v": Layout.of([2, 2], [-1,
 def of_step(place: Path, step: int) -> Path:
     """Write a Checkpoint 2.0 on four ranks, of some step."""
     full = {name: value + value.dtype.type(step) for name, value in LARGE.items()}
-    source = reshard.open(write_file(place.parent / f"{step}.safetensors", full))
+    source = reshard.open(write_file(place.parent / f"step_{step}.safetensors", full))
     reshard.plan(source, ROWS, files=Checkpoint2(7)).run(place, fsync=False)
     shutil.rmtree(place / ".reshard")  # as MindSpore Transformers would have written it
     return place / "iteration_00000007"

@@ -80,7 +80,7 @@ def by_opening(
     except SourceError as error:
         return of_error(error, root)
     ranks = len(set(checkpoint.ranks))
-    if checkpoint.opening.lone_rank:
+    if checkpoint.opening.lone_rank or checkpoint.opening.numbered:
         return Findings("unknown", "looks like one rank of several")
     if checkpoint.unreadable:
         name, reason = next(iter(checkpoint.unreadable.items()))
