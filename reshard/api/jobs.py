@@ -378,7 +378,7 @@ def _of_same_ranks(
             Text(Option("same_ranks"), " changes the format, and none is given"), code="needs-format",
             hint=Text("add ", Option("to", "ckpt"), " or safetensors"),
         )  # fmt: skip
-    conflicting = options.given([*CUT, "prefix", "memory"])
+    conflicting = [*options.given([*CUT, "prefix", "memory"]), *(["source_strategy"] if opening.strategy else [])]
     conflicting += [option for name, option in _SHARDED.items() if name in opening.given]
     conflicting += _choices(selection)
     if conflicting:

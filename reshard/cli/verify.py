@@ -310,6 +310,7 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
     from reshard.storage.small import refuse_existing, refuse_inputs
     from reshard.verify.manifest import write_manifest
     from reshard.verify.manifest_files import make_manifest
+    from reshard.verify.sides import options_of
     from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read
@@ -317,7 +318,7 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
         files = read_headers(target, rank_pattern=opening.rank_pattern, suffix=opening.suffix).files
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
-    with progress(quiet=checking.quiet, words=("reading", "reading")) as callback:
+    with options_of("target"), progress(quiet=checking.quiet, words=("reading", "reading")) as callback:
         manifest = make_manifest(
             target, rank_pattern=opening.rank_pattern, suffix=opening.suffix, threads=checking.threads,
             progress=callback,

@@ -306,6 +306,10 @@ def _strategies(pairs: Sequence[tuple[Place, OpenOptions]], openings: Openings) 
     from reshard.readers.open import has_several_ranks
 
     needed = [has_several_ranks(path, opening.rank_pattern, opening.suffix) for path, opening in pairs]
+    if not any(needed):
+        raise UsageError(
+            "no source has several ranks, for which --source-strategy would be", code="no-effect", hint="leave it out"
+        )
     if len(strategies) not in {1, sum(needed)}:
         raise UsageError(
             f"{len(strategies)} strategies are given for {len(pairs)} sources; {sum(needed)} of these can use one",

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial as applied
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from reshard.errors import Option, SourceError, Text, UnansweredError, UsageError
 from reshard.expressions.quantized.methods import noting_method
@@ -20,7 +20,7 @@ from reshard.formats.directories import (
 from reshard.formats.rank_dirs import RANK_DIRECTORY, RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.sets import HYPER_FILES, check_members, read_index, set_indexes
 from reshard.formats.zarr.files import is_of_store
-from reshard.readers.openers import options_refused, self_described
+from reshard.readers.openers import options_refused, refuse_options_of_ranks, self_described
 from reshard.readers.openers.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
 from reshard.readers.ranks import (
     IndexedFiles,
@@ -109,10 +109,13 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     listing = [] if isinstance(path, Mapping) else as_place(path).names()
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration, listing)
     if opener is not None:
-        if not (stage is None and unnamed) or required(cipher):
+        if not (stage is None and unnamed) or partial or required(cipher):
             raise options_refused(path)
         return _opened(opener, rules_over_parts(strategy, layouts), contents=contents)
-    _refuse_iteration(path, iteration)
+    _refuse_unused(
+        path, listing, iteration,
+        {"rank_pattern": rank_pattern, "suffix": suffix, "layouts": layouts, "stage": stage, "partial": partial},
+    )  # fmt: skip
     ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), listing, described=False)
     files, ranks, warnings, step, cipher = _read_undescribed(path, listing, rank_pattern, suffix, cipher)
     is_told = strategy or layouts or rank_pattern != RANK_PATTERN or set_indexes(listing)
@@ -177,7 +180,12 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
 
 
-def _refuse_iteration(path: AnyName | Mapping[int, AnyName], iteration: int | None) -> None:
+def _refuse_unused(
+    path: AnyName | Mapping[int, AnyName], listing: Sequence[str], iteration: int | None, options: Mapping[str, Any]
+) -> None:
+    """Refuse an iteration, and options for files of ranks if there are none; the source does not describe itself."""
+    if not isinstance(path, Mapping):
+        refuse_options_of_ranks(as_place(path), listing, **options)
     if iteration is not None:
         raise UsageError(
             f"{path} has no iterations",
@@ -344,7 +352,10 @@ def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: s
         SourceError: no files, no step that every rank has.
     """
     root = as_place(path)
-    if self_described(root) or read_index(root, _indexes(root.names(), suffix)):
+    if self_described(root):
+        return False
+    refuse_options_of_ranks(root, listing := root.names(), rank_pattern=rank_pattern, suffix=suffix)
+    if read_index(root, _indexes(listing, suffix)):
         return False
     with _told_of_ranks(root):
         return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
@@ -380,8 +391,11 @@ def read_headers(
         path = as_place(path)
         listing = path.names()
         if opener := self_described(path, listing=listing):
+            if not (suffix is None and rank_pattern == RANK_PATTERN):
+                raise options_refused(path)
             opened = opener(contents=False)
             return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
+        refuse_options_of_ranks(path, listing, rank_pattern=rank_pattern, suffix=suffix)
     return _read_undescribed(path, listing, rank_pattern, suffix, cipher)
 
 

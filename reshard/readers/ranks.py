@@ -233,6 +233,11 @@ def with_rules(
         return Ruled(strategy)
     shapes = {name: entry.shape for file in files for name, entry in file.index.entries.items()}
     devices = strategy.devices if strategy else max(ranks) + 1
+    if devices == 1 and (cut := next((item for item in rules.items() if item[1].startswith("split:")), None)):
+        raise UsageError(
+            Text(Option("layout", *cut), " cuts nothing, as there is one rank"), code="no-effect",
+            hint=Text("leave it out, or open the directory of all ranks"),
+        )  # fmt: skip
     result = strategy or Strategy({}, range(1), devices)
     ruled: dict[str, str] = {}
     confirmed: set[str] = set()

@@ -105,8 +105,10 @@ def _beside(source: Checkpoint) -> list[Place]:
     root = as_place(source.root)
     weights = {as_place(file.path) for _, file in source.stored_files}
     in_root = {path.parent for path in weights} == {root.absolute()}
-    if not in_root or source.opening.by_file or {*source.ranks} != {0} or source.strategy is not None:
+    if not in_root or source.opening.by_file or {*source.ranks} != {0}:
         return []
+    if source.strategy is not None and source.strategy.devices > 1:
+        return []  # the files of one rank of several
     if any(path.suffix not in _WEIGHTS for path in weights):
         return []
     return sorted(path for path in root.files(depth=1) if path.parent == root and _NAMES.fullmatch(path.name))

@@ -16,7 +16,7 @@ only choose what to compare: everything is read, and the verdict names each chan
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -37,9 +37,10 @@ from reshard.storage.places import as_place
 from reshard.strategy.names import matching, no_match
 from reshard.strategy.schema import to_json
 from reshard.verify.recorded import noted_source, selection_in
+from reshard.verify.structure import refuse_deduplicated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from reshard.formats.provenance import SelectionRecord
@@ -90,6 +91,19 @@ class _ConversionChange(NamedTuple):
         return not (selection.name_map or selection.cast or selection.rules or selection.lora)
 
 
+@contextmanager
+def options_of(side: str) -> Iterator[None]:
+    """Have errors name the options of one side, `source` or `target`.
+
+    Raises:
+        ReshardError: the error, in these words.
+    """
+    try:
+        yield
+    except ReshardError as error:
+        raise error.changed(lambda text: Text(text).map(lambda option: option.of(side))) from None
+
+
 def opened(
     path: AnyName,
     strategy: Strategy | AnyName | None,
@@ -108,7 +122,7 @@ def opened(
     Raises:
         SourceError: as `reshard.open`.
     """
-    try:
+    with options_of(what):
         unruled = strategy is None and not reading.get("layouts") and reading.get("stage") is None
         if unruled and not self_described(as_place(path), reading.get("iteration")):
             options = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
@@ -119,8 +133,6 @@ def opened(
                     coding=cipher, opening=Opening(step=step),
                 )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
-    except SourceError as error:
-        raise error.changed(lambda text: Text(text).map(lambda option: option.of(what))) from None
 
 
 def sides_of(
@@ -156,6 +168,8 @@ def sides_of(
         against, "source", source_lineage, target_conversions if related and not source_steps else [], against_cipher
     )
     given_selection = selection or Selection()
+    if deduplicated:
+        refuse_deduplicated(first)
     if first.tensors and not second.tensors:
         second = _open_copy(against, target_lineage, against_cipher) or second
     _require_known(given_selection, first, second)
@@ -274,14 +288,12 @@ def _open(
     if isinstance(side, Checkpoint):
         return side
     root = str(as_place(side))
-    try:
+    with options_of(what):
         if below:
             with suppress(GoneError):  # the files may have been replaced
                 return replace(noted_source(below[-1], cipher, Option(f"{what}_key")), root=root)
         if lineage.steps:
             return replace(reopen_target(lineage.steps[0], cipher), root=root)
-    except SourceError as error:
-        raise error.changed(lambda text: Text(text).map(lambda option: option.of(what))) from None
     return opened(side, None, what=what, cipher=cipher)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, Option, SourceError, Text, names
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.layout.block import cover_fault
 from reshard.source.holdings import MissingBlocks, in_several_stages, is_deduplicated, leave_out, with_all_stages
 from reshard.strategy.names import matches, optimizer_states, ranks_text
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from reshard.plan.inputs import Selection
     from reshard.source.checkpoint import Checkpoint, Sharding
     from reshard.strategy.strategy import Strategy
+
+
+def refuse_deduplicated(target: Checkpoint) -> None:
+    """Refuse to take replicas for stored once, if no strategy says where each rank has them.
+
+    Raises:
+        UsageError: the target has no strategy.
+    """
+    if target.strategy is None:
+        raise UsageError(
+            Text(Option("deduplicated"), f" is for ranks with a strategy, and {target.root} has none"),
+            code="no-effect", hint="leave it out",
+        )  # fmt: skip
 
 
 def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: bool = False) -> list[str]:
@@ -68,6 +81,8 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
         if empty:
             warnings.append(f"the file of {ranks_text(empty)} has no tensor, and others have tensors")
     _check_cover(target, faults)
+    if deduplicated:
+        refuse_deduplicated(target)
     if target.strategy is not None:
         _check_names(target, target.strategy, selection.allow_missing, faults)
         once = deduplicated or is_deduplicated(target)

@@ -236,7 +236,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
     """Compare a target with the source in its ledger, or with the checksums in it."""
     from reshard.readers.reopen import reopen_target
     from reshard.verify.recorded import keys_of, source_of  # lazy import: rarely needed
-    from reshard.verify.sides import Sides
+    from reshard.verify.sides import Sides, options_of
 
     key_given = required(source_cipher)
     cipher, source_cipher = keys_of(made, cipher, source_cipher)
@@ -248,10 +248,8 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
         if options.independent or record.target.encryption or (required(source_cipher) and not may_be_gone):
             raise
         return _against_checksums(made, record.source.title, error, options)
-    try:
+    with options_of("target"):
         target = reopen_target(made, cipher)
-    except SourceError as error:
-        raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
     return _against_source(Sides(target, source, selection, record.target.remove_redundancy), options)
 
 

@@ -161,3 +161,76 @@ def test_dequantized_weights_that_are_left_out(tmp_path: Path) -> None:
     with refused(UsageError, "no-effect", "dequantize"):
         reshard.convert(tmp_path / "q", tmp_path / "out", to="hf", dequantize="bfloat16", include="norm.*")
     done(*command, "--include", "w.*", "--no-fsync")
+
+
+SET, FILE = "set", "model/model.safetensors"
+OF_RANKS = [("--suffix", "x"), ("--rank-pattern", "node{rank}/*"), ("--rank-pattern", "foo")]
+
+
+@pytest.fixture
+def whole(root: Path) -> Path:
+    """`set`, of two files by hand, with an index and a configuration."""
+    index = {name: f"part-{number}.safetensors" for number, name in enumerate(("a.0.weight", "norm.weight"))}
+    for name, file in index.items():
+        write_file(root / SET / file, {name: np.ones(MODEL[name], "f4")})
+    (root / SET / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (root / SET / "config.json").write_text(json.dumps({"model_type": "x"}))
+    return root
+
+
+@pytest.mark.parametrize(("source", "option"), [(SET, OF_RANKS[0]), (FILE, OF_RANKS[1]), (SET, OF_RANKS[2])])
+@pytest.mark.usefixtures("whole")
+def test_options_for_files_of_ranks(source: str, option: tuple[str, str]) -> None:
+    for command in ("inspect", "stats"):
+        failed(2, "no-effect", command, source, *option, places=(option[0],))
+    failed(2, "no-effect", "convert", source, "out", "--to", "dcp", *option, places=(option[0],))
+    failed(2, "no-effect", "average", source, source, "out", "--to", "hf", *option, places=(option[0],))
+    of_target = f"--target{option[0][1:]}"
+    failed(2, "no-effect", "verify", source, of_target, option[1], places=(of_target,))
+    failed(2, "no-effect", "diff", source, source, of_target, option[1], places=(of_target,))
+
+
+@pytest.mark.usefixtures("whole")
+def test_other_options_for_files_of_ranks() -> None:
+    failed(2, "no-effect", "verify", SET, "--target-layout", "*=split:0", places=("--target-layout",))
+    failed(2, "no-effect", "verify", SET, "--target-partial", places=("--target-partial",))
+    for target in (SET, FILE):
+        failed(2, "no-effect", "verify", target, "--deduplicated", places=("--deduplicated",))
+        failed(2, "no-effect", "verify", target, "--against", target, "--deduplicated", places=("--deduplicated",))
+    failed(2, "no-effect", "average", SET, SET, "out", "--to", "hf", "--source-strategy", "absent")
+    failed(2, "needs-strategy", "convert", FILE, "out", "--to", "ckpt", "--same-ranks", "--source-strategy", "absent")
+    for keyword in ({"suffix": "x"}, {"rank_pattern": "x{rank}"}, {"partial": True}, {"layout": {"*": "copy"}}):
+        with refused(UsageError, "no-effect", *keyword):
+            reshard.open(SET, **keyword)  # type: ignore[arg-type]
+    done("convert", SET, "dcp", "--to", "dcp")
+    for keyword in ({"suffix": "x"}, {"partial": True}):
+        with refused(UsageError, "self-described"):
+            reshard.open("dcp", **keyword)  # type: ignore[arg-type]
+
+
+def test_a_suffix_chooses_one_of_two_sets(whole: Path) -> None:
+    (whole / SET / "model.safetensors.index.json").rename(whole / SET / "model.safetensors.index.one.json")
+    (whole / SET / "model.safetensors.index.two.json").write_text(
+        json.dumps({"weight_map": {"norm.weight": "part-1.safetensors"}})
+    )
+    assert {*reshard.open(SET, suffix="one").tensors} == {"a.0.weight", "norm.weight"}
+    assert {*reshard.open(SET, suffix="two").tensors} == {"norm.weight"}
+
+
+def test_whole_tensors_that_are_called_whole_keep_what_is_beside_them(whole: Path) -> None:
+    (whole / "model" / "config.json").write_text("{}")
+    for number, (source, layout) in enumerate([(SET, "*=whole"), (SET, "a.*=whole"), ("model", "norm.weight=whole")]):
+        done("convert", source, f"out{number}", "--to", "hf", "--layout", layout)
+        assert json.loads((whole / f"out{number}" / "config.json").read_text()) == json.loads(
+            (whole / source / "config.json").read_text()
+        )
+    for source in (SET, "model", FILE):
+        failed(2, "no-effect", "convert", source, "cut", "--to", "hf", "--layout", "a.*=split:0", places=("--layout",))
+
+
+@pytest.mark.usefixtures("whole")
+def test_options_of_the_target_are_named_as_they_are_typed() -> None:
+    for command in (("verify", "model"), ("diff", "model", "model")):
+        failed(2, "missing-strategy", *command, "--target-stage", "3", places=("--target-strategy",))
+        failed(2, "no-iterations", *command, "--target-iteration", "9", places=("--target-iteration 9",))
+    failed(2, "no-effect", "verify", SET, "--write-manifest", "m.json", "--target-suffix", "x", places=("--target-s",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from reshard.cli.terminal import (
     width,
 )
 from reshard.cli.values import READ_PLACE
-from reshard.errors import SourceError, Text, VerifyError
+from reshard.errors import SourceError, VerifyError
 from reshard.readers.open import open as open_checkpoint
 from reshard.view.progress import progress
 
@@ -267,9 +268,7 @@ def diff(
 
 def _opened(path: Place, opening: OpenOptions, *, of_target: bool = False) -> Checkpoint:
     """Open a side; errors name the options of the side."""
-    try:
+    from reshard.verify.sides import options_of
+
+    with options_of("target") if of_target else nullcontext():
         return open_checkpoint(path, **vars(opening))
-    except SourceError as error:
-        if not of_target:
-            raise
-        raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None

@@ -7,7 +7,7 @@ from functools import partial as applied
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import SourceError, UsageError
+from reshard.errors import Option, SourceError, Text, UsageError, joined
 from reshard.formats.directories import (
     BLOCKS,
     CHECKPOINT2,
@@ -23,6 +23,7 @@ from reshard.formats.directories import (
     release_below,
     saved_parts,
 )
+from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import set_indexes
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.openers.single import is_single_save, lone_save
@@ -70,8 +71,50 @@ def options_refused(path: object) -> UsageError:
     return UsageError(
         f"{path} describes its own blocks",
         code="self-described",
-        hint="leave the strategy, layout, stage, suffix, pattern and key out",
+        hint="leave the strategy, layout, stage, suffix, pattern, key and partial out",
     )
+
+
+def refuse_options_of_ranks(
+    path: Place,
+    listing: Sequence[str],
+    *,
+    rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
+    layouts: Mapping[str, str] | None = None,
+    stage: object = None,
+    partial: bool = False,
+) -> None:
+    """Refuse options for files of ranks, as for `reshard.open`, if a source is one file or a set: they have no effect.
+
+    Args:
+        path: the source, which does not describe its own blocks.
+        listing: the names of its entries; empty if it is a file.
+        rank_pattern: the paths of the files of a rank.
+        suffix: the end of the names of the files; it has an effect if there are several sets.
+        layouts: how tensors are cut; that all are whole is no contradiction to a set.
+        stage: the stage of the pipeline.
+        partial: whether ranks may be missing.
+
+    Raises:
+        UsageError: such an option was given.
+    """
+    indexes = set_indexes(listing)
+    given = {
+        "rank_pattern": rank_pattern != RANK_PATTERN,
+        "suffix": suffix is not None and len(indexes) < 2,
+        "layout": bool(indexes and layouts and {*layouts.values()} != {"whole"}),
+        "stage": bool(indexes) and isinstance(stage, int),
+        "partial": bool(indexes) and partial,
+    }
+    options = [Text(Option(name)) for name, is_given in given.items() if is_given]
+    if options and (indexes or not listing) and path.is_there():
+        what = "a set of whole tensors" if indexes else "one file"
+        raise UsageError(
+            Text(f"{path} is {what}, and has no use for ", joined(" and ", options)),
+            code="no-effect",
+            hint="leave it out" if len(options) == 1 else "leave them out",
+        )
 
 
 def self_described(root: Place, iteration: int | None = None, listing: Sequence[str] | None = None) -> Opener | None:
