@@ -7,7 +7,7 @@ from glob import escape
 from typing import TYPE_CHECKING
 
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text
-from reshard.expressions.quantized.methods import is_code, way_out, with_method
+from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
@@ -135,6 +135,7 @@ def plan(
     tensors = source.tensors
     items = [TargetTensor(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
+    refuse_parted(source, dict(selected.kept))
     _refuse_casts_of_codes(source, items)
     shapes = {item.name: item.tensor.spec.shape for item in items if item.tensor.text is None}
     arrangement = strategy.arrangement(shapes, faults) if isinstance(strategy, Strategy) else strategy
@@ -205,6 +206,7 @@ def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
 def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Plan:
     """Plan a target whose files are links to the source's files."""
     renamed, left_out = select_listed(source, request.selection)
+    refuse_parted(source, renamed)
     destination = kind(TargetInputs(source, request, (), None, renamed, Faults(source.root)))
     files = destination.files((), ())
     memory = (("program", IMPORTED_BYTES), *destination.memory)
@@ -367,6 +369,8 @@ def plan_convert(
         target_cipher=target_cipher,
     )
     source = with_method(result.source)
+    kept = (entry for file in files for entry in file.index.entries if entry not in result.dropped)
+    refuse_parted(source, {entry: entry for entry in kept})
     noted = (*result.warnings, *([source.opening.quantized.text] if source.opening.quantized else ()))
     return replace(result, alone=name is not None, warnings=(*noted, *_method_left(source, result.files)))
 

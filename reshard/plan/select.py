@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError
+from reshard.expressions.quantized.methods import refuse_parted
 from reshard.layout.arrangement import Arrangement
 from reshard.plan.inputs import Renaming, Selection, unmatched
 from reshard.source.holdings import leave_out
@@ -203,7 +204,7 @@ def excluding(sources: Sequence[Checkpoint], selection: Selection) -> tuple[list
     With rules or an adapter, whose names are others, they are returned as they are.
 
     Raises:
-        UsageError: a pattern matches no tensor of any of them, or not its number of tensors.
+        UsageError: a pattern matches no tensor of any of them, or not its number of tensors, or only scales.
     """
     if not selection.exclude or selection.rules is not None or selection.lora is not None:
         return [*sources], selection
@@ -211,6 +212,8 @@ def excluding(sources: Sequence[Checkpoint], selection: Selection) -> tuple[list
     every = dict.fromkeys(name for each in sources for name in each.all_names)
     excluded = _matched(every, selection.exclude, Option("exclude"), faults, ())
     faults.raise_if_any(UsageError)
+    for each in sources:
+        refuse_parted(each, {name: name for name in each.all_names if name not in excluded})
     return [each.without(excluded & each.all_names.keys()) for each in sources], replace(selection, exclude=())
 
 

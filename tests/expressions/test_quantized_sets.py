@@ -11,6 +11,7 @@ import pytest
 from checkpoints import write_file
 from commands import done
 from refusals import failed, refused
+from safetensors import safe_open
 
 import reshard
 
@@ -241,3 +242,38 @@ def test_a_config_that_is_damaged_says_nothing(tmp_path: Path) -> None:
     assert "fp8" in reshard.open(root).warnings[0]
     with refused(reshard.SourceError, "not-json", "config.json"):
         reshard.open(root).dequantize()
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "NVFP4", "4 bits", "gpt-oss", "quanto", "rows", "Mistral", "DeepSeek"])
+def test_codes_and_scales_go_together(tmp_path: Path, name: str) -> None:
+    """Whether they are chosen, left out or renamed: a target with one of them means nothing."""
+    tensors, files, _ = (SETS | FLOAT8)[name]
+    root, out, names_file = saved(tmp_path / "set", tensors, files), tmp_path / "out", tmp_path / "names.json"
+    codes, scales = [*tensors][:2]
+    for options in (
+        ("--include", codes), ("--include", scales), ("--exclude", codes), ("--exclude", scales), ("--drop", codes),
+    ):  # fmt: skip
+        failed(2, "parted-scales", "convert", root, out, "--to", "hf", *options, places=(codes, scales))
+    alike = ("--same-ranks", "--to", "safetensors", "--drop", scales)
+    failed(2, "parted-scales", "convert", root / "model.safetensors", tmp_path / "out.safetensors", *alike)
+    for old, new in ((codes, codes.replace("a.", "b.")), (scales, f"x.{scales}")):
+        names_file.write_text(json.dumps({old: new if new != old else f"x.{old}"}))
+        failed(2, "parted-scales", "convert", root, out, "--to", "hf", "--name-map", names_file, places=(codes,))
+    failed(2, "parted-scales", "average", root, root, out, "--exclude", codes, places=(scales,))
+    with refused(reshard.UsageError, "parted-scales", codes):
+        reshard.plan(reshard.open(root).sel(scales), format="dcp")
+    assert not out.exists()
+    names_file.write_text(json.dumps({f"{codes[:2]}*": "b.*"}))
+    done("convert", root, tmp_path / "both", "--to", "hf", "--name-map", names_file, "--exclude", "norm.*")
+    done("convert", root, tmp_path / "neither", "--to", "hf", "--include", "norm.*")
+    with safe_open(next((tmp_path / "both").glob("*.safetensors")), framework="numpy") as file:
+        assert {*file.keys()} == {f"b.{each[2:]}" for each in tensors}
+
+
+def test_scales_take_the_other_name_that_programs_know(tmp_path: Path) -> None:
+    root = saved(tmp_path / "set", BLOCKS | {"b.weight": float8(2, 2), "b.weight_scale_inv": ones(1, 1)}, {})
+    names_file = tmp_path / "names.json"
+    names_file.write_text('{"*.weight_scale_inv": "*.weight_scale"}')
+    done("convert", root, tmp_path / "out", "--to", "hf", "--name-map", names_file)
+    names_file.write_text('{"a.weight": "b.weight", "b.weight": "a.weight"}')
+    failed(2, "parted-scales", "convert", root, tmp_path / "no", "--to", "hf", "--name-map", names_file)

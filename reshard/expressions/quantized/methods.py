@@ -17,13 +17,13 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from reshard.dtypes import E8M0
-from reshard.errors import Option, SourceError, Text
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.model_config import config_path, quantizations, read_config
 from reshard.formats.sets import MODEL_CONFIG
 from reshard.source.facts import Quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Entry
@@ -89,11 +89,11 @@ _OF_ANY_NAME = (
 
 
 class _Match(NamedTuple):
-    """A tensor of codes, its method, and the name of its first scales."""
+    """A tensor of codes, its method, and the names of its scales and the like."""
 
     name: str
     method: str
-    scales: str
+    others: tuple[str, ...]
 
 
 def is_code(dtype: DType) -> bool:
@@ -137,11 +137,53 @@ def way_out(checkpoint: Checkpoint) -> Text | str:
     return Text("to make plain weights of it first, give ", Option("dequantize", "bfloat16"))
 
 
+def refuse_parted(checkpoint: Checkpoint, kept: Mapping[str, str]) -> None:
+    """Refuse a conversion that parts quantized weights from their scales: neither means anything alone.
+
+    Args:
+        checkpoint: the source.
+        kept: the new name of each tensor that the target gets.
+
+    Raises:
+        UsageError: only one of them is kept, or only one is renamed and the names no longer go together; all at once.
+    """
+    if checkpoint.opening.quantized is None:
+        return
+    specs, new_names = _specs_of(checkpoint), {*kept.values()}
+    known = dict.fromkeys((*specs, *checkpoint.left_out))
+    faults = Faults(checkpoint.root)
+    for name in known:
+        match = _match(name, known) if name not in specs or is_code(specs[name].dtype) else None
+        parts = (name, *match.others) if match else ()
+        absent = [part for part in parts if part not in kept]
+        if len(absent) == len(parts):
+            continue
+        if absent:
+            first = next(part for part in parts if part in kept)
+            fault = f"goes with {names(absent)}, which would be left out"
+            faults.add(f"tensor {first!r}", fault, code="parted-scales", hint="choose both or neither")
+        elif any(kept[part] == part for part in parts) and not _go_together([kept[part] for part in parts], new_names):
+            fault = f"would become {kept[name]!r}, and {names(parts[1:])} {names([kept[part] for part in parts[1:]])}"
+            hint = "rename both alike, such as with a star at the end of both names"
+            faults.add(f"tensor {name!r}", fault, code="parted-scales", hint=hint)
+    faults.raise_if_any(UsageError)
+
+
+def _go_together(parts: list[str], known: Collection[str]) -> bool:
+    """Return whether names show that the first has codes of which the others are the scales and the like."""
+    match = _match(parts[0], known)
+    return match is not None and {*match.others} == {*parts[1:]}
+
+
+def _specs_of(checkpoint: Checkpoint) -> dict[str, TensorSpec | Entry]:
+    """Return the dtypes and shapes of a checkpoint's tensors, or of its files' if their sharding is unknown."""
+    specs: dict[str, TensorSpec | Entry] = {name: tensor.spec for name, tensor in checkpoint.tensors.items()}
+    return specs or {name: entry for file in checkpoint.files for name, entry in file.index.entries.items()}
+
+
 def _method_of(checkpoint: Checkpoint) -> Quantized | None:
     """Return how a checkpoint is quantized, or None."""
-    specs: dict[str, TensorSpec | Entry] = {name: tensor.spec for name, tensor in checkpoint.tensors.items()}
-    if not specs:  # files whose sharding is unknown
-        specs = {name: entry for file in checkpoint.files for name, entry in file.index.entries.items()}
+    specs = _specs_of(checkpoint)
     dtypes = {name: spec.dtype for name, spec in specs.items()}
     codes = {dtype for dtype in dict.fromkeys(dtypes.values()) if is_code(dtype)}
     coded = [name for name, spec in specs.items() if spec.dtype in codes and len(spec.shape) > 1]
@@ -151,7 +193,7 @@ def _method_of(checkpoint: Checkpoint) -> Quantized | None:
     first, integers = None, ""
     for match in filter(None, matches):
         first = first or match
-        if dtypes[match.name].name in _INTEGERS and dtypes[match.scales].name != E8M0:
+        if dtypes[match.name].name in _INTEGERS and dtypes[match.others[0]].name != E8M0:
             integers = f"{match.name!r} is {dtypes[match.name]}, and only float8 is dequantized"
             break
     found = next(_said(checkpoint), None)
@@ -160,7 +202,7 @@ def _method_of(checkpoint: Checkpoint) -> Quantized | None:
         source = f"{file} says"
     elif first is not None:
         file, method, settings = "", first.method, ""
-        source = f"{first.scales!r} shows"
+        source = f"{first.others[0]!r} shows"
     else:
         return None
     title = f"{dtypes[first.name]} with scales" if first is not None and method == _SCALES else method
@@ -168,18 +210,17 @@ def _method_of(checkpoint: Checkpoint) -> Quantized | None:
     return Quantized(method, file, f"{checkpoint.root} is quantized: {title:.60}{settings}, as {source}", problem)
 
 
-def _match(name: str, dtypes: Mapping[str, DType]) -> _Match | None:
+def _match(name: str, known: Collection[str]) -> _Match | None:
     """Return the method that a name and its neighbours show, or None.
 
-    >>> from reshard.dtypes import BY_NAME
-    >>> _match("a.qweight", dict.fromkeys(["a.qweight", "a.qzeros", "a.scales"], BY_NAME["int32"]))
-    _Match(name='a.qweight', method='awq', scales='a.qzeros')
+    >>> _match("a.qweight", ["a.qweight", "a.qzeros", "a.scales"])
+    _Match(name='a.qweight', method='awq', others=('a.qzeros', 'a.scales'))
     """
     for rule in (*_BY_WORD.get(name.rpartition(".")[2], ()), *_OF_ANY_NAME):
         stem = name.removesuffix(rule.codes)
-        others = [stem + end for end in rule.others]
-        if name.endswith(rule.codes) and all(other in dtypes for other in others):
-            return _Match(name, rule.method, others[0])
+        others = tuple(stem + end for end in rule.others)
+        if name.endswith(rule.codes) and all(other in known for other in others):
+            return _Match(name, rule.method, others)
     return None
 
 
