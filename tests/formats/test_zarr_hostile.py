@@ -313,3 +313,23 @@ def test_an_array_of_an_own_store_has_a_dtype_that_is_known(lying: Path) -> None
     change(lying / "plain" / "w" / "zarr.json", data_type="uinu8")
     with refused(SourceError, "unknown-dtype", "'uinu8'"):
         reshard.open(lying / "plain")
+
+
+TWICE: dict[str, list[dict[str, Any]]] = {
+    "zstd": [{"name": "bytes"}, {"name": "zstd"}, {"name": "crc32c"}, {"name": "zstd"}],
+    "numcodecs": [{"name": "bytes"}, {"name": "numcodecs.lzma"}, {"name": "gzip"}],
+    "shards": [
+        {"name": "sharding_indexed", "configuration": {
+            "chunk_shape": [2, 6], "codecs": [{"name": "bytes"}, {"name": "gzip"}],
+            "index_codecs": [{"name": "bytes"}, {"name": "crc32c"}]}},
+        {"name": "blosc"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("codecs", TWICE.values(), ids=TWICE)
+def test_chunks_that_are_compressed_twice(lying: Path, codecs: list[dict[str, Any]]) -> None:
+    """What the outer one makes may be a thousand times the file, and what the inner one makes again."""
+    change(lying / "plain" / "w" / "zarr.json", codecs=codecs)
+    with refused(SourceError, "unsupported-storage", "plain/w/"):
+        reshard.open(lying / "plain")

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import BY_NAME, INT4, STR
-from reshard.errors import SourceError
+from reshard.errors import SourceError, names
 from reshard.formats.entries import Extent
 from reshard.formats.zarr import ABSENT, METADATA, NATIVE, counts
 from reshard.formats.zarr.files import refuse_unknown
@@ -23,7 +23,7 @@ from reshard.storage.base import truncated
 from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
@@ -45,6 +45,12 @@ _OPTIONS = {
     "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
 }
 """The options of each chunk grid, chunk key encoding and codec supported here; zarr checks its other codecs."""
+
+_INNER = ("codecs", "index_codecs")
+"""The options of a codec that are codecs."""
+
+_COMPRESSORS = {"zstd", "gzip", "blosc", "lz4", "zlib", "bz2", "lzma"}
+"""The compressors of zarr and numcodecs; other codecs do not expand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,7 @@ class ArrayMetadata:
                 raise SourceError(f"{path} does not describe an array of regular chunks", code="bad-metadata")
         for section in (metadata["chunk_grid"], metadata["chunk_key_encoding"], *codecs):
             check_options(path, section)
+        _check_compressors(path, codecs)
         if metadata.get("storage_transformers"):
             raise SourceError(f"{path} has storage transformers, which are not supported", code="unsupported-storage")
         stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
@@ -279,9 +286,27 @@ def check_options(where: str, metadata: object) -> None:
         )
     if name in _OPTIONS:
         refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
-    for inner in ("codecs", "index_codecs"):
+    for inner in _INNER:
         for codec in options[inner] if isinstance(options.get(inner), list) else ():
             check_options(where, codec)
+
+
+def _check_compressors(where: str, codecs: Sequence[object]) -> None:
+    """Raise `SourceError` if chunks are compressed twice: neither size of a file bounds what is in between."""
+    compressors = [*_compressors(codecs)]
+    if len(compressors) > 1:
+        fault = f"{where} has chunks that are compressed more than once, by {names(compressors)}"
+        raise SourceError(fault, code="unsupported-storage", facts=["expected one compressor, or none"])
+
+
+def _compressors(codecs: Sequence[object]) -> Iterator[str]:
+    """Yield the compressors among codecs, and among those of shards; the codecs are valid."""
+    for codec in codecs:
+        if isinstance(codec, dict):
+            if codec["name"].removeprefix("numcodecs.") in _COMPRESSORS:
+                yield codec["name"]
+            for inner in _INNER:
+                yield from _compressors(listed if isinstance(listed := option(codec, inner, ()), list) else ())
 
 
 def clipped(file: int, offset: int, chunk: Shape, shape: Shape, itemsize: int) -> Extent:
