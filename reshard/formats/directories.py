@@ -21,7 +21,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import SourceError
+from reshard.errors import SourceError, names
 from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX, HYPER_FILES, MODEL_CONFIG, SAVED_INDEX, SET_INDEX, files_beside
 
@@ -388,15 +388,18 @@ def _refuse_one_of_several(path: Place) -> None:
     match = _NUMBERED.fullmatch(path.name)
     above = directory
     is_part = bool(match and (parts or int(match["number"])))
+    others = list(parts)
     if of_rank := MEGATRON_RANKS.files.fullmatch(directory.name):
         is_part, above = any(int(number) for number in of_rank.groups("0")), directory.parent
         with suppress(SourceError, OSError):
             ranks = [sibling.name for sibling in above.iterdir() if MEGATRON_RANKS.files.fullmatch(sibling.name)]
             is_part = is_part or len(ranks) > 1
+            others = [f"{rank}/{path.name}" for rank in sorted(ranks) if rank != directory.name]
     if is_part:
         raise SourceError(
             f"{path} is one of several parts of a checkpoint, by its name",
             code="one-of-several",
+            facts=[f"others are {names(others, most=3)}"] if others else [],
             hint=f"open {above}, or rename a file that has all of the checkpoint",
         )
 

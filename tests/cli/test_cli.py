@@ -333,7 +333,7 @@ def test_what_selects_nothing_is_2(case: Case, tmp_path: Path) -> None:
         (["--include", "nothing*"], "no-match", "nothing*"),
         (["--include", "net.*@1"], "wrong-count", "net.*@1"),
         (["--cast", "float32=int8"], "unsupported-cast", "float32=int8"),
-        (["--cast", "a=b"], "usage", "'a'"),
+        (["--cast", "a=b"], "unknown-dtype", "'a'"),
     ):
         failed(2, code, "transform", case.source, tmp_path, *case.strategies, *options, places=(place,))
 

@@ -291,7 +291,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
     ours, theirs = pty.openpty()
     arguments: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
     process = subprocess.Popen(
-        slowly("publish", 0.02, arguments, plain=plain),
+        slowly("publish", 0.3, arguments, plain=plain),
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},

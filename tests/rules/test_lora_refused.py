@@ -105,7 +105,7 @@ def test_matrices(
 
 def test_weights(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     """Those that are not there, with the nearest; quantised ones; and everything at once."""
-    with refused(SourceError, "no-match", "3 faults", "'model.layers.*.down_proj.weight'"):
+    with refused(SourceError, "no-match", "3 faults", "'model.layers.0.down_proj.weight'"):
         base.merge_lora(save(tmp_path / "other", renamed("layers.0", "layers.7")))
     model = {**written(weights()), "model.layers.0.q_proj.weight": np.ones((64, 32), np.int8)}
     quantised = reshard.open(write_file(tmp_path / "int8.safetensors", model))

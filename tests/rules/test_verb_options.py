@@ -50,7 +50,8 @@ def test_options_act_as_the_reference_says(tmp_path: Path, verb: str) -> None:
         of_rule = sample(rng, verb)
         used |= of_rule.rule["b"].keys() - {verb}
         for number, (given, expected) in enumerate(((of_rule.parts, of_rule.fused), (of_rule.fused, of_rule.parts))):
-            path = write_file(tmp_path / f"{seed}-{number}.safetensors", given)
+            (folder := tmp_path / f"{seed}-{number}").mkdir()  # files side by side may be of one model's ranks
+            path = write_file(folder / "model.safetensors", given)
             assert_exact(reshard.open(path).derive(of_rule.rules), expected, of_rule.rule)
     assert used == documented()[verb]
 

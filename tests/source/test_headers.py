@@ -110,9 +110,9 @@ def test_what_is_not_a_entry_is_not_held_however_large(tmp_path: Path, monkeypat
     monkeypatch.setattr(headers, "_MOST_HELD", 100)
     table = b"\x0a\x01m\x1a" + ckpt.encode_varint(300) + bytes(300)
     content = b"\x0a" + ckpt.encode_varint(len(table)) + table
-    paths = [tmp_path / "0", tmp_path / "1"]
+    paths = [write_file(tmp_path / name, {"w": np.ones(2, np.float32)}, "ckpt") for name in "01"]
     for path in paths:
-        path.write_bytes(content)
+        path.write_bytes(path.read_bytes() + content)
     first, second = indexes(*paths)
     assert first is not second
     assert first.unreadable == second.unreadable != ()

@@ -12,7 +12,7 @@ from hypothesis import given
 from refusals import refused
 from strategy_files import add_layout, add_operator, json_item, json_top, meaning, message, saved
 
-from reshard.errors import TargetError, UsageError
+from reshard.errors import BudgetError, UsageError
 from reshard.layout.layout import Layout
 from reshard.strategy.files import read_strategy, write_strategy
 from reshard.strategy.proto import DESCRIPTORS, HERE
@@ -156,7 +156,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", failing)
-        with refused(TargetError, "cannot-write", path):
+        with refused(BudgetError, "no-space", path):
             write_strategy(Strategy.of({"v": Layout.of([4], [0])}), path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]

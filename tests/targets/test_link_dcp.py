@@ -284,16 +284,16 @@ def test_directories_that_are_one_checkpoint(mindspore_data: Path, tmp_path: Pat
 
 
 def test_directories_that_are_not_one_checkpoint(tmp_path: Path) -> None:
-    simple(tmp_path / "run", "step-1")
-    simple(tmp_path / "run", "step-2")
-    with refused(SourceError, "several-checkpoints", "step-2/.metadata", "'w'", "step-1"):
+    simple(tmp_path / "run", "first")
+    simple(tmp_path / "run", "second")
+    with refused(SourceError, "several-checkpoints", "second/.metadata", "'w'", "first"):
         reshard.open(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "step-2")
+    shutil.rmtree(tmp_path / "run" / "second")
     with refused(SourceError, "no-checkpoint", tmp_path / "run"):
         reshard.open(tmp_path / "run")
-    unfinished = simple(tmp_path / "run", "step-3", ("v", "c"))
+    unfinished = simple(tmp_path / "run", "third", ("v", "c"))
     (unfinished / ".metadata").unlink()
-    with refused(SourceError, "unfinished", "step-3", "__0_0.distcp"):
+    with refused(SourceError, "unfinished", "third", "__0_0.distcp"):
         reshard.open(tmp_path / "run")
 
 

@@ -229,7 +229,7 @@ def test_any_index_gives_what_numpy_gives(
         assert each.tobytes() == values[index].tobytes()
 
 
-@pytest.mark.parametrize("dtype", [name for name in BY_NAME if name != "str"])
+@pytest.mark.parametrize("dtype", [name for name, dtype in BY_NAME.items() if name != "str" and not dtype.bits])
 def test_every_dtype_comes_back_from_a_file(tmp_path: Path, dtype: str) -> None:
     kind = BY_NAME[dtype]
     values = np.arange(5 * kind.itemsize, dtype=np.uint8).view(kind.carrier())

@@ -188,11 +188,7 @@ def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
             f"{checkpoint.title} has no files of rank {rank}", code="no-such-rank",
             facts=[f"it has {ranks_text(checkpoint.ranks)}"],
         )  # fmt: skip
-    files = {
-        number
-        for number, of_file in enumerate(checkpoint.ranks)
-        if of_file == rank and (checkpoint.files[number].inputs is None or len(ranks_read(checkpoint, number)) <= 1)
-    }  # what is computed from the files of several ranks is in the files of none
+    files = {number for number, of_file in enumerate(checkpoint.ranks) if of_file == rank}
     shared: dict[Sharding, list[tuple[Block, Replica]]] = {}
     blocks = {}
     for name, read in checkpoint.tensors.items():
@@ -216,6 +212,11 @@ def _is_computed(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     return any(checkpoint.files[number].inputs is not None for number in read)
 
 
+def _is_of_one_rank(checkpoint: Checkpoint, file: int) -> bool:
+    """Return whether a file is stored, or computed from the files of one rank; others are of no rank."""
+    return checkpoint.files[file].inputs is None or len(ranks_read(checkpoint, file)) <= 1
+
+
 def _computed_blocks(checkpoint: Checkpoint, tensor: Tensor, rank: int) -> tuple[tuple[Block, Extent], ...]:
     """Return the blocks of a computed tensor that a rank has of the tensor before, or all of them if it had others."""
     ranks = _ranks_before(checkpoint, tensor)
@@ -228,10 +229,13 @@ def _computed_blocks(checkpoint: Checkpoint, tensor: Tensor, rank: int) -> tuple
 
 def _ranks_before(checkpoint: Checkpoint, tensor: Tensor) -> list[set[int]] | None:
     """Return the ranks with each block of a tensor before it was computed; None if it did not have these blocks."""
-    if not _is_computed(checkpoint, tensor):
-        return [{checkpoint.ranks[at.file] for at in replicas} for replicas in tensor.sharding.replicas]
     computation = checkpoint.opening.computation
-    first = computation.inputs[0] if computation else None
+    if computation is None or not _is_computed(checkpoint, tensor):
+        return [
+            {checkpoint.ranks[at.file] for at in replicas if _is_of_one_rank(checkpoint, at.file)}
+            for replicas in tensor.sharding.replicas
+        ]
+    first = computation.inputs[0] if computation.inputs else None
     before = first.tensors.get(tensor.spec.name) if first else None
     if first is None or before is None or before.sharding.blocks != tensor.sharding.blocks:
         return None
