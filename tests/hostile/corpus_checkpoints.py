@@ -16,8 +16,8 @@ ODD = (
     "transform {bad} {out} --dry-run",
     "unify {bad} {out}",
     "unify {bad} {out} --style huggingface",
-    "convert {bad} {out}/a --format ckpt",
-    "convert {bad} {out}/a --format safetensors",
+    "convert {bad} {out}/a.ckpt --format ckpt",
+    "convert {bad} {out}/a.safetensors --format safetensors",
     ".open {bad}",
     ".convert_file {bad} {out}",
 )

@@ -25,7 +25,7 @@ FILE = (
     "transform {set} {out} --source-strategy {strategy}",
     "unify {bad} {out}",
     "unify {set} {out} --source-strategy {strategy} --style huggingface",
-    "convert {bad} {out}/a --format ckpt",
+    "convert {bad} {out}/a.ckpt --format ckpt",
     "convert {set} {out} --format safetensors",
     "strategy make {rules} --like {bad} -o {out}",
     "strategy check {strategy} {bad}",
