@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 from checkpoints import write_file
 from commands import done
 from refusals import failed
@@ -76,3 +77,23 @@ def test_there_is_none(run: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "empty") in done("runs", tmp_path / "empty").stdout
     failed(4, "no-checkpoint", "runs", tmp_path / "empty", "--newest")
     failed(4, "not-found", "runs", tmp_path / "gone")
+
+
+def test_a_line_break_in_the_name_of_a_directory_hides_no_checkpoint(tmp_path: Path) -> None:
+    for name, seconds in (("x\n-3", 2e9), ("ok-2", 1e9)):
+        path = write_file(tmp_path / name / "model.safetensors", {"w": np.ones(4, np.float32)})
+        os.utime(path, (seconds, seconds))
+    data = json.loads(done("runs", tmp_path, "--json").stdout)
+    assert {each["path"]: each["state"] for each in data["checkpoints"]} == {
+        str(tmp_path / "x\n-3"): "complete", str(tmp_path / "ok-2"): "complete",
+    }  # fmt: skip
+    assert data["newest"] == str(tmp_path / "x\n-3")
+    assert len(done("runs", tmp_path).stdout.splitlines()) == 5
+
+
+def test_a_store_without_the_metadata_of_its_group_is_one_checkpoint(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        array = zarr.create_array(tmp_path / "s" / "step-3" / name, shape=(4,), dtype="float32", zarr_format=3)
+        array[:] = np.ones(4)
+    (record,) = json.loads(done("runs", tmp_path / "s", "--json").stdout)["checkpoints"]
+    assert (record["path"], record["state"], record["step"]) == (str(tmp_path / "s" / "step-3"), "incomplete", "3")

@@ -21,6 +21,7 @@ from reshard.errors import SourceError
 from reshard.formats.directories import STEP_NAME, is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.sets import DCP_INDEX
+from reshard.formats.zarr import METADATA
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
@@ -31,6 +32,7 @@ from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 from reshard.source.records import DIRECTORY, unfinished
 from reshard.storage.places import as_place
+from reshard.storage.small import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
 )
+_ARRAY = re.compile(rb'"node_type"\s*:\s*"array"')
+_LARGEST_METADATA = 1 << 20
 _STEP = re.compile(rf"{STEP_NAME}(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
 
 
@@ -262,6 +266,9 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
         examine = partial(described_findings, directory, opener)
         confirm = partial(described_findings, directory, opener, opens=True) if opener.format == DCP_LABEL else None
         yield Candidate(root, opener.format, "", files, examine, confirm), directory.below if opener.is_deep else ()
+    elif any(map(_is_array, directory.below.values())):
+        examine = partial(Findings, "incomplete", f"has arrays, and no {METADATA} of the store")
+        yield Candidate(root, ZARR_LABEL, "", [*directory.every_file()], examine), directory.below
     elif DCP_INDEX in directory.files:
         examine = partial(Findings, "incomplete", f"has only {DCP_INDEX} of a DCP, and no data")
         yield Candidate(root, DCP_LABEL, "", [*directory.files.values()], examine), ()
@@ -275,6 +282,17 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
         yield from ((candidate, ranks) for candidate in ranked(directory))
     else:
         yield from ((candidate, ()) for candidate in flat(directory))
+
+
+def _is_array(directory: Directory) -> bool:
+    """Return whether a directory is an array of a zarr store, which is no checkpoint without its store."""
+    if METADATA not in directory.files:
+        return False
+    try:
+        raw = read_small(directory.place / METADATA, "metadata", _LARGEST_METADATA, SourceError)
+        return _ARRAY.search(raw) is not None
+    except SourceError:
+        return False
 
 
 def _are_several(directory: Directory, opener: Opener) -> bool:

@@ -134,10 +134,10 @@ def _walked(root: LocalPath) -> Directory:
 
 def _enter(directory: Directory, depth: int, entry: os.DirEntry[str], waiting: list[tuple[Directory, int]]) -> None:
     """Add an entry to its directory; a directory waits until it is listed."""
-    if "\n" in entry.name:  # readers refuse it
-        return
     try:
         if not entry.is_dir():
+            if "\n" in entry.name:  # readers refuse such files, and open such directories
+                return
             status = entry.stat()
             directory.files[entry.name] = FileStat(status.st_size, status.st_mtime)
         elif entry.name.startswith("."):
