@@ -149,6 +149,10 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
     """
     dropped = matched(checkpoint.root, {**checkpoint.tensors, **checkpoint.unreadable}, drop)
     checkpoint = checkpoint.without(dropped)
+    if dropped and not checkpoint.all_names:
+        raise UsageError(
+            f"no tensor of {checkpoint.root} is left", code="no-tensors", hint=Text("drop fewer: ", Option("drop"))
+        )
     if checkpoint.strategy is not None:
         remaining = {name: placed for name, placed in checkpoint.strategy.tensors.items() if name not in dropped}
         return replace(checkpoint.strategy, tensors=remaining)

@@ -234,3 +234,11 @@ def test_options_of_the_target_are_named_as_they_are_typed() -> None:
         failed(2, "missing-strategy", *command, "--target-stage", "3", places=("--target-strategy",))
         failed(2, "no-iterations", *command, "--target-iteration", "9", places=("--target-iteration 9",))
     failed(2, "no-effect", "verify", SET, "--write-manifest", "m.json", "--target-suffix", "x", places=("--target-s",))
+
+
+def test_a_strategy_of_no_tensor_is_not_written(root: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
+    write_ranks(root / "ranks", {"w": np.ones((4, 4), "f4")}, strategy, "ckpt")
+    reshard.plan(reshard.open(root / "ranks", strategy=strategy), strategy).run(root / "again")
+    failed(2, "no-tensors", "strategy", "from-checkpoint", "again", "-o", "x.ckpt", "--drop", "*", places=("again",))
+    assert not (root / "x.ckpt").exists()
