@@ -224,7 +224,7 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place, *, overwrite:
         return
     refuse_existing(path, overwrite=overwrite)
     if plan.exclusive or plan.cipher or plan.linked:
-        obstacle = "becomes a zarr store" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
+        obstacle = "has its arrays in chunks" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
         raise UsageError(
             f"--write-manifest is for plain checkpoint files, and {target} {obstacle}", code="no-manifest",
             hint=f"leave it out, and compare with the source: {called_as()} verify {target} --against SOURCE",

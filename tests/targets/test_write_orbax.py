@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import assert_equal
+from checkpoints import assert_equal, write_file
 from commands import done
 from refusals import failed
 
@@ -127,3 +127,9 @@ def test_orbax_loads_it(tmp_path: Path, written: dict[str, np.ndarray[Any, Any]]
         assert all(whole[name].tobytes() == array.tobytes() for name, array in written.items())
     with np.load(tmp_path / "part.npz") as part:
         assert part["w"].tobytes() == written["params.w"].tobytes()
+
+
+def test_no_manifest_is_written(tmp_path: Path) -> None:
+    source = write_file(tmp_path / "one.safetensors", {"w": np.ones(4, "f4")})
+    command = "convert", source, tmp_path / "out", "--to", "orbax", "--write-manifest", tmp_path / "m.json"
+    assert "zarr store" not in failed(2, "no-manifest", *command).stderr
