@@ -153,15 +153,25 @@ class PlanFile:
             target_cipher=target_cipher and replace(target_cipher, mode=mode),
         )
         if plan_digest(result) != content.digest:
-            from reshard import __version__
-
-            made_by = content.provenance.made_by
-            raise PlanError(
-                f"this reshard would not write what {self.path} planned", code="different-plan",
-                facts=[f"reshard {made_by} made the plan, and this is {__version__}; or the file was changed"],
-                hint="plan again",
-            )  # fmt: skip
+            raise self._different(result)
         return result
+
+    def _different(self, result: Plan) -> ReshardError:
+        """Return the error for a new plan that differs: it names a file beside the weights that changed, if any."""
+        from reshard import __version__
+
+        made_by = self._content.provenance.made_by
+        root, planned_ns = Path(result.source.opened.root), Path(self.path).stat().st_mtime_ns
+        weights = {file.path for file in result.source.opened.files}
+        beside = [path for file in result.files if (path := root / file.path).is_file() and str(path) not in weights]
+        if changed := [path for path in beside if path.stat().st_mtime_ns >= planned_ns]:
+            return TargetError(f"{changed[0]} changed since it was planned", code="source-changed", hint="plan again")
+        other = f"reshard {made_by} made the plan, and this is {__version__}"
+        return PlanError(
+            f"this reshard would not write what {self.path} planned", code="different-plan",
+            facts=[other if made_by != __version__ else "the files beside the weights changed, or the plan file did"],
+            hint="plan again",
+        )  # fmt: skip
 
     def _open_source(self, source: str | os.PathLike[str] | None, cipher: Cipher | None) -> Checkpoint:
         record = self._content.provenance.source

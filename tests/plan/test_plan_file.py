@@ -16,13 +16,14 @@ from checkpoints import numbers, tree, write_file, write_ranks
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import failed, refused
 from samples import examples
 
 import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
 from reshard.formats.entries import NamedFile, ShardFiles, SomeFiles
+from reshard.formats.sets import HuggingFaceSet
 from reshard.plan.make import plan_convert
 from reshard.plan.plan import plan_digest
 from reshard.plan.planfile import read, save
@@ -595,3 +596,15 @@ def test_the_target_that_is_named_is_not_a_part_of_the_plan(plan: reshard.Plan, 
     save(plan._record, tmp_path / "plan.json", directory="made/dst")
     assert read(tmp_path / "plan.json").directory == "made/dst"
     assert plan_digest(reshard.read_plan(tmp_path / "plan.json")._record) == plan_digest(plan._record)
+
+
+def test_a_file_beside_the_weights_that_changed_is_named(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "set" / "model.safetensors", {"w": np.ones(4, "f4")})
+    config = path.with_name("config.json")
+    config.write_text('{"model_type": "x"}')
+    plan = reshard.plan(reshard.open(path.parent), files=HuggingFaceSet())
+    plan.save(tmp_path / "plan.json")
+    config.write_text('{"model_type": "x", "more": 1}')
+    failed(6, "source-changed", "run", tmp_path / "plan.json", tmp_path / "out", places=(config,))
+    config.unlink()
+    failed(4, "different-plan", "run", tmp_path / "plan.json", tmp_path / "out")
