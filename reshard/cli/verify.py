@@ -267,6 +267,8 @@ def _check_usage(source: Place | None, opening: OpenOptions, checking: Checking)
         raise UsageError(
             f"{' and '.join(ways)} exclude each other", code="conflicting-options", hint="give one of them"
         )
+    if checking.overwrite and checking.write_manifest is None:
+        raise UsageError("--overwrite is for --write-manifest", code="no-effect", hint="leave it out")
     if source is not None:
         return
     if opening.strategy is not None:

@@ -242,3 +242,9 @@ def test_a_strategy_of_no_tensor_is_not_written(root: Path) -> None:
     reshard.plan(reshard.open(root / "ranks", strategy=strategy), strategy).run(root / "again")
     failed(2, "no-tensors", "strategy", "from-checkpoint", "again", "-o", "x.ckpt", "--drop", "*", places=("again",))
     assert not (root / "x.ckpt").exists()
+
+
+@pytest.mark.usefixtures("root")
+def test_verify_overwrites_manifests_alone() -> None:
+    failed(2, "no-effect", "verify", "model", "--overwrite", places=("--overwrite",))
+    failed(2, "no-effect", "verify", "model", "--against", "other", "--overwrite", places=("--overwrite",))
