@@ -221,8 +221,8 @@ _OPENING = (
     _opening(
         "layouts", multiple=True, metavar="NAME=RULE", callback=layout_rules,
         help="How the tensors of this name (or glob) are cut, in place of what the strategy says: whole, copy (every "
-        "rank has a value of its own), split:DIM, DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` "
-        "shows it. May be repeated.",
+        "rank has a value of its own), split:DIM, DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect "
+        "--raw` shows it. May be repeated.",
     ),
     _opening(
         "stage", **_NUMBER, help="Only this stage of a pipeline source; with --source-strategy of that stage or of all."
@@ -375,14 +375,14 @@ _TARGET = (
     ),
     _target(
         "--chunk-size", **_SIZE,
-        help="zarr: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
+        help="zarr, orbax: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
     ),
     _target(
         "--shard-size", **_SIZE,
-        help="zarr: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks are "
-        "small]",
+        help="zarr, orbax: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks "
+        "are small]",
     ),
-    _target("--compression", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL like zstd:3.  [default: none]"),
+    _target("--compression", metavar="CODEC", help="zarr, orbax: zstd, or zstd:LEVEL like zstd:3.  [default: none]"),
     memory_option,
     target_key_option,
     _target(

@@ -84,7 +84,7 @@ tensors, nbytes, and with TARGET differences.
 @rules_numbers
 @json_option
 def check(file: Place, source: Place, target: Place | None, as_json: bool, **arguments: Any) -> None:
-    """Check the rules FILE against the checkpoint SOURCE: each tensor by one rule, shapes that add up, no hole.
+    """Check the rules FILE against the checkpoint SOURCE: each weight by one rule, shapes that add up, no hole.
 
     Only headers are read. With TARGET, names, dtypes and shapes of what the rules make are compared with
     those of another checkpoint.

@@ -146,7 +146,8 @@ def newest_iterations(path: AnyName, count: int, iteration: int | None = None) -
     if len(numbers) < count:
         raise SourceError(
             f"{root} has fewer than {count} checkpoints up to iteration {newest}", code="too-few-checkpoints",
-            facts=[f"it has {names(numbers)}"], hint=f"pass --last {len(numbers)}" if numbers[1:] else "",
+            facts=[f"it has iteration{'s' * (len(numbers) > 1)} {names(numbers)}"],
+            hint=f"pass --last {len(numbers)}" if numbers[1:] else "",
         )  # fmt: skip
     return numbers[-count:]
 
