@@ -83,7 +83,8 @@ def plan(
             is one stage of a pipeline; by default `checkpoint_`. For a Checkpoint 2.0 the beginning of file names.
         step: `checkpoint2` and `dcp`: the number of training steps done.
         max_shard_size: `hf`, `mindspore`, `dcp` and `checkpoint2`: the most bytes of tensors in a file, such as
-            `"4GB"`; one tensor alone may have more.
+            `"4GB"`; one tensor alone may have more. By default, a set that is made of a set, or of a store of one, has
+            files as large as the source's.
         files: another way to lay out the target's files, such as `reshard.ZarrGroup(compression="zstd")`.
         ranks: only these ranks of the target; by default all.
         stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it

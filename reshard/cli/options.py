@@ -341,7 +341,7 @@ _TARGET = (
     _target(
         "--max-shard-size", **_SIZE,
         help="hf, mindspore, dcp, checkpoint2: most tensor bytes in a file of whole tensors. One tensor alone may have "
-        "more.  [default: 4GB; dcp: 1GiB]",
+        "more.  [default: as in the files of a set that is read, else 4GB; dcp: 1GiB]",
     ),
     _target(
         "--prefix", metavar="PREFIX",

@@ -85,25 +85,27 @@ class MindSporeSet:
     the strategy, are in `hyper_param.safetensors`.
 
     Attributes:
-        max_shard_size: the maximum bytes of tensors in a part, unless a single tensor is larger.
+        max_shard_size: the maximum bytes of tensors in a part, unless a single tensor is larger; None for those of the
+            largest file of a source that is a set, too, else for `MAX_SHARD_BYTES`.
     """
 
-    max_shard_size: int = MAX_SHARD_BYTES
+    max_shard_size: int | None = None
 
     def __post_init__(self) -> None:
         check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Assign the tensors to parts."""
+        most = self.max_shard_size or MAX_SHARD_BYTES
         stored = [tensor for tensor in tensors if not tensor.is_text]
         in_strategy = [tensor for tensor in stored if tensor.listed] or stored
         parts = sorted(in_strategy, key=lambda tensor: -tensor.nbytes)
         total = sum(tensor.nbytes for tensor in parts)
-        sizes = [0] * max(1, min(-(-total // self.max_shard_size), sum(tensor.nbytes > 0 for tensor in parts)))
+        sizes = [0] * max(1, min(-(-total // most), sum(tensor.nbytes > 0 for tensor in parts)))
         of: dict[str, int] = {}
         for tensor in parts:
             least = sizes.index(min(sizes))
-            if tensor.nbytes and sizes[least] and sizes[least] + tensor.nbytes > self.max_shard_size:
+            if tensor.nbytes and sizes[least] and sizes[least] + tensor.nbytes > most:
                 least = len(sizes)
                 sizes.append(0)
             of[tensor.name] = least
@@ -128,10 +130,11 @@ class HuggingFaceSet:
     Its files are `model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
 
     Attributes:
-        max_shard_size: the maximum bytes of tensors in a file, unless a single tensor is larger.
+        max_shard_size: the maximum bytes of tensors in a file, unless a single tensor is larger; None as in
+            `MindSporeSet`.
     """
 
-    max_shard_size: int = MAX_SHARD_BYTES
+    max_shard_size: int | None = None
 
     def __post_init__(self) -> None:
         check_size(self.max_shard_size)
@@ -139,7 +142,8 @@ class HuggingFaceSet:
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Fill one file after the other."""
         # Text is in a file's notes, so the index must not name it: other readers look for tensors.
-        of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_size)
+        most = self.max_shard_size or MAX_SHARD_BYTES
+        of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], most)
         count = max(of.values(), default=0) + 1
         paths = tuple(f"model-{k + 1:05d}-of-{count:05d}{extension}" for k in range(count))
         content = {
@@ -233,9 +237,9 @@ def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
     return SomeFiles(every, tuple(numbers), with_index=process == 1)
 
 
-def check_size(max_shard_size: int) -> None:
+def check_size(max_shard_size: int | None) -> None:
     """Raise `UsageError` if the maximum size is below 1."""
-    if max_shard_size < 1:
+    if max_shard_size is not None and max_shard_size < 1:
         raise UsageError(
             f"a file of a set cannot have at most {max_shard_size} bytes; expected at least 1", code="out-of-range"
         )

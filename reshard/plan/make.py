@@ -6,7 +6,7 @@ from dataclasses import replace
 from glob import escape
 from typing import TYPE_CHECKING
 
-from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text
+from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
@@ -36,7 +36,7 @@ from reshard.targets.kinds import OF_FORMATS, destination_of
 from reshard.targets.same_files import SameFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from reshard.rules.rules import Rules
     from reshard.source.checkpoint import SourceFile
@@ -149,16 +149,19 @@ def plan(
         raise
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
+    objects = [name for name in source_objects if name not in destination.carried]
+    lost = [f"{names(objects, most=3)}: not tensors, and left out; a DCP or a zarr store has them"] if objects else []
     return replace(
         result,
-        dropped=(*selected.dropped, *(name for name in source_objects if name not in destination.carried)),
+        dropped=(*selected.dropped, *objects),
         missing=selected.missing,
         left_out=selected.left_out,
         warnings=(
             *source.warnings,
             *restacked,
             *destination.warnings(),
-            *_method_left(source, result.files),
+            *_method_left(source, result.files, destination.carried),
+            *lost,
             *result.warnings,
         ),
         request=request,
@@ -239,10 +242,12 @@ def _refuse_casts_of_codes(source: Checkpoint, items: Iterable[TargetTensor]) ->
     faults.raise_if_any(UsageError)
 
 
-def _method_left(source: Checkpoint, files: Iterable[TargetFile]) -> Iterator[str]:
+def _method_left(source: Checkpoint, files: Iterable[TargetFile], carried: Collection[str] = ()) -> Iterator[str]:
     """Yield a warning if no file of a target says how it is quantized, though one of the source does."""
     quantized = source.opening.quantized
-    if quantized is not None and quantized.file and all(as_place(f.path).name != quantized.file for f in files):
+    if quantized is None or not quantized.file or quantized.file in carried:
+        return
+    if all(as_place(each.path).name != quantized.file for each in files):
         yield f"{quantized.file}, which says how the values are coded, is not in the target: keep it for its readers"
 
 

@@ -277,11 +277,12 @@ def _missing(
 def _in_message_order(source: Checkpoint, in_target: set[str]) -> list[str]:
     """Return the tensors in the order in which MindSpore writes them.
 
-    MindSpore reads the needed source ranks in descending order, and puts tensors without a layout last.
+    MindSpore reads the needed source ranks in descending order, and puts tensors without a layout last. Files of one
+    rank, such as those of a set, are in their own order.
     """
     ordered: dict[str, None] = {}
     headers: set[int] = set()
-    for file in reversed(source.files):
+    for _, file in sorted(zip(source.ranks, source.files, strict=True), key=lambda item: -item[0]):
         if file.index.header_id not in headers:  # ranks with equal headers share the header
             headers.add(file.index.header_id)
             ordered.update(dict.fromkeys(file.index.entries))

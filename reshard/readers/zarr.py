@@ -13,6 +13,7 @@ Nothing is trusted: extents, file sizes, shard indexes, the list of files (`zarr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,14 @@ from reshard.formats.decoding import Decoding, Fill
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
+from reshard.formats.zarr.carried import CHUNK, KINDS, parse
+from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
 from reshard.formats.zarr.files import V2, StoreFiles, own_notes, read_metadata, strings
 from reshard.layout.block import Block, shape_text
+from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.source.facts import Extras
+from reshard.source.facts import Extras, Object
 from reshard.storage.base import truncated
 from reshard.storage.places import any_store, in_batches
 
@@ -90,6 +94,7 @@ class _Store:
         self.held_bytes = 0
         self.opening_bytes = 0
         self.absent: dict[str, int] = {}
+        self.extras = Extras(METADATA)
 
     def checkpoint(self, root: str) -> Checkpoint:
         """Return the store as a checkpoint of one rank."""
@@ -112,12 +117,13 @@ class _Store:
         entries = {
             name: Entry(tensor.spec.dtype, tensor.spec.shape, (), tensor.text) for name, tensor in ordered.items()
         }
+        bound = {name: BUCKET for name in ordered if name.startswith(BUCKETS)} if self.extras.objects else {}
         notes = tuple(strings(self.notes.get("notes", {}), self.base).items())
         self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header_id=1))
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
             coding=Decoding(self.units, self.held_bytes, self.opening_bytes) if self.units else None,
-            warnings=tuple(self._warnings()), extras=Extras(METADATA),
+            warnings=tuple(self._warnings()), extras=replace(self.extras, bound=bound),
         )  # fmt: skip
 
     def _warnings(self) -> Iterator[str]:
@@ -139,6 +145,9 @@ class _Store:
 
     def _add(self, directory: Place, metadata: dict[str, Any]) -> None:
         notes = own_notes(metadata)
+        if directory == self.base / CARRIED:
+            self.extras = self._carried(directory, notes)
+            return
         name = notes.get("name", str(directory).removeprefix(f"{self.base}/"))
         if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
             raise SourceError(f"{directory} has a second tensor {name!r}, or its name is not text", code="bad-name")
@@ -170,6 +179,25 @@ class _Store:
         shards = _Shards(self, array, name).shards()
         self.tensors[name] = Tensor.of(
             TensorSpec(name, array.dtype, array.shape), shards, listed=bool(notes.get("listed", False))
+        )
+
+    def _carried(self, directory: Place, notes: Mapping[str, Any]) -> Extras:
+        """Return what the store carries that is not a tensor."""
+        path = directory / CHUNK
+        status = self.disk.status(path)
+        carried = parse(notes.get("carried"), directory / METADATA, status.nbytes if status else 0)
+        items = {
+            kind: {name: Object(str(path), begin, nbytes) for name, (begin, nbytes) in ranges.items()}
+            for kind, ranges in carried.ranges.items()
+        }
+        if unknown := items["beside"].keys() - {BACKEND, COMMON}:
+            raise SourceError(
+                f"{directory / METADATA} names {names(sorted(unknown))} beside the tensors", code="bad-metadata",
+                facts=[f"expected {COMMON} and {BACKEND}"],
+            )  # fmt: skip
+        files, objects, beside = (items[kind] for kind in KINDS)
+        return Extras(
+            METADATA, objects=objects, beside=beside, files=files, paths=carried.paths, shard_size=carried.shard_size
         )
 
     def file(self, path: Place, status: Status | None = None, *, index: FileIndex = _CHUNKS) -> int:

@@ -147,8 +147,11 @@ class Extras:
         described_by: the metadata file, or the format, that lists the blocks; empty if a strategy defines them.
         arrangement: the layouts and ranks of tensors, as the metadata say; None if they say nothing.
         defects: warnings about harmless errors in the metadata.
-        objects: objects of the program that wrote it, by name. Only targets of the same format receive them.
-        beside: sidecar files that the training needs, by name. Only targets of the same format receive them.
+        objects: objects of the program that wrote it, by name. Only targets of the same format, and zarr stores,
+            receive them.
+        beside: sidecar files that the training needs, by name, for the same targets as objects.
+        files: the files beside the weights of the set that a store was made of, by name.
+        shard_size: the most bytes of tensors in a file of the set that a store was made of; 0 if it was none.
         bound: tensors that only a target of the same format can hold, with the reason.
         paths: the dict keys and list indices under which each tensor was saved, if not only its name; None if they are
             unknown and not needed.
@@ -163,6 +166,8 @@ class Extras:
     defects: tuple[str, ...] = ()
     objects: Mapping[str, Object] = field(default_factory=dict)
     beside: Mapping[str, Object] = field(default_factory=dict)
+    files: Mapping[str, Object] = field(default_factory=dict)
+    shard_size: int = 0
     bound: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
     model_config: bytes = b""

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats import by_name
 from reshard.formats.entries import Content, FileLayout, ShardFiles, SizedTensor
+from reshard.formats.sets import MAX_SHARD_BYTES, HuggingFaceSet, MindSporeSet
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
-from reshard.targets.sidecars import Sidecars
+from reshard.targets.sidecars import Sidecars, shard_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,13 +57,16 @@ class Ranks(Destination):
         self._wanted: dict[tuple[Grid | Shape, int], TargetBlocks] = {}
 
     @classmethod
-    def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if its target is not a Strategy."""
+    def settled(cls, request: Request, source: Checkpoint) -> Request:
+        """Return the request, with the size of the files of a set; raise `UsageError` if its target is no Strategy."""
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
                 "the target is the layout of a Checkpoint 2.0, not a Strategy", code="wrong-type",
                 hint="give files=reshard.Checkpoint2(), or a Strategy",
             )  # fmt: skip
+        files = request.files
+        if isinstance(files, HuggingFaceSet | MindSporeSet) and files.max_shard_size is None:
+            return replace(request, files=replace(files, max_shard_size=shard_size(source) or MAX_SHARD_BYTES))
         return request
 
     def cuts(self, name: str) -> bool:

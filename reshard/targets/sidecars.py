@@ -1,4 +1,4 @@
-"""Carry the files beside the weights of a set to a set made from it: model card, configuration, tokenizer.
+"""Carry the files beside the weights of a set to a set or store made from it: model card, configuration, tokenizer.
 
 They are carried byte for byte and kept in memory from planning on. Only files in the directory of the set are, with the
 names that models have; not its index, weights, hidden files or directories. Links are followed only to where the
@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, bytes_text, names
 from reshard.expressions.model_config import with_dtypes, without_quantization
+from reshard.formats.directories import is_of_a_set
 from reshard.formats.sets import MODEL_CONFIG, HuggingFaceSet, MindSporeSet
+from reshard.formats.zarr import NAME as ZARR
+from reshard.formats.zarr import OrbaxTree, ZarrGroup
+from reshard.readers.dcp.objects import contents
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small
 
@@ -54,7 +58,7 @@ class Sidecars:
 
         Args:
             source: the checkpoint that is converted.
-            files: the file layout of the target; only sets have sidecar files.
+            files: the file layout of the target; only sets and zarr stores have sidecar files.
             items: the planned tensors.
 
         Raises:
@@ -63,8 +67,9 @@ class Sidecars:
         self.contents: dict[str, bytes] = {}
         self.too_large: list[str] = []
         self.outside: list[str] = []
+        is_written = isinstance(files, HuggingFaceSet | MindSporeSet | ZarrGroup) and not isinstance(files, OrbaxTree)
         is_renamed = source.origin is not None and source.origin.rules is not None
-        if is_renamed or not isinstance(files, HuggingFaceSet | MindSporeSet):
+        if is_renamed or not is_written:
             return  # with rules the target is of another program
         first, skipped = source.opened, _NO_NAMES
         while computation := first.opening.computation:
@@ -80,6 +85,10 @@ class Sidecars:
                 self.too_large.append(path.name)
             else:
                 self.contents[path.name] = read_small(path, "sidecar file", LARGEST, SourceError)
+        stored = {
+            name: item for name, item in first.extras.files.items() if is_sidecar(name) and not skipped.fullmatch(name)
+        }
+        self.contents |= contents(stored)
         own_config = source.extras.model_config
         if own_config:
             self.contents[MODEL_CONFIG] = own_config
@@ -98,6 +107,35 @@ class Sidecars:
         """Return warnings about files that are too large, and about links."""
         reasons = {f"more than {bytes_text(LARGEST)}": self.too_large, "outside the directory": self.outside}
         return [f"{names(left)}: {why}, not copied beside the weights" for why, left in reasons.items() if left]
+
+
+def is_sidecar(name: str) -> bool:
+    """Return whether a file of this name may stand beside the weights of a set."""
+    return "/" not in name and bool(_NAMES.fullmatch(name)) and not _NO_NAMES.fullmatch(name)
+
+
+def sidecar_names(source: Checkpoint) -> list[str]:
+    """Return the names of the files beside the weights of a set, or of the set that a store was made of."""
+    first = _first(source)
+    names_beside = [path.name for path in _beside(first) if is_sidecar(path.name)]
+    return sorted({*names_beside, *filter(is_sidecar, first.extras.files)})
+
+
+def shard_size(source: Checkpoint) -> int:
+    """Return the most bytes of tensors in a file of a set of several files, or of a store made of one; 0 for others."""
+    first = _first(source)
+    weights = [file for _, file in first.stored_files if is_of_a_set(as_place(file.path).name)]
+    if first.extras.described_by or first.strategy or first.format == ZARR or len(weights) < 2:
+        return first.extras.shard_size
+    return max(sum(entry.nbytes for entry in file.index.entries.values() if entry.text is None) for file in weights)
+
+
+def _first(source: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as it was opened, or the first input of a computed one."""
+    first = source.opened
+    while computation := first.opening.computation:
+        first = computation.inputs[0].opened
+    return first
 
 
 def _beside(source: Checkpoint) -> list[Place]:

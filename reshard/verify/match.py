@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import Option, SourceError, Text
 from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.formats.sets import DCP_ITEMS
+from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
 from reshard.source.assemble import assemble_whole
@@ -108,7 +109,7 @@ def match(
         deduplicated: the target stores each block on one rank only, even if no header says so.
     """
     lenient = replace(selection, drop=("*",), allow_missing=("*",))
-    carries = target.format == DCP_ITEMS or _are_of_deepspeed(source, target)
+    carries = target.format in {DCP_ITEMS, ZARR} or _are_of_deepspeed(source, target)
     source = source if carries else source.unbound()
     selected = select(source, target.strategy, lenient, carries=carries)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]

@@ -34,7 +34,7 @@ _OLDER = ("sources", "strategy")  # in stores of earlier versions
 
 _NOTED = {
     "group": {"common", "tensors", "texts", "notes", "source", "version", *_OLDER},
-    "array": {"dtype", "listed", "layout", "name"},
+    "array": {"dtype", "listed", "layout", "name", "carried"},
 }
 
 V2 = (".zgroup", ".zarray", ".zmetadata")

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import UsageError
 from reshard.formats.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
+from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
+from reshard.targets.zarr.carried import Carried
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,9 +48,12 @@ class ZarrStore(Destination):
     format = NAME
     ranks: tuple[int, ...] = (0,)
     exclusive = True
+    carries = True
 
     def __init__(self, inputs: TargetInputs) -> None:
         self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
+        self._carried = Carried(inputs) if self.carries else None
+        self.carried = {*self._carried.names, *self._carried.files} if self._carried else ()
         self.arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self.arrays}
         self._first: dict[str, int] = {}  # the number of the first file of each array
@@ -57,7 +62,10 @@ class ZarrStore(Destination):
             self._first[name] = number
             number += len(array.units) + 1
         self.coding: TargetCoding | None = self._encoding()
-        self.memory: tuple[Share, ...] = (("files of chunks", FILE_BYTES * (number - len(self.arrays))),)
+        self.memory: tuple[Share, ...] = (
+            ("files of chunks", FILE_BYTES * (number - len(self.arrays))),
+            ("carried files", self._carried.stored.nbytes if self._carried else 0),
+        )
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
@@ -85,6 +93,8 @@ class ZarrStore(Destination):
             result += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
             metadata = self.metadata_of(array, self._attributes(items[name], array))
             result.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
+        carried_files = self._carried.stored.stored() if self._carried else {}
+        result += [TargetFile(0, f"{CARRIED}/{name}", literal(content)) for name, content in carried_files.items()]
         from reshard import __version__
 
         common = common_of(self._source)
@@ -98,6 +108,10 @@ class ZarrStore(Destination):
         }
         result.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
         return tuple(result)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Warn of files that are left out, and of carried data with old names."""
+        return tuple(self._carried.warnings()) if self._carried else ()
 
     def metadata_of(self, array: Array, attributes: dict[str, Any]) -> bytes:
         """Return the `zarr.json` of an array."""
