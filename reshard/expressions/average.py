@@ -359,7 +359,9 @@ def _fits(operands: Sequence[Operand], faults: Faults, *, compare: bool) -> bool
         for operand in others:
             if not _seem_equal(first, operand):
                 problem = f"is {specs[0].dtype} and differs in {first.checkpoint.root} and {operand.checkpoint.root}"
-                faults.add(where, problem, code="different-values")
+                faults.add(
+                    where, problem, code="different-values", hint=Text("leave it out: ", Option("exclude", name))
+                )
     return count == faults.count
 
 

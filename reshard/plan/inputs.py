@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import INT4, DType, by_name
-from reshard.errors import Faults, UsageError, names
+from reshard.errors import Faults, Option, Text, UsageError, names
 from reshard.formats.provenance import (
     LoraRecord,
     Provenance,
@@ -123,7 +123,7 @@ class Selection:
             if new.count("*") > old.count("*"):
                 problem = f"becomes {new!r}, which has more stars than the old name"
                 faults.add(f"name {old!r}", problem, code="bad-pattern")
-            if not old or not new:
+            if not new:
                 faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty", code="bad-name")
         faults.raise_if_any(UsageError)
 
@@ -153,6 +153,11 @@ class Selection:
         """
         rename = Renaming(self.name_map, set(known or chosen), words)
         pairs = [(name, rename(name)) for name in chosen]
+        if any(not new for _, new in pairs):
+            raise UsageError(
+                "a tensor has the name '', which no target can hold", code="bad-name",
+                hint=Text("name it with ", Option("name_map"), """, as by '{"": "NAME"}'"""),
+            )  # fmt: skip
         faults = Faults("name map")
         for old in rename.unused():
             faults.add(f"name {old!r}", partial(unmatched, old, chosen, before), code="no-match")
@@ -162,7 +167,7 @@ class Selection:
         for old, new in pairs:
             by_new.setdefault(new, []).append(old)
         for new, olds in by_new.items():
-            if len(olds) > 1 or not new:
+            if len(olds) > 1:
                 shared = f"is given to {names(olds)}; every tensor needs its own name"
                 faults.add(f"name {new!r}", shared, code="duplicate-name")
         faults.raise_if_any(UsageError)

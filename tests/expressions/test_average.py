@@ -292,6 +292,13 @@ def test_the_configuration_of_the_first_set_goes_along(tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "config.json").exists()
 
 
+def test_integers_that_differ_are_left_out_by_name(mindspore_data: Path, tmp_path: Path) -> None:
+    folder = mindspore_data / "averages" / "refuse"
+    failed(
+        4, "different-values", "average", folder / "a", folder / "int_differs", tmp_path / "o", places=("--exclude",)
+    )
+
+
 def test_all_faults_at_once(mindspore_data: Path) -> None:
     folder = mindspore_data / "averages" / "refuse"
     with pytest.raises(SourceError) as caught:

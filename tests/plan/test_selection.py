@@ -9,9 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import Array, assert_rank_files, numbers, places, write_file, write_ranks
+from commands import done
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import failed, refused
+from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard import Layout, Selection, Strategy
@@ -215,13 +217,24 @@ def test_names_that_are_not_there_are_reported() -> None:
     [
         ({"a": "b.*"}, ("bad-pattern",)),
         ({"a.*": "b.*.*"}, ("bad-pattern",)),
-        ({"": "b"}, ("bad-name",)),
         ({"a": ""}, ("bad-name",)),
     ],
 )
 def test_maps_that_cannot_be_meant(names: dict[str, str], told: tuple[str, ...]) -> None:
     with refused(UsageError, *told):
         Selection(name_map=names)
+
+
+def test_a_tensor_without_a_name_gets_one_from_a_map(tmp_path: Path) -> None:
+    values = np.arange(3, dtype=np.float32)
+    save_file({"": values, "w": values + 1}, tmp_path / "e.safetensors")
+    failed(2, "bad-name", "convert", tmp_path / "e.safetensors", tmp_path / "out", "--to", "hf", places=("--name-map",))
+    (tmp_path / "names.json").write_text('{"": "bias"}')
+    done(
+        "convert", tmp_path / "e.safetensors", tmp_path / "out", "--to", "hf", "--name-map", tmp_path / "names.json"
+    )  # fmt: skip
+    written = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert written["bias"].tobytes() == values.tobytes()
 
 
 def test_names_are_no_patterns_but_for_the_star() -> None:
