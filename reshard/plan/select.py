@@ -358,7 +358,7 @@ def _of_kind(checkpoint: Checkpoint, kind: str | None) -> set[str]:
     if kind not in {*_FAMILIES, *exact}:
         raise UsageError(
             f"unknown kind {kind!r:.60}", code="unknown-kind",
-            hint=f"give one of {', '.join((*_FAMILIES, *sorted(exact)))}",
+            hint=f"give one of {', '.join((*_FAMILIES, *sorted(exact.difference(_FAMILIES))))}",
         )  # fmt: skip
     numbers = {name for name, tensor in checkpoint.tensors.items() if is_training_state(name, tensor)}
     values = {*numbers, *checkpoint.extras.objects}.difference(states)

@@ -2,7 +2,7 @@
 
 `run.preflight` decides what to do with each file, from the plan, the ledger and the files found; this module does it.
 Whether unfinished files are kept, and when files get their names, depends on the storage: at URLs a file has its name
-as soon as it is complete, and the next run cannot use an unfinished one.
+as soon as it is complete, and only S3 keeps what there is of an unfinished one (`run.uploads`).
 """
 
 from __future__ import annotations

@@ -204,6 +204,12 @@ def test_an_unknown_condition_is_told_with_the_choices(
         trained.sel(**condition)
 
 
+def test_each_kind_is_a_choice_once(trained: Checkpoint) -> None:
+    with pytest.raises(UsageError) as refusal:
+        trained.sel(kind="moment")
+    assert str(refusal.value).count("moments") == 1
+
+
 def test_ten_thousand_names_are_chosen_by_name() -> None:
     checkpoint = reshard.Checkpoint(large(10_000, 4))
     assert len(checkpoint.sel(*checkpoint)) == 10_000
