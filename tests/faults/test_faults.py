@@ -387,7 +387,7 @@ FAULTS: dict[str, Any] = {
     "SIGTERM": partial(signalled, signal.SIGTERM),
     "SIGINT": partial(signalled, signal.SIGINT),
     "disk full": partial(fails, errno.ENOSPC, {5}, ("pwrite",)),
-    "no room for a file": partial(fails, errno.ENOSPC, {5}, ("posix_fallocate",)),
+    "no room for a file": partial(fails, errno.ENOSPC, {0, 5}, ("posix_fallocate",)),  # 0: none for the log alone
     "ledger cannot be written": partial(fails, errno.ENOSPC, {5}, ("write",)),
     "read fails": partial(fails, errno.EIO, {4}, ("preadv",)),
     "read ends early": ends,
