@@ -71,7 +71,7 @@ def _changes(source: Checkpoint, selection: Selection, new_names: dict[str, str]
     if origin is not None and origin.lora is not None and (merged := origin.merged & pairs.keys()):
         root = origin.lora.root
         name = root.rstrip("/").rpartition("/")[2]
-        states = optimizer_states({*source.all_names, *source.left_out})
+        states = optimizer_states({*source.all_names, *source.left_out}, source.opening.states)
         masters = len(merged & states.keys())
         numbers = (("weight", len(merged) - masters), ("master", masters))
         counts = [_count(number, noun) for noun, number in numbers if number]
@@ -164,7 +164,7 @@ def refuse_unused_changes(source: Checkpoint, selection: Selection, kept: Collec
 def _find_unused_changes(source: Checkpoint, selection: Selection, kept: Collection[str], faults: Faults) -> None:
     """Add a fault for each change that changes no tensor."""
     if selection.lora and source.origin and source.origin.merged.isdisjoint(kept):
-        states = optimizer_states(source.all_names)
+        states = optimizer_states(source.all_names, source.opening.states)
         changed = names(sorted(source.origin.merged, key=lambda name: (name in states, name)), most=3)
         hint = f"choose some of {changed}, or leave the adapter out"
         _add(faults, Option("lora"), "has no effect: it changes nothing of what is chosen", hint)
@@ -176,7 +176,7 @@ def _find_unused_changes(source: Checkpoint, selection: Selection, kept: Collect
             _add(faults, Option("cast", old, new), f"has no effect: no tensor is {old}", hint)
         elif old == new:
             _add(faults, Option("cast", old, new), "has no effect")
-    rename = Renaming(selection.name_map, set(source.all_names))
+    rename = Renaming(selection.name_map, set(source.all_names), source.opening.states)
     if selection.name_map and all(rename(name) == name for name in kept):
         hint = f"give names of what is chosen: {names(kept, most=3)}"
         _add(faults, Option("name_map"), "has no effect: it renames nothing of what is chosen", hint)
