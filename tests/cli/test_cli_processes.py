@@ -118,7 +118,7 @@ def slow(call):
     time.sleep({seconds})
 
 faults = Faults()
-faults.every(slow, {name!r})
+faults.every(slow, *{name!r}.split())
 install(faults, MonkeyPatch())
 if {plain!r}:
     sys.modules["rich"] = None
@@ -128,7 +128,7 @@ main(sys.argv[1:])
 
 
 def slowly(name: str, seconds: float, arguments: Sequence[str | Path], *, plain: bool = False) -> list[str]:
-    """A `reshard` whose store takes its time, and says on stderr when it does."""
+    """A `reshard` whose store takes its time for operations (one name or several), and says on stderr when it does."""
     code = IMPORTED + _SLOW.format(name=name, seconds=seconds, plain=plain)
     return [sys.executable, "-c", code, *map(str, arguments)]
 
@@ -291,7 +291,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
     ours, theirs = pty.openpty()
     arguments: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
     process = subprocess.Popen(
-        slowly("publish", 0.3, arguments, plain=plain),
+        slowly("write_at publish", 0.04, arguments, plain=plain),
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
