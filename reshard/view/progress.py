@@ -139,8 +139,9 @@ def _plain_bar(words: tuple[str, str]) -> Iterator[Callable[[Progress], None]]:
     last: Progress | None = None
 
     def draw_often() -> None:
-        drawn, width = None, 0
-        while not done.wait(_PAUSE):
+        drawn, width, ends = None, 0, False
+        while not ends:
+            ends = done.wait(_PAUSE)  # the last state is drawn, too, as rich does
             if last is not None and last is not drawn:
                 drawn = last
                 line = _line(_phase(drawn, words), drawn, (columns_of(sys.stderr) or 80) - 1)
